@@ -1,0 +1,62 @@
+"""covey: a model for every client, every known cluster of clients and the whole network at once.
+
+Names load when they are first used, so that ``covey --help`` need not wait for numba and scikit-learn.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from covey import datasets
+    from covey.data import GroupedData, read_table
+    from covey.errors import ConvergenceWarning, CoveyError
+    from covey.estimators import HierarchicalClassifier, HierarchicalPoissonRegressor, HierarchicalRegressor, load
+    from covey.objective import Objective, Penalty
+    from covey.solvers import newton, sweep
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "ConvergenceWarning": "covey.errors",
+    "CoveyError": "covey.errors",
+    "GroupedData": "covey.data",
+    "HierarchicalClassifier": "covey.estimators",
+    "HierarchicalPoissonRegressor": "covey.estimators",
+    "HierarchicalRegressor": "covey.estimators",
+    "Objective": "covey.objective",
+    "Penalty": "covey.objective",
+    "load": "covey.estimators",
+    "newton": "covey.solvers",
+    "read_table": "covey.data",
+    "sweep": "covey.solvers",
+}
+
+__all__ = [
+    "ConvergenceWarning",
+    "CoveyError",
+    "GroupedData",
+    "HierarchicalClassifier",
+    "HierarchicalPoissonRegressor",
+    "HierarchicalRegressor",
+    "Objective",
+    "Penalty",
+    "datasets",
+    "load",
+    "newton",
+    "read_table",
+    "sweep",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "datasets":
+        return import_module("covey.datasets")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'covey' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

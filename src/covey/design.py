@@ -1,0 +1,295 @@
+"""How columns become terms: numeric columns as they are, or a formula.
+
+A design remembers what prediction needs (column names, categories) in plain values, so that it can be saved as
+JSON. Formulas are parsed by formulaic but evaluated only if every piece is a column, a number, arithmetic or
+one of ``FUNCTIONS``: a formula that comes with a model from elsewhere cannot run code.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import narwhals as nw
+import numpy as np
+
+from covey._typing import Anything, Floats
+from covey.errors import DataError, FormulaError, listing, unknown_column
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Frame = Any  # an eager narwhals DataFrame of whichever library the user works with
+
+FUNCTIONS = ("log", "log2", "log10", "log1p", "exp", "sqrt", "abs", "C", "I")
+_CONTEXT = {"log1p": np.log1p, "sqrt": np.sqrt, "abs": np.abs}
+_ARITHMETIC = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Constant, ast.Load)
+
+
+class Design(Protocol):
+    """What turns a table into the columns of ``X``."""
+
+    @property
+    def terms(self) -> tuple[str, ...]: ...
+
+    @property
+    def columns(self) -> tuple[str, ...]: ...
+
+    def blocks(self, frame: Frame) -> list[Anything]:
+        """Arrays of one or two dimensions that stand side by side in ``X``."""
+        ...
+
+    def to_json(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Numeric columns as they are, after an intercept unless told otherwise."""
+
+    columns: tuple[str, ...]
+    intercept: bool = True
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        return (("Intercept",) if self.intercept else ()) + self.columns
+
+    def blocks(self, frame: Frame) -> list[Anything]:
+        return self._beside_intercept([numeric(frame, name) for name in self.columns], len(frame))
+
+    def matrix_blocks(self, X: Floats) -> list[Anything]:
+        """The same for a plain matrix, whose columns are taken in order."""
+        return self._beside_intercept([X], len(X))
+
+    def _beside_intercept(self, blocks: list[Anything], n_rows: int) -> list[Anything]:
+        return [np.broadcast_to(1.0, n_rows), *blocks] if self.intercept else blocks
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": "columns", "columns": list(self.columns), "intercept": self.intercept}
+
+
+@dataclass(frozen=True)
+class Formula:
+    """The right-hand side of a formula, with the categories it met in training."""
+
+    rhs: str
+    terms: tuple[str, ...]
+    columns: tuple[str, ...]
+    levels: Mapping[str, Sequence[Any]]
+
+    @classmethod
+    def learn(cls, rhs: str, frame: Frame) -> Formula:
+        columns, categorical = _inspect(rhs, frame)
+        levels = {name: _levels(frame, name) for name in columns if name in categorical}
+        learnt = cls(rhs, (), columns, levels)
+        terms = tuple(str(name) for name in learnt._model_matrix(frame).columns)
+        if not terms:
+            raise FormulaError(f"The formula {rhs!r} has no terms; write at least '1' for an intercept.")
+        return cls(rhs, terms, columns, levels)
+
+    def blocks(self, frame: Frame) -> list[Anything]:
+        matrix = self._model_matrix(frame)
+        return [matrix[name].to_numpy(dtype=np.float64) for name in matrix.columns]
+
+    def to_json(self) -> dict[str, Any]:
+        levels = {name: list(values) for name, values in self.levels.items()}
+        return {
+            "kind": "formula",
+            "rhs": self.rhs,
+            "terms": list(self.terms),
+            "columns": list(self.columns),
+            "levels": levels,
+        }
+
+    def _model_matrix(self, frame: Frame) -> pd.DataFrame:
+        import pandas as pd
+
+        table = {name: self._column(frame, name) for name in self.columns}
+        return _evaluate(self.rhs, pd.DataFrame(table, index=range(len(frame))))
+
+    def _column(self, frame: Frame, name: str) -> Any:
+        import pandas as pd
+
+        if name not in self.levels:
+            return numeric(frame, name)
+        values = column(frame, name).to_list()
+        coded = pd.Categorical(values, categories=list(self.levels[name]))
+        lost = np.flatnonzero(coded.codes < 0)
+        if len(lost) and _is_null(values[lost[0]]):
+            raise DataError(f"Column {name!r} has no category in row {lost[0]}; fill it or leave the row out.")
+        if len(lost):
+            raise DataError(
+                f"Column {name!r} has the category {values[lost[0]]!r} in row {lost[0]}, which training did not see; "
+                f"the known ones are {listing(self.levels[name])}."
+            )
+        return coded
+
+
+def design_from_json(document: Mapping[str, Any]) -> Columns | Formula:
+    """Rebuild a design; a formula is inspected again, whoever wrote it."""
+    if document["kind"] == "columns":
+        return Columns(tuple(document["columns"]), bool(document["intercept"]))
+    _check_formula(document["rhs"])
+    return Formula(document["rhs"], tuple(document["terms"]), tuple(document["columns"]), dict(document["levels"]))
+
+
+def split_formula(text: str) -> tuple[str | None, str]:
+    """``"y ~ x"`` into ``("y", "x")``; a right-hand side alone into ``(None, "x")``.
+
+    >>> split_formula("log(radon) ~ floor + uranium")
+    ('log(radon)', 'floor + uranium')
+    """
+    sides = [side.strip() for side in text.split("~")]
+    if len(sides) > 2 or not sides[-1]:
+        raise FormulaError(f"The formula {text!r} must read 'response ~ terms', with one '~' and at least one term.")
+    return (sides[0] or None, sides[1]) if len(sides) == 2 else (None, sides[0])
+
+
+def response(lhs: str, frame: Frame) -> Any:
+    """The left-hand side of a formula: a column as it is, or an expression such as ``log(radon)``."""
+    plain = lhs.strip("`")
+    if plain in frame.columns:
+        return frame.get_column(plain).to_native()
+    if re.fullmatch(r"\w+", plain):
+        raise unknown_column(plain, frame.columns)
+    import pandas as pd
+
+    columns, categorical = _inspect(lhs, frame)
+    if categorical:
+        raise FormulaError(f"The response {lhs!r} must be numeric; {listing(categorical)} holds categories.")
+    values = _evaluate(f"0 + {lhs}", pd.DataFrame({name: numeric(frame, name) for name in columns}))
+    if values.shape[1] != 1:
+        raise FormulaError(f"The response {lhs!r} must be one column or expression.")
+    return values.iloc[:, 0].to_numpy(dtype=np.float64)
+
+
+def column(frame: Frame, name: Any) -> Any:
+    """One column of a frame, or the error that says which one is meant."""
+    if name not in frame.columns:
+        raise unknown_column(name, frame.columns)
+    return frame.get_column(name)
+
+
+def numeric(frame: Frame, name: str) -> Floats:
+    """A column as float64; missing values as NaN, for the caller to find and name."""
+    series = column(frame, name)
+    if series.dtype.is_numeric() or series.dtype == nw.Boolean:
+        return np.asarray(series.cast(nw.Float64()).to_numpy(), dtype=np.float64)
+    try:
+        if series.dtype == nw.Object:  # pandas keeps numbers that came with None as objects
+            return np.asarray(series.to_numpy(), dtype=np.float64)
+    except (TypeError, ValueError):
+        pass
+    shown = next((value for value in series.to_list() if not _is_null(value)), None)
+    raise DataError(
+        f"Column {name!r} holds {str(series.dtype).lower()} values (such as {shown!r}), not numbers; name it in a formula "
+        "to code its categories, or convert it."
+    )
+
+
+def _inspect(rhs: str, frame: Frame) -> tuple[tuple[str, ...], set[str]]:
+    """The columns a formula needs, and those of them that are categories."""
+    names: list[str] = []
+    alone, categories, numbers = set(), set(), set()
+    for expression, is_column in _check_formula(rhs):
+        used, wrapped = ([expression], set()) if is_column else _names(expression)
+        names += [name for name in used if name not in names]
+        categories |= wrapped
+        (alone if is_column else numbers).update(set(used) - wrapped)
+    text = {name for name in names if not _is_number(column(frame, name))}
+    clash = sorted((categories & (alone | numbers)) | (text & numbers))
+    if clash:
+        raise FormulaError(f"Column {clash[0]!r} is used both as a category and as a number in {rhs!r}; add a copy of it.")
+    return tuple(names), text | categories
+
+
+def _check_formula(rhs: str) -> list[tuple[str, bool]]:
+    """The factors of a formula and whether each is a column; any other is made of allowed pieces only."""
+    from formulaic import Formula as Parsed
+
+    if re.search(r"(^|[\s+(*:-])\.($|[\s+)*:-])", rhs):
+        raise FormulaError(f"The formula {rhs!r} uses '.' for all columns, which is not supported; name the columns.")
+    try:
+        factors = [factor for term in Parsed(rhs) for factor in term.factors]
+    except Exception as problem:  # formulaic has no common base class for its parser's errors
+        reason = re.sub(r"\x1b\[[0-9;]*m", "", str(problem)).strip().splitlines() or ["it cannot be parsed"]
+        raise FormulaError(f"The formula {rhs!r} cannot be read: {reason[0]}") from None
+    for factor in factors:
+        if factor.eval_method.value == "python":
+            _refuse_code(factor.expr, rhs)
+    used = [factor for factor in factors if factor.eval_method.value != "literal"]
+    return [(str(factor.expr), factor.eval_method.value == "lookup") for factor in used]
+
+
+def _refuse_code(expression: str, rhs: str) -> None:
+    try:
+        tree = ast.parse(expression, mode="eval")
+    except SyntaxError:
+        raise FormulaError(f"The term {expression!r} of {rhs!r} cannot be read; rename columns that need quotes.") from None
+    for node in _nodes(tree, rhs):
+        if isinstance(node, ast.Constant) and not isinstance(node.value, int | float):
+            raise FormulaError(f"The constant {node.value!r} in {rhs!r} is not a number.")
+        if not isinstance(node, (*_ARITHMETIC, ast.Name)):
+            raise FormulaError(
+                f"{ast.unparse(node)!r} in {rhs!r} is not supported; terms are columns, numbers, arithmetic and "
+                f"the functions {', '.join(FUNCTIONS)}."
+            )
+
+
+def _nodes(tree: ast.AST, rhs: str) -> Iterator[ast.AST]:
+    """All nodes but the calls to known functions, whose arguments are looked at instead."""
+    pending = [tree]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.Call):
+            if not isinstance(node.func, ast.Name) or node.func.id not in FUNCTIONS or node.keywords or len(node.args) != 1:
+                raise FormulaError(
+                    f"{ast.unparse(node)!r} in {rhs!r} is not supported; the functions, each of one argument, are "
+                    f"{', '.join(FUNCTIONS)}."
+                )
+            if _is_c(node) and not isinstance(node.args[0], ast.Name):
+                raise FormulaError(f"{ast.unparse(node)!r} in {rhs!r} must name one column.")
+            pending += node.args
+            continue
+        yield node
+        pending += ast.iter_child_nodes(node)
+
+
+def _names(expression: str) -> tuple[list[str], set[str]]:
+    """The columns in an expression, and those inside ``C()``."""
+    tree = ast.parse(expression, mode="eval")
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    functions = {id(call.func) for call in calls}
+    used = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in functions]
+    wrapped = {call.args[0].id for call in calls if _is_c(call) and isinstance(call.args[0], ast.Name)}
+    return used, wrapped
+
+
+def _is_c(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Name) and call.func.id == "C"
+
+
+def _evaluate(rhs: str, table: pd.DataFrame) -> pd.DataFrame:
+    from formulaic import Formula as Parsed
+
+    try:
+        with np.errstate(all="ignore"):
+            matrix = Parsed(rhs).get_model_matrix(table, na_action="ignore", context=_CONTEXT, output="pandas")
+    except Exception as problem:  # as above: no common base class
+        raise FormulaError(f"The formula {rhs!r} cannot be evaluated: {problem}") from None
+    return matrix  # type: ignore[no-any-return]
+
+
+def _levels(frame: Frame, name: str) -> list[Any]:
+    values = {value for value in column(frame, name).to_list() if not _is_null(value)}
+    return sorted(values, key=lambda value: (str(type(value)), value))
+
+
+def _is_number(series: Any) -> bool:
+    return bool(series.dtype.is_numeric() or series.dtype == nw.Boolean)
+
+
+def _is_null(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and np.isnan(value)) or type(value).__name__ == "NAType"

@@ -1,0 +1,60 @@
+"""What covey raises, and the few words every message shares.
+
+Each error is one sentence or two: what is wrong, where (column, client, row, value), and what to do.
+The command line prints it as it stands and exits with code 2.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class CoveyError(ValueError):
+    """Anything the caller can put right."""
+
+
+class DataError(CoveyError):
+    """The table, its columns or its values."""
+
+
+class FormulaError(CoveyError):
+    """The formula cannot be read, or asks for something that is not supported."""
+
+
+class PenaltyError(CoveyError):
+    """A penalty out of its range, or one that does not fit the hierarchy."""
+
+
+class SolverError(CoveyError):
+    """A solver that does not fit the problem, or a setting out of its range."""
+
+
+class ModelError(CoveyError):
+    """A model folder that is missing, damaged or from another version."""
+
+
+class ConvergenceWarning(UserWarning):
+    """A solver stopped before it reached its tolerance, or the optimum is not finite."""
+
+
+def unknown_column(name: object, columns: Iterable[object]) -> DataError:
+    """The error for a column that is not there, with the nearest name that is."""
+    known = [str(column) for column in columns]
+    near = difflib.get_close_matches(str(name), known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"the columns are {listing(known)}."
+    return DataError(f"There is no column {name!r}; {hint}")
+
+
+def one_of(argument: str, value: object, choices: Iterable[str]) -> CoveyError:
+    """The error for an option outside its vocabulary."""
+    words = ", ".join(repr(choice) for choice in choices)
+    return CoveyError(f"The {argument!r} parameter must be one of {words}. Got {value!r} instead.")
+
+
+def listing(names: Iterable[object], most: int = 8) -> str:
+    """A short enumeration for messages: ``'a', 'b' and 3 more``."""
+    words = [repr(name) for name in names]
+    if len(words) <= most:
+        return ", ".join(words)
+    return ", ".join(words[:most]) + f" and {len(words) - most} more"

@@ -1,0 +1,141 @@
+"""Ids of clients and clusters: from any column to one type, sorted vocabularies and integer codes.
+
+Ids are integers, text, booleans, dates or floats, all of one kind; null stands for a missing id.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import narwhals as nw
+import numpy as np
+import polars as pl
+
+from covey._typing import Anything, Ints
+from covey.errors import DataError
+
+_KINDS = {
+    pl.Int64: "integers",
+    pl.String: "text",
+    pl.Boolean: "booleans",
+    pl.Float64: "floating-point numbers",
+    pl.Date: "dates",
+}
+
+
+def as_labels(values: Any, what: str) -> pl.Series:
+    """Any column or sequence of ids as a polars series of one kind, missing ids as null.
+
+    >>> as_labels([3.0, float("nan"), 1.0], "client").to_list()
+    [3, None, 1]
+    """
+    series = nw.from_native(values, series_only=True, pass_through=True)
+    if isinstance(series, nw.Series):
+        native = series.to_native()
+        if isinstance(native, pl.Series):
+            return _canonical(native, what)
+        values = series.cast(nw.String()).to_list() if _is_categorical(series) else native
+        if hasattr(values, "to_pylist"):
+            values = values.to_pylist()
+    if not isinstance(values, np.ndarray):
+        values = np.asarray(values) if hasattr(values, "__array__") else np.array(values, dtype=object)
+    if values.ndim != 1:
+        raise DataError(f"The {what} ids must be one-dimensional; got an array of shape {values.shape}.")
+    if values.dtype.kind == "O":
+        return _from_objects(values, what)
+    return _canonical(pl.Series(values), what)
+
+
+def factorize(labels: pl.Series) -> tuple[pl.Series, Ints]:
+    """The sorted distinct ids, and for each row the position of its id among them.
+
+    >>> ids, codes = factorize(as_labels(["b", "a", "b"], "client"))
+    >>> ids.to_list(), codes.tolist()
+    (['a', 'b'], [1, 0, 1])
+    """
+    if labels.dtype == pl.Int64:
+        values = labels.to_numpy()
+        low, high = int(values.min()), int(values.max())
+        if high - low < 4 * len(values) + 1024:
+            # A table over a compact range costs a pass; sorting millions of rows costs seconds.
+            present = np.zeros(high - low + 1, dtype=np.int64)
+            present[values - low] = 1
+            codes = np.cumsum(present) - 1
+            return pl.Series(np.flatnonzero(present) + low), codes[values - low]
+        ids, inverse = np.unique(values, return_inverse=True)
+        return pl.Series(ids), inverse.astype(np.int64, copy=False)
+    distinct = labels.unique().sort()
+    return distinct, lookup(labels, distinct, "id")
+
+
+def lookup(labels: pl.Series, known: pl.Series, what: str) -> Ints:
+    """For each row the position of its id among the known ones; -1 where it is unseen or missing."""
+    if labels.dtype == pl.Null or len(known) == 0:
+        return np.full(len(labels), -1, dtype=np.int64)
+    if labels.dtype != known.dtype:
+        if {labels.dtype, known.dtype} != {pl.Int64, pl.Float64}:
+            shown = labels.drop_nulls()[0]
+            raise DataError(
+                f"The {what} ids are {kind(labels)} here (such as {shown!r}) but were {kind(known)} in training "
+                f"(such as {known[0]!r}); convert the column to {kind(known)}."
+            )
+        labels, known = labels.cast(pl.Float64), known.cast(pl.Float64)
+    position = pl.Series(np.arange(len(known)))
+    found = labels.replace_strict(known, position, default=-1, return_dtype=pl.Int64)
+    return cast(Ints, found.fill_null(-1).to_numpy().astype(np.int64))
+
+
+def kind(labels: pl.Series) -> str:
+    return _KINDS.get(labels.dtype.base_type(), str(labels.dtype))
+
+
+def to_array(labels: pl.Series) -> Anything:
+    """As a numpy array of plain Python values for text, else of the matching dtype."""
+    if labels.dtype == pl.String:
+        return np.array(labels.to_list(), dtype=object)
+    return cast(Anything, labels.to_numpy())
+
+
+def _is_categorical(series: Any) -> bool:
+    return isinstance(series.dtype, nw.Categorical | nw.Enum)
+
+
+def _canonical(series: pl.Series, what: str) -> pl.Series:
+    dtype = series.dtype
+    if dtype.is_integer():
+        return series.cast(pl.Int64)
+    if dtype.is_float():
+        series = series.cast(pl.Float64).fill_nan(None)
+        # A column of whole numbers turns to floats as soon as one is missing: 12.0 is still client 12.
+        known = series.drop_nulls()
+        whole = bool((known == known.floor()).all()) and bool(known.is_finite().all())
+        return series.cast(pl.Int64) if whole else series
+    if isinstance(dtype, pl.Categorical | pl.Enum):
+        return series.cast(pl.String)
+    if dtype in (pl.String, pl.Boolean, pl.Date, pl.Null) or isinstance(dtype, pl.Datetime):
+        return series
+    raise DataError(f"The {what} ids must be integers, text, booleans or dates; got a column of type {dtype}.")
+
+
+def _from_objects(values: Anything, what: str) -> pl.Series:
+    present = [None if _missing(value) else value for value in values]
+    types = {type(value) for value in present if value is not None}
+    if types and all(issubclass(t, int | np.integer) and t is not bool for t in types):
+        return pl.Series(present, dtype=pl.Int64)
+    if types and all(issubclass(t, float | int | np.floating | np.integer) and t is not bool for t in types):
+        return _canonical(pl.Series(present, dtype=pl.Float64), what)
+    if types and all(issubclass(t, str) for t in types):
+        return pl.Series([None if value is None else str(value) for value in present], dtype=pl.String)
+    if len(types) > 1:
+        shown = {type(value): value for value in present if value is not None}
+        raise DataError(
+            f"The {what} ids mix {' and '.join(sorted(t.__name__ for t in types))} "
+            f"(such as {' and '.join(repr(value) for value in list(shown.values())[:2])}); convert them to one type."
+        )
+    return _canonical(pl.Series(present), what)
+
+
+def _missing(value: Any) -> bool:
+    if value is None or type(value).__name__ in ("NAType", "NaTType"):
+        return True
+    return isinstance(value, float | np.floating) and bool(np.isnan(value))

@@ -1,0 +1,142 @@
+"""What every loss is: the negative log-likelihood of a client's rows (up to a constant), summed or averaged.
+
+``f_i(theta_i) = scale_i * sum_l weight_l * loss(x_l' theta_i + offset_l, y_l)`` with ``scale_i = 1`` for ``sum`` and
+``1 / sum_l weight_l`` for ``mean``. A ``ridge`` adds ``ridge/2 |theta_i|^2``: it pulls each client to zero, where the
+penalties of the hierarchy pull it to its cluster.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
+
+import numpy as np
+
+from covey._typing import Anything, Floats
+from covey.data import GroupedData
+from covey.errors import PenaltyError, one_of
+from covey.hierarchy import segment_sum
+from covey.losses import kernels
+
+Reduction = Literal["sum", "mean"]
+
+_NONE = np.empty(0)
+
+
+class Expansion(NamedTuple):
+    """Value ``(n,)``, gradient ``(n, d)`` and Hessian ``(n, d, d)`` of every client's loss."""
+
+    value: Floats
+    gradient: Floats
+    hessian: Floats
+
+
+@dataclass(frozen=True)
+class Loss(ABC):
+    """A family of responses. Subclasses say how the mean follows from the margin and how curved the loss can be."""
+
+    reduction: Reduction = "sum"
+    ridge: float = 0.0
+
+    name: ClassVar[str]
+    code: ClassVar[int]
+    curvature: ClassVar[tuple[float, float]]
+    """Bounds of the second derivative in the margin, over all margins."""
+
+    def __post_init__(self) -> None:
+        if self.reduction not in ("sum", "mean"):
+            raise one_of("reduction", self.reduction, ("sum", "mean"))
+        if not 0 <= self.ridge < np.inf:
+            raise PenaltyError(f"The 'ridge' parameter must lie in [0, inf). Got {self.ridge!r} instead.")
+
+    @abstractmethod
+    def mean(self, margin: Floats) -> Floats:
+        """The expected response at a margin."""
+
+    @abstractmethod
+    def check(self, data: GroupedData) -> None:
+        """Refuse responses that the family cannot have."""
+
+    def pointwise(self, margin: Floats, y: Floats) -> Floats:
+        """The loss of each row at its margin, with no weight."""
+        rows = len(y)
+        value, ptr = np.empty(rows), np.arange(rows + 1)
+        kernels.expand(
+            self.code, 0, margin[:, None], y, _NONE, _NONE, np.ones(rows), ptr, np.ones((rows, 1)), value,
+            np.empty((0, 1)), np.empty((0, 1, 1)),
+        )  # fmt: skip
+        return value
+
+    def expand(self, data: GroupedData, theta: Floats, order: int = 2) -> Expansion:
+        """Value, gradient and Hessian at ``theta (n, d)`` in one pass; what lies above ``order`` stays empty."""
+        n, d = theta.shape
+        value = np.empty(n)
+        gradient = np.empty((n if order >= 1 else 0, d))
+        hessian = np.empty((n if order >= 2 else 0, d, d))
+        kernels.expand(
+            self.code,
+            order,
+            data.X,
+            data.y,
+            _NONE if data.weights is None else data.weights,
+            _NONE if data.offset is None else data.offset,
+            self.scale(data),
+            data.client_ptr,
+            np.ascontiguousarray(theta),
+            value,
+            gradient,
+            hessian,
+        )
+        if self.ridge:
+            value += 0.5 * self.ridge * (theta**2).sum(axis=1)
+            gradient += self.ridge * theta[: len(gradient)]
+            hessian += self.ridge * np.eye(d)
+        return Expansion(value, gradient, hessian)
+
+    def value(self, data: GroupedData, theta: Floats) -> Floats:
+        """Each client's loss, ``(n,)``."""
+        return self.expand(data, theta, order=0).value
+
+    def gradient(self, data: GroupedData, theta: Floats) -> Floats:
+        """Each client's gradient, ``(n, d)``."""
+        return self.expand(data, theta, order=1).gradient
+
+    def hessian(self, data: GroupedData, theta: Floats) -> Floats:
+        """Each client's Hessian, ``(n, d, d)``."""
+        return self.expand(data, theta, order=2).hessian
+
+    def scale(self, data: GroupedData) -> Floats:
+        """What each client's sum is multiplied by."""
+        if self.reduction == "sum":
+            return np.ones(data.n_clients)
+        rows = data.rows_per_client if data.weights is None else segment_sum(data.weights, data.client_ptr)
+        return 1.0 / np.where(rows > 0, rows, 1.0)
+
+    def smoothness(self, data: GroupedData) -> Floats:
+        """An upper bound ``L_i`` on the curvature of each client's loss, at any point."""
+        return self.curvature[1] * _gram_eigenvalues(self, data)[:, -1] + self.ridge
+
+    def strong_convexity(self, data: GroupedData) -> Floats:
+        """A lower bound ``mu_i`` on the curvature of each client's loss, at any point; 0 where there is none."""
+        if self.curvature[0] == 0.0 or data.rows_per_client.min() < data.n_terms:
+            return np.full(data.n_clients, self.ridge)
+        eigenvalues = _gram_eigenvalues(self, data)
+        # A rank-deficient client shows rounding instead of zero; only what is clear of that is claimed.
+        floor = 8 * data.n_terms * np.finfo(float).eps * eigenvalues[:, -1]
+        lowest = eigenvalues[:, 0] - floor
+        return self.curvature[0] * np.where(lowest > floor, lowest, 0.0) + self.ridge
+
+
+def _gram_eigenvalues(loss: Loss, data: GroupedData) -> Floats:
+    """Eigenvalues of ``scale_i X_i' W_i X_i`` in ascending order, ``(n, d)``."""
+    from covey.losses.gaussian import Gaussian
+
+    gram = Gaussian(loss.reduction).hessian(data, np.zeros((data.n_clients, data.n_terms)))
+    return np.maximum(np.linalg.eigvalsh(gram), 0.0)
+
+
+def refuse_rows(data: GroupedData, bad: Anything, sentence: str) -> str:
+    """Fill ``sentence`` with the value and place of the first bad response."""
+    row = int(np.flatnonzero(bad)[0])
+    return sentence.format(value=f"{data.y[row]:g}", place=data.place(row))

@@ -1,0 +1,35 @@
+"""Binary responses with the logit link: ``loss = log(1 + exp(margin)) - y margin``, y in {0, 1}."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+from scipy.special import expit
+
+from covey._typing import Floats
+from covey.data import GroupedData
+from covey.errors import DataError
+from covey.losses import kernels
+from covey.losses.base import Loss, refuse_rows
+
+
+class Bernoulli(Loss):
+    """Logistic regression. The curvature ``p (1 - p)`` is at most 1/4 and has no positive lower bound."""
+
+    name: ClassVar[str] = "bernoulli"
+    code: ClassVar[int] = kernels.BERNOULLI
+    curvature: ClassVar[tuple[float, float]] = (0.0, 0.25)
+
+    def mean(self, margin: Floats) -> Floats:
+        return np.asarray(expit(margin))
+
+    def check(self, data: GroupedData) -> None:
+        bad = (data.y != 0) & (data.y != 1)
+        if bad.any():
+            raise DataError(refuse_rows(data, bad, "The response is {value} in {place}; the bernoulli family takes 0 and 1."))
+        if (data.y == data.y[0]).all():
+            raise DataError(
+                f"The response is {data.y[0]:g} in every row, so there is one class and nothing to tell apart; "
+                "a classifier needs rows of two classes."
+            )

@@ -1,0 +1,34 @@
+"""Counts with the log link: ``loss = exp(margin) - y margin``, y >= 0. The log of an exposure goes in as offset."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from covey._typing import Floats
+from covey.data import GroupedData
+from covey.errors import DataError
+from covey.losses import kernels
+from covey.losses.base import Loss, refuse_rows
+
+
+class Poisson(Loss):
+    """Log-linear counts. The curvature ``exp(margin)`` has no bound over all margins, so ``smoothness`` is infinite."""
+
+    name: ClassVar[str] = "poisson"
+    code: ClassVar[int] = kernels.POISSON
+    curvature: ClassVar[tuple[float, float]] = (0.0, np.inf)
+
+    def mean(self, margin: Floats) -> Floats:
+        return np.exp(np.minimum(margin, kernels.LARGEST_LOG_MEAN))
+
+    def smoothness(self, data: GroupedData) -> Floats:
+        return np.full(data.n_clients, np.inf)
+
+    def check(self, data: GroupedData) -> None:
+        bad = data.y < 0
+        if bad.any():
+            raise DataError(refuse_rows(data, bad, "The response is {value} in {place}; the poisson family takes counts >= 0."))
+        if not data.y.any():
+            raise DataError("The response is 0 in every row, so no rate can be fitted; the poisson family needs a positive count.")

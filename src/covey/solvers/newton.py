@@ -1,0 +1,303 @@
+"""Damped Newton for any loss: each step is one sweep with the Hessians, so a handful of exchanges in all.
+
+The state is kept as forces, ``u_i = gamma_i (theta_i - w_j)`` and ``v_j = lam_j (w_j - wbar)``, so that nothing cancels under
+large penalties. In them the gradient of the multi-task form is
+
+    e_i = grad f_i(theta_i) + u_i        client i
+    v_j - sum_{i in j} u_i               cluster j
+    - sum_j v_j                          global
+
+and the Newton step is the sweep with ``A_i`` the Hessian of ``f_i`` and minus these as linear terms.
+
+    coordinator   sends   Move: the clusters' step dw and its length t
+    node          moves   theta_i, u_i along its direction, keeps the old point in case the step is refused
+    node          sends   Report: value, slope, squared gradient, and its clients eliminated and summed for each cluster
+    coordinator   checks  sufficient decrease (Armijo) of the convex objective; halves t, or solves for the next step
+
+A full step that is accepted costs one exchange, and its Report already holds what the next step needs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from covey._typing import Floats
+from covey.data import GroupedData
+from covey.errors import ConvergenceWarning, SolverError
+from covey.losses import Expansion, Loss
+from covey.objective import Penalty
+from covey.solvers.result import Convergence, Fit, certified_gap
+from covey.solvers.sweep import Quadratic, Spread, descend, eliminate, solve_top
+
+_ARMIJO = 1e-4
+_EPS = float(np.finfo(float).eps)
+_SHORTEST = 1e-12
+_FLAT = 1e-6  # a direction that has lost this share of its curvature runs off to infinity
+
+
+Progress = Callable[[int, float, float], None]
+
+
+# What travels
+
+
+@dataclass(frozen=True)
+class Move:
+    """Down: go ``length`` along the direction that ``dw (k, d)`` implies; from the old point if ``retry``."""
+
+    dw: Floats
+    length: float = 1.0
+    retry: bool = False
+
+
+@dataclass(frozen=True)
+class Report:
+    """Up: sums over a node's clients, for each cluster where they have a cluster. Adds over nodes."""
+
+    seen: Quadratic
+    force: Floats
+    value: float
+    slope: float
+    gradient_squared: float
+    mu: float
+
+    def __add__(self, other: Report) -> Report:
+        return Report(
+            self.seen + other.seen,
+            self.force + other.force,
+            self.value + other.value,
+            self.slope + other.slope,
+            self.gradient_squared + other.gradient_squared,
+            min(self.mu, other.mu),
+        )
+
+
+# The node
+
+
+@dataclass(frozen=True)
+class Node:
+    """What a node holds for the whole run: its clients' rows, loss and penalties."""
+
+    data: GroupedData
+    loss: Loss
+    gamma: Floats
+
+    @property
+    def spread(self) -> Spread:
+        return Spread.of_penalty(self.gamma, self.data.n_terms)
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where a node's clients are, and their losses expanded there."""
+
+    theta: Floats
+    u: Floats
+    here: Expansion
+
+    @property
+    def residual(self) -> Floats:
+        return self.here.gradient + self.u
+
+
+@dataclass(frozen=True)
+class NodeState:
+    """The point last reported and the one before it, with the direction that led from one to the other."""
+
+    now: Point
+    before: Point
+    dtheta: Floats
+    du: Floats
+
+
+def node_start(node: Node, theta: Floats, w: Floats) -> tuple[NodeState, Report]:
+    """Begin at given coefficients."""
+    tree = node.data.hierarchy
+    point = _point(node, theta, node.gamma[:, None] * (theta - tree.down(w)))
+    still = np.zeros_like(theta)
+    mu = float(node.loss.strong_convexity(node.data).min(initial=np.inf))
+    return NodeState(point, point, still, still), _report(node, point, still, still, point, mu)
+
+
+def node_move(node: Node, state: NodeState, move: Move) -> tuple[NodeState, Report]:
+    """Answer one :class:`Move`."""
+    if not move.retry:
+        origin = state.now
+        dtheta, du = descend(
+            origin.here.hessian, -origin.residual, node.spread, node.data.hierarchy.parent, move.dw
+        )
+        state = NodeState(origin, origin, dtheta, du)
+    origin = state.before
+    point = _point(node, origin.theta + move.length * state.dtheta, origin.u + move.length * state.du)
+    return replace(state, now=point), _report(node, point, state.dtheta, state.du, origin, np.inf)
+
+
+def _point(node: Node, theta: Floats, u: Floats) -> Point:
+    return Point(theta, u, node.loss.expand(node.data, theta))
+
+
+def _report(node: Node, point: Point, dtheta: Floats, du: Floats, origin: Point, mu: float) -> Report:
+    tree = node.data.hierarchy
+    scale = np.where(np.isinf(node.spread.scale), 0.0, node.spread.scale)[:, None]
+    tied = 0.5 * float((scale * point.u**2).sum())
+    slope = float((origin.here.gradient * dtheta).sum() + (scale * origin.u * du).sum())
+    return Report(
+        eliminate(point.here.hessian, -point.residual, node.spread, tree.cluster_ptr),
+        tree.sum_up(point.u),
+        float(point.here.value.sum()) + tied,
+        slope,
+        float((point.residual**2).sum()),
+        mu,
+    )
+
+
+# The coordinator
+
+
+@dataclass(frozen=True)
+class Top:
+    """The upper levels: ``w (k, d)``, forces ``v (k, d)``, ``wbar (d,)``."""
+
+    w: Floats
+    v: Floats
+    wbar: Floats
+
+    def moved(self, step: Top, length: float) -> Top:
+        return Top(self.w + length * step.w, self.v + length * step.v, self.wbar + length * step.wbar)
+
+
+def coordinate(
+    ask: Callable[[Move], Report],
+    report: Report,
+    top: Top,
+    lam: Floats,
+    *,
+    tol: float,
+    max_iter: int,
+    progress: Progress | None = None,
+) -> tuple[Top, Convergence, Floats]:
+    """Run Newton against ``ask``, which sends a request to all nodes and adds up their reports.
+
+    Returns the upper levels, the account, and a global direction along which the optimum is not finite (zero if none).
+    """
+    spread = Spread.of_penalty(lam, len(top.wbar))
+    scale = np.where(np.isinf(spread.scale), 0.0, spread.scale)[:, None]
+    mu, exchanges, iterations, stalled = report.mu, 1, 0, 0
+    value = report.value + 0.5 * float((scale * top.v**2).sum())
+    norm = _gradient_norm(report, top)
+    step, first_curvature = _newton_step(report, top, spread)
+    curvature = first_curvature
+
+    while norm > tol and stalled < 2 and iterations < max_iter:
+        length, retry = 1.0, False
+        while True:
+            trial = ask(Move(step.w, length, retry))
+            exchanges += 1
+            there = top.moved(step, length)
+            slope = trial.slope + float((scale * top.v * step.v).sum())
+            reached = trial.value + 0.5 * float((scale * there.v**2).sum())
+            noise = 16 * _EPS * abs(value)
+            if reached <= value + _ARMIJO * length * slope + noise:
+                break
+            length, retry = 0.5 * length, True
+            if length < _SHORTEST:
+                raise SolverError(
+                    f"Newton found no decrease along its direction (objective {value:.6g}, gradient norm {norm:.1e}); the "
+                    "columns are probably on very different scales: standardise them."
+                )
+        # Once a step changes the objective by no more than its rounding, only a falling gradient counts as progress.
+        reached_norm = _gradient_norm(trial, there)
+        stalled = stalled + 1 if abs(slope) <= noise and reached_norm > 0.5 * norm else 0
+        report, top, value, norm = trial, there, reached, reached_norm
+        step, curvature = _newton_step(report, top, spread)
+        iterations += 1
+        if progress is not None:
+            progress(iterations, value, norm)
+
+    message = f"gradient norm {norm:.1e} after {iterations} Newton steps"
+    if norm > tol:
+        limit = "as small as float64 allows" if stalled >= 2 else f"above the tolerance {tol:.1e}; raise max_iter"
+        message = f"{message}, {limit}"
+    converged = norm <= tol or stalled >= 2
+    account = Convergence("newton", converged, iterations, exchanges, value, norm, certified_gap(norm, mu), message)
+    return top, account, _runaway(first_curvature, curvature)
+
+
+def _newton_step(report: Report, top: Top, spread: Spread) -> tuple[Top, Floats]:
+    seen = Quadratic(report.seen.C, report.seen.r + report.force - top.v)
+    dw, dv, dwbar, curvature = solve_top(seen, spread, own=top.v.sum(axis=0))
+    return Top(dw, dv, dwbar), curvature
+
+
+def _gradient_norm(report: Report, top: Top) -> float:
+    clusters, whole = top.v - report.force, top.v.sum(axis=0)
+    return float(np.sqrt(report.gradient_squared + (clusters**2).sum() + (whole**2).sum()))
+
+
+def _runaway(first: Floats, last: Floats) -> Floats:
+    """A direction of the global model whose curvature has all but vanished on the way, or zero."""
+    values, vectors = np.linalg.eigh(last)
+    began = np.einsum("ab,ac,cb->b", vectors, first, vectors)
+    lost = (values < _FLAT * began) & (began > 1e-12 * np.trace(first))
+    return np.asarray(vectors[:, lost.argmax()] if lost.any() else np.zeros(len(first)))
+
+
+# In memory: one node that holds everybody
+
+
+def newton(
+    data: GroupedData,
+    loss: Loss,
+    penalty: Penalty,
+    *,
+    start: Fit | None = None,
+    tol: float = 1e-8,
+    max_iter: int = 100,
+    progress: Progress | None = None,
+) -> Fit:
+    """The minimiser for any loss, to a gradient norm below ``tol``.
+
+    Parameters
+    ----------
+    start : coefficients to begin at, such as those of a nearby penalty; zero by default
+    progress : called after each step with the iteration, the objective and the gradient norm
+
+    >>> from covey import GroupedData, Penalty
+    >>> from covey.losses import Poisson
+    >>> data = GroupedData.from_arrays([[1.0]] * 4, [1, 3, 0, 9], ["a", "a", "b", "c"], ["x", "x", "x", "y"])
+    >>> fit = newton(data, Poisson(), Penalty.of(data.hierarchy))
+    >>> fit.convergence.converged, fit.theta.ravel().round(3).tolist()
+    (True, [0.757, 0.29, 1.8])
+    """
+    k, d = data.n_clusters, data.n_terms
+    nowhere = np.zeros((data.n_clients, d)), np.zeros((k, d)), np.zeros(d)
+    theta, w, wbar = nowhere if start is None else (start.theta, start.w, start.wbar)
+    w = np.where(np.isinf(penalty.lam)[:, None], wbar, w)
+    node = Node(data, loss, penalty.gamma)
+    state, report = node_start(node, theta, w)
+
+    def ask(move: Move) -> Report:
+        nonlocal state
+        state, answer = node_move(node, state, move)
+        return answer
+
+    with np.errstate(invalid="ignore"):
+        v = np.where(np.isinf(penalty.lam)[:, None], report.force, penalty.lam[:, None] * (w - wbar))
+    top, account, runaway = coordinate(
+        ask, report, Top(w, v, wbar), penalty.lam, tol=tol, max_iter=max_iter, progress=progress
+    )
+    if runaway.any():
+        term = data.terms[int(np.abs(runaway).argmax())]
+        sentence = (
+            f"the responses are perfectly separated along {term!r}: its coefficients grow without bound and were stopped where "
+            "the gradient vanished; drop the term or merge its categories"
+        )
+        account = replace(account, message=f"{account.message}; {sentence}")
+    if runaway.any() or not account.converged:
+        warnings.warn(account.message, ConvergenceWarning, stacklevel=2)
+    return Fit(state.now.theta, top.w, top.wbar, account)

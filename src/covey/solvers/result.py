@@ -1,0 +1,47 @@
+"""What a solver leaves behind: the three levels of models, and an honest account of how well they solve the problem."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from covey._typing import Floats
+
+
+@dataclass(frozen=True)
+class Convergence:
+    """How the solver stopped.
+
+    Attributes
+    ----------
+    solver : its name
+    converged : whether the gradient is below the tolerance, or as small as float64 allows
+    iterations, exchanges : steps taken; messages up and down that a network would have needed
+    objective : the value of the objective at the solution
+    gradient_norm : Euclidean norm of the gradient in all clients' coefficients
+    gap : ``gradient_norm**2 / (2 mu)``, a bound on the distance to the lowest objective; None without strong convexity
+    message : the same in words
+    """
+
+    solver: str
+    converged: bool
+    iterations: int
+    exchanges: int
+    objective: float
+    gradient_norm: float
+    gap: float | None
+    message: str
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Coefficients of every client ``theta (n, d)``, every cluster ``w (k, d)`` and the whole ``wbar (d,)``."""
+
+    theta: Floats
+    w: Floats
+    wbar: Floats
+    convergence: Convergence
+
+
+def certified_gap(gradient_norm: float, mu: float) -> float | None:
+    """``|grad|^2 / (2 mu)`` where ``mu > 0``."""
+    return gradient_norm**2 / (2 * mu) if mu > 0 else None
