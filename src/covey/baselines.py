@@ -17,13 +17,10 @@ from covey.errors import one_of
 from covey.hierarchy import Hierarchy
 from covey.losses import Loss
 from covey.objective import Penalty
-from covey.selection import cross_validate
+from covey.selection import GAMMAS, cross_validate
 from covey.solvers import Fit, Progress, solve
 
 BASELINES = ("single-model", "locally-trained", "single-cluster")
-
-# On the scale of a sum over rows: from hardly any tie to one that few clients have the data to resist.
-GAMMA_GRID = np.geomspace(1e-2, 1e3, 16)
 
 # Alone, a client whose classes are separable has no finite optimum; this little pull to zero gives it one.
 LOCAL_RIDGE = 1e-3
@@ -70,7 +67,7 @@ def single_cluster(
     data: GroupedData,
     loss: Loss,
     *,
-    grid: Floats = GAMMA_GRID,
+    grid: Floats = GAMMAS,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Fit:

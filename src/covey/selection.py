@@ -15,6 +15,10 @@ from covey.solvers import Fit, solve
 
 FOLDS = 5
 
+# On the scale of a sum over rows: from hardly any tie to one that few clients have the data to resist.
+GAMMAS = np.geomspace(1e-2, 1e3, 16)
+LAMS = np.geomspace(1e-1, 1e2, 7)
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -59,3 +63,18 @@ def cross_validate(
                 progress(left_out * len(penalties) + index + 1, folds * len(penalties))
     best = int(totals.argmin())
     return Choice(penalties[best], best, totals / (data.n_rows if data.weights is None else data.weights.sum()))
+
+
+def choose_penalty(
+    data: GroupedData,
+    loss: Loss,
+    *,
+    gammas: Floats = GAMMAS,
+    lams: Floats = LAMS,
+    seed: int | np.random.Generator = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[float, float]:
+    """The pair ``(gamma, lam)`` of a grid that predicts left-out rows best."""
+    pairs = [(float(gamma), float(lam)) for lam in lams for gamma in gammas]
+    penalties = [Penalty.of(data.hierarchy, gamma=gamma, lam=lam) for gamma, lam in pairs]
+    return pairs[cross_validate(data, loss, penalties, seed=seed, progress=progress).index]

@@ -119,13 +119,21 @@ class Loss(ABC):
 
     def strong_convexity(self, data: GroupedData) -> Floats:
         """A lower bound ``mu_i`` on the curvature of each client's loss, at any point; 0 where there is none."""
-        if self.curvature[0] == 0.0 or data.rows_per_client.min() < data.n_terms:
+        if self.curvature[0] == 0.0:
             return np.full(data.n_clients, self.ridge)
         eigenvalues = _gram_eigenvalues(self, data)
         # A rank-deficient client shows rounding instead of zero; only what is clear of that is claimed.
         floor = 8 * data.n_terms * np.finfo(float).eps * eigenvalues[:, -1]
         lowest = eigenvalues[:, 0] - floor
         return self.curvature[0] * np.where(lowest > floor, lowest, 0.0) + self.ridge
+
+    def smallest_curvature(self, data: GroupedData) -> float:
+        """The least ``mu_i`` of all clients, ``mu``; found without eigenvalues where some client has fewer rows than terms."""
+        if data.n_clients == 0:
+            return float(np.inf)
+        if data.rows_per_client.min() < data.n_terms:
+            return self.ridge
+        return float(self.strong_convexity(data).min())
 
 
 def _gram_eigenvalues(loss: Loss, data: GroupedData) -> Floats:

@@ -120,7 +120,7 @@ def node_start(node: Node, theta: Floats, w: Floats) -> tuple[NodeState, Report]
     tree = node.data.hierarchy
     point = _point(node, theta, node.gamma[:, None] * (theta - tree.down(w)))
     still = np.zeros_like(theta)
-    mu = float(node.loss.strong_convexity(node.data).min(initial=np.inf))
+    mu = node.loss.smallest_curvature(node.data)
     return NodeState(point, point, still, still), _report(node, point, still, still, point, mu)
 
 

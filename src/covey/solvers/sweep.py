@@ -166,7 +166,7 @@ def node_down(data: GroupedData, loss: Loss, gamma: Floats, w: Floats) -> tuple[
         apart = theta[at] - part.hierarchy.down(w)
         value = here.value.sum() + 0.5 * (force * apart).sum()
         squared = ((here.gradient + force) ** 2).sum()
-        account += Account(float(value), float(squared), float(loss.strong_convexity(part).min(initial=np.inf)))
+        account += Account(float(value), float(squared), loss.smallest_curvature(part))
     return theta, account
 
 

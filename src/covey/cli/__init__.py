@@ -1,0 +1,82 @@
+"""The command line: one file per command. Numerical libraries load only when a command runs.
+
+A mistake in the input is one sentence on stderr and exit code 2, never a traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from typing import Any
+
+import typer
+
+from covey.cli import demo, fit, predict, show
+from covey.errors import CoveyError
+
+app = typer.Typer(
+    name="covey",
+    help="A model for every client, every known cluster of clients and the whole network at once.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+app.command("fit")(fit.fit)
+app.command("predict")(predict.predict)
+app.command("show")(show.show)
+app.command("demo")(demo.demo)
+
+_ClickError: Any = typer.BadParameter.__mro__[2]  # the base of all usage errors; click or typer's own copy of it
+
+
+@app.callback(invoke_without_command=True)
+def _version(
+    context: typer.Context,
+    version: bool = typer.Option(False, "--version", help="Print the version and stop."),
+) -> None:
+    if version:
+        from covey import __version__
+
+        typer.echo(f"covey {__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run the command line."""
+    warnings.showwarning = _show_warning
+    try:
+        code = app(standalone_mode=False)
+    except CoveyError as problem:
+        code = _fail(str(problem))
+    except _ClickError as problem:
+        code = _fail(_usage(problem))
+    except OSError as problem:
+        if isinstance(problem, BrokenPipeError):
+            # The reader of a pipe has seen enough; what is still buffered has nowhere to go.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            code = 0
+        else:
+            code = _fail(f"{problem.strerror or problem}: {problem.filename}")
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(sentence: str) -> int:
+    print(f"covey: {sentence}", file=sys.stderr)
+    return 2
+
+
+def _usage(problem: Any) -> str:
+    context = getattr(problem, "ctx", None)
+    command = context.command_path if context is not None else "covey"
+    if type(problem).__name__ == "NoArgsIsHelpError":
+        print(context.get_help() if context is not None else "")
+        sys.exit(2)
+    return f"{problem.format_message().rstrip('.')}; see '{command} --help'."
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    print(f"covey: warning: {message}", file=sys.stderr)

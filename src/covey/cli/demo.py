@@ -1,0 +1,58 @@
+"""``covey demo``: the main job on the bundled radon survey, start to finish."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the figure, the model and the table.")] = Path("covey-demo"),
+    seed: Annotated[int, typer.Option(help="Seed of the held-out split and of cross-validation.")] = 0,
+) -> None:
+    """Fit home radon by county in state; compare four models; show how counties borrow from their state.
+
+    [bold]Example[/bold]   covey demo --out covey-demo
+    """
+    from covey.cli._console import console, working
+    from covey.comparison import compare
+    from covey.datasets import load_radon
+    from covey.describe import describe
+    from covey.experiments.radon import choose, fit_all, typical_clients
+    from covey.model import Spec, read_frame
+    from covey.persist import check_target, save_model
+    from covey.report.plots import shrinkage_figure
+    from covey.report.tables import comparison_table, shrinkage_table
+
+    homes = load_radon()
+    out.mkdir(parents=True, exist_ok=True)
+    check_target(out / "model")
+    homes.write_parquet(out / "homes.parquet")
+    spec = Spec(client="county", cluster="state", formula="log_radon ~ floor", seed=seed)
+    screen = console()
+    screen.print(f"{len(homes):,} homes in 470 counties (the clients) of 9 states (the clusters): log radon by floor of measurement.\n")
+    with working("reading") as say:
+        data, design, _ = read_frame(homes, spec)
+        say("choosing the penalties by cross-validation on the training rows")
+        spec = choose(data, spec)
+        comparison = compare(data, spec, seed=seed, progress=lambda name: say(f"fitting {name}"))
+        say("fitting all homes")
+        model, local = fit_all(data, design, spec)
+        save_model(model, out / "model")
+        say("drawing")
+        figure = shrinkage_figure(
+            model,
+            local,
+            out / "shrinkage.png",
+            unit="log pCi/L, basement",
+            title="Counties with few homes borrow from their state; counties with many keep their own estimate",
+        )
+    screen.print(comparison_table(comparison.errors, spec.family, comparison.test_rows))
+    screen.print()
+    screen.print(describe(model), markup=False)
+    screen.print()
+    screen.print(shrinkage_table(model, local, typical_clients(model, local)))
+    screen.print(f"\nfigure {figure}\nmodel  {out / 'model'}\ndata   {out / 'homes.parquet'}", markup=False)
+    screen.print(f"\nNext:  covey show {out / 'model'} --level client", markup=False)

@@ -1,0 +1,123 @@
+"""``covey fit``: from a table and a formula to models at three levels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def fit(
+    data: Annotated[Path, typer.Argument(help="Table: .parquet, .csv, .csv.gz or .tsv.")],
+    formula: Annotated[str, typer.Argument(help="Response and terms, such as 'y ~ log(x) + zone'.")],
+    client: Annotated[str, typer.Option(help="Column with the clients' ids.")],
+    cluster: Annotated[str | None, typer.Option(help="Column with the clusters' ids.")] = None,
+    family: Annotated[str, typer.Option(help="gaussian, bernoulli (two classes) or poisson (counts).")] = "gaussian",
+    gamma: Annotated[str, typer.Option(help="Pull of clients to their cluster, or 'cv' to choose both penalties.")] = "1",
+    lam: Annotated[float | None, typer.Option(help="Pull of clusters to the global model (default 1).")] = None,
+    alpha: Annotated[float | None, typer.Option(help="In place of --lam: 0 independent clusters, 1 one cluster.")] = None,
+    reduction: Annotated[str, typer.Option(help="'sum' or 'mean' of the loss over a client's rows.")] = "sum",
+    weights: Annotated[str | None, typer.Option(help="Column with row weights.")] = None,
+    offset: Annotated[str | None, typer.Option(help="Column with a known part of the linear predictor.")] = None,
+    baseline: Annotated[str | None, typer.Option(help="single-model, locally-trained or single-cluster.")] = None,
+    solver: Annotated[str, typer.Option(help="auto, sweep or newton.")] = "auto",
+    holdout: Annotated[float, typer.Option(help="Share of each client's rows to compare models on; 0 skips it.")] = 0.2,
+    seed: Annotated[int, typer.Option(help="Seed of the split and of cross-validation.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Folder for the model.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Fit every client's, every cluster's and the global model.
+
+    The models are compared on held-out rows first; the one that is kept is then fitted to all rows.
+
+    [bold]Example[/bold]   covey fit homes.parquet "log_radon ~ floor" --client county --cluster state --out model
+    """
+    from covey.cli._console import console, print_json, working
+    from covey.comparison import compare
+    from covey.data import read_table
+    from covey.describe import describe
+    from covey.model import Spec, fit_grouped, read_frame
+    from covey.persist import check_target, save_model
+
+    if out is not None:
+        check_target(out)
+    choose, strength = gamma == "cv", 1.0 if gamma == "cv" else _number(gamma)
+    spec = Spec(
+        family=family,
+        client=client,
+        cluster=cluster,
+        weights=weights,
+        offset=offset,
+        formula=formula,
+        gamma=strength,
+        lam=lam,
+        alpha=alpha,
+        reduction=reduction,  # type: ignore[arg-type]
+        baseline=baseline,
+        solver=solver,  # type: ignore[arg-type]
+        seed=seed,
+    )
+    spec.check()
+    with working("reading the table") as say:
+        grouped, design, classes = read_frame(read_table(data), spec)
+        if choose:
+            spec = _chosen(grouped, spec, say)
+        comparison = compare(grouped, spec, test=holdout, seed=seed, progress=lambda name: say(f"fitting {name}")) if holdout else None
+        say("fitting all rows")
+        model = fit_grouped(grouped, design, classes, spec)
+        if out is not None:
+            save_model(model, out)
+    if as_json:
+        document = _document(model, comparison)
+        print_json({**document, "out": None if out is None else str(out)})
+        return
+    screen = console()
+    if comparison is not None:
+        from covey.report.tables import comparison_table
+
+        screen.print(comparison_table(comparison.errors, family, comparison.test_rows))
+        screen.print()
+    screen.print(describe(model), markup=False)
+    if out is not None:
+        screen.print(f"\nmodel written to {out}", markup=False)
+
+
+def _number(gamma: str) -> float:
+    from covey.errors import PenaltyError
+
+    try:
+        return float(gamma)
+    except ValueError:
+        raise PenaltyError(f"The option --gamma must be a number or 'cv'. Got {gamma!r} instead.") from None
+
+
+def _chosen(grouped: Any, spec: Any, say: Any) -> Any:
+    from dataclasses import replace
+
+    from covey.errors import PenaltyError
+    from covey.selection import choose_penalty
+
+    if spec.lam is not None or spec.alpha is not None or spec.baseline is not None:
+        raise PenaltyError("The option --gamma cv chooses both penalties; leave out --lam, --alpha and --baseline.")
+    spec.loss.check(grouped)
+    gamma, lam = choose_penalty(
+        grouped, spec.loss, seed=spec.seed, progress=lambda done, todo: say(f"cross-validating penalties, {done} of {todo}")
+    )
+    return replace(spec, gamma=gamma, lam=lam)
+
+
+def _document(model: Any, comparison: Any) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    tree = model.hierarchy
+    return {
+        "family": model.spec.family,
+        "terms": list(model.terms),
+        "rows": int(model.rows.sum()),
+        "clients": tree.n_clients,
+        "clusters": tree.n_clusters,
+        "global": dict(zip(model.terms, model.wbar.tolist(), strict=True)),
+        "convergence": asdict(model.convergence),
+        "held_out": None if comparison is None else asdict(comparison),
+    }

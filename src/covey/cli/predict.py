@@ -1,0 +1,57 @@
+"""``covey predict``: a model folder and a table to predictions."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def predict(
+    model: Annotated[Path, typer.Argument(help="Model folder.")],
+    data: Annotated[Path, typer.Argument(help="Table: .parquet, .csv, .csv.gz or .tsv.")],
+    level: Annotated[str, typer.Option(help="client, cluster or global.")] = "client",
+    unseen: Annotated[str, typer.Option(help="Clients not seen in training: 'parent' (the model one level up) or 'raise'.")] = "parent",
+    out: Annotated[Path | None, typer.Option(help="Write to this .parquet or .csv file; else CSV goes to stdout.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object a row.")] = False,
+) -> None:
+    """Predict each row of a table, in its order.
+
+    The column answered_by says whose model spoke: the client's own, its cluster's or the global one.
+
+    [bold]Example[/bold]   covey predict model new_homes.csv --out predictions.parquet
+    """
+    import polars as pl
+
+    from covey.cli._console import working
+    from covey.data import read_table
+    from covey.errors import DataError
+    from covey.persist import load_model
+
+    if out is not None and out.suffix not in (".parquet", ".csv"):
+        raise DataError(f"The output {str(out)!r} must end in .parquet or .csv.")
+    with working("predicting"):
+        fitted, _ = load_model(model)
+        table = read_table(data)
+        margin, chosen = fitted.margin(table, level=level, unseen=unseen)  # type: ignore[arg-type]
+        ids = [name for name in (fitted.spec.cluster, fitted.spec.client) if name in table.columns]
+        result = table.select(ids)
+        mean = fitted.mean(margin)
+        if fitted.classes is None:
+            result = result.with_columns(prediction=pl.Series(mean))
+        else:
+            picked = fitted.classes[(margin > 0).astype(int)]
+            result = result.with_columns(prediction=pl.Series(picked.tolist()), probability=pl.Series(mean))
+        result = result.with_columns(answered_by=pl.Series(chosen.level().tolist()))
+    if out is not None:
+        if out.suffix == ".parquet":
+            result.write_parquet(out)
+        else:
+            result.write_csv(out)
+        print(f"{len(result):,} predictions written to {out}", file=sys.stderr)
+    elif as_json:
+        sys.stdout.write(result.write_ndjson())
+    else:
+        sys.stdout.write(result.write_csv())

@@ -1,0 +1,38 @@
+"""``covey show``: what a model folder holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def show(
+    model: Annotated[Path, typer.Argument(help="Model folder.")],
+    level: Annotated[str, typer.Option(help="Coefficients to list: global, cluster or client.")] = "cluster",
+    limit: Annotated[int, typer.Option(help="Most rows to list.", min=1)] = 20,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all coefficients of the level as JSON.")] = False,
+) -> None:
+    """Print a model's summary and coefficients.
+
+    [bold]Example[/bold]   covey show model --level client --limit 40
+    """
+    from covey.cli._console import console, print_json
+    from covey.describe import describe, facts, title
+    from covey.errors import one_of
+    from covey.hierarchy import LEVELS
+    from covey.persist import load_model
+    from covey.report.tables import coefficient_table
+
+    if level not in LEVELS:
+        raise one_of("--level", level, LEVELS)
+    fitted, _ = load_model(model)
+    if as_json:
+        coefficients = fitted.coefficients(level).to_dicts()  # type: ignore[arg-type]
+        print_json({"title": title(fitted), "facts": facts(fitted), "level": level, "coefficients": coefficients})
+        return
+    screen = console()
+    screen.print(describe(fitted), markup=False)
+    screen.print()
+    screen.print(coefficient_table(fitted, level, limit))

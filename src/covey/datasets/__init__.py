@@ -1,0 +1,8 @@
+"""Bundled data and simulators."""
+
+from __future__ import annotations
+
+from covey.datasets.radon import load_radon
+from covey.datasets.simulate import Simulation, simulate
+
+__all__ = ["Simulation", "load_radon", "simulate"]

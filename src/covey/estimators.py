@@ -1,0 +1,410 @@
+"""The scikit-learn face: three estimators over one specification."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any, ClassVar
+
+import narwhals as nw
+import numpy as np
+from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+from covey._typing import Anything, Floats
+from covey.describe import describe
+from covey.errors import DataError, one_of
+from covey.hierarchy import UNSEEN, Level, Unseen
+from covey.labels import to_array
+from covey.losses import Poisson, Reduction
+from covey.model import Model, Spec, fit_matrix, fit_table
+from covey.persist import load_model, save_model
+from covey.solvers import Convergence, Solver
+
+_PARAMETERS = """
+    Parameters
+    ----------
+    client, cluster : str, int or None
+        The columns of ``X`` that say whose row it is and which cluster that client is in: names for a data frame,
+        positions for an array. Leave them None and pass arrays to ``fit`` and ``predict`` instead. Without clusters
+        all clients are in one.
+    formula : str or None
+        Terms by formula, such as ``"log(x) + zone * year"`` (categories are coded, an intercept is included); with
+        a left-hand side, ``"y ~ x"``, the response is taken from the frame too. None takes every other column of ``X``.
+    gamma, lam, alpha : number, mapping from ids to numbers, or array
+        Pull of clients to their cluster (per client or per cluster) and of clusters to the global model (per
+        cluster), 1.0 each unless said otherwise. ``alpha`` in [0, 1] may stand in for ``lam``: 0 makes clusters independent, 1 makes
+        them one. The pull is the same on every coefficient, so columns should be on comparable scales.
+    reduction : {"sum", "mean"}
+        Whether a client's loss is summed or averaged over its rows before the penalties are added.
+    fit_intercept : bool
+        Add an intercept, which varies like any other term; a formula says so itself.
+    weights, offset : str, int or None
+        Columns with row weights and with a known part of the linear predictor.
+    baseline : {None, "single-model", "locally-trained", "single-cluster"}
+        Fit one of the models the hierarchy is compared with, through the same interface.
+    solver : {"auto", "sweep", "newton"}
+        ``sweep`` is exact for the Gaussian loss, ``newton`` serves any.
+    unseen : {"parent", "raise"}
+        What ``predict`` does for a client or cluster that training did not see: use the model one level up, or raise.
+    tol, max_iter : float, int
+        Newton stops when the gradient norm is below ``tol``, and warns if ``max_iter`` steps do not get there.
+    random_state : int
+        Seed of the folds by which the single-cluster baseline chooses its penalty.
+
+    Attributes
+    ----------
+    coef_ : (n_clients, n_terms), cluster_coef_ : (n_clusters, n_terms), global_coef_ : (n_terms,)
+        Coefficients at each level, in the order of ``clients_``, ``clusters_`` and ``terms_``.
+    convergence_ : Convergence
+        How the solver stopped: gradient norm, certified gap, message.
+"""
+
+
+class _Hierarchical(BaseEstimator):  # type: ignore[misc]
+    _family: ClassVar[str]
+
+    def __init__(
+        self,
+        *,
+        client: str | int | None = None,
+        cluster: str | int | None = None,
+        formula: str | None = None,
+        gamma: Any = 1.0,
+        lam: Any = None,
+        alpha: Any = None,
+        reduction: Reduction = "sum",
+        fit_intercept: bool = True,
+        weights: str | int | None = None,
+        offset: str | int | None = None,
+        baseline: str | None = None,
+        solver: Solver = "auto",
+        unseen: Unseen = "parent",
+        tol: float = 1e-8,
+        max_iter: int = 100,
+        random_state: int = 0,
+    ) -> None:
+        self.client = client
+        self.cluster = cluster
+        self.formula = formula
+        self.gamma = gamma
+        self.lam = lam
+        self.alpha = alpha
+        self.reduction = reduction
+        self.fit_intercept = fit_intercept
+        self.weights = weights
+        self.offset = offset
+        self.baseline = baseline
+        self.solver = solver
+        self.unseen = unseen
+        self.tol = tol
+        self.max_iter = max_iter
+        self.random_state = random_state
+
+    def fit(
+        self,
+        X: Any,
+        y: Any = None,
+        client: Any = None,
+        cluster: Any = None,
+        sample_weight: Any = None,
+        offset: Any = None,
+    ) -> Any:
+        """Fit every client's, every cluster's and the global model.
+
+        Parameters
+        ----------
+        X : data frame or (n_rows, n_features) array
+        y : (n_rows,) response; None if the formula names it
+        client, cluster, sample_weight, offset : (n_rows,) arrays, where they are not columns of ``X``
+        """
+        spec = self._spec()
+        if y is None and (self.formula is None or "~" not in self.formula):
+            raise DataError(f"{type(self).__name__} requires y to be passed, but the target y is None.")
+        if spec.named:
+            model = fit_table(X, spec, y, client=client, cluster=cluster, weights=sample_weight, offset=offset)
+            frame = nw.from_native(X, eager_only=True)
+            self.feature_names_in_ = np.array(frame.columns, dtype=object)
+            self.n_features_in_ = len(frame.columns)
+            self._library_ = frame.implementation
+        else:
+            X, given = self._split_off(X, client=client, cluster=cluster, weights=sample_weight, offset=offset)
+            X, y = self._validate(X, y)
+            self._warn_of_one_client(given)
+            kept = [at for at in range(X.shape[1] + len(self._positions())) if at not in self._positions().values()]
+            columns = getattr(self, "feature_names_in_", [f"x{at}" for at in kept])
+            model = fit_matrix(X, columns, y, spec, **given)
+        return self._adopt(model)
+
+    def predict(self, X: Any, client: Any = None, cluster: Any = None, offset: Any = None, level: Level = "client") -> Anything:
+        """The expected response of each row, by the client's own model or by that of a coarser ``level``."""
+        return self._mean(X, client, cluster, offset, level)
+
+    def coef_frame(self, level: Level = "client") -> Any:
+        """Coefficients as a tidy frame, a row for each unit and term, in the library of the frame that was fitted."""
+        check_is_fitted(self, "model_")
+        frame = self.model_.coefficients(level)
+        library = getattr(self, "_library_", nw.Implementation.POLARS)
+        if library is nw.Implementation.POLARS:
+            return frame
+        return nw.from_dict(frame.to_dict(as_series=False), backend=library).to_native()
+
+    def save(self, path: str | Path) -> Path:
+        """Write the model to a folder, as JSON and Parquet; ``covey.load`` reads it back."""
+        check_is_fitted(self, "model_")
+        names = getattr(self, "feature_names_in_", None)
+        extra = {"unseen": self.unseen, "n_features": int(self.n_features_in_), "positions": self._positions()}
+        return save_model(self.model_, path, extra={**extra, "features": None if names is None else names.tolist()})
+
+    def __str__(self) -> str:
+        return describe(self.model_) if hasattr(self, "model_") else repr(self)
+
+    @property
+    def coef_(self) -> Floats:
+        return self._fitted.theta
+
+    @property
+    def cluster_coef_(self) -> Floats:
+        return self._fitted.w
+
+    @property
+    def global_coef_(self) -> Floats:
+        return self._fitted.wbar
+
+    @property
+    def terms_(self) -> tuple[str, ...]:
+        return self._fitted.terms
+
+    @property
+    def clients_(self) -> Anything:
+        return to_array(self._fitted.hierarchy.client_ids)
+
+    @property
+    def clusters_(self) -> Anything:
+        return to_array(self._fitted.hierarchy.cluster_ids)
+
+    @property
+    def convergence_(self) -> Convergence:
+        return self._fitted.convergence
+
+    @property
+    def n_iter_(self) -> int:
+        return max(1, self._fitted.convergence.iterations)
+
+    @property
+    def _fitted(self) -> Model:
+        if "model_" not in self.__dict__:
+            raise AttributeError(f"This {type(self).__name__} is not fitted yet; call fit first.")
+        return self.__dict__["model_"]  # type: ignore[no-any-return]
+
+    def _spec(self) -> Spec:
+        if self.unseen not in UNSEEN:
+            raise one_of("unseen", self.unseen, UNSEEN)
+        names = {name: value for name, value in self._named_columns().items() if isinstance(value, str)}
+        return Spec(
+            family=self._family,
+            formula=self.formula,
+            fit_intercept=self.fit_intercept,
+            gamma=self.gamma,
+            lam=self.lam,
+            alpha=self.alpha,
+            reduction=self.reduction,
+            baseline=self.baseline,
+            solver=self.solver,
+            tol=self.tol,
+            max_iter=self.max_iter,
+            seed=self.random_state,
+            **names,
+        )
+
+    def _named_columns(self) -> dict[str, Any]:
+        return {"client": self.client, "cluster": self.cluster, "weights": self.weights, "offset": self.offset}
+
+    def _positions(self) -> dict[str, int]:
+        return {name: value for name, value in self._named_columns().items() if isinstance(value, int | np.integer)}
+
+    def _split_off(self, X: Any, **given: Any) -> tuple[Any, dict[str, Any]]:
+        """Take ids, weights and offset out of a plain array by position; arrays that are given come first."""
+        positions = self._positions()
+        if not positions:
+            return X, given
+        X = np.asarray(X, dtype=object)
+        if X.ndim != 2:
+            raise DataError(f"X must have two dimensions, rows and columns; got shape {X.shape}.")
+        width = X.shape[1]
+        for name, at in positions.items():
+            if not 0 <= at < width:
+                raise DataError(f"The {name!r} parameter is column {at}, but X has {width} columns, counted from 0.")
+            if given[name] is None:
+                given[name] = X[:, at] if name in ("client", "cluster") else X[:, at].astype(np.float64)
+        kept = np.delete(X, sorted(set(positions.values())), axis=1)
+        try:
+            return kept.astype(np.float64), given
+        except (TypeError, ValueError) as problem:
+            raise DataError(f"X holds values that are not numbers ({problem}); name columns of a data frame to use a formula.") from None
+
+    def _validate(self, X: Any, y: Any) -> tuple[Floats, Any]:
+        # Values that are not finite are refused later, by column and client.
+        X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, ensure_all_finite=False)
+        return X, y
+
+    def _warn_of_one_client(self, given: dict[str, Any]) -> None:
+        if given["client"] is None and given["cluster"] is None:
+            warnings.warn(
+                "No clients were named, so all rows count as one client's and there is one model; name a column with client=, or pass "
+                "client= to fit.",
+                UserWarning,
+                stacklevel=3,
+            )
+
+    def _adopt(self, model: Model) -> Any:
+        self.model_ = model
+        return self
+
+    def _mean(self, X: Any, client: Any, cluster: Any, offset: Any, level: Level) -> Floats:
+        check_is_fitted(self, "model_")
+        return self.model_.mean(self._margin(X, client, cluster, offset, level))
+
+    def _margin(self, X: Any, client: Any, cluster: Any, offset: Any, level: Level) -> Floats:
+        check_is_fitted(self, "model_")
+        if not self.model_.spec.named:
+            given: dict[str, Any] = {"client": client, "cluster": cluster, "weights": None, "offset": offset}
+            X, given = self._split_off(X, **given)
+            client, cluster, offset = given["client"], given["cluster"], given["offset"]
+            X = validate_data(self, X, dtype=np.float64, ensure_all_finite=False, reset=False)
+        return self.model_.margin(X, client=client, cluster=cluster, offset=offset, level=level, unseen=self.unseen)[0]
+
+
+class HierarchicalRegressor(RegressorMixin, _Hierarchical):  # type: ignore[misc]
+    """Linear regression for every client, every cluster and the whole, in one exact fit.
+
+    Examples
+    --------
+    >>> from covey import HierarchicalRegressor, datasets
+    >>> homes = datasets.load_radon()
+    >>> model = HierarchicalRegressor(client="county", cluster="state")
+    >>> model = model.fit(homes[["county", "state", "floor"]], homes["log_radon"])
+    >>> model.coef_.shape, model.cluster_coef_.shape, model.global_coef_.round(3).tolist()
+    ((470, 2), (9, 2), [0.911, -0.694])
+    """
+
+    _family = "gaussian"
+
+
+class HierarchicalClassifier(ClassifierMixin, _Hierarchical):  # type: ignore[misc]
+    """Logistic regression with two classes of any label type.
+
+    Examples
+    --------
+    >>> from covey import HierarchicalClassifier, datasets
+    >>> homes = datasets.load_radon()
+    >>> model = HierarchicalClassifier(client="county", cluster="state", gamma=6.0)
+    >>> model = model.fit(homes[["county", "state", "floor"]], homes["radon"] > 4)
+    >>> model.predict_proba(homes[:2]).round(2).tolist()
+    [[0.96, 0.04], [0.96, 0.04]]
+    """
+
+    _family = "bernoulli"
+
+    def predict(self, X: Any, client: Any = None, cluster: Any = None, offset: Any = None, level: Level = "client") -> Anything:
+        """The more probable class of each row."""
+        margin = self._margin(X, client, cluster, offset, level)
+        return np.asarray(self.classes_[(margin > 0).astype(np.int64)])
+
+    def predict_proba(
+        self, X: Any, client: Any = None, cluster: Any = None, offset: Any = None, level: Level = "client"
+    ) -> Floats:
+        """Probabilities of the two classes, ``(n_rows, 2)``, in the order of ``classes_``."""
+        p = self._mean(X, client, cluster, offset, level)
+        return np.column_stack([1.0 - p, p])
+
+    def decision_function(
+        self, X: Any, client: Any = None, cluster: Any = None, offset: Any = None, level: Level = "client"
+    ) -> Floats:
+        """The log-odds of the second class."""
+        return self._margin(X, client, cluster, offset, level)
+
+    def _validate(self, X: Any, y: Any) -> tuple[Floats, Any]:
+        X, y = validate_data(self, X, y, dtype=np.float64, ensure_all_finite=False)
+        check_classification_targets(y)
+        return X, y
+
+    def _adopt(self, model: Model) -> Any:
+        self.classes_ = model.classes
+        return super()._adopt(model)
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.classifier_tags.multi_class = False
+        return tags
+
+
+class HierarchicalPoissonRegressor(RegressorMixin, _Hierarchical):  # type: ignore[misc]
+    """Log-linear regression of counts; ``predict`` gives expected counts. An exposure's log goes in as ``offset``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from covey import HierarchicalPoissonRegressor
+    >>> X, visits, ward = np.zeros((4, 1)), [1, 3, 0, 8], ["a", "a", "b", "b"]
+    >>> model = HierarchicalPoissonRegressor().fit(X, visits, client=ward)
+    >>> model.predict(X[:1], client=["a"]).round(2).tolist()
+    [2.31]
+    """
+
+    _family = "poisson"
+
+    def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
+        """Share of the deviance explained (D^2), as scikit-learn's own Poisson regressor reports."""
+        from sklearn.metrics import d2_tweedie_score
+
+        return float(d2_tweedie_score(y, self.predict(X), sample_weight=sample_weight, power=1))
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.target_tags.positive_only = True
+        return tags
+
+
+for _estimator in (HierarchicalRegressor, HierarchicalClassifier, HierarchicalPoissonRegressor):
+    _estimator.__doc__ = (_estimator.__doc__ or "").replace("\n\n    Examples", f"\n{_PARAMETERS}\n    Examples", 1)
+
+_ESTIMATORS: dict[str, type[_Hierarchical]] = {
+    estimator._family: estimator for estimator in (HierarchicalRegressor, HierarchicalClassifier, HierarchicalPoissonRegressor)
+}
+
+
+def load(path: str | Path) -> Any:
+    """Read a model folder back as the estimator it came from; it predicts the same bits.
+
+    >>> import tempfile
+    >>> from covey import HierarchicalRegressor, load
+    >>> model = HierarchicalRegressor().fit([[0.0], [1.0]], [1.0, 3.0], client=["a", "b"])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     again = load(model.save(f"{folder}/model"))
+    >>> bool((again.coef_ == model.coef_).all())
+    True
+    """
+    model, extra = load_model(path)
+    spec = model.spec
+    names = {name: getattr(spec, name) for name in ("client", "cluster", "weights", "offset")}
+    estimator = _ESTIMATORS[spec.family](
+        **{**names, **extra.get("positions", {})},
+        formula=spec.formula,
+        gamma=spec.gamma,
+        lam=spec.lam,
+        alpha=spec.alpha,
+        reduction=spec.reduction,
+        fit_intercept=spec.fit_intercept,
+        baseline=spec.baseline,
+        solver=spec.solver,
+        unseen=extra.get("unseen", "parent"),
+        tol=spec.tol,
+        max_iter=spec.max_iter,
+        random_state=spec.seed,
+    )
+    if extra.get("features") is not None:
+        estimator.feature_names_in_ = np.array(extra["features"], dtype=object)
+    estimator.n_features_in_ = extra.get("n_features", len(model.terms))
+    return estimator._adopt(model)

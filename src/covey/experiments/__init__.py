@@ -1,0 +1,1 @@
+"""Worked studies on data, one module each."""

@@ -1,0 +1,205 @@
+"""Models on disk: a folder with ``model.json``, ``clusters.parquet`` and ``clients.parquet``. Loading executes no code.
+
+Numbers go through Parquet and JSON without loss, so a loaded model predicts the same bits. ``model.json`` carries the
+format's version and a checksum of the two tables, so that a damaged or mixed-up folder is told from a good one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from covey import __version__
+from covey._typing import Floats
+from covey.design import design_from_json
+from covey.errors import CoveyError, ModelError
+from covey.hierarchy import Hierarchy
+from covey.model import Model, Spec
+from covey.objective import Penalty
+from covey.solvers import Convergence
+
+FORMAT = 1
+_TABLES = ("clusters", "clients")
+
+
+def save_model(model: Model, path: str | Path, *, extra: Mapping[str, Any] | None = None) -> Path:
+    """Write a model folder; an older model at the same place is replaced, any other folder is refused.
+
+    ``extra`` is kept under its own key in ``model.json``.
+    """
+    path = check_target(path)
+    document = _document(model, dict(extra or {}))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
+        # Written aside and moved into place: a reader never sees half a model, and a failed write leaves the old one.
+        fresh = Path(scratch) / "model"
+        fresh.mkdir()
+        for name, table in zip(_TABLES, _tables(model), strict=True):
+            table.write_parquet(fresh / f"{name}.parquet")
+            document["sha256"][name] = _checksum(fresh / f"{name}.parquet")
+        (fresh / "model.json").write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
+        if path.exists():
+            path.rename(Path(scratch) / "old")
+        shutil.move(fresh, path)
+    return path
+
+
+def check_target(path: str | Path) -> Path:
+    """Refuse to write over anything but an older model; asked before a long fit, not after it."""
+    path = Path(path)
+    if path.exists() and not (path / "model.json").exists() and (path.is_file() or any(path.iterdir())):
+        raise ModelError(f"{str(path)!r} exists and is not a covey model; choose another folder, so that nothing is lost.")
+    return path
+
+
+def load_model(path: str | Path) -> tuple[Model, dict[str, Any]]:
+    """Read a model folder; the model, and whatever ``extra`` it was saved with."""
+    path = Path(path)
+    document = _read_document(path)
+    try:
+        return _rebuild(document, {name: _read_table(path, name, document) for name in _TABLES})
+    except CoveyError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, pl.exceptions.PolarsError) as problem:
+        raise ModelError(
+            f"The model in {str(path)!r} is damaged ({type(problem).__name__}: {problem}); fit it again, or copy it again from where "
+            "it came."
+        ) from None
+
+
+def _document(model: Model, extra: dict[str, Any]) -> dict[str, Any]:
+    spec = asdict(model.spec)
+    for name in ("gamma", "lam", "alpha"):
+        spec[name] = _plain_penalty(spec[name])
+    classes = None
+    if model.classes is not None:
+        if model.classes.dtype.kind not in "OUSbiuf" or not all(isinstance(c, str | int | float) for c in model.classes.tolist()):
+            raise ModelError(f"Classes of type {model.classes.dtype} cannot be saved; use text, numbers or booleans.")
+        classes = {"dtype": str(model.classes.dtype), "values": model.classes.tolist()}
+    return {
+        "format": FORMAT,
+        "covey": __version__,
+        "spec": spec,
+        "design": model.design.to_json(),
+        "classes": classes,
+        "global": dict(zip(model.terms, model.wbar.tolist(), strict=True)),
+        "convergence": asdict(model.convergence),
+        "extra": extra,
+        "sha256": {},
+    }
+
+
+def _tables(model: Model) -> tuple[pl.DataFrame, pl.DataFrame]:
+    tree = model.hierarchy
+    clusters = pl.DataFrame({"cluster": tree.cluster_ids, "clients": np.diff(tree.cluster_ptr)})
+    clients = pl.DataFrame({"cluster": tree.parent, "client": tree.client_ids, "rows": model.rows})
+    if model.penalty is not None:
+        clusters = clusters.with_columns(lam=pl.Series(model.penalty.lam))
+        clients = clients.with_columns(gamma=pl.Series(model.penalty.gamma))
+    return _with_coefficients(clusters, model, model.w), _with_coefficients(clients, model, model.theta)
+
+
+def _with_coefficients(table: pl.DataFrame, model: Model, values: Floats) -> pl.DataFrame:
+    return table.with_columns(pl.Series(f"coef.{term}", values[:, at]) for at, term in enumerate(model.terms))
+
+
+def _rebuild(document: Mapping[str, Any], tables: Mapping[str, pl.DataFrame]) -> tuple[Model, dict[str, Any]]:
+    spec = dict(document["spec"])
+    for name in ("gamma", "lam", "alpha"):
+        spec[name] = _penalty_from_plain(spec[name])
+    design = design_from_json(document["design"])
+    clusters, clients = tables["clusters"], tables["clients"]
+    cluster_ptr = np.concatenate([[0], np.cumsum(clusters["clients"].to_numpy())]).astype(np.int64)
+    tree = Hierarchy(cluster_ptr, clients["client"].rename(""), clusters["cluster"].rename(""))
+    if not np.array_equal(clients["cluster"].to_numpy(), tree.parent):
+        raise ModelError("The model is damaged: its clients and clusters do not fit together; fit it again.")
+    penalty = None
+    if "gamma" in clients.columns:
+        gamma = clients["gamma"].to_numpy()
+        penalty = Penalty(gamma, clusters["lam"].to_numpy(), tree.sum_up(gamma))
+    classes = document["classes"]
+    coefficients = [f"coef.{term}" for term in design.terms]
+    model = Model(
+        Spec(**spec),
+        design,
+        tree,
+        _matrix(clients, coefficients),
+        _matrix(clusters, coefficients),
+        np.array([document["global"][term] for term in design.terms], dtype=np.float64),
+        clients["rows"].to_numpy().astype(np.int64),
+        Convergence(**document["convergence"]),
+        penalty,
+        None if classes is None else np.array(classes["values"], dtype=np.dtype(classes["dtype"])),
+    )
+    return model, dict(document["extra"])
+
+
+def _matrix(table: pl.DataFrame, columns: list[str]) -> Floats:
+    return np.ascontiguousarray(table.select(columns).to_numpy(), dtype=np.float64)
+
+
+def _read_document(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise ModelError(f"There is no model folder {str(path)!r}; check the path.")
+    try:
+        document = json.loads((path / "model.json").read_text())
+    except OSError:
+        raise ModelError(f"{str(path)!r} is not a covey model: it has no readable model.json.") from None
+    except ValueError:
+        raise ModelError(f"The model in {str(path)!r} is damaged: model.json is not valid JSON; fit it again.") from None
+    version = document.get("format") if isinstance(document, dict) else None
+    if not isinstance(version, int):
+        raise ModelError(f"{str(path)!r} is not a covey model: its model.json states no format.")
+    if version > FORMAT:
+        raise ModelError(
+            f"The model in {str(path)!r} has format {version}, written by covey {document.get('covey')}; this is covey {__version__}, "
+            f"which reads formats up to {FORMAT}: upgrade covey."
+        )
+    return dict(document)
+
+
+def _read_table(path: Path, name: str, document: Mapping[str, Any]) -> pl.DataFrame:
+    file = path / f"{name}.parquet"
+    if not file.exists():
+        raise ModelError(f"The model in {str(path)!r} is damaged: {name}.parquet is missing; copy the whole folder.")
+    if _checksum(file) != document["sha256"][name]:
+        raise ModelError(f"The model in {str(path)!r} is damaged: {name}.parquet does not match model.json; fit it again.")
+    return pl.read_parquet(file)
+
+
+def _checksum(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _plain_penalty(value: Any) -> Any:
+    """A penalty as JSON: a number, a list, or pairs of id and value; infinity, which JSON lacks, as text."""
+    if isinstance(value, Mapping):
+        return {"pairs": [[_plain_id(key), _plain_penalty(item)] for key, item in value.items()]}
+    if isinstance(value, np.ndarray | list | tuple):
+        return [_plain_penalty(item) for item in value]
+    if value is None:
+        return None
+    number = float(value)
+    return "inf" if math.isinf(number) else number
+
+
+def _plain_id(key: Any) -> Any:
+    return key.item() if isinstance(key, np.generic) else key
+
+
+def _penalty_from_plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _penalty_from_plain(item) for key, item in value["pairs"]}
+    if isinstance(value, list):
+        return [_penalty_from_plain(item) for item in value]
+    return math.inf if value == "inf" else value

@@ -1,0 +1,1 @@
+"""Tables for the terminal and figures; nothing in the core imports this."""
