@@ -26,9 +26,7 @@ BASELINES = ("single-model", "locally-trained", "single-cluster")
 LOCAL_RIDGE = 1e-3
 
 
-def fit_baseline(
-    name: str, data: GroupedData, loss: Loss, *, seed: int = 0, progress: Progress | None = None
-) -> Fit:
+def fit_baseline(name: str, data: GroupedData, loss: Loss, *, seed: int = 0, progress: Progress | None = None) -> Fit:
     """A baseline by name."""
     if name == "single-model":
         return single_model(data, loss, progress=progress)

@@ -30,7 +30,9 @@ def compare(
     """Fit the specification and the three baselines to a share of each client's rows, and score the rest."""
     train, held = data.split(test, seed)
     if held.n_rows == 0:
-        raise DataError(f"Holding out {test:g} of each client's rows leaves none to test on; raise the share or skip it with 0.")
+        raise DataError(
+            f"Holding out {test:g} of each client's rows leaves none to test on; raise the share or skip it with 0."
+        )
     errors = {}
     for name in (*BASELINES, "hierarchical"):
         if progress is not None:

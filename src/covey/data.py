@@ -116,7 +116,7 @@ class GroupedData:
 
     @property
     def n_terms(self) -> int:
-        return self.X.shape[1]
+        return int(self.X.shape[1])
 
     @property
     def rows_per_client(self) -> Ints:
@@ -124,7 +124,7 @@ class GroupedData:
 
     def margin(self, theta: Floats) -> Floats:
         """``x'theta_i + offset`` of each row, ``theta (n, d)``."""
-        margin = np.einsum("ld,ld->l", self.X, theta[self.client_of_row])
+        margin: Floats = np.einsum("ld,ld->l", self.X, theta[self.client_of_row])
         return margin if self.offset is None else margin + self.offset
 
     @property
@@ -140,9 +140,7 @@ class GroupedData:
             X=self.X[rows],
             y=self.y[rows],
             client_ptr=self.client_ptr[start : stop + 1] - self.client_ptr[start],
-            hierarchy=Hierarchy(
-                np.clip(tree.cluster_ptr, start, stop) - start, tree.client_ids[start:stop], tree.cluster_ids
-            ),
+            hierarchy=Hierarchy(np.clip(tree.cluster_ptr, start, stop) - start, tree.client_ids[start:stop], tree.cluster_ids),
             weights=None if self.weights is None else self.weights[rows],
             offset=None if self.offset is None else self.offset[rows],
             order=None,

@@ -38,14 +38,18 @@ def facts(model: Model) -> list[str]:
             f"(cluster to global), loss by {spec.reduction} over rows"
         )
     end = model.convergence
-    said.append(f"{end.solver}: {end.message}" + ("" if end.gap is None else f", objective within {end.gap:.0e} of its minimum"))
+    said.append(
+        f"{end.solver}: {end.message}" + ("" if end.gap is None else f", objective within {end.gap:.0e} of its minimum")
+    )
     return said
 
 
 def _table(model: Model) -> list[str]:
     """Each term: the global coefficient, and how clusters and clients spread about it."""
     width = max(8, *(len(term) for term in model.terms))
-    head = f"{'':{width}}  {'global':>10}  {'clusters: sd':>12} {'min':>9} {'max':>9}  {'clients: sd':>12} {'min':>9} {'max':>9}"
+    head = (
+        f"{'':{width}}  {'global':>10}  {'clusters: sd':>12} {'min':>9} {'max':>9}  {'clients: sd':>12} {'min':>9} {'max':>9}"
+    )
     rows = []
     for at, term in enumerate(model.terms):
         clusters, clients = _spread(model.w[:, at]), _spread(model.theta[:, at])

@@ -192,7 +192,9 @@ def numeric(frame: Frame, name: str) -> Floats:
 def _inspect(rhs: str, frame: Frame) -> tuple[tuple[str, ...], set[str]]:
     """The columns a formula needs, and those of them that are categories."""
     names: list[str] = []
-    alone, categories, numbers = set(), set(), set()
+    alone: set[str] = set()
+    categories: set[str] = set()
+    numbers: set[str] = set()
     for expression, is_column in _check_formula(rhs):
         used, wrapped = ([expression], set()) if is_column else _names(expression)
         names += [name for name in used if name not in names]
@@ -279,7 +281,7 @@ def _evaluate(rhs: str, table: pd.DataFrame) -> pd.DataFrame:
             matrix = Parsed(rhs).get_model_matrix(table, na_action="ignore", context=_CONTEXT, output="pandas")
     except Exception as problem:  # as above: no common base class
         raise FormulaError(f"The formula {rhs!r} cannot be evaluated: {problem}") from None
-    return matrix  # type: ignore[no-any-return]
+    return matrix
 
 
 def _levels(frame: Frame, name: str) -> list[Any]:

@@ -17,7 +17,7 @@ from covey.describe import describe
 from covey.errors import DataError, one_of
 from covey.hierarchy import UNSEEN, Level, Unseen
 from covey.labels import to_array
-from covey.losses import Poisson, Reduction
+from covey.losses import Reduction
 from covey.model import Model, Spec, fit_matrix, fit_table
 from covey.persist import load_model, save_model
 from covey.solvers import Convergence, Solver
@@ -34,8 +34,8 @@ _PARAMETERS = """
         a left-hand side, ``"y ~ x"``, the response is taken from the frame too. None takes every other column of ``X``.
     gamma, lam, alpha : number, mapping from ids to numbers, or array
         Pull of clients to their cluster (per client or per cluster) and of clusters to the global model (per
-        cluster), 1.0 each unless said otherwise. ``alpha`` in [0, 1] may stand in for ``lam``: 0 makes clusters independent, 1 makes
-        them one. The pull is the same on every coefficient, so columns should be on comparable scales.
+        cluster), 1.0 each unless said otherwise. ``alpha`` in [0, 1] may stand in for ``lam``: 0 makes clusters
+        independent, 1 makes them one. The pull is the same on every coefficient, so columns should be on comparable scales.
     reduction : {"sum", "mean"}
         Whether a client's loss is summed or averaged over its rows before the penalties are added.
     fit_intercept : bool
@@ -62,7 +62,7 @@ _PARAMETERS = """
 """
 
 
-class _Hierarchical(BaseEstimator):  # type: ignore[misc]
+class _Hierarchical(BaseEstimator):
     _family: ClassVar[str]
 
     def __init__(
@@ -145,7 +145,7 @@ class _Hierarchical(BaseEstimator):  # type: ignore[misc]
         """Coefficients as a tidy frame, a row for each unit and term, in the library of the frame that was fitted."""
         check_is_fitted(self, "model_")
         frame = self.model_.coefficients(level)
-        library = getattr(self, "_library_", nw.Implementation.POLARS)
+        library: Any = getattr(self, "_library_", nw.Implementation.POLARS)
         if library is nw.Implementation.POLARS:
             return frame
         return nw.from_dict(frame.to_dict(as_series=False), backend=library).to_native()
@@ -222,7 +222,7 @@ class _Hierarchical(BaseEstimator):  # type: ignore[misc]
         return {"client": self.client, "cluster": self.cluster, "weights": self.weights, "offset": self.offset}
 
     def _positions(self) -> dict[str, int]:
-        return {name: value for name, value in self._named_columns().items() if isinstance(value, int | np.integer)}
+        return {name: int(value) for name, value in self._named_columns().items() if isinstance(value, int | np.integer)}
 
     def _split_off(self, X: Any, **given: Any) -> tuple[Any, dict[str, Any]]:
         """Take ids, weights and offset out of a plain array by position; arrays that are given come first."""
@@ -242,7 +242,9 @@ class _Hierarchical(BaseEstimator):  # type: ignore[misc]
         try:
             return kept.astype(np.float64), given
         except (TypeError, ValueError) as problem:
-            raise DataError(f"X holds values that are not numbers ({problem}); name columns of a data frame to use a formula.") from None
+            raise DataError(
+                f"X holds values that are not numbers ({problem}); name columns of a data frame to use a formula."
+            ) from None
 
     def _validate(self, X: Any, y: Any) -> tuple[Floats, Any]:
         # Values that are not finite are refused later, by column and client.
@@ -252,8 +254,8 @@ class _Hierarchical(BaseEstimator):  # type: ignore[misc]
     def _warn_of_one_client(self, given: dict[str, Any]) -> None:
         if given["client"] is None and given["cluster"] is None:
             warnings.warn(
-                "No clients were named, so all rows count as one client's and there is one model; name a column with client=, or pass "
-                "client= to fit.",
+                "No clients were named, so all rows count as one client's and there is one model; name a column with client=, "
+                "or pass client= to fit.",
                 UserWarning,
                 stacklevel=3,
             )
@@ -276,7 +278,7 @@ class _Hierarchical(BaseEstimator):  # type: ignore[misc]
         return self.model_.margin(X, client=client, cluster=cluster, offset=offset, level=level, unseen=self.unseen)[0]
 
 
-class HierarchicalRegressor(RegressorMixin, _Hierarchical):  # type: ignore[misc]
+class HierarchicalRegressor(RegressorMixin, _Hierarchical):
     """Linear regression for every client, every cluster and the whole, in one exact fit.
 
     Examples
@@ -292,7 +294,7 @@ class HierarchicalRegressor(RegressorMixin, _Hierarchical):  # type: ignore[misc
     _family = "gaussian"
 
 
-class HierarchicalClassifier(ClassifierMixin, _Hierarchical):  # type: ignore[misc]
+class HierarchicalClassifier(ClassifierMixin, _Hierarchical):
     """Logistic regression with two classes of any label type.
 
     Examples
@@ -306,6 +308,7 @@ class HierarchicalClassifier(ClassifierMixin, _Hierarchical):  # type: ignore[mi
     """
 
     _family = "bernoulli"
+    classes_: Anything
 
     def predict(self, X: Any, client: Any = None, cluster: Any = None, offset: Any = None, level: Level = "client") -> Anything:
         """The more probable class of each row."""
@@ -331,7 +334,7 @@ class HierarchicalClassifier(ClassifierMixin, _Hierarchical):  # type: ignore[mi
         return X, y
 
     def _adopt(self, model: Model) -> Any:
-        self.classes_ = model.classes
+        self.classes_ = np.asarray(model.classes)
         return super()._adopt(model)
 
     def __sklearn_tags__(self) -> Any:
@@ -340,7 +343,7 @@ class HierarchicalClassifier(ClassifierMixin, _Hierarchical):  # type: ignore[mi
         return tags
 
 
-class HierarchicalPoissonRegressor(RegressorMixin, _Hierarchical):  # type: ignore[misc]
+class HierarchicalPoissonRegressor(RegressorMixin, _Hierarchical):
     """Log-linear regression of counts; ``predict`` gives expected counts. An exposure's log goes in as ``offset``.
 
     Examples

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import polars as pl
@@ -82,7 +82,7 @@ class Hierarchy:
 
     def down(self, values: Floats) -> Floats:
         """What each client gets from its cluster."""
-        return cast(Floats, values[self.parent])
+        return values[self.parent]
 
     def resolve(
         self, client: Any, cluster: Any, *, n_rows: int, unseen: Unseen = "parent", level: Level = "client"

@@ -130,7 +130,9 @@ class Model:
             raise one_of("level", level, ("client", "cluster", "global"))
         index = pl.Series(np.repeat(np.arange(len(values)), d))
         tidy = pl.DataFrame(ids)[index]
-        return tidy.with_columns(term=pl.Series(list(self.terms) * len(values), dtype=pl.String), estimate=pl.Series(values.ravel()))
+        return tidy.with_columns(
+            term=pl.Series(list(self.terms) * len(values), dtype=pl.String), estimate=pl.Series(values.ravel())
+        )
 
     def _blocks(self, X: Any, frame: Frame | None) -> tuple[list[Anything], int]:
         if frame is not None:
@@ -151,7 +153,9 @@ class Model:
     def _refuse_forgotten(self, client: Any, cluster: Any, level: Level) -> None:
         """A model of many clients cannot guess whose row it sees; falling back in silence would hide the mistake."""
         if level == "client" and client is None and cluster is None and self.hierarchy.n_clients > 1:
-            raise DataError("This model was fitted to several clients: pass client= (and cluster=) to predict, or level='global'.")
+            raise DataError(
+                "This model was fitted to several clients: pass client= (and cluster=) to predict, or level='global'."
+            )
         if level == "cluster" and client is None and cluster is None and self.hierarchy.n_clusters > 1:
             raise DataError("This model was fitted to several clusters: pass cluster= to predict, or level='global'.")
 
@@ -172,8 +176,8 @@ def as_frame(X: Any) -> Frame:
     frame = nw.from_native(X, eager_only=True, pass_through=True)
     if not isinstance(frame, nw.DataFrame):
         raise DataError(
-            f"Columns are named, so X must be a data frame (pandas, polars, pyarrow); got {type(X).__name__}. With plain arrays, "
-            "pass client= and cluster= as arrays to fit and predict."
+            f"Columns are named, so X must be a data frame (pandas, polars, pyarrow); got {type(X).__name__}. With "
+            "plain arrays, pass client= and cluster= as arrays to fit and predict."
         )
     return frame
 

@@ -72,8 +72,8 @@ def load_model(path: str | Path) -> tuple[Model, dict[str, Any]]:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, pl.exceptions.PolarsError) as problem:
         raise ModelError(
-            f"The model in {str(path)!r} is damaged ({type(problem).__name__}: {problem}); fit it again, or copy it again from where "
-            "it came."
+            f"The model in {str(path)!r} is damaged ({type(problem).__name__}: {problem}); fit it again, or copy it "
+            "again from where it came."
         ) from None
 
 
@@ -83,7 +83,9 @@ def _document(model: Model, extra: dict[str, Any]) -> dict[str, Any]:
         spec[name] = _plain_penalty(spec[name])
     classes = None
     if model.classes is not None:
-        if model.classes.dtype.kind not in "OUSbiuf" or not all(isinstance(c, str | int | float) for c in model.classes.tolist()):
+        if model.classes.dtype.kind not in "OUSbiuf" or not all(
+            isinstance(c, str | int | float) for c in model.classes.tolist()
+        ):
             raise ModelError(f"Classes of type {model.classes.dtype} cannot be saved; use text, numbers or booleans.")
         classes = {"dtype": str(model.classes.dtype), "values": model.classes.tolist()}
     return {
@@ -162,8 +164,8 @@ def _read_document(path: Path) -> dict[str, Any]:
         raise ModelError(f"{str(path)!r} is not a covey model: its model.json states no format.")
     if version > FORMAT:
         raise ModelError(
-            f"The model in {str(path)!r} has format {version}, written by covey {document.get('covey')}; this is covey {__version__}, "
-            f"which reads formats up to {FORMAT}: upgrade covey."
+            f"The model in {str(path)!r} has format {version}, written by covey {document.get('covey')}; this is covey "
+            f"{__version__}, which reads formats up to {FORMAT}: upgrade covey."
         )
     return dict(document)
 

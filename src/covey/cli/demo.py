@@ -32,7 +32,9 @@ def demo(
     homes.write_parquet(out / "homes.parquet")
     spec = Spec(client="county", cluster="state", formula="log_radon ~ floor", seed=seed)
     screen = console()
-    screen.print(f"{len(homes):,} homes in 470 counties (the clients) of 9 states (the clusters): log radon by floor of measurement.\n")
+    screen.print(
+        f"{len(homes):,} homes in 470 counties (the clients) of 9 states (the clusters): log radon by floor of measurement.\n"
+    )
     with working("reading") as say:
         data, design, _ = read_frame(homes, spec)
         say("choosing the penalties by cross-validation on the training rows")

@@ -63,7 +63,9 @@ def fit(
         grouped, design, classes = read_frame(read_table(data), spec)
         if choose:
             spec = _chosen(grouped, spec, say)
-        comparison = compare(grouped, spec, test=holdout, seed=seed, progress=lambda name: say(f"fitting {name}")) if holdout else None
+        comparison = (
+            compare(grouped, spec, test=holdout, seed=seed, progress=lambda name: say(f"fitting {name}")) if holdout else None
+        )
         say("fitting all rows")
         model = fit_grouped(grouped, design, classes, spec)
         if out is not None:

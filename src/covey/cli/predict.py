@@ -13,7 +13,9 @@ def predict(
     model: Annotated[Path, typer.Argument(help="Model folder.")],
     data: Annotated[Path, typer.Argument(help="Table: .parquet, .csv, .csv.gz or .tsv.")],
     level: Annotated[str, typer.Option(help="client, cluster or global.")] = "client",
-    unseen: Annotated[str, typer.Option(help="Clients not seen in training: 'parent' (the model one level up) or 'raise'.")] = "parent",
+    unseen: Annotated[
+        str, typer.Option(help="Clients not seen in training: 'parent' (the model one level up) or 'raise'.")
+    ] = "parent",
     out: Annotated[Path | None, typer.Option(help="Write to this .parquet or .csv file; else CSV goes to stdout.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object a row.")] = False,
 ) -> None:

@@ -1,6 +1,6 @@
 """Simulated hierarchies of any size, from the model the objective comes from (PAPER.md, sections 1 and 4).
 
-    w_j = wbar + N(0, cluster_sd^2 I)    theta_i = w_j + N(0, client_sd^2 I)    y | x'theta_i from the family
+w_j = wbar + N(0, cluster_sd^2 I)    theta_i = w_j + N(0, client_sd^2 I)    y | x'theta_i from the family
 """
 
 from __future__ import annotations

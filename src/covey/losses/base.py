@@ -141,7 +141,8 @@ def _gram_eigenvalues(loss: Loss, data: GroupedData) -> Floats:
     from covey.losses.gaussian import Gaussian
 
     gram = Gaussian(loss.reduction).hessian(data, np.zeros((data.n_clients, data.n_terms)))
-    return np.maximum(np.linalg.eigvalsh(gram), 0.0)
+    eigenvalues: Floats = np.maximum(np.linalg.eigvalsh(gram), 0.0)
+    return eigenvalues
 
 
 def refuse_rows(data: GroupedData, bad: Anything, sentence: str) -> str:

@@ -31,4 +31,6 @@ class Poisson(Loss):
         if bad.any():
             raise DataError(refuse_rows(data, bad, "The response is {value} in {place}; the poisson family takes counts >= 0."))
         if not data.y.any():
-            raise DataError("The response is 0 in every row, so no rate can be fitted; the poisson family needs a positive count.")
+            raise DataError(
+                "The response is 0 in every row, so no rate can be fitted; the poisson family needs a positive count."
+            )

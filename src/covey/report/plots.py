@@ -37,11 +37,13 @@ def shrinkage_figure(model: Model, local: Floats, path: Path, *, term: int = 0, 
             panel.axhline(model.w[j, term], color=_CLUSTER, linewidth=1.6, zorder=3, label="cluster")
             panel.scatter(rows, own, s=14, color=_OWN, zorder=4, label="personalised")
             panel.set_xscale("log")
-            panel.set_title(f"{tree.cluster_ids[j]} ({len(rows)})", fontsize=11, loc="left")
+            panel.xaxis.set_major_formatter("{x:g}")
+            panel.set_title(f"{tree.cluster_ids[j]}: {len(rows)} clients", fontsize=11, loc="left")
+            if j + columns >= k:
+                panel.set_xlabel("rows of the client (log scale)", fontsize=11)
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=11)
         figure.suptitle(title, fontsize=13, x=0.01, ha="left")
-        figure.supxlabel("rows of the client (log scale)", fontsize=11)
         figure.supylabel(f"{model.terms[term]} ({unit})", fontsize=11)
         figure.savefig(path, dpi=150)
     return path

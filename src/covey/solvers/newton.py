@@ -128,9 +128,7 @@ def node_move(node: Node, state: NodeState, move: Move) -> tuple[NodeState, Repo
     """Answer one :class:`Move`."""
     if not move.retry:
         origin = state.now
-        dtheta, du = descend(
-            origin.here.hessian, -origin.residual, node.spread, node.data.hierarchy.parent, move.dw
-        )
+        dtheta, du = descend(origin.here.hessian, -origin.residual, node.spread, node.data.hierarchy.parent, move.dw)
         state = NodeState(origin, origin, dtheta, du)
     origin = state.before
     point = _point(node, origin.theta + move.length * state.dtheta, origin.u + move.length * state.du)
@@ -288,9 +286,7 @@ def newton(
 
     with np.errstate(invalid="ignore"):
         v = np.where(np.isinf(penalty.lam)[:, None], report.force, penalty.lam[:, None] * (w - wbar))
-    top, account, runaway = coordinate(
-        ask, report, Top(w, v, wbar), penalty.lam, tol=tol, max_iter=max_iter, progress=progress
-    )
+    top, account, runaway = coordinate(ask, report, Top(w, v, wbar), penalty.lam, tol=tol, max_iter=max_iter, progress=progress)
     if runaway.any():
         term = data.terms[int(np.abs(runaway).argmax())]
         sentence = (

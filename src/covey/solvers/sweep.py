@@ -76,9 +76,7 @@ class Account:
     mu: float
 
     def __add__(self, other: Account) -> Account:
-        return Account(
-            self.value + other.value, self.gradient_squared + other.gradient_squared, min(self.mu, other.mu)
-        )
+        return Account(self.value + other.value, self.gradient_squared + other.gradient_squared, min(self.mu, other.mu))
 
 
 def eliminate(A: Floats, b: Floats, spread: Spread, ptr: Ints) -> Quadratic:
@@ -115,7 +113,7 @@ def solve_symmetric(A: Floats, b: Floats) -> Floats:
     values, vectors = np.linalg.eigh(scaled)
     cut = 16 * d * np.finfo(float).eps * np.maximum(values[..., -1:], 0.0)
     inverse = np.where(values > cut, 1.0 / np.where(values > cut, values, 1.0), 0.0)
-    x = np.einsum("...ab,...b,...cb,...c->...a", vectors, inverse, vectors, b / unit) / unit
+    x: Floats = np.einsum("...ab,...b,...cb,...c->...a", vectors, inverse, vectors, b / unit) / unit
     deficient = (values[..., 0] <= cut[..., 0]).ravel()
     if deficient.any():
         flat_A, flat_b, flat_x = A.reshape(-1, d, d), b.reshape(-1, d), x.reshape(-1, d)
@@ -125,9 +123,7 @@ def solve_symmetric(A: Floats, b: Floats) -> Floats:
     return x
 
 
-def solve_top(
-    seen: Quadratic, spread: Spread, own: Floats | float = 0.0
-) -> tuple[Floats, Floats, Floats, Floats]:
+def solve_top(seen: Quadratic, spread: Spread, own: Floats | float = 0.0) -> tuple[Floats, Floats, Floats, Floats]:
     """The two upper levels: ``w (k, d)``, the force on each cluster, ``wbar (d,)`` and the global curvature.
 
     ``own`` is the linear term of the global model itself, zero but inside Newton.
@@ -197,8 +193,8 @@ def sweep(data: GroupedData, loss: Loss, penalty: Penalty) -> Fit:
     message = f"solved exactly in one exchange, gradient norm {norm:.1e}"
     if not exact:
         message = (
-            f"the gradient norm is {norm:.1e} where rounding alone leaves about {_WORKING_PRECISION * size:.1e}; the columns are "
-            "badly scaled: standardise them, or refine with solver='newton'"
+            f"the gradient norm is {norm:.1e} where rounding alone leaves about {_WORKING_PRECISION * size:.1e}; the "
+            "columns are badly scaled: standardise them, or refine with solver='newton'"
         )
         warnings.warn(message, ConvergenceWarning, stacklevel=2)
     return Fit(theta, w, wbar, Convergence("sweep", exact, 1, 1, objective, norm, certified_gap(norm, account.mu), message))
@@ -278,9 +274,7 @@ def _eliminate(A: Floats, b: Floats, scale: Floats, shape: Floats, blocks: Ints,
 
 
 @njit(parallel=True, cache=True)  # type: ignore[untyped-decorator]
-def _descend(
-    A: Floats, b: Floats, scale: Floats, shape: Floats, parent: Ints, x: Floats, t: Floats, force: Floats
-) -> None:
+def _descend(A: Floats, b: Floats, scale: Floats, shape: Floats, parent: Ints, x: Floats, t: Floats, force: Floats) -> None:
     m, d = b.shape
     for block in prange((m + _BLOCK - 1) // _BLOCK):
         M = np.empty((d, 2 * d + 1))
