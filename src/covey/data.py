@@ -18,7 +18,10 @@ import polars as pl
 from covey._typing import Anything, Floats, Ints
 from covey.errors import DataError
 from covey.hierarchy import Hierarchy
-from covey.labels import as_labels, factorize
+from covey.labels import encode
+
+Place = Callable[[int], str]  # names a row for the person who has to mend it
+Check = Callable[[Floats, Place], None]
 
 _CHUNK = 1 << 18  # rows gathered at a time: bounds the temporary memory of a sort
 
@@ -37,7 +40,6 @@ class GroupedData:
     hierarchy : the ``n`` clients in their ``k`` clusters
     terms : the ``d`` column names
     weights, offset : (N,) float64 or None
-    order : (N,) or None; row ``order[l]`` of the caller's table is row ``l`` here (None: the same order)
     """
 
     X: Floats
@@ -47,7 +49,6 @@ class GroupedData:
     terms: tuple[str, ...]
     weights: Floats | None = None
     offset: Floats | None = None
-    order: Ints | None = None
 
     @classmethod
     def from_arrays(
@@ -87,8 +88,12 @@ class GroupedData:
         weights: Any = None,
         offset: Any = None,
         terms: tuple[str, ...],
+        check: Check | None = None,
     ) -> GroupedData:
-        """Group columns or matrices that stand side by side; what every other way in comes to."""
+        """Group columns or matrices that stand side by side; what every other way in comes to.
+
+        ``check`` may refuse responses that a family cannot have; it is told how to name a row.
+        """
         if n_rows == 0:
             raise DataError("The table has no rows; covey needs at least one.")
         columns = {"y": y, "weights": weights, "offset": offset}
@@ -97,9 +102,16 @@ class GroupedData:
         X = side_by_side(blocks, order)
         if X.shape[1] != len(terms):
             raise DataError(f"X has {X.shape[1]} columns but {len(terms)} terms are named; give one name a column.")
-        sorted_ = {name: values if order is None else values[order] for name, values in vectors.items()}
-        data = cls(X, sorted_.pop("y"), client_ptr, hierarchy, terms, **sorted_, order=order)
-        data._check_values()
+        sorted_ = {name: values if order is None else side_by_side([values], order)[:, 0] for name, values in vectors.items()}
+        data = cls(X, sorted_.pop("y"), client_ptr, hierarchy, terms, **sorted_)
+
+        def place(row: int) -> str:
+            at = row if order is None else int(order[row])
+            return f"row {at}{data._owner(row)}"
+
+        data._refuse_bad_values(place)
+        if check is not None:
+            check(data.y, place)
         return data
 
     @property
@@ -143,7 +155,6 @@ class GroupedData:
             hierarchy=Hierarchy(np.clip(tree.cluster_ptr, start, stop) - start, tree.client_ids[start:stop], tree.cluster_ids),
             weights=None if self.weights is None else self.weights[rows],
             offset=None if self.offset is None else self.offset[rows],
-            order=None,
         )
 
     def rows(self, keep: Anything) -> GroupedData:
@@ -157,7 +168,6 @@ class GroupedData:
             client_ptr=np.concatenate([[0], np.cumsum(counts)]),
             weights=None if self.weights is None else self.weights[keep],
             offset=None if self.offset is None else self.offset[keep],
-            order=None if self.order is None else self.order[keep],
         )
 
     def split(self, test: float, seed: int | np.random.Generator) -> tuple[GroupedData, GroupedData]:
@@ -202,28 +212,25 @@ class GroupedData:
         rank[shuffled] = np.arange(self.n_rows) - np.repeat(self.client_ptr[:-1], self.rows_per_client)
         return rank
 
-    def _check_values(self) -> None:
-        refuse_infinite(self.X, self.terms, self.place)
+    def _refuse_bad_values(self, place: Place) -> None:
+        refuse_infinite(self.X, self.terms, place)
         for name, values in (("the response", self.y), ("the weights", self.weights), ("the offset", self.offset)):
             if values is not None and not np.isfinite(values).all():
                 row = int(np.flatnonzero(~np.isfinite(values))[0])
-                raise _bad_value(name, values[row], self.place(row))
+                raise _bad_value(name, values[row], place(row))
         if self.weights is not None:
             if (self.weights < 0).any():
                 row = int(np.flatnonzero(self.weights < 0)[0])
-                raise DataError(f"The weight {self.weights[row]:g} in {self.place(row)} is negative; weights must be >= 0.")
+                raise DataError(f"The weight {self.weights[row]:g} in {place(row)} is negative; weights must be >= 0.")
             if not self.weights.any():
                 raise DataError("All weights are zero; give at least one row a positive weight.")
 
-    def place(self, row: int) -> str:
+    def _owner(self, row: int) -> str:
         client = int(np.searchsorted(self.client_ptr, row, side="right")) - 1
-        at = row if self.order is None else int(self.order[row])
-        if self.n_clients == 1:
-            return f"row {at}"
-        return f"row {at} (client {self.hierarchy.client_ids[client]!r})"
+        return "" if self.n_clients == 1 else f" (client {self.hierarchy.client_ids[client]!r})"
 
 
-def refuse_infinite(X: Floats, terms: Sequence[str], place: Callable[[int], str]) -> None:
+def refuse_infinite(X: Floats, terms: Sequence[str], place: Place) -> None:
     """Raise for the first value of ``X`` that is NaN or infinite, by column and place."""
     for start in range(0, len(X), _CHUNK):
         block = X[start : start + _CHUNK]
@@ -272,59 +279,67 @@ def _vector(values: Any, name: str, n_rows: int) -> Floats:
     return vector
 
 
-def _group(client: Any, cluster: Any, n_rows: int) -> tuple[Ints | None, Ints, Hierarchy]:
+def _group(client: Any, cluster: Any, n_rows: int) -> tuple[Anything | None, Ints, Hierarchy]:
     """The order that sorts rows by cluster, then client (None if they are sorted), and the hierarchy."""
     if client is None and cluster is not None:
         raise DataError("Clusters were given without clients; say which column holds the clients with client=.")
     client_ids, i = _codes(client, "client", n_rows)
     cluster_ids, j = _codes(cluster, "cluster", n_rows)
-    parent = np.empty(len(client_ids), dtype=np.int64)
-    parent[i] = j
-    astray = parent[i] != j
-    if astray.any():
-        row = int(np.flatnonzero(astray)[0])
+    parent = np.full(len(client_ids), -1, dtype=np.int64)
+    counts = np.zeros(len(client_ids), dtype=np.int64)
+    row = _find_parents(i, j, parent, counts)
+    if row >= 0:
         raise DataError(
             f"Client {client_ids[int(i[row])]!r} is in clusters {cluster_ids[int(j[row])]!r} and "
             f"{cluster_ids[int(parent[i[row]])]!r}; a client belongs to one cluster: mend the column, or make the client ids "
             "unique, for example by joining cluster and client."
         )
+    del j
     by_cluster = np.argsort(parent, kind="stable")
     rank = np.empty_like(by_cluster)
     rank[by_cluster] = np.arange(len(by_cluster))
-    key = rank[i]
-    counts = np.bincount(key, minlength=len(client_ids))
-    client_ptr = np.concatenate([[0], np.cumsum(counts)])
+    client_ptr = np.concatenate([[0], np.cumsum(counts[by_cluster])])
     cluster_ptr = np.concatenate([[0], np.cumsum(np.bincount(parent, minlength=len(cluster_ids)))])
-    in_order = bool((key[1:] >= key[:-1]).all())
-    order = None if in_order else _counting_sort(key, client_ptr)
-    return order, client_ptr, Hierarchy(cluster_ptr, client_ids.gather(by_cluster), cluster_ids)
+    order = np.empty(n_rows, dtype=np.int32 if n_rows < 2**31 else np.int64)
+    moved = _counting_sort(i, rank, client_ptr, order)
+    return order if moved else None, client_ptr, Hierarchy(cluster_ptr, client_ids.gather(by_cluster), cluster_ids)
 
 
 def _codes(ids: Any, what: str, n_rows: int) -> tuple[pl.Series, Ints]:
     if ids is None:
         return pl.Series(["all"]), np.zeros(n_rows, dtype=np.int64)
-    labels = as_labels(ids, what)
-    if len(labels) != n_rows:
-        raise DataError(f"There are {len(labels)} {what} ids for {n_rows} rows; give one id a row.")
-    missing = labels.null_count()
-    if missing:
-        row = int(labels.is_null().arg_max() or 0)
-        rows = "1 row has" if missing == 1 else f"{missing} rows have"
-        raise DataError(f"{rows} no {what} id (first: row {row}); fill the column or leave the rows out.")
-    return factorize(labels)
+    distinct, codes = encode(ids, what)
+    if len(codes) != n_rows:
+        raise DataError(f"There are {len(codes)} {what} ids for {n_rows} rows; give one id a row.")
+    return distinct, codes
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
-def _counting_sort(key: Ints, ptr: Ints) -> Ints:
+def _find_parents(client: Ints, cluster: Ints, parent: Ints, counts: Ints) -> int:
+    """Fill each client's cluster and number of rows; the first row that puts a client in a second cluster, or -1."""
+    for row in range(len(client)):
+        i = client[row]
+        if parent[i] >= 0 and parent[i] != cluster[row]:
+            return row
+        parent[i] = cluster[row]
+        counts[i] += 1
+    return -1
+
+
+@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+def _counting_sort(client: Ints, rank: Ints, ptr: Ints, order: Anything) -> bool:
+    """Fill ``order`` with the rows by rank of their client, first come first; whether that moves any row."""
     place = ptr[:-1].copy()
-    order = np.empty(len(key), dtype=np.int64)
-    for row in range(len(key)):
-        order[place[key[row]]] = row
-        place[key[row]] += 1
-    return order
+    moved = False
+    for row in range(len(client)):
+        at = rank[client[row]]
+        order[place[at]] = row
+        moved |= place[at] != row
+        place[at] += 1
+    return moved
 
 
-def side_by_side(blocks: Sequence[Anything], order: Ints | None = None) -> Floats:
+def side_by_side(blocks: Sequence[Anything], order: Anything | None = None) -> Floats:
     """Blocks side by side, rows in the given order, with no more than a chunk of temporaries."""
     if order is None and len(blocks) == 1 and blocks[0].ndim == 2:
         return np.ascontiguousarray(blocks[0], dtype=np.float64)
@@ -332,10 +347,10 @@ def side_by_side(blocks: Sequence[Anything], order: Ints | None = None) -> Float
     n_rows = len(blocks[0])
     X = np.empty((n_rows, sum(widths)))
     for start in range(0, n_rows, _CHUNK):
-        rows = slice(start, start + _CHUNK) if order is None else order[start : start + _CHUNK]
+        rows = slice(start, start + _CHUNK)
         left = 0
         for block, width in zip(blocks, widths, strict=True):
-            part = block[rows]
-            X[start : start + _CHUNK, left : left + width] = part if part.ndim == 2 else part[:, None]
+            part = block[rows] if order is None else np.take(block, order[rows], axis=0)
+            X[rows, left : left + width] = part if part.ndim == 2 else part[:, None]
             left += width
     return X

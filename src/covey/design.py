@@ -115,8 +115,8 @@ class Formula:
         if name not in self.levels:
             return numeric(frame, name)
         values = column(frame, name).to_list()
-        coded = pd.Categorical(values, categories=list(self.levels[name]))
-        lost = np.flatnonzero(coded.codes < 0)
+        codes = pd.Index(self.levels[name], dtype=object).get_indexer(pd.Index(values, dtype=object))
+        lost = np.flatnonzero(codes < 0)
         if len(lost) and _is_null(values[lost[0]]):
             raise DataError(f"Column {name!r} has no category in row {lost[0]}; fill it or leave the row out.")
         if len(lost):
@@ -124,7 +124,7 @@ class Formula:
                 f"Column {name!r} has the category {values[lost[0]]!r} in row {lost[0]}, which training did not see; "
                 f"the known ones are {listing(self.levels[name])}."
             )
-        return coded
+        return pd.Categorical.from_codes(codes, categories=list(self.levels[name]))
 
 
 def design_from_json(document: Mapping[str, Any]) -> Columns | Formula:

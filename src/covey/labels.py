@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import narwhals as nw
+import numba
 import numpy as np
 import polars as pl
 
@@ -46,26 +47,51 @@ def as_labels(values: Any, what: str) -> pl.Series:
     return _canonical(pl.Series(values), what)
 
 
-def factorize(labels: pl.Series) -> tuple[pl.Series, Ints]:
-    """The sorted distinct ids, and for each row the position of its id among them.
+def encode(values: Any, what: str) -> tuple[pl.Series, Ints]:
+    """The sorted distinct ids, and for each row the position of its id among them; a missing id is an error.
 
-    >>> ids, codes = factorize(as_labels(["b", "a", "b"], "client"))
+    >>> ids, codes = encode(["b", "a", "b"], "client")
     >>> ids.to_list(), codes.tolist()
     (['a', 'b'], [1, 0, 1])
     """
-    if labels.dtype == pl.Int64:
-        values = labels.to_numpy()
-        low, high = int(values.min()), int(values.max())
-        if high - low < 4 * len(values) + 1024:
-            # A table over a compact range costs a pass; sorting millions of rows costs seconds.
-            present = np.zeros(high - low + 1, dtype=np.int64)
-            present[values - low] = 1
-            codes = np.cumsum(present) - 1
-            return pl.Series(np.flatnonzero(present) + low), codes[values - low]
-        ids, inverse = np.unique(values, return_inverse=True)
-        return pl.Series(ids), inverse.astype(np.int64, copy=False)
+    if isinstance(values, np.ndarray) and values.dtype == np.int64 and values.ndim == 1 and len(values):
+        return _encode_integers(values)  # as they are: a table of many millions of rows is not copied
+    labels = as_labels(values, what)
+    missing = labels.null_count()
+    if missing:
+        row = int(labels.is_null().arg_max() or 0)
+        rows = "1 row has" if missing == 1 else f"{missing} rows have"
+        raise DataError(f"{rows} no {what} id (first: row {row}); fill the column or leave the rows out.")
+    if labels.dtype == pl.Int64 and len(labels):
+        return _encode_integers(labels.to_numpy())
     distinct = labels.unique().sort()
-    return distinct, lookup(labels, distinct, "id")
+    return distinct, lookup(labels, distinct, what)
+
+
+def _encode_integers(values: Ints) -> tuple[pl.Series, Ints]:
+    low, high = int(values.min()), int(values.max())
+    if high - low < 4 * len(values) + 1024:
+        # A table over a compact range costs two passes; sorting millions of rows costs seconds.
+        place = np.zeros(high - low + 1, dtype=np.int64)
+        codes = np.empty(len(values), dtype=np.int64)
+        _rank_in_table(values, low, place, codes)
+        return pl.Series(np.flatnonzero(place) + low), codes
+    ids, inverse = np.unique(values, return_inverse=True)
+    return pl.Series(ids), inverse.astype(np.int64, copy=False)
+
+
+@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+def _rank_in_table(values: Ints, low: int, place: Ints, codes: Ints) -> None:
+    """Leaves each row's rank in ``codes``, and in ``place`` the rank of each value, from 1; 0 if it does not occur."""
+    for row in range(len(values)):
+        place[values[row] - low] = 1
+    rank = 0
+    for at in range(len(place)):
+        if place[at]:
+            rank += 1
+            place[at] = rank
+    for row in range(len(values)):
+        codes[row] = place[values[row] - low] - 1
 
 
 def lookup(labels: pl.Series, known: pl.Series, what: str) -> Ints:
@@ -127,11 +153,10 @@ def _from_objects(values: Anything, what: str) -> pl.Series:
     if types and all(issubclass(t, str) for t in types):
         return pl.Series([None if value is None else str(value) for value in present], dtype=pl.String)
     if len(types) > 1:
-        shown = {type(value): value for value in present if value is not None}
-        raise DataError(
-            f"The {what} ids mix {' and '.join(sorted(t.__name__ for t in types))} "
-            f"(such as {' and '.join(repr(value) for value in list(shown.values())[:2])}); convert them to one type."
-        )
+        kinds = " and ".join(sorted(t.__name__ for t in types))
+        first = {type(value): value for value in reversed(present) if value is not None}
+        shown = " and ".join(repr(value) for value in sorted(first.values(), key=present.index)[:2])
+        raise DataError(f"The {what} ids mix {kinds} (such as {shown}); convert them to one type.")
     return _canonical(pl.Series(present), what)
 
 

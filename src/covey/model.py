@@ -238,6 +238,7 @@ def read_frame(
         weights=pick(weights, spec.weights, as_number=True),
         offset=pick(offset, spec.offset, as_number=True),
         terms=design.terms,
+        check=spec.loss.check,
     )
     return data, design, classes
 
@@ -257,7 +258,15 @@ def fit_matrix(
     design = Columns(tuple(columns), spec.fit_intercept)
     outcome, classes = encode_response(y, spec.family)
     data = GroupedData.from_blocks(
-        design.matrix_blocks(X), len(X), outcome, client, cluster, weights=weights, offset=offset, terms=design.terms
+        design.matrix_blocks(X),
+        len(X),
+        outcome,
+        client,
+        cluster,
+        weights=weights,
+        offset=offset,
+        terms=design.terms,
+        check=spec.loss.check,
     )
     return fit_grouped(data, design, classes, spec)
 
@@ -268,7 +277,7 @@ def encode_response(y: Any, family: str) -> tuple[Any, Anything | None]:
     values = series.to_numpy() if isinstance(series, nw.Series) else np.asarray(y)
     if family != "bernoulli":
         return values, None
-    missing = np.array([value is None or value != value for value in values.tolist()])
+    missing = _missing(values)
     if missing.any():
         raise DataError(f"The response is missing (NaN) in row {int(missing.argmax())}; fill the value or leave the row out.")
     try:
@@ -285,11 +294,16 @@ def encode_response(y: Any, family: str) -> tuple[Any, Anything | None]:
     return codes.ravel().astype(np.float64), classes
 
 
+def _missing(values: Anything) -> Anything:
+    if values.dtype.kind == "O":
+        return np.array([value is None or value != value for value in values.tolist()])
+    return np.isnan(values) if values.dtype.kind == "f" else np.zeros(1, dtype=bool)
+
+
 def fit_data(data: GroupedData, spec: Spec, progress: Progress | None = None) -> tuple[Fit, Penalty | None]:
     """Solve for data that is already grouped."""
     spec.check()
     loss = spec.loss
-    loss.check(data)
     if spec.baseline is not None:
         return fit_baseline(spec.baseline, data, loss, seed=spec.seed, progress=progress), None
     penalty = Penalty.of(data.hierarchy, gamma=spec.gamma, lam=spec.lam, alpha=spec.alpha)

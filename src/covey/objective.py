@@ -171,5 +171,5 @@ def _check_range(values: Floats, name: str, ids: Anything, level: str, top: floa
     if bad.any():
         at = int(bad.argmax())
         end = ")" if open_end else "]"
-        which = f" for {level} {ids[at]!r}" if len({*values.tolist()}) > 1 else ""
+        which = f" for {level} {ids[at]!r}" if not bad.all() else ""
         raise PenaltyError(f"The {name!r} parameter must lie in [0, {top:g}{end}. Got {values[at]:g}{which} instead.")

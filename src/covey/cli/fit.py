@@ -102,7 +102,6 @@ def _chosen(grouped: Any, spec: Any, say: Any) -> Any:
 
     if spec.lam is not None or spec.alpha is not None or spec.baseline is not None:
         raise PenaltyError("The option --gamma cv chooses both penalties; leave out --lam, --alpha and --baseline.")
-    spec.loss.check(grouped)
     gamma, lam = choose_penalty(
         grouped, spec.loss, seed=spec.seed, progress=lambda done, todo: say(f"cross-validating penalties, {done} of {todo}")
     )

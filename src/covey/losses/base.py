@@ -13,8 +13,8 @@ from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 
-from covey._typing import Anything, Floats
-from covey.data import GroupedData
+from covey._typing import Floats
+from covey.data import GroupedData, Place
 from covey.errors import PenaltyError, one_of
 from covey.hierarchy import segment_sum
 from covey.losses import kernels
@@ -55,8 +55,8 @@ class Loss(ABC):
         """The expected response at a margin."""
 
     @abstractmethod
-    def check(self, data: GroupedData) -> None:
-        """Refuse responses that the family cannot have."""
+    def check(self, y: Floats, place: Place) -> None:
+        """Refuse responses that the family cannot have; ``place`` names a row."""
 
     def pointwise(self, margin: Floats, y: Floats) -> Floats:
         """The loss of each row at its margin, with no weight."""
@@ -127,13 +127,13 @@ class Loss(ABC):
         lowest = eigenvalues[:, 0] - floor
         return self.curvature[0] * np.where(lowest > floor, lowest, 0.0) + self.ridge
 
-    def smallest_curvature(self, data: GroupedData) -> float:
-        """The least ``mu_i`` of all clients, ``mu``; found without eigenvalues where some client has fewer rows than terms."""
-        if data.n_clients == 0:
-            return float(np.inf)
-        if data.rows_per_client.min() < data.n_terms:
+    def smallest_curvature(self, hessian: Floats) -> float:
+        """A lower bound ``mu`` on the curvature of all clients' losses at any point, given their Hessians at some point."""
+        if self.curvature[0] < self.curvature[1]:
             return self.ridge
-        return float(self.strong_convexity(data).min())
+        floor = np.empty(len(hessian))
+        kernels.curvature_floor(hessian, floor)
+        return float(floor.min(initial=np.inf))
 
 
 def _gram_eigenvalues(loss: Loss, data: GroupedData) -> Floats:
@@ -143,9 +143,3 @@ def _gram_eigenvalues(loss: Loss, data: GroupedData) -> Floats:
     gram = Gaussian(loss.reduction).hessian(data, np.zeros((data.n_clients, data.n_terms)))
     eigenvalues: Floats = np.maximum(np.linalg.eigvalsh(gram), 0.0)
     return eigenvalues
-
-
-def refuse_rows(data: GroupedData, bad: Anything, sentence: str) -> str:
-    """Fill ``sentence`` with the value and place of the first bad response."""
-    row = int(np.flatnonzero(bad)[0])
-    return sentence.format(value=f"{data.y[row]:g}", place=data.place(row))

@@ -8,10 +8,10 @@ import numpy as np
 from scipy.special import expit
 
 from covey._typing import Floats
-from covey.data import GroupedData
+from covey.data import Place
 from covey.errors import DataError
 from covey.losses import kernels
-from covey.losses.base import Loss, refuse_rows
+from covey.losses.base import Loss
 
 
 class Bernoulli(Loss):
@@ -24,12 +24,10 @@ class Bernoulli(Loss):
     def mean(self, margin: Floats) -> Floats:
         return np.asarray(expit(margin))
 
-    def check(self, data: GroupedData) -> None:
-        bad = (data.y != 0) & (data.y != 1)
+    def check(self, y: Floats, place: Place) -> None:
+        bad = (y != 0) & (y != 1)
         if bad.any():
-            raise DataError(refuse_rows(data, bad, "The response is {value} in {place}; the bernoulli family takes 0 and 1."))
-        if (data.y == data.y[0]).all():
-            raise DataError(
-                f"The response is {data.y[0]:g} in every row, so there is one class and nothing to tell apart; "
-                "a classifier needs rows of two classes."
-            )
+            row = int(bad.argmax())
+            raise DataError(f"The response is {y[row]:g} in {place(row)}; the bernoulli family takes 0 and 1.")
+        if (y == y[0]).all():
+            raise DataError(f"The response is {y[0]:g} in every row, one class only; a classifier needs rows of two classes.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from covey._typing import Floats
-from covey.data import GroupedData
+from covey.data import Place
 from covey.losses import kernels
 from covey.losses.base import Loss
 
@@ -27,5 +27,5 @@ class Gaussian(Loss):
     def mean(self, margin: Floats) -> Floats:
         return margin
 
-    def check(self, data: GroupedData) -> None:
+    def check(self, y: Floats, place: Place) -> None:
         """Every finite response will do."""

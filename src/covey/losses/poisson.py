@@ -7,10 +7,10 @@ from typing import ClassVar
 import numpy as np
 
 from covey._typing import Floats
-from covey.data import GroupedData
+from covey.data import GroupedData, Place
 from covey.errors import DataError
 from covey.losses import kernels
-from covey.losses.base import Loss, refuse_rows
+from covey.losses.base import Loss
 
 
 class Poisson(Loss):
@@ -26,11 +26,12 @@ class Poisson(Loss):
     def smoothness(self, data: GroupedData) -> Floats:
         return np.full(data.n_clients, np.inf)
 
-    def check(self, data: GroupedData) -> None:
-        bad = data.y < 0
+    def check(self, y: Floats, place: Place) -> None:
+        bad = y < 0
         if bad.any():
-            raise DataError(refuse_rows(data, bad, "The response is {value} in {place}; the poisson family takes counts >= 0."))
-        if not data.y.any():
+            row = int(bad.argmax())
+            raise DataError(f"The response is {y[row]:g} in {place(row)}; the poisson family takes counts >= 0.")
+        if not y.any():
             raise DataError(
                 "The response is 0 in every row, so no rate can be fitted; the poisson family needs a positive count."
             )

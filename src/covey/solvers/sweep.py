@@ -44,7 +44,7 @@ class Spread:
     Parameters
     ----------
     scale : (m,) in [0, inf]; ``1 / penalty`` in the paper's case
-    shape : (1, d, d) for all children alike, or (m, d, d)
+    shape : (m, d, d), or (1, d, d) for all children alike, or empty for the identity, as in the paper
     """
 
     scale: Floats
@@ -53,7 +53,7 @@ class Spread:
     @classmethod
     def of_penalty(cls, penalty: Floats, d: int) -> Spread:
         with np.errstate(divide="ignore"):
-            return cls(1.0 / penalty, np.eye(d)[None])
+            return cls(1.0 / penalty, np.empty((0, d, d)))
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def node_down(data: GroupedData, loss: Loss, gamma: Floats, w: Floats) -> tuple[
         apart = theta[at] - part.hierarchy.down(w)
         value = here.value.sum() + 0.5 * (force * apart).sum()
         squared = ((here.gradient + force) ** 2).sum()
-        account += Account(float(value), float(squared), loss.smallest_curvature(part))
+        account += Account(float(value), float(squared), loss.smallest_curvature(A))
     return theta, account
 
 
@@ -174,7 +174,7 @@ def sweep(data: GroupedData, loss: Loss, penalty: Penalty) -> Fit:
     >>> data = GroupedData.from_arrays([[1.0], [1.0], [1.0]], [0.0, 3.0, 9.0], ["a", "b", "c"], ["x", "x", "y"])
     >>> fit = sweep(data, Gaussian(), Penalty.of(data.hierarchy, gamma=1.0, lam=1.0))
     >>> fit.wbar.round(3).tolist(), fit.theta.ravel().round(3).tolist()
-    ([4.714], [1.393, 2.893, 7.071])
+    ([4.5], [1.5, 3.0, 7.5])
     """
     if loss.name != "gaussian":
         raise SolverError(
@@ -220,15 +220,25 @@ def _blocks(ptr: Ints) -> tuple[Ints, Ints]:
     return np.append(starts, ptr[-1]), owner
 
 
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _shape_of(shape: Floats, i: int, identity: Floats) -> Floats:
+    if len(shape) == 0:
+        return identity
+    own: Floats = shape[i] if len(shape) > 1 else shape[0]
+    return own
+
+
 @njit  # type: ignore[untyped-decorator]
 def _absorb(A: Floats, b: Floats, scale: float, shape: Floats, M: Floats) -> None:
     """Solve ``(I + scale A shape) [C | r] = [A | b]`` by elimination with row pivots; leaves ``[C | r]`` in ``M[:, d:]``."""
     d = len(b)
     for a in range(d):
         for c in range(d):
-            product = 0.0
-            for e in range(d):
-                product += A[a, e] * shape[e, c]
+            product = A[a, c]
+            if len(shape):
+                product = 0.0
+                for e in range(d):
+                    product += A[a, e] * shape[e, c]
             M[a, c] = scale * product
             M[a, d + c] = A[a, c]
         M[a, a] += 1.0
@@ -262,11 +272,11 @@ def _absorb(A: Floats, b: Floats, scale: float, shape: Floats, M: Floats) -> Non
 def _eliminate(A: Floats, b: Floats, scale: Floats, shape: Floats, blocks: Ints, C: Floats, r: Floats) -> None:
     d = b.shape[1]
     for block in prange(len(blocks) - 1):
-        M = np.empty((d, 2 * d + 1))
+        M, identity = np.empty((d, 2 * d + 1)), np.empty((0, 0))
         for i in range(blocks[block], blocks[block + 1]):
             if np.isinf(scale[i]):
                 continue
-            _absorb(A[i], b[i], scale[i], shape[i if len(shape) > 1 else 0], M)
+            _absorb(A[i], b[i], scale[i], _shape_of(shape, i, identity), M)
             for a in range(d):
                 for c in range(d):
                     C[block, a, c] += M[a, d + c]
@@ -277,12 +287,12 @@ def _eliminate(A: Floats, b: Floats, scale: Floats, shape: Floats, blocks: Ints,
 def _descend(A: Floats, b: Floats, scale: Floats, shape: Floats, parent: Ints, x: Floats, t: Floats, force: Floats) -> None:
     m, d = b.shape
     for block in prange((m + _BLOCK - 1) // _BLOCK):
-        M = np.empty((d, 2 * d + 1))
+        M, identity = np.empty((d, 2 * d + 1)), np.empty((0, 0))
         for i in range(block * _BLOCK, min((block + 1) * _BLOCK, m)):
             j = parent[i]
             if np.isinf(scale[i]):
                 continue
-            S = shape[i if len(shape) > 1 else 0]
+            S = _shape_of(shape, i, identity)
             _absorb(A[i], b[i], scale[i], S, M)
             for a in range(d):
                 pull = M[a, 2 * d]
@@ -290,7 +300,9 @@ def _descend(A: Floats, b: Floats, scale: Floats, shape: Floats, parent: Ints, x
                     pull -= M[a, d + c] * x[j, c]
                 force[i, a] = pull
             for a in range(d):
-                moved = 0.0
-                for c in range(d):
-                    moved += S[a, c] * force[i, c]
+                moved = force[i, a]
+                if len(S):
+                    moved = 0.0
+                    for c in range(d):
+                        moved += S[a, c] * force[i, c]
                 t[i, a] = x[j, a] + scale[i] * moved

@@ -1,0 +1,190 @@
+"""The shell, in real processes: results, JSON, one-line errors with exit code 2, quiet pipes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+COVEY = [str(Path(sys.executable).with_name("covey"))]
+
+
+def run(*arguments, cwd, check=True):
+    environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
+    done = subprocess.run([*COVEY, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, env=environment, check=False)
+    if check:
+        assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, homes):
+    place = tmp_path_factory.mktemp("shell")
+    homes.write_parquet(place / "homes.parquet")
+    homes.with_columns(high=pl.when(pl.col("radon") > 4).then(pl.lit("yes")).otherwise(pl.lit("no"))).write_csv(
+        place / "homes.csv"
+    )
+    run("fit", "homes.parquet", "log_radon ~ floor", "--client", "county", "--cluster", "state", "--out", "model", cwd=place)
+    return place
+
+
+def test_fit_compares_prints_and_writes(folder):
+    done = run("fit", "homes.csv", "log_radon ~ floor", "--client", "county", "--cluster", "state", "--gamma", "cv", cwd=folder)
+    assert done.stderr == ""
+    for part in (
+        "single-model",
+        "locally-trained",
+        "single-cluster",
+        "hierarchical",
+        "470 clients (county) in 9 clusters (state)",
+    ):
+        assert part in done.stdout
+    assert sorted(path.name for path in (folder / "model").iterdir()) == ["clients.parquet", "clusters.parquet", "model.json"]
+
+
+def test_fit_json(folder):
+    done = run(
+        "fit",
+        "homes.csv",
+        "high ~ floor",
+        "--client",
+        "county",
+        "--cluster",
+        "state",
+        "--family",
+        "bernoulli",
+        "--json",
+        cwd=folder,
+    )
+    document = json.loads(done.stdout)
+    assert document["clients"] == 470
+    assert document["convergence"]["gradient_norm"] < 1e-8
+    errors = document["held_out"]["errors"]
+    assert errors["hierarchical"] < min(errors["single-model"], errors["locally-trained"])
+
+
+def test_predict_to_stdout_and_to_files(folder, homes):
+    done = run("predict", "model", "homes.parquet", cwd=folder)
+    table = pl.read_csv(done.stdout.encode())
+    assert table.columns == ["state", "county", "prediction", "answered_by"]
+    assert len(table) == len(homes)
+    assert set(table["answered_by"]) == {"client"}
+    run("predict", "model", "homes.parquet", "--level", "cluster", "--out", "p.parquet", cwd=folder)
+    assert set(pl.read_parquet(folder / "p.parquet")["answered_by"]) == {"cluster"}
+    rows = run("predict", "model", "homes.parquet", "--json", cwd=folder).stdout.splitlines()
+    assert json.loads(rows[0])["prediction"] == pytest.approx(table["prediction"][0])
+
+
+def test_predict_classes(folder):
+    run(
+        "fit",
+        "homes.csv",
+        "high ~ floor",
+        "--client",
+        "county",
+        "--family",
+        "bernoulli",
+        "--holdout",
+        "0",
+        "--out",
+        "high",
+        cwd=folder,
+    )
+    table = pl.read_csv(run("predict", "high", "homes.csv", cwd=folder).stdout.encode())
+    assert set(table["prediction"]) == {"yes", "no"}
+    assert ((table["probability"] > 0.5) == (table["prediction"] == "yes")).all()
+
+
+def test_show(folder):
+    text = run("show", "model", cwd=folder).stdout
+    assert "Hierarchical linear model: log_radon ~ floor" in text
+    assert "AZ" in text
+    document = json.loads(run("show", "model", "--level", "client", "--json", cwd=folder).stdout)
+    assert len(document["coefficients"]) == 940
+
+
+def test_demo(tmp_path):
+    done = run("demo", cwd=tmp_path)
+    assert done.stderr == ""
+    out = tmp_path / "covey-demo"
+    assert (out / "shrinkage.png").stat().st_size > 20_000
+    assert (out / "model" / "model.json").exists()
+    lines = [line.split() for line in done.stdout.splitlines() if "│" in line]
+    errors = {line[1]: float(line[3]) for line in lines[:4]}
+    assert errors["hierarchical"] == min(errors.values())
+    run("demo", cwd=tmp_path)
+
+
+FIT = ("fit", "homes.csv", "log_radon ~ floor", "--client", "county", "--cluster", "state")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("fit", "gone.csv", "y ~ x", "--client", "c"), "There is no file 'gone.csv'; check the path."),
+        ((*FIT[:3], "--client", "conty"), "There is no column 'conty'; did you mean 'county'?"),
+        (("fit", "homes.csv", "log_radon ~ flor", *FIT[3:]), "There is no column 'flor'; did you mean 'floor'?"),
+        (("fit", "homes.csv", "log_radon ~ uranium", *FIT[3:]), "Column 'uranium' is NaN in row 163 (client 'La Paz, AZ');"),
+        (("fit", "moved.csv", *FIT[2:]), "Client 'Apache, AZ' is in clusters"),
+        ((*FIT, "--gamma", "-1"), "The 'gamma' parameter must lie in [0, inf). Got -1 instead."),
+        ((*FIT, "--gamma", "lots"), "The option --gamma must be a number or 'cv'."),
+        ((*FIT, "--family", "binomial"), "The 'family' parameter must be one of 'gaussian', 'bernoulli', 'poisson'."),
+        ((*FIT, "--family", "bernoulli"), "Only binary classification is supported."),
+        ((*FIT, "--baseline", "pooled"), "The 'baseline' parameter must be one of"),
+        ((*FIT, "--out", "precious"), "'precious' exists and is not a covey model"),
+        ((*FIT, "--holdout", "1.5"), "The share of rows held out must be between 0 and 1"),
+        (("fit", "homes.csv", "log_radon ~ floor"), "Missing option '--client'; see 'covey fit --help'."),
+        (("fit", "--frobnicate"), "No such option: --frobnicate"),
+        (("predict", "nothing", "homes.csv"), "There is no model folder 'nothing'"),
+        (("predict", "model", "homes.csv", "--level", "county"), "The 'level' parameter must be one of"),
+        (("predict", "model", "homes.csv", "--out", "p.xlsx"), "must end in .parquet or .csv"),
+        (("predict", "broken", "homes.csv"), "damaged"),
+        (("show", "model", "--level", "county"), "The '--level' parameter must be one of"),
+        (("frobnicate",), "No such command 'frobnicate'"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(folder, arguments, sentence):
+    if not (folder / "moved.csv").exists():
+        pl.read_csv(folder / "homes.csv").with_row_index().with_columns(
+            state=pl.when(pl.col("index") == 0).then(pl.lit("PA")).otherwise("state")
+        ).write_csv(folder / "moved.csv")
+        (folder / "precious").mkdir()
+        (folder / "precious" / "file").touch()
+        (folder / "broken").mkdir()
+        (folder / "broken" / "model.json").write_text("{")
+    done = run(*arguments, cwd=folder, check=False)
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert done.stderr.startswith("covey: ")
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("command", ["fit", "predict", "show", "demo"])
+def test_help_has_an_example(tmp_path, command):
+    assert f"covey {command} " in run(command, "--help", cwd=tmp_path).stdout.split("Example")[1]
+
+
+def test_help_loads_no_numerical_library():
+    code = (
+        "import sys, covey.cli; print([m for m in ('numpy', 'numba', 'sklearn', 'polars', 'matplotlib') if m in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_a_reader_may_leave(folder):
+    command = f"{COVEY[0]} predict model homes.parquet | head -n 1"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=folder, capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("state,county,prediction")
+    assert done.stderr == ""
+
+
+def test_version(tmp_path):
+    from covey import __version__
+
+    assert run("--version", cwd=tmp_path).stdout == f"covey {__version__}\n"

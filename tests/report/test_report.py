@@ -1,0 +1,67 @@
+"""Tables say what the numbers are; the figure has labels, a legend and every client."""
+
+from __future__ import annotations
+
+import matplotlib.pyplot as plt
+import numpy as np
+from rich.console import Console
+
+from covey.experiments.radon import choose, fit_all, typical_clients
+from covey.model import Spec, read_frame
+from covey.report.plots import shrinkage_figure
+from covey.report.tables import coefficient_table, comparison_table, shrinkage_table
+
+
+def text_of(table):
+    screen = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    screen.print(table)
+    return screen.export_text()
+
+
+def radon(homes):
+    spec = Spec(client="county", cluster="state", formula="log_radon ~ floor", gamma=6.0, lam=4.0)
+    data, design, _ = read_frame(homes, spec)
+    return data, spec, *fit_all(data, design, spec)
+
+
+def test_tables(homes):
+    _, _, model, local = radon(homes)
+    assert "+10.0%" in text_of(comparison_table({"a": 1.1, "b": 1.0}, "gaussian", 10))
+    units = typical_clients(model, local)
+    text = text_of(shrinkage_table(model, local, units))
+    for i in units:
+        assert str(model.hierarchy.client_ids[i]) in text
+        assert f"{model.theta[i, 0]:.2f}" in text
+    assert "3 of 470" in text_of(coefficient_table(model, "client", 3))
+
+
+def test_local_estimates_are_shown_only_where_the_data_determine_them(homes):
+    data, _, _, local = radon(homes)
+    for i in (0, 5, 100, 300):
+        rows = slice(data.client_ptr[i], data.client_ptr[i + 1])
+        full = np.linalg.matrix_rank(data.X[rows]) == 2
+        assert np.isfinite(local[i]).all() == full
+        if full:
+            np.testing.assert_allclose(local[i], np.linalg.lstsq(data.X[rows], data.y[rows], rcond=None)[0], atol=1e-9)
+
+
+def test_penalties_are_chosen_without_the_test_rows(homes):
+    """Changing the held-out responses changes nothing in the choice."""
+    from dataclasses import replace
+
+    spec = Spec(client="county", cluster="state", formula="log_radon ~ floor")
+    data, _, _ = read_frame(homes, spec)
+    marked = replace(data, y=np.arange(data.n_rows, dtype=float))
+    held = marked.split(0.2, spec.seed)[1].y.astype(int)
+    spoilt = data.y.copy()
+    spoilt[held] += 100.0
+    first, second = choose(data, spec), choose(replace(data, y=spoilt), spec)
+    assert (first.gamma, first.lam) == (second.gamma, second.lam)
+
+
+def test_figure(homes, tmp_path):
+    _, _, model, local = radon(homes)
+    path = shrinkage_figure(model, local, tmp_path / "f.png", unit="log pCi/L", title="Small counties move")
+    pixels = plt.imread(path)
+    assert pixels.shape[1] > 1200
+    assert (pixels[..., :3].min(axis=2) < 0.9).mean() > 0.01

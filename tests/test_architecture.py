@@ -1,0 +1,69 @@
+"""The house keeps its rules: what may import what, no pickle, a documented and typed public face."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import covey
+
+SOURCE = Path(covey.__file__).parent
+CORE = [path for path in SOURCE.rglob("*.py") if path.relative_to(SOURCE).parts[0] not in ("report", "cli", "experiments")]
+
+
+def imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+
+
+@pytest.mark.parametrize("path", CORE, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_the_core_imports_no_face(path):
+    for name in imports(path):
+        assert not name.startswith(("covey.report", "covey.cli", "covey.experiments", "matplotlib", "rich", "typer"))
+
+
+@pytest.mark.parametrize("path", [*SOURCE.rglob("*.py")], ids=lambda path: str(path.relative_to(SOURCE)))
+def test_nothing_is_pickled(path):
+    assert not {"pickle", "joblib", "shelve", "marshal", "dill"} & set(imports(path))
+    assert path.read_text().isascii()
+
+
+def test_public_names_are_few_documented_and_there():
+    assert len(covey.__all__) <= 15
+    for name in covey.__all__:
+        thing = getattr(covey, name)
+        assert inspect.getdoc(thing), name
+        if inspect.isfunction(thing):
+            assert ">>>" in (inspect.getdoc(thing) or "") or name == "read_table", name
+    assert "client, cluster : str, int or None" in covey.HierarchicalClassifier.__doc__
+    with pytest.raises(AttributeError):
+        covey.frobnicate  # noqa: B018
+
+
+def test_a_second_process_compiles_nothing():
+    """Every kernel comes from the cache: numba's own count of cache misses is zero."""
+    code = """
+from covey import datasets, sweep, newton, GroupedData, Penalty
+from covey.data import _counting_sort
+from covey.losses import Gaussian, Bernoulli, kernels
+from covey.solvers.sweep import _eliminate, _descend
+homes = datasets.load_radon().sample(fraction=1.0, shuffle=True, seed=0)
+for loss, y in ((Gaussian(), homes["log_radon"]), (Bernoulli(), homes["radon"] > 4)):
+    data = GroupedData.from_arrays(homes[["floor"]].to_numpy(), y, homes["county"], homes["state"])
+    newton(data, loss, Penalty.of(data.hierarchy))
+sweep(GroupedData.from_arrays(data.X, data.y), Gaussian(), Penalty.of(data.pooled().hierarchy))
+kernels_used = (kernels.expand, _eliminate, _descend, _counting_sort)
+assert all(sum(k.stats.cache_hits.values()) for k in kernels_used)
+print(sum(sum(k.stats.cache_misses.values()) for k in kernels_used))
+"""
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "0", done.stderr

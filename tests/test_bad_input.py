@@ -1,0 +1,161 @@
+"""Every case of bad input: the message says which column, client and value, and what to do."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+import pytest
+
+from covey import GroupedData, HierarchicalClassifier, HierarchicalPoissonRegressor, HierarchicalRegressor, read_table
+
+GOOD = pl.DataFrame(
+    {
+        "who": ["a", "a", "b", "b", "c", "c"],
+        "group": ["g", "g", "g", "g", "h", "h"],
+        "x": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
+        "zone": ["u", "r", "u", "r", "u", "r"],
+        "y": [0.0, 1.0, 1.0, 0.0, 2.0, 1.0],
+        "w": [1.0] * 6,
+    }
+)
+
+
+def with_value(column, row, value):
+    values = GOOD[column].to_list()
+    values[row] = value
+    return GOOD.with_columns(pl.Series(column, values))
+
+
+CASES = [
+    (with_value("x", 3, float("nan")), {}, r"Column 'x' is NaN in row 3 \(client 'b'\); fill the value or leave the row out"),
+    (with_value("x", 3, None), {}, r"Column 'x' is NaN in row 3 \(client 'b'\)"),
+    (with_value("x", 3, float("inf")), {}, r"Column 'x' is infinite \(inf\) in row 3"),
+    (with_value("x", 0, 0.0), {"formula": "y ~ log(x)"}, r"Column 'log\(x\)' is infinite \(inf\) in row 0 \(client 'a'\)"),
+    (with_value("y", 2, float("nan")), {}, r"The response is NaN in row 2 \(client 'b'\)"),
+    (with_value("w", 1, float("nan")), {"weights": "w"}, r"The weights is NaN in row 1"),
+    (with_value("w", 1, -2.0), {"weights": "w"}, r"The weight -2 in row 1 \(client 'a'\) is negative"),
+    (GOOD.with_columns(w=pl.lit(0.0)), {"weights": "w"}, r"All weights are zero"),
+    (with_value("w", 5, float("inf")), {"offset": "w"}, r"The offset is infinite \(inf\) in row 5 \(client 'c'\)"),
+    (with_value("group", 1, "h"), {}, r"Client 'a' is in clusters '[gh]' and '[gh]'; a client belongs to one cluster"),
+    (with_value("who", 4, None), {}, r"1 row has no client id \(first: row 4\)"),
+    (with_value("group", 0, None), {}, r"1 row has no cluster id \(first: row 0\)"),
+    (GOOD[:0], {}, r"The table has no rows"),
+    (GOOD, {"client": "whom"}, r"There is no column 'whom'; did you mean 'who'\?"),
+    (GOOD, {"cluster": "region"}, r"There is no column 'region'; the columns are 'who'"),
+    (GOOD, {"formula": "y ~ xx"}, r"There is no column 'xx'; did you mean 'x'\?"),
+    (GOOD, {"formula": "z ~ x"}, r"There is no column 'z'"),
+    (GOOD, {"client": None}, r"Clusters were given without clients"),
+    (GOOD, {"gamma": -1.0}, r"'gamma' parameter must lie in \[0, inf\). Got -1 instead"),
+    (GOOD, {"lam": {"g": 1.0}}, r"'lam' parameter has no value for cluster 'h'"),
+    (GOOD, {"solver": "magic"}, r"'solver' parameter must be one of 'auto', 'sweep', 'newton'. Got 'magic' instead"),
+    (GOOD, {"baseline": "magic"}, r"'baseline' parameter must be one of"),
+    (GOOD, {"reduction": "max"}, r"'reduction' parameter must be one of 'sum', 'mean'"),
+    (GOOD, {"unseen": "ignore"}, r"'unseen' parameter must be one of 'parent', 'raise'"),
+    (GOOD, {"tol": 0.0}, r"'tol' parameter must be a positive number"),
+    (GOOD, {"max_iter": 0}, r"'max_iter' parameter must be a whole number"),
+    (GOOD, {"formula": "zone ~ x"}, r"The response must be numbers"),
+    (GOOD.with_columns(who=pl.Series([[1]] * 6)), {}, r"client ids must be integers, text, booleans or dates"),
+]
+
+
+@pytest.mark.parametrize(("frame", "settings", "message"), CASES)
+def test_tables(frame, settings, message):
+    chosen = {"client": "who", "cluster": "group", "formula": "y ~ x", **settings}
+    with pytest.raises(ValueError, match=message):
+        HierarchicalRegressor(**chosen).fit(frame)
+
+
+def test_text_columns_without_a_formula():
+    with pytest.raises(
+        ValueError, match=r"Column 'zone' holds string values \(such as 'u'\), not numbers; name it in a formula"
+    ):
+        HierarchicalRegressor(client="who", cluster="group").fit(GOOD.drop("y"), GOOD["y"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"y": np.zeros(5)}, r"The response has 5 values for 6 rows"),
+        ({"client": np.zeros(4)}, r"There are 4 client ids for 6 rows"),
+        ({"cluster": np.zeros((6, 2))}, r"cluster ids must be one-dimensional"),
+        ({"weights": np.ones(3)}, r"The weights has 3 values for 6 rows"),
+        ({"terms": ["a"]}, r"X has 2 columns but 1 terms are named"),
+        ({"X": np.zeros(6)}, r"X must have two dimensions"),
+        ({"client": [1, "a", 2, 3, 4, 5]}, r"client ids mix int and str \(such as 1 and 'a'\)"),
+    ],
+)
+def test_shapes_of_arrays(arguments, message):
+    given = {"X": np.ones((6, 2)), "y": np.zeros(6), "client": np.arange(6), "cluster": np.zeros(6), **arguments}
+    with pytest.raises(ValueError, match=message):
+        GroupedData.from_arrays(given.pop("X"), given.pop("y"), given.pop("client"), given.pop("cluster"), **given)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "y", "message"),
+    [
+        (HierarchicalClassifier, ["a"] * 6, r"one class only, 'a'"),
+        (HierarchicalClassifier, list("abcabc"), r"Only binary classification is supported.*'a', 'b', 'c'"),
+        (HierarchicalClassifier, ["a", None, "b", "a", "b", "a"], r"The response is missing \(NaN\) in row 1"),
+        (
+            HierarchicalPoissonRegressor,
+            [1, 2, -3, 0, 1, 1],
+            r"The response is -3 in row 2 \(client 'b'\); the poisson family takes counts",
+        ),
+        (HierarchicalPoissonRegressor, [0] * 6, r"The response is 0 in every row"),
+        (HierarchicalRegressor, ["1", "x", "2", "3", "4", "5"], r"The response must be numbers"),
+    ],
+)
+def test_responses_that_the_family_cannot_have(estimator, y, message):
+    with pytest.raises(ValueError, match=message):
+        estimator(client="who", cluster="group", formula="x").fit(GOOD, pl.Series(y, strict=False))
+
+
+def test_the_response_is_wanted_once():
+    model = HierarchicalRegressor(client="who", formula="y ~ x")
+    with pytest.raises(ValueError, match="The response is given twice"):
+        model.fit(GOOD, GOOD["y"])
+    with pytest.raises(ValueError, match="requires y to be passed"):
+        HierarchicalRegressor(client="who").fit(GOOD)
+
+
+def test_prediction_is_as_strict():
+    model = HierarchicalRegressor(client="who", cluster="group", formula="y ~ x").fit(GOOD)
+    with pytest.raises(ValueError, match=r"Column 'x' is NaN in row 3"):
+        model.predict(with_value("x", 3, None))
+    with pytest.raises(ValueError, match=r"There is no column 'x'"):
+        model.predict(GOOD.drop("x"))
+    with pytest.raises(ValueError, match=r"There is no column 'who'"):
+        model.predict(GOOD.drop("who"))
+    with pytest.raises(ValueError, match=r"'level' parameter must be one of 'client', 'cluster', 'global'"):
+        model.predict(GOOD, level="county")
+    with pytest.raises(ValueError, match=r"X must be a data frame"):
+        model.predict(np.ones((3, 2)))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("gone.csv", None, r"There is no file '.*gone.csv'; check the path"),
+        ("bad.parquet", b"not parquet", r"bad.parquet' cannot be read"),
+        ("table.xlsx", b"", r"must end in .parquet, .csv"),
+        ("empty.csv", b"", r"empty.csv' cannot be read"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path, name, content, message):
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        read_table(path)
+
+
+def test_every_message_is_short_and_ends():
+    """One or two sentences that end in a full stop, so that they read well behind 'covey:'."""
+    for frame, settings, _ in CASES:
+        with pytest.raises(ValueError, match=r".") as caught:
+            HierarchicalRegressor(**{"client": "who", "cluster": "group", "formula": "y ~ x", **settings}).fit(frame)
+        text = str(caught.value)
+        assert "\n" not in text
+        assert text[0].isupper() or text[0].isdigit()
+        assert text.endswith((".", "?"))
+        assert len(text) < 260

@@ -1,0 +1,230 @@
+"""The scikit-learn face: its own checks, pipelines and searches, unseen groups, every kind of input."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pytest
+import sklearn
+from sklearn.compose import make_column_transformer
+from sklearn.linear_model import LinearRegression, LogisticRegression, PoissonRegressor
+from sklearn.model_selection import GridSearchCV, KFold, cross_validate
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+from covey import HierarchicalClassifier, HierarchicalPoissonRegressor, HierarchicalRegressor
+from covey.datasets import simulate
+
+ESTIMATORS = (HierarchicalRegressor, HierarchicalClassifier, HierarchicalPoissonRegressor)
+
+
+# No check is excluded. One is skipped by scikit-learn itself: check_array_api_input, which runs only under
+# SCIPY_ARRAY_API=1 and would not apply, since covey computes with numpy arrays only.
+@pytest.mark.filterwarnings("ignore:No clients were named:UserWarning")
+@pytest.mark.filterwarnings("ignore::covey.errors.ConvergenceWarning")
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.SkipTestWarning")
+@parametrize_with_checks([estimator() for estimator in ESTIMATORS])
+def test_scikit_learn_checks(estimator, check):
+    check(estimator)
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    return simulate(clusters=4, clients=8, rows=15, d=2, wbar=1.0, seed=1)
+
+
+def table_of(drawn, library=pl.DataFrame):
+    frame = drawn.frame().with_columns(pl.col("client").cast(pl.String), cluster="s" + pl.col("cluster").cast(pl.String))
+    return library(frame.to_dict(as_series=False)), frame["y"].to_numpy()
+
+
+@pytest.mark.parametrize("library", [pd.DataFrame, pl.DataFrame, pa.table])
+def test_names_arrays_and_positions_give_the_same_fit(drawn, library):
+    frame, y = table_of(drawn, library)
+    by_name = HierarchicalRegressor(client="client", cluster="cluster", formula="y ~ x0 + x1").fit(frame)
+    by_array = HierarchicalRegressor().fit(drawn.X, y, client=drawn.client.astype(str), cluster=drawn.cluster)
+    stacked = np.column_stack([drawn.X[:, 0], drawn.client, drawn.cluster, drawn.X[:, 1]])
+    by_position = HierarchicalRegressor(client=1, cluster=2).fit(stacked, y)
+    np.testing.assert_allclose(by_array.predict(drawn.X, client=drawn.client.astype(str)), by_name.predict(frame), atol=1e-12)
+    np.testing.assert_allclose(by_position.predict(stacked), by_name.predict(frame), atol=1e-12)
+    assert by_position.terms_ == ("Intercept", "x0", "x3")
+    tidy = by_name.coef_frame("cluster")
+    assert isinstance(tidy, {pd.DataFrame: pd.DataFrame, pl.DataFrame: pl.DataFrame, pa.table: pa.Table}[library])
+
+
+def test_one_client_is_ordinary_regression(drawn):
+    with pytest.warns(UserWarning, match="No clients were named"):
+        ours = HierarchicalRegressor().fit(drawn.X, drawn.y)
+    theirs = LinearRegression().fit(drawn.X, drawn.y)
+    np.testing.assert_allclose(ours.global_coef_, [theirs.intercept_, *theirs.coef_], atol=1e-10)
+
+
+def test_single_model_baseline_is_scikit_learns(drawn):
+    y = (drawn.y > 0).astype(int)
+    model = HierarchicalClassifier(baseline="single-model").fit(drawn.X, y, client=drawn.client, cluster=drawn.cluster)
+    theirs = LogisticRegression(C=np.inf, tol=1e-10, max_iter=1000).fit(drawn.X, y)
+    np.testing.assert_allclose(model.global_coef_, [*theirs.intercept_, *theirs.coef_[0]], atol=1e-5)
+    counts = np.random.default_rng(0).poisson(3, len(y))
+    model = HierarchicalPoissonRegressor(baseline="single-model").fit(drawn.X, counts, client=drawn.client)
+    theirs = PoissonRegressor(alpha=0, tol=1e-10, max_iter=1000).fit(drawn.X, counts)
+    np.testing.assert_allclose(model.global_coef_, [theirs.intercept_, *theirs.coef_], atol=1e-5)
+    assert model.score(drawn.X, counts, client=drawn.client) == pytest.approx(theirs.score(drawn.X, counts), abs=1e-6)
+
+
+def test_locally_trained_baseline_is_the_pseudo_inverse():
+    rng = np.random.default_rng(0)
+    X, y, client = rng.normal(size=(30, 4)), rng.normal(size=30), np.repeat(np.arange(12), [1, 2, 3, 2, 2, 2, 2, 2, 3, 3, 3, 5])
+    model = HierarchicalRegressor(baseline="locally-trained", fit_intercept=False).fit(X, y, client=client)
+    for i in range(12):
+        np.testing.assert_allclose(model.coef_[i], np.linalg.pinv(X[client == i]) @ y[client == i], atol=1e-9)
+
+
+def test_levels_and_unseen_groups(drawn):
+    frame, y = table_of(drawn)
+    model = HierarchicalRegressor(client="client", cluster="cluster", formula="x0 + x1").fit(frame, y)
+    row = frame[:1]
+    client, cluster = row["client"][0], row["cluster"][0]
+    i, j = model.clients_.tolist().index(client), model.clusters_.tolist().index(cluster)
+    x = np.array([1.0, row["x0"][0], row["x1"][0]])
+    new_client = row.with_columns(client=pl.lit("nobody"))
+    new_cluster = new_client.with_columns(cluster=pl.lit("nowhere"))
+    missing = row.with_columns(client=pl.lit(None, dtype=pl.String))
+    assert model.predict(row)[0] == pytest.approx(x @ model.coef_[i])
+    for other in (new_client, missing):
+        assert model.predict(other)[0] == pytest.approx(x @ model.cluster_coef_[j])
+    assert model.predict(new_cluster)[0] == pytest.approx(x @ model.global_coef_)
+    assert model.predict(row, level="cluster")[0] == pytest.approx(x @ model.cluster_coef_[j])
+    assert model.predict(row.drop("cluster"), level="cluster")[0] == pytest.approx(x @ model.cluster_coef_[j])
+    assert model.predict(row.drop("client", "cluster"), level="global")[0] == pytest.approx(x @ model.global_coef_)
+    model.set_params(unseen="raise")
+    assert model.predict(row)[0] == pytest.approx(x @ model.coef_[i])
+    with pytest.raises(ValueError, match=r"Clients 'nobody' were not seen in training"):
+        model.predict(new_client)
+    with pytest.raises(ValueError, match=r"1 rows have no client id \(first: row 0\)"):
+        model.predict(missing)
+    with pytest.raises(ValueError, match=r"Clusters 'nowhere' were not seen"):
+        model.predict(new_cluster, level="cluster")
+
+
+def test_a_client_that_moved_is_refused(drawn):
+    frame, y = table_of(drawn)
+    model = HierarchicalRegressor(client="client", cluster="cluster", formula="x0 + x1").fit(frame, y)
+    with pytest.raises(ValueError, match=r"Client '0' was in cluster 's0' in training but row 0 puts it in 's3'"):
+        model.predict(frame[:1].with_columns(client=pl.lit("0"), cluster=pl.lit("s3")))
+
+
+def test_ids_of_another_kind_are_refused_not_taken_for_unseen(drawn):
+    model = HierarchicalRegressor().fit(drawn.X, drawn.y, client=drawn.client, cluster=drawn.cluster)
+    with pytest.raises(ValueError, match=r"client ids are text here \(such as '0'\) but were integers"):
+        model.predict(drawn.X, client=drawn.client.astype(str))
+    with pytest.raises(ValueError, match="fitted to several clients: pass client="):
+        model.predict(drawn.X)
+
+
+@pytest.mark.parametrize("labels", [("no", "yes"), (False, True), (-1, 1), (1.0, 2.0), (np.str_("a"), np.str_("b"))])
+def test_two_classes_of_any_type(drawn, labels):
+    truth = drawn.y > 0
+    y = np.where(truth, labels[1], labels[0])
+    X = pl.DataFrame({"client": drawn.client, "x": drawn.X[:, 0]})
+    model = HierarchicalClassifier(client="client").fit(X, pl.Series(y.tolist()))
+    assert set(model.predict(X).tolist()) <= set(model.classes_.tolist())
+    p = model.predict_proba(X)
+    np.testing.assert_allclose(p.sum(axis=1), 1)
+    np.testing.assert_array_equal(model.predict(X) == labels[1], p[:, 1] > 0.5)
+    np.testing.assert_allclose(p[:, 1], 1 / (1 + np.exp(-model.decision_function(X))))
+    assert model.score(X, y) > 0.5
+
+
+def test_pipeline_cross_validation_and_search(drawn):
+    frame, y = table_of(drawn, pd.DataFrame)
+    columns = make_column_transformer(
+        (StandardScaler(), ["x0", "x1"]), remainder="passthrough", verbose_feature_names_out=False
+    ).set_output(transform="pandas")
+    model = make_pipeline(columns, HierarchicalRegressor(client="client", cluster="cluster"))
+    X = frame.drop(columns="y")
+    folds = KFold(3, shuffle=True, random_state=0)
+    assert cross_validate(model, X, y, cv=folds)["test_score"].mean() > 0.7
+    search = GridSearchCV(model, {"hierarchicalregressor__gamma": [0.1, 1.0, 1e4]}, cv=folds).fit(X, y)
+    assert search.best_params_["hierarchicalregressor__gamma"] in (0.1, 1.0)
+    baselines = GridSearchCV(model, {"hierarchicalregressor__baseline": [None, "single-model", "locally-trained"]}, cv=folds)
+    assert baselines.fit(X, y).best_params_["hierarchicalregressor__baseline"] is None
+
+
+def test_arrays_of_ids_are_routed_through_cross_validation(drawn):
+    with sklearn.config_context(enable_metadata_routing=True):
+        model = HierarchicalRegressor().set_fit_request(client=True, cluster=True).set_score_request(client=True, cluster=True)
+        folds = KFold(3, shuffle=True, random_state=0)
+        ids = {"client": drawn.client, "cluster": drawn.cluster}
+        assert cross_validate(model, drawn.X, drawn.y, cv=folds, params=ids)["test_score"].mean() > 0.7
+
+
+def test_weights_and_offset_as_columns_or_arrays(drawn):
+    rng = np.random.default_rng(0)
+    counts, exposure, weight = (
+        rng.poisson(4, len(drawn.y)),
+        rng.uniform(0.5, 2, len(drawn.y)),
+        rng.uniform(0.5, 2, len(drawn.y)),
+    )
+    frame = drawn.frame().with_columns(counts=counts, weight=weight, log_exposure=np.log(exposure))
+    named = HierarchicalPoissonRegressor(
+        client="client", cluster="cluster", weights="weight", offset="log_exposure", formula="counts ~ x0 + x1"
+    ).fit(frame)
+    passed = HierarchicalPoissonRegressor().fit(
+        drawn.X, counts, client=drawn.client, cluster=drawn.cluster, sample_weight=weight, offset=np.log(exposure)
+    )
+    np.testing.assert_allclose(named.coef_, passed.coef_, atol=1e-9)
+    np.testing.assert_allclose(
+        named.predict(frame), passed.predict(drawn.X, client=drawn.client, offset=np.log(exposure)), rtol=1e-8
+    )
+
+
+def test_integer_weights_are_repeated_rows(drawn):
+    weight = np.random.default_rng(0).integers(0, 3, len(drawn.y))
+    once = HierarchicalRegressor(reduction="mean").fit(
+        drawn.X, drawn.y, client=drawn.client, cluster=drawn.cluster, sample_weight=weight
+    )
+    r = np.repeat(np.arange(len(weight)), weight)
+    kept = np.isin(once.clients_, drawn.client[r])
+    repeated = HierarchicalRegressor(reduction="mean").fit(
+        drawn.X[r], drawn.y[r], client=drawn.client[r], cluster=drawn.cluster[r]
+    )
+    if kept.all():
+        np.testing.assert_allclose(once.coef_, repeated.coef_, atol=1e-9)
+
+
+def test_prints_as_a_summary_and_represents_as_code(homes):
+    model = HierarchicalRegressor(client="county", cluster="state", formula="log_radon ~ floor")
+    assert str(model) == repr(model)
+    model.fit(homes)
+    assert repr(model).startswith("HierarchicalRegressor(client='county'")
+    text = str(model)
+    for part in (
+        "log_radon ~ floor",
+        "11,929 rows of 470 clients (county) in 9 clusters (state)",
+        "gamma 1",
+        "gradient norm",
+        "floor",
+    ):
+        assert part in text
+
+
+def test_quiet_when_all_is_well(drawn):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for estimator, y in ((HierarchicalRegressor, drawn.y), (HierarchicalClassifier, drawn.y > 0)):
+            estimator().fit(drawn.X, y, client=drawn.client, cluster=drawn.cluster)
+
+
+def test_tidy_frames(homes):
+    model = HierarchicalRegressor(client="county", cluster="state", formula="log_radon ~ floor").fit(homes)
+    clients = model.coef_frame()
+    assert clients.columns == ["cluster", "client", "rows", "term", "estimate"]
+    assert len(clients) == 940
+    one = clients.filter(client="Apache, AZ", term="floor")["estimate"].item()
+    assert one == model.coef_[model.clients_.tolist().index("Apache, AZ"), 1]
+    assert model.coef_frame("global")["estimate"].to_list() == model.global_coef_.tolist()

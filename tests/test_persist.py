@@ -1,0 +1,136 @@
+"""Models on disk: exact, versioned, and told apart from damaged ones."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import polars as pl
+import pytest
+
+from covey import HierarchicalClassifier, HierarchicalPoissonRegressor, HierarchicalRegressor, load
+from covey.datasets import simulate
+
+
+@pytest.fixture(scope="module")
+def frame():
+    drawn = simulate("poisson", clusters=3, clients=5, rows=12, d=2, client_sd=0.3, cluster_sd=0.3, seed=3)
+    zone = pl.Series("zone", np.array(["a", "b", "c"])[np.arange(len(drawn.y)) % 3])
+    return drawn.frame().with_columns(zone, label=pl.when(pl.col("y") > 0).then(pl.lit("some")).otherwise(pl.lit("none")))
+
+
+@pytest.fixture
+def folder(frame, tmp_path):
+    return HierarchicalRegressor(client="client", cluster="cluster", formula="y ~ x0").fit(frame).save(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        HierarchicalRegressor(client="client", cluster="cluster", formula="y ~ x0 * zone"),
+        HierarchicalRegressor(client="client", cluster="cluster", formula="y ~ x0", gamma={0: 1.0, 1: 2.0, 2: 3.5}, lam=np.inf),
+        HierarchicalRegressor(client="client", cluster="cluster", formula="y ~ x0", baseline="locally-trained"),
+        HierarchicalClassifier(client="client", cluster="cluster", formula="label ~ x0", unseen="raise"),
+        HierarchicalPoissonRegressor(client="client", formula="y ~ x0", offset="x1", reduction="mean", alpha=0.3),
+    ],
+)
+def test_round_trip_is_exact(model, frame, tmp_path):
+    model.fit(frame)
+    again = load(model.save(tmp_path / "model"))
+    assert type(again) is type(model)
+    for level in ("coef_", "cluster_coef_", "global_coef_", "clients_", "clusters_"):
+        np.testing.assert_array_equal(getattr(again, level), getattr(model, level))
+    np.testing.assert_array_equal(again.predict(frame), model.predict(frame))
+    assert again.convergence_ == model.convergence_
+    assert str(again) == str(model)
+    ours, theirs = model.get_params(), again.get_params()
+    assert {k: v for k, v in ours.items() if k != "gamma"} == {k: v for k, v in theirs.items() if k != "gamma"}
+    np.testing.assert_array_equal(load(again.save(tmp_path / "twice")).coef_, model.coef_)
+
+
+def test_plain_arrays_round_trip(tmp_path):
+    drawn = simulate(clusters=2, clients=3, rows=9, d=2, seed=0)
+    stacked = np.column_stack([drawn.client, drawn.X])
+    model = HierarchicalRegressor(client=0).fit(stacked, drawn.y)
+    again = load(model.save(tmp_path / "model"))
+    np.testing.assert_array_equal(again.predict(stacked), model.predict(stacked))
+    with pytest.raises(ValueError, match="features"):
+        again.predict(stacked[:, :2])
+
+
+def test_a_newer_model_replaces_an_older_but_nothing_else(folder, frame, tmp_path):
+    model = HierarchicalRegressor(client="client", formula="y ~ 1").fit(frame)
+    model.save(folder)
+    assert load(folder).terms_ == ("Intercept",)
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    (notes / "thesis.txt").write_text("precious")
+    with pytest.raises(ValueError, match="exists and is not a covey model"):
+        model.save(notes)
+    assert (notes / "thesis.txt").read_text() == "precious"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "notes"]
+
+
+def test_an_old_saved_model_still_opens(tmp_path):
+    """A folder as format 1 writes it, by hand: later versions must go on reading it."""
+    import hashlib
+
+    old = tmp_path / "old"
+    old.mkdir()
+    pl.DataFrame({"cluster": ["x"], "clients": [2], "lam": [1.0], "coef.Intercept": [0.5]}).write_parquet(
+        old / "clusters.parquet"
+    )
+    pl.DataFrame(
+        {"cluster": [0, 0], "client": ["a", "b"], "rows": [3, 4], "gamma": [1.0, 1.0], "coef.Intercept": [0.25, 0.75]}
+    ).write_parquet(old / "clients.parquet")
+    sums = {name: hashlib.sha256((old / f"{name}.parquet").read_bytes()).hexdigest() for name in ("clusters", "clients")}
+    spec = {
+        "family": "gaussian", "client": "who", "cluster": None, "weights": None, "offset": None, "formula": "y ~ 1",
+        "fit_intercept": True, "gamma": 1.0, "lam": None, "alpha": None, "reduction": "sum", "baseline": None, "solver": "auto",
+        "tol": 1e-8, "max_iter": 100, "seed": 0,
+    }  # fmt: skip
+    end = {
+        "solver": "sweep", "converged": True, "iterations": 1, "exchanges": 1, "objective": 1.0, "gradient_norm": 0.0,
+        "gap": None, "message": "solved",
+    }  # fmt: skip
+    design = {"kind": "formula", "rhs": "1", "terms": ["Intercept"], "columns": [], "levels": {}}
+    document = {
+        "format": 1, "covey": "0.1.0", "spec": spec, "design": design, "classes": None, "global": {"Intercept": 0.5},
+        "convergence": end, "extra": {}, "sha256": sums,
+    }  # fmt: skip
+    (old / "model.json").write_text(json.dumps(document))
+    assert load(old).predict(pl.DataFrame({"who": ["b", "z"]})).tolist() == [0.75, 0.5]
+
+
+def damage(change):
+    def apply(folder):
+        document = json.loads((folder / "model.json").read_text())
+        change(document)
+        (folder / "model.json").write_text(json.dumps(document))
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda folder: (folder / "model.json").write_text("{"), "damaged: model.json is not valid JSON"),
+        (lambda folder: (folder / "model.json").unlink(), "not a covey model"),
+        (lambda folder: (folder / "clients.parquet").unlink(), "clients.parquet is missing"),
+        (lambda folder: (folder / "clients.parquet").write_bytes(b"PAR1"), "clients.parquet does not match model.json"),
+        (damage(lambda document: document.update(format=99)), "format 99.*upgrade covey"),
+        (damage(lambda document: document.pop("spec")), "is damaged"),
+        (damage(lambda document: document["spec"].update(colour="red")), "is damaged"),
+        (damage(lambda document: document["design"].update(rhs="__import__('os')")), "cannot be read|not supported"),
+        (damage(lambda document: document.pop("format")), "states no format"),
+    ],
+)
+def test_a_damaged_model_is_named(folder, harm, message):
+    harm(folder)
+    with pytest.raises(ValueError, match=message):
+        load(folder)
+
+
+def test_a_missing_model_is_named(tmp_path):
+    with pytest.raises(ValueError, match="There is no model folder"):
+        load(tmp_path / "nothing")
