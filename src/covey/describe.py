@@ -12,7 +12,7 @@ _NAMES = {"gaussian": "linear", "bernoulli": "logistic", "poisson": "Poisson"}
 
 def describe(model: Model) -> str:
     """A summary of a few lines: the data, the penalties, how the fit went, and the coefficients at each level."""
-    lines = [title(model), *(f"  {line}" for line in facts(model)), "", *_table(model)]
+    lines = [title(model), *(f"  {line}" for line in facts(model)), *_table(model)]
     return "\n".join(lines)
 
 

@@ -1,0 +1,51 @@
+"""The README's shell session, run word by word; its Python examples are doctests."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def session():
+    """Each command of the console block with the lines printed under it."""
+    block = re.search(r"```console\n(.*?)```", README.read_text(), re.S).group(1)
+    parts = re.split(r"^\$ ", block, flags=re.M)[1:]
+    return [(part.split("\n", 1)[0], part.split("\n", 1)[1].rstrip("\n")) for part in parts]
+
+
+def test_the_shell_session(tmp_path, homes):
+    (tmp_path / "covey-demo").mkdir()
+    homes.write_parquet(tmp_path / "covey-demo" / "homes.parquet")
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "100"}
+    commands = session()
+    assert len(commands) == 4
+    for command, shown in commands:
+        done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, env=environment, check=False)
+        printed = (done.stdout or done.stderr).strip()
+        assert done.returncode == (2 if "covey: " in shown else 0), done.stderr
+        if shown:
+            pattern = ".*".join(re.escape(piece) for piece in shown.split("..."))
+            assert re.fullmatch(pattern, printed, re.S), f"{command}\n{printed}"
+    assert (tmp_path / "predictions.csv").exists()
+
+
+@pytest.mark.parametrize("link", re.findall(r"\]\(([^)h][^)]*)\)", README.read_text()))
+def test_links_lead_somewhere(link):
+    assert (README.parent / link).exists()
+
+
+def test_the_error_table_is_the_demos(tmp_path):
+    """The numbers under 'make demo' are those it prints."""
+    covey = Path(sys.executable).with_name("covey")
+    printed = subprocess.run([covey, "demo"], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    for name, error in re.findall(
+        r"^\| \**(single-model|locally-trained|single-cluster|hierarchical).*?\| \**([\d.]+)", README.read_text(), re.M
+    ):
+        assert re.search(rf"{name} +\S +{re.escape(error)}", printed), (name, error)
