@@ -13,7 +13,11 @@ import pytest
 import covey
 
 SOURCE = Path(covey.__file__).parent
-CORE = [path for path in SOURCE.rglob("*.py") if path.relative_to(SOURCE).parts[0] not in ("report", "cli", "experiments")]
+CORE = [
+    path
+    for path in SOURCE.rglob("*.py")
+    if path.relative_to(SOURCE).parts[0] not in ("report", "cli", "experiments", "__main__.py")
+]
 
 
 def imports(path):

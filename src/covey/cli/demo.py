@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -57,4 +58,4 @@ def demo(
     screen.print()
     screen.print(shrinkage_table(model, local, typical_clients(model, local)))
     screen.print(f"\nfigure {figure}\nmodel  {out / 'model'}\ndata   {out / 'homes.parquet'}", markup=False)
-    screen.print(f"\nNext:  covey show {out / 'model'} --level client", markup=False)
+    screen.print(f"\nNext:  {Path(sys.argv[0])} show {out / 'model'} --level client", markup=False)
