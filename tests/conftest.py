@@ -70,7 +70,7 @@ def random_problem(
 seeds = st.integers(min_value=0, max_value=2**32 - 1)
 
 
-def dense_solution(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def dense_solution(problem: Problem, scaled: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Minimise the multi-task form by one dense solve of the joint linear system in (theta, w, wbar)."""
     d, n, k = problem.X.shape[1], len(problem.gamma), len(problem.lam)
     weights = np.ones(len(problem.y)) if problem.weights is None else problem.weights
@@ -95,8 +95,12 @@ def dense_solution(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarray
         tie(i, n + parent[i], problem.gamma[i])
     for j in range(k):
         tie(n + j, n + k, problem.lam[j])
-    hypothesis.assume(np.linalg.cond(K) < 1e8)
-    solution = np.linalg.solve(K, rhs).reshape(-1, d)
+    unit = np.sqrt(np.diag(K)) if scaled else np.ones(len(rhs))
+    K, rhs = K / np.outer(unit, unit), rhs / unit
+    if not scaled:
+        hypothesis.assume(np.linalg.cond(K) < 1e8)
+    solution = np.linalg.solve(K, rhs)
+    solution = (solution + np.linalg.solve(K, rhs - K @ solution)).reshape(-1, d) / unit.reshape(-1, d)
     return solution[:n], solution[n : n + k], solution[-1]
 
 

@@ -56,15 +56,16 @@ def test_a_second_process_compiles_nothing():
     """Every kernel comes from the cache: numba's own count of cache misses is zero."""
     code = """
 from covey import datasets, sweep, newton, GroupedData, Penalty
-from covey.data import _counting_sort
+from covey.data import _counting_sort, _find_parents
+from covey.labels import _rank_in_table
 from covey.losses import Gaussian, Bernoulli, kernels
 from covey.solvers.sweep import _eliminate, _descend
 homes = datasets.load_radon().sample(fraction=1.0, shuffle=True, seed=0)
 for loss, y in ((Gaussian(), homes["log_radon"]), (Bernoulli(), homes["radon"] > 4)):
-    data = GroupedData.from_arrays(homes[["floor"]].to_numpy(), y, homes["county"], homes["state"])
+    data = GroupedData.from_arrays(homes[["floor"]].to_numpy(), y, homes["fips"].rank("dense"), homes["state"])
     newton(data, loss, Penalty.of(data.hierarchy))
 sweep(GroupedData.from_arrays(data.X, data.y), Gaussian(), Penalty.of(data.pooled().hierarchy))
-kernels_used = (kernels.expand, _eliminate, _descend, _counting_sort)
+kernels_used = (kernels.expand, kernels.curvature_floor, _eliminate, _descend, _counting_sort, _find_parents, _rank_in_table)
 assert all(sum(k.stats.cache_hits.values()) for k in kernels_used)
 print(sum(sum(k.stats.cache_misses.values()) for k in kernels_used))
 """

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from datetime import date
+
 import numpy as np
+import pandas as pd
 import polars as pl
 import pytest
 
@@ -54,6 +57,20 @@ CASES = [
     (GOOD, {"tol": 0.0}, r"'tol' parameter must be a positive number"),
     (GOOD, {"max_iter": 0}, r"'max_iter' parameter must be a whole number"),
     (GOOD, {"formula": "zone ~ x"}, r"The response must be numbers"),
+    (GOOD.with_columns(y=pl.Series(["1"] * 6)), {}, r"The response must be numbers"),
+    (GOOD.with_columns(y=pl.Series([date(2020, 1, 1)] * 6)), {}, r"The response must be numbers"),
+    (GOOD.with_columns(d=pl.Series([date(2020, 1, 1)] * 6)), {"formula": "y ~ d"}, r"Column 'd' holds date values; convert it"),
+    (GOOD.with_columns(who=pl.Series([2**63] * 6, dtype=pl.UInt64)), {}, r"client ids are too large"),
+    (GOOD.with_columns(who=pl.Series([1e20] * 6)), {}, r"client ids are too large"),
+    (GOOD, {"formula": "y ~ x | zone"}, r"has several parts"),
+    (GOOD, {"formula": "y ~ I(9**9**9 * x)"}, r"The power .* must be of a column"),
+    (GOOD, {"formula": "y ~ y + x"}, r"The response 'y' is also on the right"),
+    (GOOD.rename({"x": "Intercept"}), {"formula": "y ~ Intercept"}, r"rename it"),
+    (
+        GOOD.with_columns(x=pl.Series(["1", "2", "oops", "4", "5", "6"])),
+        {},
+        r"Column 'x' holds text that reads as numbers except 'oops' in row 2; convert it, or write C\(x\)",
+    ),
     (GOOD.with_columns(who=pl.Series([[1]] * 6)), {}, r"client ids must be integers, text, booleans or dates"),
 ]
 
@@ -110,6 +127,42 @@ def test_responses_that_the_family_cannot_have(estimator, y, message):
         estimator(client="who", cluster="group", formula="x").fit(GOOD, pl.Series(y, strict=False))
 
 
+def test_missing_classes_of_pandas():
+    y = pd.Series([True, False, None, True, False, True], dtype="boolean")
+    with pytest.raises(ValueError, match=r"The response is missing \(NaN\) in row 2"):
+        HierarchicalClassifier(client="who", formula="x").fit(GOOD, y)
+
+
+def test_names_and_positions_do_not_mix():
+    with pytest.raises(ValueError, match=r"'cluster' parameter is a position, others are names"):
+        HierarchicalRegressor(client="who", cluster=1, formula="y ~ x").fit(GOOD)
+    with pytest.raises(ValueError, match=r"'client', 'cluster' name the same column"):
+        HierarchicalRegressor(client=0, cluster=0).fit(np.ones((4, 3)), np.ones(4))
+    with pytest.raises(ValueError, match=r"X is a data frame: give the 'client' parameter as a column's name"):
+        HierarchicalRegressor(client=0).fit(GOOD[["who", "x"]], GOOD["y"])
+    with pytest.raises(ValueError, match=r"Column names must be text; got 0"):
+        HierarchicalRegressor(client="c").fit(pd.DataFrame({0: [1.0, 2.0], "c": [1, 2]}), [1.0, 2.0])
+
+
+def test_seeds_are_whole_numbers():
+    with pytest.raises(ValueError, match=r"seed \(random_state\) must be a whole number >= 0. Got -1"):
+        HierarchicalRegressor(client="who", formula="y ~ x", random_state=-1).fit(GOOD)
+
+
+def test_forgotten_clients_are_pointed_out_with_a_formula_too():
+    with pytest.warns(UserWarning, match="No clients were named"):
+        HierarchicalRegressor(formula="y ~ x").fit(GOOD)
+
+
+def test_known_clients_under_unknown_clusters_and_columns_of_nothing():
+    model = HierarchicalRegressor(client="who", cluster="group", formula="y ~ x").fit(GOOD)
+    with pytest.raises(ValueError, match=r"Client 'a' was in cluster 'g' in training but row 0 puts it in 'new'"):
+        model.predict(with_value("group", 0, "new"))
+    pandas = pd.DataFrame(GOOD.to_dict(as_series=False))
+    np.testing.assert_allclose(model.predict(pandas.assign(who=np.nan)), model.predict(GOOD, level="cluster"))
+    np.testing.assert_allclose(model.predict(pandas.assign(who=np.nan, group=np.nan)), model.predict(GOOD, level="global"))
+
+
 def test_the_response_is_wanted_once():
     model = HierarchicalRegressor(client="who", formula="y ~ x")
     with pytest.raises(ValueError, match="The response is given twice"):
@@ -139,11 +192,14 @@ def test_prediction_is_as_strict():
         ("bad.parquet", b"not parquet", r"bad.parquet' cannot be read"),
         ("table.xlsx", b"", r"must end in .parquet, .csv"),
         ("empty.csv", b"", r"empty.csv' cannot be read"),
+        ("folder.csv", "folder", r"folder.csv' is a folder; give a file"),
     ],
 )
 def test_files_that_cannot_be_read(tmp_path, name, content, message):
     path = tmp_path / name
-    if content is not None:
+    if content == "folder":
+        path.mkdir()
+    elif content is not None:
         path.write_bytes(content)
     with pytest.raises(ValueError, match=message):
         read_table(path)

@@ -92,6 +92,26 @@ def test_ids_of_many_kinds(values, expected):
     np.testing.assert_array_equal(lookup(labels, ids, "client"), codes)
 
 
+def test_categories_keep_the_type_of_their_ids():
+    assert encode(pd.Series([2, 1, 2], dtype="category"), "client")[0].to_list() == [1, 2]
+    assert encode(pa.chunked_array([["b", "a"]]).dictionary_encode(), "client")[0].to_list() == ["a", "b"]
+
+
+def test_large_whole_numbers_are_told_apart():
+    ids, _ = encode(np.array([2**53, 2**53 + 1]), "client")
+    assert lookup(as_labels(np.array([0.5, 2.0**52]), "client"), ids, "client").tolist() == [-1, -1]
+    assert lookup(as_labels(np.array([2**53 + 1]), "client"), ids, "client").tolist() == [1]
+
+
+def test_ids_of_csv_files_keep_leading_zeros(tmp_path):
+    (tmp_path / "t.csv").write_text("zip,n,x\n01234,1,NA\n1234,2,2.5\n02138,3,3.5\n")
+    frame = read_table(tmp_path / "t.csv", ids=["zip", "n"])
+    assert frame["zip"].to_list() == ["01234", "1234", "02138"]
+    assert frame["n"].to_list() == [1, 2, 3]
+    assert frame["x"].to_list() == [None, 2.5, 3.5]
+    assert read_table(tmp_path / "t.csv", text=["n"])["n"].to_list() == ["1", "2", "3"]
+
+
 def test_missing_and_unseen_ids_are_not_found():
     ids, _ = encode([1, 2], "client")
     assert lookup(as_labels([2.0, float("nan"), 7.0], "client"), ids, "client").tolist() == [1, -1, -1]

@@ -46,6 +46,13 @@ def test_categories_are_remembered_through_json():
     np.testing.assert_array_equal(np.column_stack(again.blocks(one_row)), [[1, 1, 0, 2, 2, 0]])
 
 
+def test_pandas_categories_keep_their_order():
+    import pandas as pd
+
+    frame = nw.from_native(pd.DataFrame({"z": pd.Categorical(["a", "b", "c"], categories=["c", "b", "a"])}), eager_only=True)
+    assert Formula.learn("z", frame).terms == ("Intercept", "z[T.b]", "z[T.a]")
+
+
 def test_an_unknown_category_is_named():
     design = Formula.learn("g", FRAME)
     with pytest.raises(ValueError, match=r"Column 'g' has the category 'z' in row 0.*known ones are 'a', 'b', 'c'"):

@@ -105,7 +105,7 @@ def test_levels_and_unseen_groups(drawn):
     assert model.predict(row)[0] == pytest.approx(x @ model.coef_[i])
     with pytest.raises(ValueError, match=r"Clients 'nobody' were not seen in training"):
         model.predict(new_client)
-    with pytest.raises(ValueError, match=r"1 rows have no client id \(first: row 0\)"):
+    with pytest.raises(ValueError, match=r"1 row has no client id \(first: row 0\)"):
         model.predict(missing)
     with pytest.raises(ValueError, match=r"Clusters 'nowhere' were not seen"):
         model.predict(new_cluster, level="cluster")
@@ -193,8 +193,8 @@ def test_integer_weights_are_repeated_rows(drawn):
     repeated = HierarchicalRegressor(reduction="mean").fit(
         drawn.X[r], drawn.y[r], client=drawn.client[r], cluster=drawn.cluster[r]
     )
-    if kept.all():
-        np.testing.assert_allclose(once.coef_, repeated.coef_, atol=1e-9)
+    assert kept.all()
+    np.testing.assert_allclose(once.coef_, repeated.coef_, atol=1e-9)
 
 
 def test_prints_as_a_summary_and_represents_as_code(homes):

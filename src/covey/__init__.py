@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from covey._version import __version__ as __version__
+
 if TYPE_CHECKING:
     from covey import datasets
     from covey.data import GroupedData, read_table
@@ -15,8 +17,6 @@ if TYPE_CHECKING:
     from covey.estimators import HierarchicalClassifier, HierarchicalPoissonRegressor, HierarchicalRegressor, load
     from covey.objective import Objective, Penalty
     from covey.solvers import newton, sweep
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "ConvergenceWarning": "covey.errors",

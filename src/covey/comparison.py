@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
+from scipy.special import xlogy
 
 from covey.baselines import BASELINES
 from covey.data import GroupedData
-from covey.errors import DataError
+from covey.errors import ConvergenceWarning, DataError
 from covey.model import Spec, fit_data
-from covey.selection import held_out_loss
+from covey.selection import Count, choose_penalty, held_out_loss
 from covey.solvers import Fit
+
+TEST_SHARE = 0.2
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Held-out error of each model: root mean squared error for a Gaussian response, else the mean loss of a row."""
+    """Held-out error of each model: root mean squared error, cross-entropy, or mean Poisson deviance."""
 
     errors: dict[str, float]
     train_rows: int
@@ -25,10 +29,10 @@ class Comparison:
 
 
 def compare(
-    data: GroupedData, spec: Spec, *, test: float = 0.2, seed: int = 0, progress: Callable[[str], None] | None = None
+    data: GroupedData, spec: Spec, *, test: float = TEST_SHARE, progress: Callable[[str], None] | None = None
 ) -> Comparison:
     """Fit the specification and the three baselines to a share of each client's rows, and score the rest."""
-    train, held = data.split(test, seed)
+    train, held = data.split(test, spec.seed)
     if held.n_rows == 0:
         raise DataError(
             f"Holding out {test:g} of each client's rows leaves none to test on; raise the share or skip it with 0."
@@ -37,11 +41,30 @@ def compare(
     for name in (*BASELINES, "hierarchical"):
         if progress is not None:
             progress(name)
-        fit, _ = fit_data(train, replace(spec, baseline=None if name == "hierarchical" else name))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)  # of a trial; the fit that is kept speaks for itself
+            fit, _ = fit_data(train, replace(spec, baseline=None if name == "hierarchical" else name))
         errors[name] = held_out_error(fit, held, spec)
     return Comparison(errors, train.n_rows, held.n_rows)
 
 
 def held_out_error(fit: Fit, data: GroupedData, spec: Spec) -> float:
+    """The error of one fit on rows it did not see, zero for perfect predictions."""
     loss = held_out_loss(fit, data, spec.loss)
-    return float(np.sqrt(2 * loss)) if spec.family == "gaussian" else loss
+    if spec.family == "gaussian":
+        return float(np.sqrt(2 * loss))
+    if spec.family == "poisson":
+        saturated = np.average(xlogy(data.y, data.y) - data.y, weights=data.weights)
+        return float(2 * (loss + saturated))
+    return loss
+
+
+def choose_on_training_rows(data: GroupedData, spec: Spec, *, test: float, progress: Count | None = None) -> Spec:
+    """Set both penalties by cross-validation on the rows that :func:`compare` will train on, and on no others."""
+    return chosen(data.split(test, spec.seed)[0], spec, progress=progress)
+
+
+def chosen(data: GroupedData, spec: Spec, *, progress: Count | None = None) -> Spec:
+    """The same specification with both penalties set by cross-validation."""
+    gamma, lam = choose_penalty(data, spec.loss, seed=spec.seed, progress=progress)
+    return replace(spec, gamma=gamma, lam=lam)

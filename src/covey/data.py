@@ -244,34 +244,54 @@ def _bad_value(what: str, value: float, place: str) -> DataError:
     return DataError(f"{what[0].upper()}{what[1:]} is {word} in {place}; fill the value or leave the row out.")
 
 
-def read_table(path: str | Path) -> pl.DataFrame:
+def read_table(path: str | Path, *, ids: Sequence[str | None] = (), text: Sequence[str | None] = ()) -> pl.DataFrame:
     """Read a Parquet or CSV file (``.parquet``, ``.csv``, ``.csv.gz``, ``.tsv``).
 
-    CSV columns keep the types they show; empty fields are missing values.
+    CSV columns keep the types they show; empty fields and ``NA`` are missing values.
+
+    Parameters
+    ----------
+    ids : columns of ids: numbers that would lose leading zeros (ZIP codes) stay text
+    text : columns that are text whatever they look like
     """
     path = Path(path)
     suffix = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
     if not path.exists():
         raise DataError(f"There is no file {str(path)!r}; check the path.")
+    if path.is_dir():
+        raise DataError(f"{str(path)!r} is a folder; give a file.")
     try:
         if suffix in (".parquet", ".pq"):
             return pl.read_parquet(path)
-        if suffix in (".csv", ".csv.gz"):
-            return pl.read_csv(path, infer_schema_length=None)
-        if suffix in (".tsv", ".tsv.gz"):
-            return pl.read_csv(path, infer_schema_length=None, separator="\t")
+        if suffix in (".csv", ".csv.gz", ".tsv", ".tsv.gz"):
+            return _read_csv(path, "\t" if "tsv" in suffix else ",", {*ids} - {None}, {*text} - {None})
     except (pl.exceptions.PolarsError, OSError) as problem:
-        reason = str(problem).strip().splitlines()[0]
+        reason = str(problem).strip().splitlines()[0].rstrip(".")
         raise DataError(f"The file {str(path)!r} cannot be read: {reason}.") from None
     raise DataError(f"The file {str(path)!r} must end in .parquet, .csv, .csv.gz or .tsv; convert it first.")
 
 
+def _read_csv(path: Path, separator: str, ids: set[Any], text: set[Any]) -> pl.DataFrame:
+    names = pl.read_csv(path, separator=separator, n_rows=0).columns
+    as_text = {name: pl.String for name in names if name in ids | text}
+    frame = pl.read_csv(path, separator=separator, infer_schema_length=None, null_values=["NA"], schema_overrides=as_text)
+    for name in set(as_text) - text:
+        numbers = frame[name].cast(pl.Int64, strict=False)
+        if (numbers.cast(pl.String).eq_missing(frame[name])).all():
+            frame = frame.with_columns(numbers)
+    return frame
+
+
 def _vector(values: Any, name: str, n_rows: int) -> Floats:
     what = "the response" if name == "y" else f"the {name}"
+    raw = np.asarray(values)
+    text = raw.dtype.kind in "USMm" or (raw.dtype.kind == "O" and any(isinstance(value, str) for value in raw.flat))
     try:
-        vector = np.asarray(values, dtype=np.float64)
+        vector = raw.astype(np.float64, copy=False)
     except (TypeError, ValueError):
-        raise DataError(f"{what.capitalize()} must be numbers; convert the column, or choose another family.") from None
+        text = True
+    if text:
+        raise DataError(f"{what.capitalize()} must be numbers; convert the column, or choose another family.")
     if vector.ndim != 1:
         raise DataError(f"{what.capitalize()} must be one column; got shape {vector.shape}.")
     if len(vector) != n_rows:

@@ -201,10 +201,34 @@ def _inspect(rhs: str, frame: Frame) -> tuple[tuple[str, ...], set[str]]:
         categories |= wrapped
         (alone if is_column else numbers).update(set(used) - wrapped)
     text = {name for name in names if not _is_number(column(frame, name))}
+    for name in sorted(text - categories):
+        _refuse_broken_numbers(frame, name)
+    if "Intercept" in names:
+        raise FormulaError(f"The column 'Intercept' in {rhs!r} has the name of covey's own intercept; rename it.")
     clash = sorted((categories & (alone | numbers)) | (text & numbers))
     if clash:
         raise FormulaError(f"Column {clash[0]!r} is used both as a category and as a number in {rhs!r}; add a copy of it.")
     return tuple(names), text | categories
+
+
+def _refuse_broken_numbers(frame: Frame, name: str) -> None:
+    """A stray word makes a column of numbers one of text; coding each number as a category would hide that."""
+    values = column(frame, name).to_list()
+    words = [(row, value) for row, value in enumerate(values) if isinstance(value, str) and not _reads_as_number(value)]
+    numbers = sum(isinstance(value, str) for value in values) - len(words)
+    if numbers > len(words):
+        broken = f"except {words[0][1]!r} in row {words[0][0]}" if words else "in every row"
+        raise DataError(
+            f"Column {name!r} holds text that reads as numbers {broken}; convert it, or write C({name}) for categories."
+        )
+
+
+def _reads_as_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _check_formula(rhs: str) -> list[tuple[str, bool]]:
@@ -214,7 +238,12 @@ def _check_formula(rhs: str) -> list[tuple[str, bool]]:
     if re.search(r"(^|[\s+(*:-])\.($|[\s+)*:-])", rhs):
         raise FormulaError(f"The formula {rhs!r} uses '.' for all columns, which is not supported; name the columns.")
     try:
-        factors = [factor for term in Parsed(rhs) for factor in term.factors]
+        parsed = Parsed(rhs)
+        if type(parsed).__name__ != "SimpleFormula":
+            raise FormulaError(f"The formula {rhs!r} has several parts; write one, without '|' or a second '~'.")
+        factors = [factor for term in parsed for factor in term.factors]
+    except FormulaError:
+        raise
     except Exception as problem:  # formulaic has no common base class for its parser's errors
         reason = re.sub(r"\x1b\[[0-9;]*m", "", str(problem)).strip().splitlines() or ["it cannot be parsed"]
         raise FormulaError(f"The formula {rhs!r} cannot be read: {reason[0]}") from None
@@ -231,6 +260,8 @@ def _refuse_code(expression: str, rhs: str) -> None:
     except SyntaxError:
         raise FormulaError(f"The term {expression!r} of {rhs!r} cannot be read; rename columns that need quotes.") from None
     for node in _nodes(tree, rhs):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow) and not _is_modest(node):
+            raise FormulaError(f"The power {ast.unparse(node)!r} in {rhs!r} must be of a column, to a number of at most 20.")
         if isinstance(node, ast.Constant) and not isinstance(node.value, int | float):
             raise FormulaError(f"The constant {node.value!r} in {rhs!r} is not a number.")
         if not isinstance(node, (*_ARITHMETIC, ast.Name)):
@@ -238,6 +269,13 @@ def _refuse_code(expression: str, rhs: str) -> None:
                 f"{ast.unparse(node)!r} in {rhs!r} is not supported; terms are columns, numbers, arithmetic and "
                 f"the functions {', '.join(FUNCTIONS)}."
             )
+
+
+def _is_modest(power: ast.BinOp) -> bool:
+    """Whether a power can be computed in no time: numbers to the power of numbers can fill the memory."""
+    exponent = power.right.operand if isinstance(power.right, ast.UnaryOp) else power.right
+    small = isinstance(exponent, ast.Constant) and isinstance(exponent.value, int | float) and abs(exponent.value) <= 20
+    return small and any(isinstance(node, ast.Name) for node in ast.walk(power.left))
 
 
 def _nodes(tree: ast.AST, rhs: str) -> Iterator[ast.AST]:
@@ -285,7 +323,15 @@ def _evaluate(rhs: str, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _levels(frame: Frame, name: str) -> list[Any]:
-    values = {value for value in column(frame, name).to_list() if not _is_null(value)}
+    series = column(frame, name)
+    values = {value for value in series.to_list() if not _is_null(value)}
+    if hasattr(series.to_native(), "cat") and hasattr(series.to_native().cat, "categories"):
+        return [value for value in series.to_native().cat.categories.tolist() if value in values]  # pandas: the user's order
+    odd = next((value for value in values if not isinstance(value, str | int | float)), None)
+    if odd is not None:
+        raise DataError(
+            f"Column {name!r} holds {type(odd).__name__} values; convert it to text or numbers to use it in a formula."
+        )
     return sorted(values, key=lambda value: (str(type(value)), value))
 
 

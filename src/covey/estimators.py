@@ -14,7 +14,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from covey._typing import Anything, Floats
 from covey.describe import describe
-from covey.errors import DataError, one_of
+from covey.errors import DataError, listing, one_of
 from covey.hierarchy import UNSEEN, Level, Unseen
 from covey.labels import to_array
 from covey.losses import Reduction
@@ -122,6 +122,13 @@ class _Hierarchical(BaseEstimator):
         spec = self._spec()
         if y is None and (self.formula is None or "~" not in self.formula):
             raise DataError(f"{type(self).__name__} requires y to be passed, but the target y is None.")
+        if self.client is None and client is None and self.cluster is None and cluster is None:
+            warnings.warn(
+                "No clients were named, so all rows count as one client's and there is one model; name a column with client=, "
+                "or pass client= to fit.",
+                UserWarning,
+                stacklevel=2,
+            )
         if spec.named:
             model = fit_table(X, spec, y, client=client, cluster=cluster, weights=sample_weight, offset=offset)
             frame = nw.from_native(X, eager_only=True)
@@ -131,7 +138,6 @@ class _Hierarchical(BaseEstimator):
         else:
             X, given = self._split_off(X, client=client, cluster=cluster, weights=sample_weight, offset=offset)
             X, y = self._validate(X, y)
-            self._warn_of_one_client(given)
             kept = [at for at in range(X.shape[1] + len(self._positions())) if at not in self._positions().values()]
             columns = getattr(self, "feature_names_in_", [f"x{at}" for at in kept])
             model = fit_matrix(X, columns, y, spec, **given)
@@ -201,20 +207,25 @@ class _Hierarchical(BaseEstimator):
     def _spec(self) -> Spec:
         if self.unseen not in UNSEEN:
             raise one_of("unseen", self.unseen, UNSEEN)
+        positions = self._positions()
+        if positions and (self.formula is not None or any(isinstance(value, str) for value in self._named_columns().values())):
+            raise DataError(f"The {next(iter(positions))!r} parameter is a position, others are names; use names for all.")
+        if len(set(positions.values())) < len(positions):
+            raise DataError(f"The parameters {listing(positions)} name the same column; each needs its own.")
         names = {name: value for name, value in self._named_columns().items() if isinstance(value, str)}
         return Spec(
             family=self._family,
             formula=self.formula,
-            fit_intercept=self.fit_intercept,
+            fit_intercept=bool(self.fit_intercept),
             gamma=self.gamma,
             lam=self.lam,
             alpha=self.alpha,
             reduction=self.reduction,
             baseline=self.baseline,
             solver=self.solver,
-            tol=self.tol,
-            max_iter=self.max_iter,
-            seed=self.random_state,
+            tol=_plain(self.tol),
+            max_iter=_plain(self.max_iter),
+            seed=_plain(self.random_state),
             **names,
         )
 
@@ -229,6 +240,10 @@ class _Hierarchical(BaseEstimator):
         positions = self._positions()
         if not positions:
             return X, given
+        if isinstance(nw.from_native(X, eager_only=True, pass_through=True), nw.DataFrame):
+            raise DataError(
+                f"X is a data frame: give the {next(iter(positions))!r} parameter as a column's name, not a position."
+            )
         X = np.asarray(X, dtype=object)
         if X.ndim != 2:
             raise DataError(f"X must have two dimensions, rows and columns; got shape {X.shape}.")
@@ -251,15 +266,6 @@ class _Hierarchical(BaseEstimator):
         X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, ensure_all_finite=False)
         return X, y
 
-    def _warn_of_one_client(self, given: dict[str, Any]) -> None:
-        if given["client"] is None and given["cluster"] is None:
-            warnings.warn(
-                "No clients were named, so all rows count as one client's and there is one model; name a column with client=, "
-                "or pass client= to fit.",
-                UserWarning,
-                stacklevel=3,
-            )
-
     def _adopt(self, model: Model) -> Any:
         self.model_ = model
         return self
@@ -276,6 +282,11 @@ class _Hierarchical(BaseEstimator):
             client, cluster, offset = given["client"], given["cluster"], given["offset"]
             X = validate_data(self, X, dtype=np.float64, ensure_all_finite=False, reset=False)
         return self.model_.margin(X, client=client, cluster=cluster, offset=offset, level=level, unseen=self.unseen)[0]
+
+
+def _plain(value: Any) -> Any:
+    """A number of numpy's as Python's own, which JSON can hold."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 class _Scored:

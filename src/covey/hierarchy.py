@@ -103,7 +103,7 @@ class Hierarchy:
         i = nobody if client is None else self._find(client, self.client_ids, "client", n_rows)
         j = nobody if cluster is None else self._find(cluster, self.cluster_ids, "cluster", n_rows)
         if client is not None and cluster is not None:
-            self._refuse_moved(i, j, client)
+            self._refuse_moved(i, j, client, cluster)
         j = np.where(i >= 0, self.parent[i], j) if len(self.parent) else j
         if unseen == "raise":
             if level == "client":
@@ -118,14 +118,14 @@ class Hierarchy:
             raise DataError(f"There are {len(labels)} {what} ids for {n_rows} rows; give one id a row.")
         return lookup(labels, known, what)
 
-    def _refuse_moved(self, i: Ints, j: Ints, client: Any) -> None:
-        moved = np.flatnonzero((i >= 0) & (j >= 0) & (self.parent[i] != j))
+    def _refuse_moved(self, i: Ints, j: Ints, client: Any, cluster: Any) -> None:
+        named = as_labels(cluster, "cluster")
+        moved = np.flatnonzero((i >= 0) & named.is_not_null().to_numpy() & (self.parent[i] != j))
         if len(moved):
             row = int(moved[0])
             raise DataError(
-                f"Client {as_labels(client, 'client')[row]!r} was in cluster {self.cluster_ids[int(self.parent[i[row]])]!r} "
-                f"in training but row {row} puts it in {self.cluster_ids[int(j[row])]!r}; mend the cluster column, "
-                "or give the client a new id."
+                f"Client {as_labels(client, 'client')[row]!r} was in cluster {self.cluster_ids[int(self.parent[i[row]])]!r} in "
+                f"training but row {row} puts it in {named[row]!r}; mend the cluster column, or give the client a new id."
             )
 
 
@@ -138,7 +138,9 @@ def _refuse_unseen(values: Any, found: Ints, what: str) -> None:
     labels = as_labels(values, what).gather(lost)
     missing = labels.null_count()
     if missing:
-        raise DataError(f"{missing} rows have no {what} id (first: row {int(lost[0])}); fill them, or set unseen='parent'.")
+        first = int(lost[int(labels.is_null().arg_max() or 0)])
+        rows = "1 row has" if missing == 1 else f"{missing} rows have"
+        raise DataError(f"{rows} no {what} id (first: row {first}); fill them in, or set unseen='parent'.")
     raise DataError(
         f"{what.capitalize()}s {listing(labels.unique(maintain_order=True).to_list(), 5)} were not seen in training; "
         f"leave their rows out, or set unseen='parent' to use the model one level up."

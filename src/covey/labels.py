@@ -35,9 +35,7 @@ def as_labels(values: Any, what: str) -> pl.Series:
         native = series.to_native()
         if isinstance(native, pl.Series):
             return _canonical(native, what)
-        values = series.cast(nw.String()).to_list() if _is_categorical(series) else native
-        if hasattr(values, "to_pylist"):
-            values = values.to_pylist()
+        values = native.to_pylist() if hasattr(native, "to_pylist") else native
     if not isinstance(values, np.ndarray):
         values = np.asarray(values) if hasattr(values, "__array__") else np.array(values, dtype=object)
     if values.ndim != 1:
@@ -96,7 +94,7 @@ def _rank_in_table(values: Ints, low: int, place: Ints, codes: Ints) -> None:
 
 def lookup(labels: pl.Series, known: pl.Series, what: str) -> Ints:
     """For each row the position of its id among the known ones; -1 where it is unseen or missing."""
-    if labels.dtype == pl.Null or len(known) == 0:
+    if labels.null_count() == len(labels) or len(known) == 0:
         return np.full(len(labels), -1, dtype=np.int64)
     if labels.dtype != known.dtype:
         if {labels.dtype, known.dtype} != {pl.Int64, pl.Float64}:
@@ -105,7 +103,12 @@ def lookup(labels: pl.Series, known: pl.Series, what: str) -> Ints:
                 f"The {what} ids are {kind(labels)} here (such as {shown!r}) but were {kind(known)} in training "
                 f"(such as {known[0]!r}); convert the column to {kind(known)}."
             )
-        labels, known = labels.cast(pl.Float64), known.cast(pl.Float64)
+        if known.dtype == pl.Int64:
+            labels = pl.Series(
+                [int(value) if value is not None and value == int(value) else None for value in labels], dtype=pl.Int64
+            )
+        else:
+            labels = labels.cast(pl.Float64)
     position = pl.Series(np.arange(len(known)))
     found = labels.replace_strict(known, position, default=-1, return_dtype=pl.Int64)
     return cast(Ints, found.fill_null(-1).to_numpy().astype(np.int64))
@@ -122,20 +125,21 @@ def to_array(labels: pl.Series) -> Anything:
     return cast(Anything, labels.to_numpy())
 
 
-def _is_categorical(series: Any) -> bool:
-    return isinstance(series.dtype, nw.Categorical | nw.Enum)
-
-
 def _canonical(series: pl.Series, what: str) -> pl.Series:
     dtype = series.dtype
     if dtype.is_integer():
+        if dtype == pl.UInt64 and (series.max() or 0) > 2**63 - 1:  # type: ignore[operator]
+            raise _too_large(what)
         return series.cast(pl.Int64)
     if dtype.is_float():
         series = series.cast(pl.Float64).fill_nan(None)
         # A column of whole numbers turns to floats as soon as one is missing: 12.0 is still client 12.
         known = series.drop_nulls()
-        whole = bool((known == known.floor()).all()) and bool(known.is_finite().all())
-        return series.cast(pl.Int64) if whole else series
+        if bool((known == known.floor()).all()) and bool(known.is_finite().all()):
+            if len(known) and float(known.abs().max()) > 2**53:  # type: ignore[arg-type]
+                raise _too_large(what)
+            return series.cast(pl.Int64)
+        return series
     if isinstance(dtype, pl.Categorical | pl.Enum):
         return series.cast(pl.String)
     if dtype in (pl.String, pl.Boolean, pl.Date, pl.Null) or isinstance(dtype, pl.Datetime):
@@ -144,9 +148,11 @@ def _canonical(series: pl.Series, what: str) -> pl.Series:
 
 
 def _from_objects(values: Anything, what: str) -> pl.Series:
-    present = [None if _missing(value) else value for value in values]
+    present = [None if is_missing(value) else value for value in values]
     types = {type(value) for value in present if value is not None}
     if types and all(issubclass(t, int | np.integer) and t is not bool for t in types):
+        if max(abs(int(value)) for value in present if value is not None) > 2**63 - 1:
+            raise _too_large(what)
         return pl.Series(present, dtype=pl.Int64)
     if types and all(issubclass(t, float | int | np.floating | np.integer) and t is not bool for t in types):
         return _canonical(pl.Series(present, dtype=pl.Float64), what)
@@ -160,7 +166,12 @@ def _from_objects(values: Anything, what: str) -> pl.Series:
     return _canonical(pl.Series(present), what)
 
 
-def _missing(value: Any) -> bool:
+def _too_large(what: str) -> DataError:
+    return DataError(f"The {what} ids are too large for whole numbers of 64 bits; convert the column to text.")
+
+
+def is_missing(value: Any) -> bool:
+    """Whether one value stands for none: None, NaN, pandas' NA and NaT."""
     if value is None or type(value).__name__ in ("NAType", "NaTType"):
         return True
     return isinstance(value, float | np.floating) and bool(np.isnan(value))

@@ -19,6 +19,7 @@ from covey.data import GroupedData, refuse_infinite, side_by_side
 from covey.design import Columns, Design, Formula, Frame, column, numeric, response, split_formula
 from covey.errors import CoveyError, DataError, FormulaError, SolverError, listing, one_of
 from covey.hierarchy import Hierarchy, Level, Resolved, Unseen
+from covey.labels import is_missing
 from covey.losses import Loss, Reduction, loss_of
 from covey.objective import Penalty
 from covey.solvers import Convergence, Fit, Progress, Solver, solve
@@ -58,10 +59,14 @@ class Spec:
         return any(name is not None for name in (self.client, self.cluster, self.weights, self.offset, self.formula))
 
     def check(self) -> None:
+        """Refuse settings that no data could make right."""
+        loss_of(self.family, self.reduction)
         if self.baseline is not None and self.baseline not in BASELINES:
             raise one_of("baseline", self.baseline, BASELINES)
         if not (isinstance(self.tol, int | float) and self.tol > 0):
             raise SolverError(f"The 'tol' parameter must be a positive number. Got {self.tol!r} instead.")
+        if not (isinstance(self.seed, int) and self.seed >= 0):
+            raise SolverError(f"The seed (random_state) must be a whole number >= 0. Got {self.seed!r} instead.")
         if not (isinstance(self.max_iter, int | np.integer) and self.max_iter >= 1):
             raise SolverError(f"The 'max_iter' parameter must be a whole number >= 1. Got {self.max_iter!r} instead.")
 
@@ -80,6 +85,7 @@ class Model:
     convergence: Convergence
     penalty: Penalty | None
     classes: Anything | None = None
+    has_offset: bool = False
 
     @property
     def terms(self) -> tuple[str, ...]:
@@ -139,8 +145,8 @@ class Model:
             if len(frame) == 0:
                 raise DataError("The table has no rows to predict.")
             return self.design.blocks(frame), len(frame)
-        if not isinstance(self.design, Columns):
-            raise DataError("This model finds its columns by name; pass a data frame.")
+        if not isinstance(self.design, Columns) or not isinstance(X, np.ndarray):
+            raise DataError("This model was fitted to plain arrays; read it with covey.load and pass arrays to its predict.")
         return self.design.matrix_blocks(X), len(X)
 
     def _ids(self, given: Any, frame: Frame | None, name: str | None, needed: bool) -> Any:
@@ -163,6 +169,8 @@ class Model:
         if given is None and frame is not None and self.spec.offset is not None:
             given = numeric(frame, self.spec.offset)
         if given is None:
+            if self.has_offset:
+                raise DataError("This model was fitted with an offset: pass offset= to predict, zeros if there is none.")
             return None
         offset = np.asarray(given, dtype=np.float64)
         if offset.shape != (n_rows,):
@@ -179,6 +187,9 @@ def as_frame(X: Any) -> Frame:
             f"Columns are named, so X must be a data frame (pandas, polars, pyarrow); got {type(X).__name__}. With "
             "plain arrays, pass client= and cluster= as arrays to fit and predict."
         )
+    odd = [name for name in frame.columns if not isinstance(name, str)]
+    if odd:
+        raise DataError(f"Column names must be text; got {odd[0]!r}: rename the columns, or pass a plain array.")
     return frame
 
 
@@ -217,8 +228,14 @@ def read_frame(
     design: Design
     if rhs is not None:
         design = Formula.learn(rhs, frame)
+        if lhs in design.columns:
+            raise FormulaError(f"The response {lhs!r} is also on the right of '~'; a model that knows the answer is of no use.")
     else:
         features = tuple(name for name in frame.columns if name not in taken)
+        if "Intercept" in features and spec.fit_intercept:
+            raise DataError(
+                "The column 'Intercept' has the name of covey's own intercept; rename it, or set fit_intercept=False."
+            )
         if not features and not spec.fit_intercept:
             raise DataError("No column is left to learn from; add one, or keep the intercept.")
         design = Columns(features, spec.fit_intercept)
@@ -296,7 +313,7 @@ def encode_response(y: Any, family: str) -> tuple[Any, Anything | None]:
 
 def _missing(values: Anything) -> Anything:
     if values.dtype.kind == "O":
-        return np.array([value is None or value != value for value in values.tolist()])
+        return np.array([is_missing(value) for value in values.tolist()])
     return np.isnan(values) if values.dtype.kind == "f" else np.zeros(1, dtype=bool)
 
 
@@ -319,5 +336,15 @@ def fit_grouped(
     """Fit data that is already grouped, and keep what prediction needs."""
     fit, penalty = fit_data(data, spec, progress)
     return Model(
-        spec, design, data.hierarchy, fit.theta, fit.w, fit.wbar, data.rows_per_client, fit.convergence, penalty, classes
+        spec,
+        design,
+        data.hierarchy,
+        fit.theta,
+        fit.w,
+        fit.wbar,
+        data.rows_per_client,
+        fit.convergence,
+        penalty,
+        classes,
+        data.offset is not None,
     )

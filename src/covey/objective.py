@@ -160,7 +160,8 @@ def _from_mapping(value: Mapping[Any, Any], name: str, units: Mapping[str, Anyth
     lacking = [label for label in ids if label not in value]
     if lacking:
         raise PenaltyError(f"The {name!r} parameter has no value for {level} {lacking[0]!r}; give one for each {level}.")
-    extra = [label for label in value if label not in set(ids)]
+    known = set(ids)
+    extra = [label for label in value if label not in known]
     if extra:
         raise PenaltyError(f"The {name!r} parameter has a value for {extra[0]!r}, which is no {level} of the data.")
     return _per_unit([value[label] for label in ids], name, {level: ids})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -19,8 +20,8 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from covey import __version__
 from covey._typing import Floats
+from covey._version import __version__
 from covey.design import design_from_json
 from covey.errors import CoveyError, ModelError
 from covey.hierarchy import Hierarchy
@@ -48,18 +49,44 @@ def save_model(model: Model, path: str | Path, *, extra: Mapping[str, Any] | Non
             table.write_parquet(fresh / f"{name}.parquet")
             document["sha256"][name] = _checksum(fresh / f"{name}.parquet")
         (fresh / "model.json").write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
-        if path.exists():
-            path.rename(Path(scratch) / "old")
-        shutil.move(fresh, path)
+        _exchange(fresh, path)
     return path
+
+
+def _exchange(fresh: Path, path: Path) -> None:
+    if not path.exists():
+        fresh.rename(path)
+        return
+    old = path.with_name(f".{path.name}-old")
+    path.rename(old)
+    try:
+        fresh.rename(path)
+    except BaseException:
+        old.rename(path)
+        raise
+    shutil.rmtree(old)
 
 
 def check_target(path: str | Path) -> Path:
     """Refuse to write over anything but an older model; asked before a long fit, not after it."""
     path = Path(path)
-    if path.exists() and not (path / "model.json").exists() and (path.is_file() or any(path.iterdir())):
+    near = next((parent for parent in path.absolute().parents if parent.exists()), path.absolute())
+    if not near.is_dir() or not os.access(near, os.W_OK):
+        raise ModelError(f"{str(path)!r} cannot be written: {str(near)!r} is no folder that you may write to.")
+    if path.is_file() or (path.is_dir() and any(path.iterdir()) and not _is_model(path)):
         raise ModelError(f"{str(path)!r} exists and is not a covey model; choose another folder, so that nothing is lost.")
     return path
+
+
+def _is_model(path: Path) -> bool:
+    """Whether a folder holds a model and nothing else."""
+    if not {file.name for file in path.iterdir()} <= {"model.json", *(f"{name}.parquet" for name in _TABLES)}:
+        return False
+    try:
+        document = json.loads((path / "model.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(document, dict) and isinstance(document.get("format"), int) and "sha256" in document
 
 
 def load_model(path: str | Path) -> tuple[Model, dict[str, Any]]:
@@ -94,6 +121,7 @@ def _document(model: Model, extra: dict[str, Any]) -> dict[str, Any]:
         "spec": spec,
         "design": model.design.to_json(),
         "classes": classes,
+        "has_offset": model.has_offset,
         "global": dict(zip(model.terms, model.wbar.tolist(), strict=True)),
         "convergence": asdict(model.convergence),
         "extra": extra,
@@ -129,19 +157,25 @@ def _rebuild(document: Mapping[str, Any], tables: Mapping[str, pl.DataFrame]) ->
     if "gamma" in clients.columns:
         gamma = clients["gamma"].to_numpy()
         penalty = Penalty(gamma, clusters["lam"].to_numpy(), tree.sum_up(gamma))
+    restored = Spec(**spec)
+    restored.check()
+    wbar = [document["global"][term] for term in design.terms]
+    if not all(isinstance(value, float) for value in wbar):
+        raise ModelError("The model is damaged: its global coefficients are not numbers; fit it again.")
     classes = document["classes"]
     coefficients = [f"coef.{term}" for term in design.terms]
     model = Model(
-        Spec(**spec),
+        restored,
         design,
         tree,
         _matrix(clients, coefficients),
         _matrix(clusters, coefficients),
-        np.array([document["global"][term] for term in design.terms], dtype=np.float64),
+        np.array(wbar),
         clients["rows"].to_numpy().astype(np.int64),
         Convergence(**document["convergence"]),
         penalty,
         None if classes is None else np.array(classes["values"], dtype=np.dtype(classes["dtype"])),
+        bool(document["has_offset"]),
     )
     return model, dict(document["extra"])
 
@@ -187,7 +221,7 @@ def _plain_penalty(value: Any) -> Any:
     """A penalty as JSON: a number, a list, or pairs of id and value; infinity, which JSON lacks, as text."""
     if isinstance(value, Mapping):
         return {"pairs": [[_plain_id(key), _plain_penalty(item)] for key, item in value.items()]}
-    if isinstance(value, np.ndarray | list | tuple):
+    if not isinstance(value, Mapping) and np.ndim(value) == 1:
         return [_plain_penalty(item) for item in value]
     if value is None:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -9,9 +10,12 @@ import numpy as np
 
 from covey._typing import Floats
 from covey.data import GroupedData
+from covey.errors import ConvergenceWarning
 from covey.losses import Loss
 from covey.objective import Penalty
 from covey.solvers import Fit, solve
+
+Count = Callable[[int, int], None]  # told the number of fits done and to do
 
 FOLDS = 5
 
@@ -42,12 +46,9 @@ def cross_validate(
     *,
     folds: int = FOLDS,
     seed: int | np.random.Generator = 0,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Count | None = None,
 ) -> Choice:
-    """Score each penalty by its mean held-out loss; each fit starts where the one before it ended.
-
-    ``progress`` is called with the number of fits done and to do.
-    """
+    """Score each penalty by its mean held-out loss; each fit starts where the one before it ended."""
     fold = data.folds(folds, seed)
     totals = np.zeros(len(penalties))
     for left_out in range(folds):
@@ -57,7 +58,9 @@ def cross_validate(
         share = test.n_rows if test.weights is None else test.weights.sum()
         fit = None
         for index, penalty in enumerate(penalties):
-            fit = solve(train, loss, penalty, start=fit)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ConvergenceWarning)  # of a trial; the fit that is kept speaks for itself
+                fit = solve(train, loss, penalty, start=fit)
             totals[index] += share * held_out_loss(fit, test, loss)
             if progress is not None:
                 progress(left_out * len(penalties) + index + 1, folds * len(penalties))
@@ -72,7 +75,7 @@ def choose_penalty(
     gammas: Floats = GAMMAS,
     lams: Floats = LAMS,
     seed: int | np.random.Generator = 0,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Count | None = None,
 ) -> tuple[float, float]:
     """The pair ``(gamma, lam)`` of a grid that predicts left-out rows best."""
     pairs = [(float(gamma), float(lam)) for lam in lams for gamma in gammas]

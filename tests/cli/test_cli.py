@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import polars as pl
 import pytest
+
+from tests.test_bad_input import CASES
 
 COVEY = [str(Path(sys.executable).with_name("covey"))]
 
@@ -144,6 +147,11 @@ FIT = ("fit", "homes.csv", "log_radon ~ floor", "--client", "county", "--cluster
         (("predict", "model", "homes.csv", "--level", "county"), "The 'level' parameter must be one of"),
         (("predict", "model", "homes.csv", "--out", "p.xlsx"), "must end in .parquet or .csv"),
         (("predict", "broken", "homes.csv"), "damaged"),
+        (("predict", "model", "homes.csv", "--out", "no/where.csv"), "'no/where.csv' cannot be written"),
+        (("predict", "model", "homes.csv", "--out", "p.csv", "--json"), "leave one of them out"),
+        ((*FIT, "--out", "homes.csv/model"), "cannot be written: "),
+        ((*FIT, "--seed", "-1"), "must be a whole number >= 0. Got -1 instead."),
+        (("demo", "--out", "homes.csv"), "cannot be written: "),
         (("show", "model", "--level", "county"), "The '--level' parameter must be one of"),
         (("frobnicate",), "No such command 'frobnicate'"),
     ],
@@ -182,6 +190,91 @@ def test_a_reader_may_leave(folder):
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=folder, capture_output=True, text=True, check=False)
     assert done.stdout.startswith("state,county,prediction")
     assert done.stderr == ""
+
+
+FLAGS = {"client", "cluster", "gamma", "solver", "baseline", "reduction", "weights", "offset", "tol", "max_iter", "formula"}
+IN_SHELL = [case for case in CASES if set(case[1]) <= FLAGS and case[1].get("client", "") is not None]
+
+
+@pytest.mark.parametrize(("frame", "settings", "message"), IN_SHELL)
+def test_every_bad_table_is_one_line_in_the_shell(tmp_path, monkeypatch, capsys, frame, settings, message):
+    """All cases of tests/test_bad_input.py again, through the shell's own main."""
+    from covey.cli import main
+
+    frame.write_parquet(tmp_path / "t.parquet")
+    chosen = {"client": "who", "cluster": "group", "formula": "y ~ x", **settings}
+    formula = chosen.pop("formula")
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in chosen.items()]
+    monkeypatch.setattr(sys, "argv", ["covey", "fit", str(tmp_path / "t.parquet"), formula, *options])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    out, err = capsys.readouterr()
+    assert stopped.value.code == 2
+    assert out == ""
+    assert err.startswith("covey: ")
+    assert err.count("\n") == 1
+    assert re.search(message, err)
+
+
+@pytest.mark.parametrize(
+    ("content", "family", "sentence"),
+    [
+        ("who,y\na,1\nb,1\n", "bernoulli", "one class only"),
+        ("who,y\na,1\nb,-2\n", "poisson", "The response is -2 in row 1 (client 'b')"),
+        ("who,y\na,0\nb,0\n", "poisson", "The response is 0 in every row"),
+        ("who,y\na,0\nb,NA\n", "gaussian", "The response is NaN in row 1 (client 'b')"),
+        ("", "gaussian", "cannot be read"),
+    ],
+)
+def test_wrong_responses_and_files_in_the_shell(tmp_path, content, family, sentence):
+    (tmp_path / "t.csv").write_text(content)
+    done = run("fit", "t.csv", "y ~ 1", "--client", "who", "--family", family, cwd=tmp_path, check=False)
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_zip_codes_in_a_csv_keep_their_zeros(tmp_path):
+    (tmp_path / "t.csv").write_text("zip,y\n" + "01234,1\n1234,9\n02138,5\n" * 5)
+    run("fit", "t.csv", "y ~ 1", "--client", "zip", "--holdout", "0", "--out", "m", cwd=tmp_path)
+    (tmp_path / "new.csv").write_text("zip\n1234\n99999\n")
+    table = pl.read_csv(run("predict", "m", "new.csv", cwd=tmp_path).stdout.encode())
+    assert table["answered_by"].to_list() == ["client", "global"]
+    assert table["prediction"][0] > 7
+
+
+def test_a_model_of_arrays_is_for_python(tmp_path):
+    from covey import HierarchicalRegressor
+
+    HierarchicalRegressor().fit([[0.0], [1.0]], [1.0, 3.0], client=["a", "b"]).save(tmp_path / "m")
+    pl.DataFrame({"x0": [1.0]}).write_csv(tmp_path / "t.csv")
+    done = run("predict", "m", "t.csv", "--level", "global", cwd=tmp_path, check=False)
+    assert done.returncode == 2
+    assert "fitted to plain arrays" in done.stderr
+
+
+def test_poisson_comparison_is_a_deviance(tmp_path):
+    from covey.datasets import simulate
+
+    drawn = simulate(
+        "poisson", clusters=3, clients=5, rows=12, d=1, intercept=True, wbar=3.0, client_sd=0.2, cluster_sd=0.2, seed=0
+    )
+    drawn.frame().write_csv(tmp_path / "t.csv")
+    done = run(
+        "fit", "t.csv", "y ~ 1", "--client", "client", "--cluster", "cluster", "--family", "poisson", "--json", cwd=tmp_path
+    )
+    assert all(0.2 < error < 10 for error in json.loads(done.stdout)["held_out"]["errors"].values())
+
+
+def test_penalties_are_compared_as_chosen_on_the_training_rows(folder, homes):
+    from covey.comparison import choose_on_training_rows, compare
+    from covey.model import Spec, read_frame
+
+    spec = Spec(client="county", cluster="state", formula="log_radon ~ floor")
+    data, _, _ = read_frame(homes, spec)
+    expected = compare(data, choose_on_training_rows(data, spec, test=0.2)).errors["hierarchical"]
+    done = run(*FIT, "--gamma", "cv", "--json", cwd=folder)
+    assert json.loads(done.stdout)["held_out"]["errors"]["hierarchical"] == pytest.approx(expected)
 
 
 def test_version(tmp_path):

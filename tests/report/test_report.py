@@ -6,7 +6,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 from rich.console import Console
 
-from covey.experiments.radon import choose, fit_all, typical_clients
+from covey.comparison import choose_on_training_rows
+from covey.experiments.radon import fit_all, typical_clients
 from covey.model import Spec, read_frame
 from covey.report.plots import shrinkage_figure
 from covey.report.tables import coefficient_table, comparison_table, shrinkage_table
@@ -55,7 +56,7 @@ def test_penalties_are_chosen_without_the_test_rows(homes):
     held = marked.split(0.2, spec.seed)[1].y.astype(int)
     spoilt = data.y.copy()
     spoilt[held] += 100.0
-    first, second = choose(data, spec), choose(replace(data, y=spoilt), spec)
+    first, second = (choose_on_training_rows(d, spec, test=0.2) for d in (data, replace(data, y=spoilt)))
     assert (first.gamma, first.lam) == (second.gamma, second.lam)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -118,8 +119,6 @@ def test_nodes_add_up_to_the_same_fit(family, seed):
 
 def _shard(data, clients):
     """A node's own rows under the clusters all nodes agreed on."""
-    from dataclasses import replace
-
     from covey.hierarchy import Hierarchy
 
     rows = np.concatenate([np.arange(data.client_ptr[i], data.client_ptr[i + 1]) for i in clients])
@@ -158,10 +157,27 @@ def test_converges_from_far_away():
     data = GroupedData.from_arrays(
         np.ones((60, 1)), rng.poisson(1e5, 60), np.repeat(np.arange(12), 5), np.repeat(np.arange(3), 20)
     )
-    fit = newton(data, Poisson(), Penalty.of(data.hierarchy))
+    penalty = Penalty.of(data.hierarchy)
+    usual = newton(data, Poisson(), penalty)
+    nowhere = replace(usual, theta=0 * usual.theta, w=0 * usual.w, wbar=0 * usual.wbar)
+    fit = newton(data, Poisson(), penalty, start=nowhere)
     assert fit.convergence.converged
     np.testing.assert_allclose(fit.wbar, np.log(1e5), atol=0.01)
+    np.testing.assert_allclose(fit.theta, usual.theta, atol=1e-8)
     assert fit.convergence.exchanges > fit.convergence.iterations + 1
+    assert usual.convergence.iterations < 5
+
+
+@pytest.mark.parametrize("exposure", [0.0, 700.0])
+def test_large_counts_and_exposures(exposure):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=100)
+    y = rng.poisson(1e4 * np.exp(0.3 * x))
+    data = GroupedData.from_arrays(np.c_[np.ones(100), x], y, np.arange(100) % 5, offset=np.full(100, exposure))
+    fit = newton(data, Poisson(), Penalty.of(data.hierarchy))
+    assert fit.convergence.converged
+    # Provenance: scikit-learn's PoissonRegressor(alpha=0, solver="newton-cholesky") on the pooled rows: 9.2128, 0.2989.
+    np.testing.assert_allclose(fit.wbar, [9.2128 - exposure, 0.2989], atol=2e-3)
 
 
 def test_says_when_it_stops_early():
@@ -179,6 +195,47 @@ def test_says_that_separated_classes_have_no_finite_optimum():
     with pytest.warns(ConvergenceWarning, match="perfectly separated along 'dose'"):
         fit = newton(data, Bernoulli(), Penalty.of(data.hierarchy))
     assert np.isfinite(fit.theta).all()
+
+
+def test_says_so_for_one_independent_cluster_and_from_a_warm_start():
+    x = np.r_[-2.0, -1.0, 1.0, 2.0, -1.5, -0.5, 0.5, 1.5]
+    y = (x > 0).astype(float)
+    y[5] = 1 - y[5]  # the second cluster is not separable
+    data = GroupedData.from_arrays(x[:, None], y, np.repeat([0, 1], 4), np.repeat([0, 1], 4), terms=["dose"])
+    with pytest.warns(ConvergenceWarning, match="perfectly separated along 'dose'"):
+        fit = newton(data, Bernoulli(), Penalty.of(data.hierarchy, lam=0.0))
+    with pytest.warns(ConvergenceWarning, match="perfectly separated along 'dose'"):
+        newton(data, Bernoulli(), Penalty.of(data.hierarchy, lam=0.0), start=fit)
+
+
+def test_a_flat_but_finite_optimum_is_not_called_separated():
+    """Rates of one in a billion: the curvature falls by nine orders on the way to an optimum that exists."""
+    counts = np.random.default_rng(0).poisson(5, 40)
+    data = GroupedData.from_arrays(np.ones((40, 1)), counts, np.repeat(np.arange(8), 5), offset=np.full(40, np.log(1e9)))
+    penalty = Penalty.of(data.hierarchy, gamma=1e8, lam=np.inf)
+    usual = newton(data, Poisson(), penalty)
+    nowhere = replace(usual, theta=0 * usual.theta, w=0 * usual.w, wbar=0 * usual.wbar)
+    for fit in (usual, newton(data, Poisson(), penalty, start=nowhere)):
+        assert fit.wbar[0] == pytest.approx(np.log(counts.mean() / 1e9), abs=1e-6)
+
+
+def test_independent_clusters_have_the_same_mean_from_any_start():
+    drawn = simulate("bernoulli", clusters=3, clients=5, rows=20, d=2, seed=3)
+    tree = drawn.data.hierarchy
+    near = newton(drawn.data, Bernoulli(), Penalty.of(tree, lam=[5.0, 0.1, 1.0]))
+    warm = newton(drawn.data, Bernoulli(), Penalty.of(tree, lam=0.0), start=near)
+    np.testing.assert_allclose(warm.wbar, warm.w.mean(axis=0))
+    np.testing.assert_allclose(warm.wbar, newton(drawn.data, Bernoulli(), Penalty.of(tree, lam=0.0)).wbar, atol=1e-7)
+
+
+def test_the_gap_is_claimed_only_when_it_bounds():
+    """Stopped at a start whose centres are not at their best, the clients' curvature says nothing of the gap."""
+    drawn = simulate("bernoulli", clusters=3, clients=5, rows=20, d=2, seed=3)
+    penalty, loss = Penalty.of(drawn.data.hierarchy, gamma=1e-3, lam=1e-3), Bernoulli(ridge=10.0)
+    best = newton(drawn.data, loss, penalty)
+    stopped = newton(drawn.data, loss, penalty, start=replace(best, w=best.w + 1e-5), tol=1e-2)
+    assert stopped.convergence.iterations == 0
+    assert stopped.convergence.gap is None
 
 
 def test_accepts_what_float64_allows():

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import sys
 
 import numpy as np
 import pytest
 from hypothesis import given
 
-from covey import GroupedData, Objective, Penalty, sweep
+from covey import ConvergenceWarning, GroupedData, Objective, Penalty, sweep
 from covey.datasets import simulate
 from covey.losses import Bernoulli, Gaussian
+from covey.solvers import solve
 from covey.solvers.sweep import Spread, descend, eliminate, node_down, node_up, solve_symmetric, solve_top
-from tests.conftest import dense_solution, gls_solution, random_problem, seeds
+from tests.conftest import Problem, dense_solution, gls_solution, random_problem, seeds
 
 
 def assert_close(ours, theirs, tolerance=1e-10):
@@ -76,7 +78,7 @@ def test_nodes_of_any_clients_add_up_to_the_same_fit(seed):
     total = seen[0]
     for message in seen[1:]:
         total = total + message
-    w, _, wbar, _ = solve_top(total, Spread.of_penalty(penalty.lam, data.n_terms))
+    w, _, wbar = solve_top(total, Spread.of_penalty(penalty.lam, data.n_terms))
     theta = np.concatenate([node_down(part, loss, penalty.gamma[a:b], w)[0] for a, b, part in shards])
     assert_close((theta, w, wbar), (whole.theta, whole.w, whole.wbar))
 
@@ -123,6 +125,54 @@ def test_scales_of_columns_do_not_look_like_collinearity():
     X = np.column_stack([np.ones(200), time])
     A, b = (X.T @ X)[None], (X.T @ (3.0 + 2e-9 * time))[None]
     np.testing.assert_allclose(X @ solve_symmetric(A, b)[0], 3.0 + 2e-9 * time, rtol=1e-6)
+
+
+def test_the_account_sees_a_wrong_centre(monkeypatch):
+    """Clients solve for any w they are sent; an error above them must show in the gradient norm."""
+    module = sys.modules["covey.solvers.sweep"]
+
+    def wrong(*arguments, **named):
+        w, force, wbar = solve_top(*arguments, **named)
+        return w + 1.0, force, wbar + 1.0
+
+    problem = random_problem(3)
+    monkeypatch.setattr(module, "solve_top", wrong)
+    with pytest.warns(ConvergenceWarning):
+        fit = sweep(problem.data, Gaussian(), problem.penalty)
+    assert not fit.convergence.converged
+
+
+@pytest.mark.parametrize(("middle", "width"), [(2000, 10), (3e4, 1e4), (1e6, 1e5), (1e8, 1e7)])
+def test_columns_in_their_own_units_are_solved_as_well_as_centred_ones(middle, width):
+    """Years, incomes, prices: the fit on raw columns predicts what a dense solve on the scaled system predicts."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=300) * width + middle
+    client = np.arange(300) % 6
+    problem = Problem(
+        np.c_[np.ones(300), x],
+        (x - middle) / width + rng.normal(size=300),
+        client,
+        client // 3,
+        None,
+        None,
+        np.ones(6),
+        np.ones(2),
+    )
+    fit = solve(problem.data, Gaussian(), problem.penalty)
+    assert fit.convergence.converged
+    theta, w, wbar = dense_solution(problem, scaled=True)
+    for ours, theirs in ((fit.theta, theta), (fit.w, w), (fit.wbar[None], wbar[None])):
+        np.testing.assert_allclose(ours[:, 1], theirs[:, 1], rtol=1e-8)
+        np.testing.assert_allclose(ours[:, 0], theirs[:, 0], rtol=1e-6, atol=1e-8)
+
+
+def test_a_million_clients_go_through_in_parts(monkeypatch):
+    problem = random_problem(8)
+    whole = sweep(problem.data, Gaussian(), problem.penalty)
+    monkeypatch.setattr(sys.modules["covey.solvers.sweep"], "_CHUNK", 2)
+    parts = sweep(problem.data, Gaussian(), problem.penalty)
+    assert_close((parts.theta, parts.w, parts.wbar), (whole.theta, whole.w, whole.wbar), 1e-13)
+    assert parts.convergence.objective == pytest.approx(whole.convergence.objective, rel=1e-13)
 
 
 def test_refuses_a_loss_that_is_not_quadratic():

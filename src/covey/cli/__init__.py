@@ -58,7 +58,8 @@ def main() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = 0
         else:
-            code = _fail(f"{problem.strerror or problem}: {problem.filename}")
+            where = f": {problem.filename}" if problem.filename else ""
+            code = _fail(f"{problem.strerror or problem}{where}; check the path and its permissions.")
     except (KeyboardInterrupt, typer.Abort):
         code = 130
     sys.exit(code if isinstance(code, int) else 0)

@@ -18,18 +18,18 @@ def demo(
     [bold]Example[/bold]   covey demo --out covey-demo
     """
     from covey.cli._console import console, working
-    from covey.comparison import compare
+    from covey.comparison import TEST_SHARE, choose_on_training_rows, compare
     from covey.datasets import load_radon
     from covey.describe import describe
-    from covey.experiments.radon import choose, fit_all, typical_clients
+    from covey.experiments.radon import fit_all, typical_clients
     from covey.model import Spec, read_frame
     from covey.persist import check_target, save_model
     from covey.report.plots import shrinkage_figure
     from covey.report.tables import comparison_table, shrinkage_table
 
     homes = load_radon()
-    out.mkdir(parents=True, exist_ok=True)
     check_target(out / "model")
+    out.mkdir(parents=True, exist_ok=True)
     homes.write_parquet(out / "homes.parquet")
     spec = Spec(client="county", cluster="state", formula="log_radon ~ floor", seed=seed)
     screen = console()
@@ -39,8 +39,8 @@ def demo(
     with working("reading") as say:
         data, design, _ = read_frame(homes, spec)
         say("choosing the penalties by cross-validation on the training rows")
-        spec = choose(data, spec)
-        comparison = compare(data, spec, seed=seed, progress=lambda name: say(f"fitting {name}"))
+        spec = choose_on_training_rows(data, spec, test=TEST_SHARE)
+        comparison = compare(data, spec, progress=lambda name: say(f"fitting {name}"))
         say("fitting all homes")
         model, local = fit_all(data, design, spec)
         save_model(model, out / "model")

@@ -22,6 +22,8 @@ def fit(
     offset: Annotated[str | None, typer.Option(help="Column with a known part of the linear predictor.")] = None,
     baseline: Annotated[str | None, typer.Option(help="single-model, locally-trained or single-cluster.")] = None,
     solver: Annotated[str, typer.Option(help="auto, sweep or newton.")] = "auto",
+    tol: Annotated[float, typer.Option(help="Newton stops below this gradient norm.")] = 1e-8,
+    max_iter: Annotated[int, typer.Option(help="Most Newton steps.")] = 100,
     holdout: Annotated[float, typer.Option(help="Share of each client's rows to compare models on; 0 skips it.")] = 0.2,
     seed: Annotated[int, typer.Option(help="Seed of the split and of cross-validation.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for the model.")] = None,
@@ -34,9 +36,10 @@ def fit(
     [bold]Example[/bold]   covey fit homes.parquet "log_radon ~ floor" --client county --cluster state --out model
     """
     from covey.cli._console import console, print_json, working
-    from covey.comparison import compare
+    from covey.comparison import choose_on_training_rows, chosen, compare
     from covey.data import read_table
     from covey.describe import describe
+    from covey.errors import PenaltyError
     from covey.model import Spec, fit_grouped, read_frame
     from covey.persist import check_target, save_model
 
@@ -56,16 +59,25 @@ def fit(
         reduction=reduction,  # type: ignore[arg-type]
         baseline=baseline,
         solver=solver,  # type: ignore[arg-type]
+        tol=tol,
+        max_iter=max_iter,
         seed=seed,
     )
     spec.check()
+    if choose and not (lam is None and alpha is None and baseline is None):
+        raise PenaltyError("The option --gamma cv chooses both penalties; leave out --lam, --alpha and --baseline.")
     with working("reading the table") as say:
-        grouped, design, classes = read_frame(read_table(data), spec)
+
+        def counting(done: int, todo: int) -> None:
+            say(f"cross-validating penalties, {done} of {todo}")
+
+        grouped, design, classes = read_frame(read_table(data, ids=[client, cluster]), spec)
+        comparison = None
+        if holdout:
+            trial = choose_on_training_rows(grouped, spec, test=holdout, progress=counting) if choose else spec
+            comparison = compare(grouped, trial, test=holdout, progress=lambda name: say(f"fitting {name}"))
         if choose:
-            spec = _chosen(grouped, spec, say)
-        comparison = (
-            compare(grouped, spec, test=holdout, seed=seed, progress=lambda name: say(f"fitting {name}")) if holdout else None
-        )
+            spec = chosen(grouped, spec, progress=counting)
         say("fitting all rows")
         model = fit_grouped(grouped, design, classes, spec)
         if out is not None:
@@ -92,20 +104,6 @@ def _number(gamma: str) -> float:
         return float(gamma)
     except ValueError:
         raise PenaltyError(f"The option --gamma must be a number or 'cv'. Got {gamma!r} instead.") from None
-
-
-def _chosen(grouped: Any, spec: Any, say: Any) -> Any:
-    from dataclasses import replace
-
-    from covey.errors import PenaltyError
-    from covey.selection import choose_penalty
-
-    if spec.lam is not None or spec.alpha is not None or spec.baseline is not None:
-        raise PenaltyError("The option --gamma cv chooses both penalties; leave out --lam, --alpha and --baseline.")
-    gamma, lam = choose_penalty(
-        grouped, spec.loss, seed=spec.seed, progress=lambda done, todo: say(f"cross-validating penalties, {done} of {todo}")
-    )
-    return replace(spec, gamma=gamma, lam=lam)
 
 
 def _document(model: Any, comparison: Any) -> dict[str, Any]:

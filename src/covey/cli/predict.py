@@ -34,9 +34,14 @@ def predict(
 
     if out is not None and out.suffix not in (".parquet", ".csv"):
         raise DataError(f"The output {str(out)!r} must end in .parquet or .csv.")
+    if out is not None and (as_json or out.is_dir() or not out.absolute().parent.is_dir()):
+        reason = "--json prints to stdout; leave one of them out" if as_json else "its folder must exist, and it must be a file"
+        raise DataError(f"The output {str(out)!r} cannot be written: {reason}.")
     with working("predicting"):
         fitted, _ = load_model(model)
-        table = read_table(data)
+        spec, tree = fitted.spec, fitted.hierarchy
+        kinds = {spec.client: tree.client_ids.dtype, spec.cluster: tree.cluster_ids.dtype}
+        table = read_table(data, text=[name for name, kind in kinds.items() if kind == pl.String])
         margin, chosen = fitted.margin(table, level=level, unseen=unseen)  # type: ignore[arg-type]
         ids = [name for name in (fitted.spec.cluster, fitted.spec.client) if name in table.columns]
         result = table.select(ids)

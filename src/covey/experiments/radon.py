@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from covey._typing import Floats
@@ -11,16 +9,6 @@ from covey.baselines import locally_trained
 from covey.data import GroupedData
 from covey.design import Design
 from covey.model import Model, Spec, fit_grouped
-from covey.selection import choose_penalty
-
-TEST_SHARE = 0.2
-
-
-def choose(data: GroupedData, spec: Spec, test: float = TEST_SHARE) -> Spec:
-    """Set both penalties by cross-validation on the rows that the comparison will train on, and on no others."""
-    train, _ = data.split(test, spec.seed)
-    gamma, lam = choose_penalty(train, spec.loss, seed=spec.seed)
-    return replace(spec, gamma=gamma, lam=lam)
 
 
 def fit_all(data: GroupedData, design: Design, spec: Spec) -> tuple[Model, Floats]:

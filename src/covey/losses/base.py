@@ -70,28 +70,11 @@ class Loss(ABC):
 
     def expand(self, data: GroupedData, theta: Floats, order: int = 2) -> Expansion:
         """Value, gradient and Hessian at ``theta (n, d)`` in one pass; what lies above ``order`` stays empty."""
-        n, d = theta.shape
-        value = np.empty(n)
-        gradient = np.empty((n if order >= 1 else 0, d))
-        hessian = np.empty((n if order >= 2 else 0, d, d))
-        kernels.expand(
-            self.code,
-            order,
-            data.X,
-            data.y,
-            _NONE if data.weights is None else data.weights,
-            _NONE if data.offset is None else data.offset,
-            self.scale(data),
-            data.client_ptr,
-            np.ascontiguousarray(theta),
-            value,
-            gradient,
-            hessian,
-        )
+        value, gradient, hessian = _expand(self.code, data, self.scale(data), theta, order)
         if self.ridge:
             value += 0.5 * self.ridge * (theta**2).sum(axis=1)
             gradient += self.ridge * theta[: len(gradient)]
-            hessian += self.ridge * np.eye(d)
+            hessian += self.ridge * np.eye(data.n_terms)
         return Expansion(value, gradient, hessian)
 
     def value(self, data: GroupedData, theta: Floats) -> Floats:
@@ -137,9 +120,29 @@ class Loss(ABC):
 
 
 def _gram_eigenvalues(loss: Loss, data: GroupedData) -> Floats:
-    """Eigenvalues of ``scale_i X_i' W_i X_i`` in ascending order, ``(n, d)``."""
-    from covey.losses.gaussian import Gaussian
-
-    gram = Gaussian(loss.reduction).hessian(data, np.zeros((data.n_clients, data.n_terms)))
+    """Eigenvalues of ``scale_i X_i' W_i X_i`` in ascending order, ``(n, d)``: the Hessian of a quadratic loss."""
+    gram = _expand(kernels.GAUSSIAN, data, loss.scale(data), np.zeros((data.n_clients, data.n_terms)), 2).hessian
     eigenvalues: Floats = np.maximum(np.linalg.eigvalsh(gram), 0.0)
     return eigenvalues
+
+
+def _expand(code: int, data: GroupedData, scale: Floats, theta: Floats, order: int) -> Expansion:
+    n, d = theta.shape
+    value = np.empty(n)
+    gradient = np.empty((n if order >= 1 else 0, d))
+    hessian = np.empty((n if order >= 2 else 0, d, d))
+    kernels.expand(
+        code,
+        order,
+        data.X,
+        data.y,
+        _NONE if data.weights is None else data.weights,
+        _NONE if data.offset is None else data.offset,
+        scale,
+        data.client_ptr,
+        np.ascontiguousarray(theta),
+        value,
+        gradient,
+        hessian,
+    )
+    return Expansion(value, gradient, hessian)

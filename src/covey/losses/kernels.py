@@ -28,7 +28,7 @@ _BLOCK, _TILE = 256, 64
 _FASTMATH = {"reassoc", "contract", "nsz"}
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
+@njit(inline="always", error_model="numpy")  # type: ignore[untyped-decorator]
 def pointwise(family: int, margin: float, y: float) -> tuple[float, float, float, float]:
     """One row's loss as ``plain + log(factor)``, and its first and second derivative in the margin ``x'theta + offset``.
 
@@ -48,7 +48,7 @@ def pointwise(family: int, margin: float, y: float) -> tuple[float, float, float
     return mean - y * margin, 1.0, top * (1.0 + beyond) - y, top
 
 
-@njit(parallel=True, cache=True, fastmath=_FASTMATH)  # type: ignore[untyped-decorator]
+@njit(parallel=True, cache=True, fastmath=_FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
 def expand(
     family: int,
     order: int,
@@ -126,7 +126,7 @@ def expand(
                         hessian[i, b, a] = scale[i] * H[a, b]
 
 
-@njit(parallel=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(parallel=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def curvature_floor(A: Floats, floor: Floats) -> None:
     """A lower bound on the smallest eigenvalue of each ``A (n, d, d)``: ``1 / trace(A^-1)``, within a factor ``d`` of it.
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from covey._typing import Floats
 from covey.model import Model
 
-METRICS = {"gaussian": "root mean squared error", "bernoulli": "cross-entropy", "poisson": "mean Poisson loss"}
+METRICS = {"gaussian": "root mean squared error", "bernoulli": "cross-entropy", "poisson": "mean Poisson deviance"}
 
 
 def comparison_table(errors: Mapping[str, float], family: str, rows: int) -> Table:
@@ -22,7 +22,7 @@ def comparison_table(errors: Mapping[str, float], family: str, rows: int) -> Tab
     table.add_column("above the best", justify="right")
     for name, error in errors.items():
         style = "bold" if error == best else ""
-        above = "" if error == best else f"+{100 * (error / best - 1):.1f}%"
+        above = "" if error == best or best == 0 else f"+{100 * (error / best - 1):.1f}%"
         table.add_row(name, f"{error:.4f}", above, style=style)
     return table
 

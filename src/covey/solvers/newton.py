@@ -25,18 +25,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from covey._typing import Floats
+from covey._typing import Anything, Floats
 from covey.data import GroupedData
-from covey.errors import ConvergenceWarning, SolverError
-from covey.losses import Expansion, Loss
+from covey.errors import ConvergenceWarning, SolverError, listing
+from covey.losses import Expansion, Gaussian, Loss
 from covey.objective import Penalty
 from covey.solvers.result import Convergence, Fit, certified_gap
-from covey.solvers.sweep import Quadratic, Spread, descend, eliminate, solve_top
+from covey.solvers.sweep import Quadratic, Spread, descend, eliminate, solve_top, sweep
 
 _ARMIJO = 1e-4
 _EPS = float(np.finfo(float).eps)
 _SHORTEST = 1e-12
-_FLAT = 1e-6  # a direction that has lost this share of its curvature runs off to infinity
 
 
 Progress = Callable[[int, float, float], None]
@@ -178,20 +177,20 @@ def coordinate(
     tol: float,
     max_iter: int,
     progress: Progress | None = None,
-) -> tuple[Top, Convergence, Floats]:
+) -> tuple[Top, Convergence, Anything]:
     """Run Newton against ``ask``, which sends a request to all nodes and adds up their reports.
 
-    Returns the upper levels, the account, and a global direction along which the optimum is not finite (zero if none).
+    Returns the upper levels, the account, and which terms have no finite optimum.
     """
     spread = Spread.of_penalty(lam, len(top.wbar))
     scale = np.where(np.isinf(spread.scale), 0.0, spread.scale)[:, None]
-    mu, exchanges, iterations, stalled = report.mu, 1, 0, 0
+    mu, exchanges, iterations, stalled, adrift = report.mu, 1, 0, 0, 0
     value = report.value + 0.5 * float((scale * top.v**2).sum())
     norm = _gradient_norm(report, top)
-    step, first_curvature = _newton_step(report, top, spread)
-    curvature = first_curvature
+    step = _newton_step(report, top, spread)
 
-    while norm > tol and stalled < 2 and iterations < max_iter:
+    # Where classes are separated the gradient vanishes while the coefficients go on growing: two more steps will tell.
+    while (norm > tol or _runaway(step, top).any()) and stalled < 2 and adrift < 3 and iterations < max_iter:
         length, retry = 1.0, False
         while True:
             trial = ask(Move(step.w, length, retry))
@@ -212,7 +211,8 @@ def coordinate(
         reached_norm = _gradient_norm(trial, there)
         stalled = stalled + 1 if abs(slope) <= noise and reached_norm > 0.5 * norm else 0
         report, top, value, norm = trial, there, reached, reached_norm
-        step, curvature = _newton_step(report, top, spread)
+        step = _newton_step(report, top, spread)
+        adrift = adrift + 1 if norm <= tol else 0
         iterations += 1
         if progress is not None:
             progress(iterations, value, norm)
@@ -222,30 +222,53 @@ def coordinate(
         limit = "as small as float64 allows" if stalled >= 2 else f"above the tolerance {tol:.1e}; raise max_iter"
         message = f"{message}, {limit}"
     converged = norm <= tol or stalled >= 2
-    account = Convergence("newton", converged, iterations, exchanges, value, norm, certified_gap(norm, mu), message)
-    return top, account, _runaway(first_curvature, curvature)
+    runaway = _runaway(step, top) if norm <= tol else np.zeros_like(top.wbar, dtype=bool)
+    if np.isinf(spread.scale).all():
+        top = replace(top, wbar=top.w.mean(axis=0))
+    # The bound is one on the clients' gradient, with the levels above at their best; else it would bound too little.
+    balanced = _upper_residual(report, top) <= 1e-10 * (1.0 + float(np.linalg.norm(report.force)))
+    gap = certified_gap(norm, mu) if balanced else None
+    return top, Convergence("newton", converged, iterations, exchanges, value, norm, gap, message), runaway
 
 
-def _newton_step(report: Report, top: Top, spread: Spread) -> tuple[Top, Floats]:
+def _newton_step(report: Report, top: Top, spread: Spread) -> Top:
     seen = Quadratic(report.seen.C, report.seen.r + report.force - top.v)
-    dw, dv, dwbar, curvature = solve_top(seen, spread, own=top.v.sum(axis=0))
-    return Top(dw, dv, dwbar), curvature
+    dw, dv, dwbar = solve_top(seen, spread, own=top.v.sum(axis=0))
+    return Top(dw, dv, dwbar)
 
 
 def _gradient_norm(report: Report, top: Top) -> float:
+    return float(np.sqrt(report.gradient_squared + _upper_residual(report, top) ** 2))
+
+
+def _upper_residual(report: Report, top: Top) -> float:
+    """The norm of the gradient in ``w`` and ``wbar``."""
     clusters, whole = top.v - report.force, top.v.sum(axis=0)
-    return float(np.sqrt(report.gradient_squared + (clusters**2).sum() + (whole**2).sum()))
+    return float(np.sqrt((clusters**2).sum() + (whole**2).sum()))
 
 
-def _runaway(first: Floats, last: Floats) -> Floats:
-    """A direction of the global model whose curvature has all but vanished on the way, or zero."""
-    values, vectors = np.linalg.eigh(last)
-    began = np.einsum("ab,ac,cb->b", vectors, first, vectors)
-    lost = (values < _FLAT * began) & (began > 1e-12 * np.trace(first))
-    return np.asarray(vectors[:, lost.argmax()] if lost.any() else np.zeros(len(first)))
+def _runaway(step: Top, top: Top) -> Anything:
+    """Which terms the next full step would still move by more than a thousandth: mask ``(d,)``."""
+    here, ahead = (np.abs(np.vstack([at.w, at.wbar])).max(axis=0) for at in (top, step))
+    # A coefficient that is zero but for rounding moves by all of itself and means nothing.
+    return np.asarray((ahead > 1e-3 * here) & (ahead > 1e-9 * here.max()) & (ahead > 1e-10))
 
 
 # In memory: one node that holds everybody
+
+
+def _from_the_counts(data: GroupedData, loss: Loss, penalty: Penalty) -> Fit:
+    """The usual first step of a log-linear fit: least squares on the logs of the counts themselves, weighted by them.
+
+    From zero, large counts or exposures would take Newton hundreds of steps, since exp grows out of any quadratic's reach.
+    """
+    counts = np.maximum(data.y, 0.5)
+    target = np.log(counts) if data.offset is None else np.log(counts) - data.offset
+    weights = counts if data.weights is None else counts * data.weights
+    working = replace(data, y=target, weights=weights, offset=None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # a start need not be exact
+        return sweep(working, Gaussian(loss.reduction, loss.ridge), penalty)
 
 
 def newton(
@@ -272,6 +295,9 @@ def newton(
     >>> fit.convergence.converged, fit.theta.ravel().round(3).tolist()
     (True, [0.645, -0.291, 2.133])
     """
+    before = 0
+    if start is None and loss.name == "poisson":
+        start, before = _from_the_counts(data, loss, penalty), 1
     k, d = data.n_clusters, data.n_terms
     nowhere = np.zeros((data.n_clients, d)), np.zeros((k, d)), np.zeros(d)
     theta, w, wbar = nowhere if start is None else (start.theta, start.w, start.wbar)
@@ -287,11 +313,12 @@ def newton(
     with np.errstate(invalid="ignore"):
         v = np.where(np.isinf(penalty.lam)[:, None], report.force, penalty.lam[:, None] * (w - wbar))
     top, account, runaway = coordinate(ask, report, Top(w, v, wbar), penalty.lam, tol=tol, max_iter=max_iter, progress=progress)
+    account = replace(account, exchanges=account.exchanges + before)
     if runaway.any():
-        term = data.terms[int(np.abs(runaway).argmax())]
+        terms = listing(np.array(data.terms)[runaway].tolist(), 3)
         sentence = (
-            f"the responses are perfectly separated along {term!r}: its coefficients grow without bound and were stopped where "
-            "the gradient vanished; drop the term or merge its categories"
+            f"the responses are perfectly separated along {terms}: the coefficients grow without bound and were stopped where "
+            "the gradient vanished; drop terms or merge categories"
         )
         account = replace(account, message=f"{account.message}; {sentence}")
     if runaway.any() or not account.converged:

@@ -34,7 +34,7 @@ from covey.solvers.result import Convergence, Fit, certified_gap
 
 _CHUNK = 1 << 15  # clients whose matrices exist at the same time: a million clients need no more memory than this
 _BLOCK = 256  # clients summed by one thread before blocks are added in order: the same bits with any number of threads
-_WORKING_PRECISION = 1e-9
+_WORKING_PRECISION = 1e-13
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,26 @@ class Quadratic:
 
 @dataclass(frozen=True)
 class Account:
-    """What nodes tell of a solution: value, squared gradient and curvature bound of their clients. Adds over nodes."""
+    """What nodes tell of a solution, so that the coordinator can judge it. Adds over nodes.
+
+    The value and squared gradient of their clients, the sum of forces on each cluster ``(k, d)``, the squared size of what
+    cancels in the gradient, and a bound on the curvature.
+    """
 
     value: float
     gradient_squared: float
+    force: Floats
+    size_squared: float
     mu: float
 
     def __add__(self, other: Account) -> Account:
-        return Account(self.value + other.value, self.gradient_squared + other.gradient_squared, min(self.mu, other.mu))
+        return Account(
+            self.value + other.value,
+            self.gradient_squared + other.gradient_squared,
+            self.force + other.force,
+            self.size_squared + other.size_squared,
+            min(self.mu, other.mu),
+        )
 
 
 def eliminate(A: Floats, b: Floats, spread: Spread, ptr: Ints) -> Quadratic:
@@ -123,8 +135,8 @@ def solve_symmetric(A: Floats, b: Floats) -> Floats:
     return x
 
 
-def solve_top(seen: Quadratic, spread: Spread, own: Floats | float = 0.0) -> tuple[Floats, Floats, Floats, Floats]:
-    """The two upper levels: ``w (k, d)``, the force on each cluster, ``wbar (d,)`` and the global curvature.
+def solve_top(seen: Quadratic, spread: Spread, own: Floats | float = 0.0) -> tuple[Floats, Floats, Floats]:
+    """The two upper levels: ``w (k, d)``, the force on each cluster, and ``wbar (d,)``.
 
     ``own`` is the linear term of the global model itself, zero but inside Newton.
     Without any tie between clusters (all ``lam = 0``) the global model is the plain mean of theirs.
@@ -135,7 +147,7 @@ def solve_top(seen: Quadratic, spread: Spread, own: Floats | float = 0.0) -> tup
     w, force = descend(seen.C, seen.r, spread, np.zeros(k, dtype=np.int64), wbar[None])
     if np.isinf(spread.scale).all():
         wbar = w.mean(axis=0)
-    return w, force, wbar, whole.C[0]
+    return w, force, wbar
 
 
 def node_up(data: GroupedData, loss: Loss, gamma: Floats) -> Quadratic:
@@ -152,17 +164,17 @@ def node_up(data: GroupedData, loss: Loss, gamma: Floats) -> Quadratic:
 def node_down(data: GroupedData, loss: Loss, gamma: Floats, w: Floats) -> tuple[Floats, Account]:
     """What a node does with the answer: its clients' ``theta``, which stay, and an account of them."""
     theta = np.empty((data.n_clients, data.n_terms))
-    account = Account(0.0, 0.0, np.inf)
+    account = Account(0.0, 0.0, np.zeros_like(w), 0.0, np.inf)
     for start, part in _parts(data):
         at = slice(start, start + part.n_clients)
+        tree = part.hierarchy
         A, b = _normal_equations(part, loss)
         spread = Spread.of_penalty(gamma[at], data.n_terms)
-        theta[at], force = descend(A, b, spread, part.hierarchy.parent, w)
+        theta[at], force = descend(A, b, spread, tree.parent, w)
         here = loss.expand(part, theta[at], order=1)
-        apart = theta[at] - part.hierarchy.down(w)
-        value = here.value.sum() + 0.5 * (force * apart).sum()
+        value = here.value.sum() + 0.5 * (force * (theta[at] - tree.down(w))).sum()
         squared = ((here.gradient + force) ** 2).sum()
-        account += Account(float(value), float(squared), loss.smallest_curvature(A))
+        account += Account(float(value), float(squared), tree.sum_up(force), float((b**2).sum()), loss.smallest_curvature(A))
     return theta, account
 
 
@@ -182,13 +194,14 @@ def sweep(data: GroupedData, loss: Loss, penalty: Penalty) -> Fit:
             "sweep at each of its few steps."
         )
     seen = node_up(data, loss, penalty.gamma)
-    w, force, wbar, _ = solve_top(seen, Spread.of_penalty(penalty.lam, data.n_terms))
+    w, force, wbar = solve_top(seen, Spread.of_penalty(penalty.lam, data.n_terms))
     theta, account = node_down(data, loss, penalty.gamma, w)
 
     objective = account.value + 0.5 * float((force * (w - wbar)).sum())
-    norm = float(np.sqrt(account.gradient_squared))
-    # The size of what cancels in the gradient tells how small it can get in float64.
-    size = float(np.sqrt((seen.r**2).sum())) + 1.0
+    # Clients solve for whatever w they are sent; whether w and wbar are right shows in the balance of forces above them.
+    upper = ((force - account.force) ** 2).sum() + (force.sum(axis=0) ** 2).sum()
+    norm = float(np.sqrt(account.gradient_squared + upper))
+    size = float(np.sqrt(account.size_squared)) + 1.0
     exact = norm <= _WORKING_PRECISION * size
     message = f"solved exactly in one exchange, gradient norm {norm:.1e}"
     if not exact:
@@ -220,7 +233,7 @@ def _blocks(ptr: Ints) -> tuple[Ints, Ints]:
     return np.append(starts, ptr[-1]), owner
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
+@njit(inline="always", error_model="numpy")  # type: ignore[untyped-decorator]
 def _shape_of(shape: Floats, i: int, identity: Floats) -> Floats:
     if len(shape) == 0:
         return identity
@@ -228,7 +241,7 @@ def _shape_of(shape: Floats, i: int, identity: Floats) -> Floats:
     return own
 
 
-@njit  # type: ignore[untyped-decorator]
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def _absorb(A: Floats, b: Floats, scale: float, shape: Floats, M: Floats) -> None:
     """Solve ``(I + scale A shape) [C | r] = [A | b]`` by elimination with row pivots; leaves ``[C | r]`` in ``M[:, d:]``."""
     d = len(b)
@@ -268,7 +281,7 @@ def _absorb(A: Floats, b: Floats, scale: float, shape: Floats, M: Floats) -> Non
             M[c, d + a] = middle
 
 
-@njit(parallel=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(parallel=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def _eliminate(A: Floats, b: Floats, scale: Floats, shape: Floats, blocks: Ints, C: Floats, r: Floats) -> None:
     d = b.shape[1]
     for block in prange(len(blocks) - 1):
@@ -283,7 +296,7 @@ def _eliminate(A: Floats, b: Floats, scale: Floats, shape: Floats, blocks: Ints,
                 r[block, a] += M[a, 2 * d]
 
 
-@njit(parallel=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(parallel=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def _descend(A: Floats, b: Floats, scale: Floats, shape: Floats, parent: Ints, x: Floats, t: Floats, force: Floats) -> None:
     m, d = b.shape
     for block in prange((m + _BLOCK - 1) // _BLOCK):
