@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +33,23 @@ def imports(path):
 def test_the_core_imports_no_face(path):
     for name in imports(path):
         assert not name.startswith(("covey.report", "covey.cli", "covey.experiments", "matplotlib", "rich", "typer"))
+
+
+def test_modules_import_only_from_those_before_them():
+    """The reading order that docs/notation.md states is the import order."""
+    notes = (SOURCE.parents[1] / "docs" / "notation.md").read_text()
+    order = re.findall(r"`(\w+)`", notes.split("a test checks this list):")[1])
+    rank = {name: at for at, name in enumerate(order)}
+    rooms = {path.relative_to(SOURCE).parts[0].removesuffix(".py") for path in SOURCE.rglob("*.py")}
+    assert rooms - {"__init__", "__main__", "_typing", "_version"} == set(order)
+    for path in SOURCE.rglob("*.py"):
+        room = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+        if room not in rank:
+            continue
+        for name in imports(path):
+            used = name.removeprefix("covey.").split(".")[0]
+            if name.startswith("covey.") and used in rank:
+                assert rank[used] <= rank[room], f"{room} imports {used}"
 
 
 @pytest.mark.parametrize("path", [*SOURCE.rglob("*.py")], ids=lambda path: str(path.relative_to(SOURCE)))
