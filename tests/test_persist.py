@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import polars as pl
@@ -10,6 +11,8 @@ import pytest
 
 from covey import HierarchicalClassifier, HierarchicalPoissonRegressor, HierarchicalRegressor, load
 from covey.datasets import simulate
+
+GOLDEN = [0.259474618115873, 0.07795894471018716, 1.8953038431948022]
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +85,6 @@ def test_only_a_folder_that_is_a_model_is_replaced(folder, frame):
 
 
 def test_a_failed_write_leaves_the_old_model(folder, frame, monkeypatch):
-    from pathlib import Path
-
     before, rename = load(folder).coef_, Path.rename
 
     def failing(self, target):
@@ -116,35 +117,14 @@ def test_a_forgotten_offset_is_refused_after_loading_too(tmp_path):
             fitted.predict(X, client=client)
 
 
-def test_an_old_saved_model_still_opens(tmp_path):
-    """A folder as format 1 writes it, by hand: later versions must go on reading it."""
-    import hashlib
-
-    old = tmp_path / "old"
-    old.mkdir()
-    pl.DataFrame({"cluster": ["x"], "clients": [2], "lam": [1.0], "coef.Intercept": [0.5]}).write_parquet(
-        old / "clusters.parquet"
+def test_an_old_saved_model_still_opens():
+    """A folder that covey 0.1.0 wrote (format 1): later versions must go on reading it, to the same predictions."""
+    model = load(Path(__file__).parent / "golden" / "model-format-1")
+    rows = pl.DataFrame(
+        {"who": ["a", "z", None], "group": ["g", "h", "nowhere"], "x": [1.0, 2.0, 3.0], "zone": ["r", "u", "r"]}
     )
-    pl.DataFrame(
-        {"cluster": [0, 0], "client": ["a", "b"], "rows": [3, 4], "gamma": [1.0, 1.0], "coef.Intercept": [0.25, 0.75]}
-    ).write_parquet(old / "clients.parquet")
-    sums = {name: hashlib.sha256((old / f"{name}.parquet").read_bytes()).hexdigest() for name in ("clusters", "clients")}
-    spec = {
-        "family": "gaussian", "client": "who", "cluster": None, "weights": None, "offset": None, "formula": "y ~ 1",
-        "fit_intercept": True, "gamma": 1.0, "lam": None, "alpha": None, "reduction": "sum", "baseline": None, "solver": "auto",
-        "tol": 1e-8, "max_iter": 100, "seed": 0,
-    }  # fmt: skip
-    end = {
-        "solver": "sweep", "converged": True, "iterations": 1, "exchanges": 1, "objective": 1.0, "gradient_norm": 0.0,
-        "gap": None, "message": "solved",
-    }  # fmt: skip
-    design = {"kind": "formula", "rhs": "1", "terms": ["Intercept"], "columns": [], "levels": {}}
-    document = {
-        "format": 1, "covey": "0.1.0", "spec": spec, "design": design, "classes": None, "has_offset": False,
-        "global": {"Intercept": 0.5},         "convergence": end, "extra": {}, "sha256": sums,
-    }  # fmt: skip
-    (old / "model.json").write_text(json.dumps(document))
-    assert load(old).predict(pl.DataFrame({"who": ["b", "z"]})).tolist() == [0.75, 0.5]
+    np.testing.assert_allclose(model.predict(rows), GOLDEN, rtol=1e-14)
+    assert model.get_params()["gamma"] == {"g": 2.0, "h": 0.5}
 
 
 def damage(change):

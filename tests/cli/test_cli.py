@@ -120,7 +120,8 @@ def test_demo(tmp_path):
     lines = [line.split() for line in done.stdout.splitlines() if "│" in line]
     errors = {line[1]: float(line[3]) for line in lines[:4]}
     assert errors["hierarchical"] == min(errors.values())
-    run("demo", cwd=tmp_path)
+    again = json.loads(run("demo", "--json", cwd=tmp_path).stdout)
+    assert again["held_out"]["errors"] == pytest.approx(errors, abs=1e-4)
 
 
 FIT = ("fit", "homes.csv", "log_radon ~ floor", "--client", "county", "--cluster", "state")

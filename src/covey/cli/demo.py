@@ -12,12 +12,15 @@ import typer
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the figure, the model and the table.")] = Path("covey-demo"),
     seed: Annotated[int, typer.Option(help="Seed of the held-out split and of cross-validation.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Fit home radon by county in state; compare four models; show how counties borrow from their state.
 
     [bold]Example[/bold]   covey demo --out covey-demo
     """
-    from covey.cli._console import console, working
+    from dataclasses import asdict
+
+    from covey.cli._console import console, print_json, working
     from covey.comparison import TEST_SHARE, choose_on_training_rows, compare
     from covey.datasets import load_radon
     from covey.describe import describe
@@ -33,9 +36,11 @@ def demo(
     homes.write_parquet(out / "homes.parquet")
     spec = Spec(client="county", cluster="state", formula="log_radon ~ floor", seed=seed)
     screen = console()
-    screen.print(
-        f"{len(homes):,} homes in 470 counties (the clients) of 9 states (the clusters): log radon by floor of measurement.\n"
-    )
+    if not as_json:
+        clients, clusters = homes["county"].n_unique(), homes["state"].n_unique()
+        screen.print(
+            f"Radon in {len(homes):,} homes of {clients} counties (the clients) in {clusters} states (the clusters).\n"
+        )
     with working("reading") as say:
         data, design, _ = read_frame(homes, spec)
         say("choosing the penalties by cross-validation on the training rows")
@@ -52,6 +57,10 @@ def demo(
             unit="log pCi/L, basement",
             title="Counties with few homes borrow from their state; counties with many keep their own estimate",
         )
+    if as_json:
+        files = {"figure": str(figure), "model": str(out / "model"), "data": str(out / "homes.parquet")}
+        print_json({"held_out": asdict(comparison), "gamma": spec.gamma, "lam": spec.lam, **files})
+        return
     screen.print(comparison_table(comparison.errors, spec.family, comparison.test_rows))
     screen.print()
     screen.print(describe(model), markup=False)

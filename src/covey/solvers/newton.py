@@ -189,7 +189,7 @@ def coordinate(
     norm = _gradient_norm(report, top)
     step = _newton_step(report, top, spread)
 
-    # Where classes are separated the gradient vanishes while the coefficients go on growing: two more steps will tell.
+    # Where classes are separated the gradient vanishes while the coefficients go on growing: a few more steps will tell.
     while (norm > tol or _runaway(step, top).any()) and stalled < 2 and adrift < 3 and iterations < max_iter:
         length, retry = 1.0, False
         while True:
@@ -285,7 +285,7 @@ def newton(
 
     Parameters
     ----------
-    start : coefficients to begin at, such as those of a nearby penalty; zero by default
+    start : coefficients to begin at, such as those of a nearby penalty; by default zero, or for counts their logs
     progress : called after each step with the iteration, the objective and the gradient norm
 
     >>> from covey import GroupedData, Penalty
@@ -314,13 +314,14 @@ def newton(
         v = np.where(np.isinf(penalty.lam)[:, None], report.force, penalty.lam[:, None] * (w - wbar))
     top, account, runaway = coordinate(ask, report, Top(w, v, wbar), penalty.lam, tol=tol, max_iter=max_iter, progress=progress)
     account = replace(account, exchanges=account.exchanges + before)
-    if runaway.any():
+    separated = runaway.any() and loss.curvature[0] == 0.0
+    if separated:
         terms = listing(np.array(data.terms)[runaway].tolist(), 3)
         sentence = (
             f"the responses are perfectly separated along {terms}: the coefficients grow without bound and were stopped where "
             "the gradient vanished; drop terms or merge categories"
         )
         account = replace(account, message=f"{account.message}; {sentence}")
-    if runaway.any() or not account.converged:
+    if separated or not account.converged:
         warnings.warn(account.message, ConvergenceWarning, stacklevel=2)
     return Fit(state.now.theta, top.w, top.wbar, account)
