@@ -22,6 +22,9 @@ from covey.model import Model, Spec, fit_matrix, fit_table
 from covey.persist import load_model, save_model
 from covey.solvers import Convergence, Solver
 
+# What an estimator and a specification say in the same words.
+_SETTINGS = ("formula", "fit_intercept", "gamma", "lam", "alpha", "reduction", "baseline", "solver", "tol", "max_iter")
+
 _PARAMETERS = """
     Parameters
     ----------
@@ -212,22 +215,9 @@ class _Hierarchical(BaseEstimator):
             raise DataError(f"The {next(iter(positions))!r} parameter is a position, others are names; use names for all.")
         if len(set(positions.values())) < len(positions):
             raise DataError(f"The parameters {listing(positions)} name the same column; each needs its own.")
-        names = {name: value for name, value in self._named_columns().items() if isinstance(value, str)}
-        return Spec(
-            family=self._family,
-            formula=self.formula,
-            fit_intercept=bool(self.fit_intercept),
-            gamma=self.gamma,
-            lam=self.lam,
-            alpha=self.alpha,
-            reduction=self.reduction,
-            baseline=self.baseline,
-            solver=self.solver,
-            tol=_plain(self.tol),
-            max_iter=_plain(self.max_iter),
-            seed=_plain(self.random_state),
-            **names,
-        )
+        names: dict[str, Any] = {name: value for name, value in self._named_columns().items() if isinstance(value, str)}
+        settings: dict[str, Any] = {name: _plain(getattr(self, name)) for name in _SETTINGS}
+        return Spec(family=self._family, seed=_plain(self.random_state), **settings, **names)
 
     def _named_columns(self) -> dict[str, Any]:
         return {"client": self.client, "cluster": self.cluster, "weights": self.weights, "offset": self.offset}
@@ -424,21 +414,9 @@ def load(path: str | Path) -> Any:
     """
     model, extra = load_model(path)
     spec = model.spec
-    names = {name: getattr(spec, name) for name in ("client", "cluster", "weights", "offset")}
+    names = {name: getattr(spec, name) for name in ("client", "cluster", "weights", "offset", *_SETTINGS)}
     estimator = _ESTIMATORS[spec.family](
-        **{**names, **extra.get("positions", {})},
-        formula=spec.formula,
-        gamma=spec.gamma,
-        lam=spec.lam,
-        alpha=spec.alpha,
-        reduction=spec.reduction,
-        fit_intercept=spec.fit_intercept,
-        baseline=spec.baseline,
-        solver=spec.solver,
-        unseen=extra.get("unseen", "parent"),
-        tol=spec.tol,
-        max_iter=spec.max_iter,
-        random_state=spec.seed,
+        **{**names, **extra.get("positions", {})}, unseen=extra.get("unseen", "parent"), random_state=spec.seed
     )
     if extra.get("features") is not None:
         estimator.feature_names_in_ = np.array(extra["features"], dtype=object)
