@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
@@ -96,9 +96,24 @@ class Loss(ABC):
         rows = data.rows_per_client if data.weights is None else segment_sum(data.weights, data.client_ptr)
         return 1.0 / np.where(rows > 0, rows, 1.0)
 
+    def operands(self, data: GroupedData) -> tuple[Any, ...]:
+        """What a kernel needs to know of the rows: family, ``X``, ``y``, weights, offset, scale, ridge, ``client_ptr``."""
+        weights, offset = (_NONE if values is None else values for values in (data.weights, data.offset))
+        return self.code, data.X, data.y, weights, offset, self.scale(data), float(self.ridge), data.client_ptr
+
     def smoothness(self, data: GroupedData) -> Floats:
         """An upper bound ``L_i`` on the curvature of each client's loss, at any point."""
         return self.curvature[1] * _gram_eigenvalues(self, data)[:, -1] + self.ridge
+
+    def row_smoothness(self, data: GroupedData, bend: Floats | float | None = None) -> Floats:
+        """For each row an upper bound on the curvature of ``f_il``, where ``f_i = 1/m_i sum_l f_il`` over a client's rows.
+
+        ``bend`` is the second derivative in the margin; by default its upper bound.
+        """
+        size = np.einsum("la,la->l", data.X, data.X) * (1.0 if data.weights is None else data.weights)
+        share = self.scale(data) * data.rows_per_client
+        bound: Floats = (self.curvature[1] if bend is None else bend) * size * share[data.client_of_row] + self.ridge
+        return bound
 
     def strong_convexity(self, data: GroupedData) -> Floats:
         """A lower bound ``mu_i`` on the curvature of each client's loss, at any point; 0 where there is none."""

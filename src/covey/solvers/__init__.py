@@ -10,8 +10,8 @@ from covey.data import GroupedData
 from covey.errors import ConvergenceWarning, one_of
 from covey.losses import Loss
 from covey.objective import Penalty
-from covey.solvers.newton import Progress, newton
-from covey.solvers.result import Convergence, Fit
+from covey.solvers.newton import newton
+from covey.solvers.result import Convergence, Fit, Progress
 from covey.solvers.sweep import sweep
 
 Solver = Literal["auto", "sweep", "newton"]

@@ -30,15 +30,12 @@ from covey.data import GroupedData
 from covey.errors import ConvergenceWarning, SolverError, listing
 from covey.losses import Expansion, Gaussian, Loss
 from covey.objective import Penalty
-from covey.solvers.result import Convergence, Fit, certified_gap
+from covey.solvers.result import Convergence, Fit, Progress, certified_gap
 from covey.solvers.sweep import Quadratic, Spread, descend, eliminate, solve_top, sweep
 
 _ARMIJO = 1e-4
 _EPS = float(np.finfo(float).eps)
 _SHORTEST = 1e-12
-
-
-Progress = Callable[[int, float, float], None]
 
 
 # What travels

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import polars as pl
+
 from covey._typing import Floats
+from covey.ledger import Ledger
+
+Progress = Callable[[int, float, float], None]
+"""Called now and then with the iteration, the objective and the gradient norm."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +41,17 @@ class Convergence:
 
 @dataclass(frozen=True)
 class Fit:
-    """Coefficients of every client ``theta (n, d)``, every cluster ``w (k, d)`` and the whole ``wbar (d,)``."""
+    """Coefficients of every client ``theta (n, d)``, every cluster ``w (k, d)`` and the whole ``wbar (d,)``.
+
+    Iterative solvers also leave their ``history``, a row for each check, and a ``ledger`` of what crossed each link.
+    """
 
     theta: Floats
     w: Floats
     wbar: Floats
     convergence: Convergence
+    history: pl.DataFrame | None = None
+    ledger: Ledger | None = None
 
 
 def certified_gap(gradient_norm: float, mu: float) -> float | None:

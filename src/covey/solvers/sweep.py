@@ -93,7 +93,7 @@ class Account:
 
 def eliminate(A: Floats, b: Floats, spread: Spread, ptr: Ints) -> Quadratic:
     """What each parent sees of its children ``ptr[j]:ptr[j + 1]``; ``A (m, d, d)``, ``b (m, d)``."""
-    blocks, owner = _blocks(ptr)
+    blocks, owner = blocks_of(ptr)
     d = b.shape[1]
     C, r = np.zeros((len(blocks) - 1, d, d)), np.zeros((len(blocks) - 1, d))
     _eliminate(A, b, spread.scale, spread.shape, blocks, C, r)
@@ -224,7 +224,7 @@ def _parts(data: GroupedData) -> list[tuple[int, GroupedData]]:
     return [(start, data.clients(start, min(start + _CHUNK, data.n_clients))) for start in starts]
 
 
-def _blocks(ptr: Ints) -> tuple[Ints, Ints]:
+def blocks_of(ptr: Ints) -> tuple[Ints, Ints]:
     """Cut each parent's children into blocks of at most ``_BLOCK``; the cuts, and the parent of each block."""
     counts = -(-np.diff(ptr) // _BLOCK)
     owner = np.repeat(np.arange(len(counts)), counts)

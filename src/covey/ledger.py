@@ -1,0 +1,121 @@
+"""What crosses each link: exchanges and bytes, as they really have to happen, and as the paper expects them.
+
+Two kinds of link: between a cluster's server and each of its clients, and between the clusters (through a central server, or
+from each to each). An exchange between clusters needs one within every cluster first, and counts on both.
+
+The paper's ``p0 (1 - p0) T`` counts an exchange only after a tails: through a run of heads the averages are known. That holds
+where ``gamma`` is equal within a cluster (see :class:`~covey.schedule.Schedule`); otherwise every head needs its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from covey._typing import Floats, Ints
+from covey.schedule import Rounds, Schedule, Vote
+
+_FLOAT = 8  # bytes
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Exchanges and bytes so far. Adds.
+
+    Attributes
+    ----------
+    within : (k,) exchanges between each cluster's server and its clients
+    between : exchanges between the clusters
+    bytes_within, bytes_between : up and down, all links of a kind together
+    """
+
+    within: Any
+    between: float
+    bytes_within: float
+    bytes_between: float
+
+    def __add__(self, other: Ledger) -> Ledger:
+        return Ledger(
+            self.within + other.within,
+            self.between + other.between,
+            self.bytes_within + other.bytes_within,
+            self.bytes_between + other.bytes_between,
+        )
+
+    @property
+    def exchanges(self) -> int:
+        """Exchanges of the client that had most."""
+        return int(np.max(self.within))
+
+    @property
+    def bytes(self) -> float:
+        return self.bytes_within + self.bytes_between
+
+
+@dataclass(frozen=True)
+class Links:
+    """The network: how many clients each cluster has, and the floats that cross a link up and down in one exchange.
+
+    ``direct`` says that clusters talk to one another without a server; with one cluster there is nobody to talk to.
+    """
+
+    clients: Ints
+    up: int
+    down: int
+    direct: bool = False
+
+    @property
+    def pairs(self) -> int:
+        """Links between clusters: one each to the server, or one each to every other."""
+        k = len(self.clients)
+        return k * (k - 1) if self.direct else k if k > 1 else 0
+
+    def count(self, within: Any, between: float, *, votes: float = 0) -> Ledger:
+        """Exchanges as a ledger; ``votes`` is the iterations voted on, one bit from each server to each other."""
+        floats = _FLOAT * (self.up + self.down)
+        each_way = floats / 2 if self.direct else floats
+        ballots = self.pairs * votes / 8 if self.direct else 0
+        return Ledger(
+            within,
+            between if self.pairs else 0 * between,
+            float(floats * (within * self.clients).sum()),
+            float(each_way * between * self.pairs + ballots),
+        )
+
+    def of(self, rounds: Rounds, iterations: int) -> Ledger:
+        """What some rounds of the schedule cost."""
+        everybody = (rounds.between > 0) | rounds.refresh
+        within = ((rounds.within > 0) | everybody[:, None]).sum(axis=0)
+        return self.count(within, int(everybody.sum()), votes=iterations)
+
+    @property
+    def nothing(self) -> Ledger:
+        return self.count(np.zeros_like(self.clients), 0)
+
+
+def links(clients: Ints, d: int, vote: Vote = "central") -> Links:
+    """The network of the algorithms by coins: a vector up, a vector and a strength down."""
+    return Links(clients, d, d + 1, vote == "majority")
+
+
+def paper_rates(schedule: Schedule) -> tuple[Floats, float]:
+    """Expected exchanges an iteration by prop. expected_num_comm: within each cluster alone ``(k,)``, and between clusters."""
+    coins = schedule.coins
+    return (1 - coins.p0) * coins.p * (1 - coins.p), coins.p0 * (1 - coins.p0)
+
+
+def rates(schedule: Schedule) -> tuple[Floats, float]:
+    """Expected exchanges an iteration that have to happen: within each cluster ``(k,)`` in all, and between clusters.
+
+    With merging, an exchange within a cluster is needed only after a local step (not after an exchange between clusters, which
+    leaves the mean known), so there are fewer than the proposition says.
+    """
+    coins = schedule.coins
+    p0, p = coins.p0, coins.p
+    if schedule.merge:
+        between, within = p0 * (1 - p0), (1 - p0) * p * (1 - p0) * (1 - p)
+    else:
+        between, within = p0, (1 - p0) * p
+    return within + between + coins.rho, between + coins.rho

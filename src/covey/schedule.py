@@ -1,0 +1,226 @@
+"""Coins, drawn ahead from a seed, and what they ask for: local runs and exchanges.
+
+Each iteration flips ``xi_0`` for the network (heads: an exchange between clusters), else ``xi_j`` for each cluster (heads: an
+exchange within it, tails: a local step), and ``xi'`` for a refresh of the anchor. The coins of an iteration depend on the seed
+and its number alone, so a run can be replayed, cut anywhere and resumed.
+
+:meth:`Schedule.rounds` groups them. A round is a run of local steps in each cluster, then one exchange, then the heads
+that need no further exchange. Clusters wait for nobody but at an exchange between clusters: within, the r-th exchange of each
+cluster since the last one between them goes into one round, whenever it falls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numba import njit
+from scipy.special import betaincinv
+
+from covey._typing import Anything, Floats, Ints
+from covey.errors import one_of
+from covey.theory import Coins
+
+Vote = Literal["central", "majority"]
+VOTES = ("central", "majority")
+
+_BLOCK = 1024  # iterations whose coins are drawn together
+
+
+@dataclass(frozen=True)
+class Flips:
+    """Coins of consecutive iterations: ``between (T,)``, ``within (T, k)`` read where that is tails, ``refresh (T,)``."""
+
+    between: Anything
+    within: Anything
+    refresh: Anything
+
+
+@dataclass(frozen=True)
+class Round:
+    """Local steps in each cluster, then one exchange.
+
+    Attributes
+    ----------
+    start, steps : (k,) the iteration at which a cluster's local run begins, and its length; its heads follow without a gap
+    between : heads of ``xi_0`` that follow; 0 where the exchange is within clusters
+    within : (k,) heads of ``xi_j`` that follow those
+    refresh : whether this is the exchange for a new anchor instead
+    """
+
+    start: Ints
+    steps: Ints
+    between: int
+    within: Ints
+    refresh: bool
+
+    @property
+    def everybody(self) -> bool:
+        """Whether all clusters take part, through the link between them."""
+        return self.between > 0 or self.refresh
+
+    @property
+    def takes_part(self) -> Anything:
+        """Which clusters exchange; ``(k,)``."""
+        return np.ones(len(self.steps), dtype=bool) if self.everybody else self.within > 0
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Consecutive rounds, stacked; the last one is a local run with no exchange."""
+
+    start: Ints
+    steps: Ints
+    between: Ints
+    within: Ints
+    refresh: Anything
+
+    def __len__(self) -> int:
+        return len(self.between)
+
+    def __iter__(self) -> Iterator[Round]:
+        refresh = self.refresh.tolist()
+        for r, between in enumerate(self.between.tolist()):
+            yield Round(self.start[r], self.steps[r], between, self.within[r], refresh[r])
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The coins of a run.
+
+    Parameters
+    ----------
+    coins : their probabilities
+    seed : whole number
+    merge : whether a run of heads needs one exchange only, because the averages stay known through it: true for algorithm 1
+        where ``gamma`` is equal within each cluster, since a step to the mean then moves the mean by a known amount
+    vote : who flips ``xi_0``: a central server, or the cluster servers by majority
+
+    >>> import numpy as np
+    >>> from covey.theory import Coins
+    >>> coins = Coins(p0=0.2, p=np.array([0.5, 0.5]), tau=np.array([0.3, 0.3]))
+    >>> first = next(iter(Schedule(coins, seed=1).rounds(0, 50)))
+    >>> first.start.tolist(), first.steps.tolist(), first.between
+    ([0, 0], [0, 0], 1)
+    """
+
+    coins: Coins
+    seed: int
+    merge: bool = False
+    vote: Vote = "central"
+
+    def __post_init__(self) -> None:
+        if self.vote not in VOTES:
+            raise one_of("vote", self.vote, VOTES)
+
+    def flips(self, start: int, stop: int) -> Flips:
+        """The coins of iterations ``start`` to ``stop - 1``."""
+        first, last = start // _BLOCK, -(-stop // _BLOCK)
+        drawn = np.concatenate([self._uniforms(block) for block in range(first, last)])[start - first * _BLOCK :]
+        drawn = drawn[: stop - start]
+        k = len(self.coins.p)
+        within, refresh = drawn[:, :k] < self.coins.p, drawn[:, k] < self.coins.rho
+        if self.vote == "central":
+            return Flips(drawn[:, k + 1] < self.coins.p0, within, refresh)
+        return Flips(majority(drawn[:, k + 1 :] < server_coin(self.coins.p0, k)), within, refresh)
+
+    def rounds(self, start: int, stop: int) -> Rounds:
+        """Iterations ``start`` to ``stop - 1`` as rounds; what is cut at ``stop`` goes on in the next call."""
+        coins = self.flips(start, stop)
+        most, k = 2 * (stop - start) + 1, len(self.coins.p)
+        first, steps, within = (np.zeros((most, k), dtype=np.int64) for _ in range(3))
+        between, refresh = np.zeros(most, dtype=np.int64), np.zeros(most, dtype=np.bool_)
+        used = _group(coins.between, coins.within, coins.refresh, self.merge, first, steps, between, within, refresh)
+        first += start
+        return Rounds(first[:used], steps[:used], between[:used], within[:used], refresh[:used])
+
+    def _uniforms(self, block: int) -> Floats:
+        k = len(self.coins.p)
+        stream = np.random.Generator(np.random.Philox(key=self.seed, counter=[0, 0, 0, block]))
+        drawn: Floats = stream.random((_BLOCK, k + 1 + (k if self.vote == "majority" else 1)))
+        return drawn
+
+
+def server_coin(p0: float, k: int) -> float:
+    """The probability of heads at each of ``k`` servers for which their majority shows heads with probability exactly ``p0``.
+
+    With ``k`` even, the first server has the casting vote in a tie; given a tie its coin is fair by symmetry, and the majority
+    is then that of ``k - 1`` servers. For ``2m - 1`` servers the chance of at least ``m`` heads is the incomplete beta
+    function ``I_q(m, m)``, which is inverted here.
+
+    >>> round(server_coin(0.1, 5), 4), round(server_coin(0.1, 6), 4)
+    (0.2466, 0.2466)
+    """
+    m = (k + 1) // 2
+    return float(betaincinv(m, m, p0))
+
+
+def majority(votes: Anything) -> Anything:
+    """Whether more than half of the votes ``(T, k)`` are heads; in a tie, the first."""
+    heads, k = votes.sum(axis=1), votes.shape[1]
+    decided: Anything = (2 * heads > k) | ((2 * heads == k) & votes[:, 0])
+    return decided
+
+
+@njit  # type: ignore[untyped-decorator]
+def _everybody(t: int, since: Ints, pending: Ints, place: Ints, start: Ints, steps: Ints) -> int:
+    """A round for all clusters before iteration ``t``, after all their rounds so far."""
+    row = place.max()
+    for j in range(len(place)):
+        start[row, j] = since[j] if pending[j] else t
+        steps[row, j] = pending[j]
+    pending[:], place[:] = 0, row + 1
+    return row  # type: ignore[no-any-return]
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def _group(
+    xi0: Anything,
+    xi: Anything,
+    anchor: Anything,
+    merge: bool,
+    start: Ints,
+    steps: Ints,
+    between: Ints,
+    within: Ints,
+    refresh: Anything,
+) -> int:
+    """Fill the rounds of one stretch of coins; returns how many there are."""
+    T, k = xi.shape
+    since, pending = np.zeros(k, dtype=np.int64), np.zeros(k, dtype=np.int64)
+    place = np.zeros(k, dtype=np.int64)  # the round in which each cluster's next exchange will be
+    known = np.zeros(k, dtype=np.bool_)  # no local step since the cluster's last exchange: its mean is known
+    in_run = False  # the last iteration was a head between clusters
+    for t in range(T):
+        if xi0[t] and merge and in_run:
+            between[place[0] - 1] += 1
+        elif xi0[t]:
+            row = _everybody(t, since, pending, place, start, steps)
+            between[row], known[:] = 1, True
+        else:
+            for j in range(k):
+                if not xi[t, j]:
+                    if pending[j] == 0:
+                        since[j] = t
+                    pending[j] += 1
+                    known[j] = False
+                elif merge and known[j]:
+                    within[place[j] - 1, j] += 1
+                else:
+                    row = place[j]
+                    start[row, j], steps[row, j], within[row, j] = (since[j] if pending[j] else t), pending[j], 1
+                    pending[j], place[j], known[j] = 0, row + 1, True
+        in_run = xi0[t]
+        if anchor[t]:
+            row = _everybody(t + 1, since, pending, place, start, steps)
+            refresh[row], known[:], in_run = True, False, False
+    last: int = _everybody(T, since, pending, place, start, steps)
+    return last + 1
+
+
+def streams(seed: int, clients: int) -> Anything:
+    """Where each client's own source of random rows begins, ``(clients,)``, by its place in the whole network."""
+    stream = np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, 1, 0]))
+    return stream.integers(0, 2**64, clients, dtype=np.uint64)

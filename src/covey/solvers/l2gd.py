@@ -1,0 +1,360 @@
+"""Async-L2GD, algorithm 1 of the paper (PAPER.md, section 2).
+
+    each iteration: xi_0 = 1 with probability p0, then every client does
+        theta_i -= eta gamma_i / p0 ( alpha_j (theta_i - tbar) + tau_j (1 - alpha_j)(theta_i - tbar_j) )
+    else each cluster on its own: xi_j = 1 with probability p_j, then
+        theta_i -= eta gamma_i (1 - tau_j)(1 - alpha_j) / ((1 - p0) p_j) (theta_i - tbar_j)
+    else
+        theta_i -= eta / ((1 - p0)(1 - p_j)) grad f_i(theta_i)
+
+The tails between two exchanges are one local run, done for each client in one go; for a quadratic loss in closed form, in the
+eigenbasis of its Hessian: s steps shrink the distance to its own minimiser by the product of ``1 - step * eigenvalue``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Unpack
+
+import numpy as np
+from numba import njit, prange
+
+from covey._typing import Anything, Floats, Ints
+from covey.data import GroupedData
+from covey.errors import one_of
+from covey.ledger import links
+from covey.losses import Loss
+from covey.losses.kernels import GAUSSIAN, exponent, exponentials, slope
+from covey.objective import Penalty
+from covey.schedule import Round, Schedule, Vote
+from covey.solvers.curvature import constants
+from covey.solvers.result import Fit
+from covey.solvers.rounds import Blocks, Move, Pull, Sums, Top, Watch, beginning, settle, solve_in_memory
+from covey.theory import Coins, Constants, coins, expected_smoothness, iterations, step, switching_steps
+
+Steps = Literal["constant", "switching"]
+STEPS = ("constant", "switching")
+
+_ROOM = 1024  # rows worked on together: they stay in the second-level cache through a local run
+_LARGEST_BASIS = 50_000_000  # numbers in the eigenbases of all clients
+
+
+@dataclass(frozen=True)
+class Rate:
+    """The step at each iteration: ``eta``, or with ``mu > 0`` switching to ``(2t + 1) / ((t + 1)^2 mu)``."""
+
+    eta: float
+    mu: float = 0.0
+
+    def at(self, t: Any) -> Floats:
+        if self.mu == 0:
+            return np.full(np.shape(t), self.eta)
+        return switching_steps(t, 1 / (2 * self.eta), self.mu)
+
+    def over(self, start: Ints, steps: Ints) -> tuple[Floats, int]:
+        """The steps of some local runs, and the iteration the first of them is for; one number if all are alike."""
+        if self.mu == 0 or not steps.any():
+            return np.array([self.eta]), 0
+        first, last = int(start[steps > 0].min()), int((start + steps)[steps > 0].max())
+        return self.at(np.arange(first, last)), first
+
+
+# The node
+
+
+class Basis(NamedTuple):
+    """Each client's quadratic loss in its eigenbasis: ``vectors (n, r, d)``, ``curvature (n, r)``, ``minimiser (n, r)``."""
+
+    vectors: Floats
+    curvature: Floats
+    minimiser: Floats
+
+
+@dataclass(frozen=True)
+class Node:
+    """What a node holds for the whole run."""
+
+    operands: tuple[Any, ...]
+    basis: Basis
+    blocks: Blocks
+    gamma: Floats
+    local: Floats
+    rate: Rate
+
+
+@dataclass(frozen=True)
+class State:
+    """Where a node's clients are."""
+
+    theta: Floats
+
+
+def node_of(data: GroupedData, loss: Loss, gamma: Floats, drawn: Coins, rate: Rate) -> Node:
+    return Node(loss.operands(data), _basis(data, loss), Blocks.of(data.hierarchy), gamma, drawn.local, rate)
+
+
+def node_move(node: Node, state: State, move: Move) -> tuple[State, Sums]:
+    """Pull, then local steps; the sums of the clusters that are wanted."""
+    theta, sums = np.empty_like(state.theta), node.blocks.empty(state.theta.shape[1])
+    rate, origin = node.rate.over(move.start, move.steps)
+    _move(
+        *node.operands, *node.basis, node.blocks.ptr, node.blocks.owner, node.gamma, move.pull.strength, move.pull.force,
+        move.start - origin, move.steps, node.local, rate, move.wanted, state.theta, theta, sums,
+    )  # fmt: skip
+    return State(theta), node.blocks.total(sums)
+
+
+def _basis(data: GroupedData, loss: Loss) -> Basis:
+    """Empty where the loss is not quadratic, or the bases would be too large."""
+    n, d = data.n_clients, data.n_terms
+    rank = d if loss.ridge else min(d, int(data.rows_per_client.max(initial=0)))
+    if loss.name != "gaussian" or n * rank * d > _LARGEST_BASIS:
+        return Basis(np.empty((0, 0, d)), np.empty((0, 0)), np.empty((0, 0)))
+    here = loss.expand(data, np.zeros((n, d)))
+    values, vectors = np.linalg.eigh(here.hessian)
+    values, vectors = values[:, d - rank :], np.ascontiguousarray(vectors[:, :, d - rank :].transpose(0, 2, 1))
+    # Directions in which a client has no rows do not move it; rounding must not make them look a little curved.
+    flat = values <= 8 * d * np.finfo(float).eps * values[:, -1:]
+    along = np.einsum("ira,ia->ir", vectors, -here.gradient)
+    return Basis(vectors, np.where(flat, 0.0, values), np.where(flat, 0.0, along / np.where(flat, 1.0, values)))
+
+
+# The coordinator
+
+
+@dataclass(frozen=True)
+class Guide:
+    """Heads of the coins as pulls: means of the clients become centres to move towards."""
+
+    top: Top
+    coins: Coins
+    rate: Rate
+    gamma: Floats
+    memory: dict[str, Floats] = field(default_factory=dict)
+
+    def begin(self, means: Floats) -> None:
+        """No anchor here."""
+
+    def answer(self, means: Floats, turn: Round) -> tuple[Pull, None]:
+        """The heads that follow a round's exchange, as one pull: those between clusters, then those within each."""
+        alpha, tau, p0 = self.top.alpha, self.coins.tau, self.coins.p0
+        pull, t = Pull.none(*means.shape), turn.start + turn.steps
+        share, rest = alpha + tau * (1 - alpha), (1 - tau) * (1 - alpha) / _safe((1 - p0) * self.coins.p)
+        for i in range(turn.between):
+            strength = self.rate.at(t + i) * share / p0
+            to = (alpha[:, None] * (self.top.weights @ means) + (tau * (1 - alpha))[:, None] * means) / _safe(share)[:, None]
+            pull = pull.then(strength, to, self.gamma)
+            means = means - (self.gamma * strength)[:, None] * (means - to)
+        for i in range(int(turn.within.max())):
+            strength = np.where(turn.within > i, self.rate.at(t + turn.between + i) * rest, 0.0)
+            pull = pull.then(strength, means, self.gamma)
+        return pull, None
+
+    def recipe(self) -> dict[str, Any]:
+        return {"eta": self.rate.eta, "mu": self.rate.mu, "tau": self.coins.tau}
+
+
+def _safe(values: Floats) -> Floats:
+    return np.where(values > 0, values, 1.0)
+
+
+# In memory
+
+
+def l2gd(
+    data: GroupedData,
+    loss: Loss,
+    penalty: Penalty,
+    *,
+    steps: Steps = "constant",
+    eta: float | None = None,
+    p0: float | None = None,
+    p: Any = None,
+    tau: Any = None,
+    mu: float | None = None,
+    L: float | None = None,
+    vote: Vote = "central",
+    **watch: Unpack[Watch],
+) -> Fit:
+    """Async-L2GD: to a neighbourhood of the minimiser with a constant step, to the minimiser itself with switching steps.
+
+    Parameters
+    ----------
+    steps : "constant", or "switching" to ever smaller steps once the constant one has done its work
+    eta, p0, p, tau : step, probabilities of an exchange between clusters and within each, share of the pull to the cluster that
+        the former takes; by default the best by theory
+    mu, L : strong convexity and smoothness, in place of those found in the data
+    vote : who flips the coin of the exchanges between clusters: "central" or, without a server, "majority"
+    **watch : see :class:`~covey.solvers.rounds.Watch`
+
+    >>> from covey import GroupedData, Penalty
+    >>> from covey.losses import Gaussian
+    >>> data = GroupedData.from_arrays([[1.0], [1.0], [1.0]], [0.0, 3.0, 9.0], ["a", "b", "c"], ["x", "x", "y"])
+    >>> fit = l2gd(data, Gaussian(), Penalty.of(data.hierarchy), steps="switching", tol=1e-3, seed=1)
+    >>> fit.convergence.converged, fit.history["objective"].round(2)[-1]
+    (True, 13.5)
+    """
+    if steps not in STEPS:
+        raise one_of("steps", steps, STEPS)
+    known = constants(data, loss, penalty, mu=mu, L=L)
+    known.need_curvature()
+    drawn = coins(known, known.L, p0=p0, p=p, tau=tau)
+    smoothness = expected_smoothness(known, drawn, known.L)
+    return descent("l2gd", data, loss, penalty, known, drawn, smoothness, eta, steps, vote, watch)
+
+
+def descent(
+    name: str,
+    data: GroupedData,
+    loss: Loss,
+    penalty: Penalty,
+    known: Constants,
+    drawn: Coins,
+    smoothness: float,
+    eta: float | None,
+    steps: Steps,
+    vote: Vote,
+    watch: Watch,
+) -> Fit:
+    """Gradient steps by coins, for any coins; what algorithm 1 and its one-coin variant come to."""
+    largest = 1 / (2 * smoothness)
+    eta = step(eta, largest, "1 / (2 calL)")
+    rate = Rate(eta, known.mu if steps == "switching" else 0.0)
+    equal, gamma = equal_within(data, penalty)
+    schedule = Schedule(drawn, watch.get("seed", 0), equal, vote)
+    tol = watch.get("tol", 1e-8)
+    advice = "a constant step stalls at its noise: use steps='switching', or solver='al2sgd_plus'"
+    if steps == "switching":
+        advice = "steps that shrink like 1/t are slow at the end: raise max_iter, or use solver='al2sgd_plus'"
+    run = settle(
+        watch, name, schedule, links(np.diff(data.hierarchy.cluster_ptr), data.n_terms, vote), known, largest,
+        pace=1 / (eta * known.mu), needed=2 * iterations(tol, smoothness=1 / (2 * eta), mu=known.mu)[0], advice=advice,
+    )  # fmt: skip
+    node = node_of(data, loss, penalty.gamma, drawn, rate)
+    guide = Guide(Top.of(penalty), drawn, rate, gamma)
+    return solve_in_memory(
+        data, loss, penalty, State(beginning(data, watch)), lambda state, move: node_move(node, state, move), guide, run, watch
+    )
+
+
+def equal_within(data: GroupedData, penalty: Penalty) -> tuple[bool, Floats]:
+    """Whether ``gamma`` is equal within each cluster, and its (first) value there; 1 where a cluster is empty."""
+    ptr = data.hierarchy.cluster_ptr
+    filled = np.diff(ptr) > 0
+    gamma = np.ones(data.n_clusters)
+    gamma[filled] = penalty.gamma[ptr[:-1][filled]]
+    return bool((penalty.gamma == gamma[data.hierarchy.parent]).all()), gamma
+
+
+@njit(parallel=True, cache=True, fastmath={"reassoc", "contract", "nsz"}, error_model="numpy")  # type: ignore[untyped-decorator]
+def _move(
+    family: int, X: Floats, y: Floats, weights: Floats, offset: Floats, scale: Floats, ridge: float, client_ptr: Ints,
+    vectors: Floats, curvature: Floats, minimiser: Floats, blocks: Ints, owner: Ints, gamma: Floats, strength: Floats,
+    force: Floats, start: Ints, steps: Ints, local: Floats, rate: Floats, wanted: Anything, theta: Floats, out: Floats,
+    sums: Floats,
+) -> None:  # fmt: skip
+    """Each block of clients, all of one cluster, is moved by one thread, and summed in order: no bit depends on the threads."""
+    d = theta.shape[1]
+    for block in prange(len(owner)):
+        j, first, last = owner[block], blocks[block], blocks[block + 1]
+        for i in range(first, last):
+            for a in range(d):
+                out[i, a] = theta[i, a] - gamma[i] * (strength[j] * theta[i, a] - force[j, a])
+        if steps[j] > 0:
+            eta = np.empty(steps[j])
+            for s in range(steps[j]):
+                eta[s] = local[j] * (rate[0] if len(rate) == 1 else rate[start[j] + s])
+            if len(vectors) > 0:
+                _in_eigenbasis(vectors, curvature, minimiser, eta, first, last, out)
+            else:
+                _step_by_step(family, X, y, weights, offset, scale, ridge, client_ptr, eta, first, last, out)
+        if wanted[j]:
+            for i in range(first, last):
+                for a in range(d):
+                    sums[block, a] += gamma[i] * out[i, a]
+
+
+@njit(fastmath={"reassoc", "contract", "nsz"}, error_model="numpy")  # type: ignore[untyped-decorator]
+def _in_eigenbasis(
+    vectors: Floats, curvature: Floats, minimiser: Floats, eta: Floats, first: int, last: int, theta: Floats
+) -> None:
+    """``theta += V' ((prod_s (1 - eta_s lambda) - 1) (V theta - minimiser))``."""
+    r, d = vectors.shape[1:]
+    keep = np.empty(r)
+    for i in range(first, last):
+        keep[:] = 1.0
+        for s in range(len(eta)):
+            for c in range(r):
+                keep[c] *= 1.0 - eta[s] * curvature[i, c]
+        for c in range(r):
+            along = 0.0
+            for a in range(d):
+                along += vectors[i, c, a] * theta[i, a]
+            keep[c] = (keep[c] - 1.0) * (along - minimiser[i, c])
+        for c in range(r):
+            for a in range(d):
+                theta[i, a] += vectors[i, c, a] * keep[c]
+
+
+@njit(fastmath={"reassoc", "contract", "nsz"}, error_model="numpy")  # type: ignore[untyped-decorator]
+def _step_by_step(
+    family: int, X: Floats, y: Floats, weights: Floats, offset: Floats, scale: Floats, ridge: float, client_ptr: Ints,
+    eta: Floats, first: int, last: int, theta: Floats,
+) -> None:  # fmt: skip
+    """Gradient steps of some clients, as many at a time as fit the room, columns padded to fours for vector registers."""
+    d = theta.shape[1]
+    width = (d + 3) // 4 * 4
+    room = _ROOM
+    for i in range(first, last):
+        room = max(room, client_ptr[i + 1] - client_ptr[i])
+    x, target, weight, shift = np.zeros((room, width)), np.empty(room), np.ones(room), np.zeros(room)
+    margin, argument, whole, power = np.empty(room), np.empty(room), np.empty(room), np.zeros(room)
+    t = np.zeros((last - first, width))
+    i = first
+    while i < last:
+        stop, base = i, client_ptr[i]
+        while stop < last and client_ptr[stop + 1] - base <= room:
+            stop += 1
+        m = client_ptr[stop] - base
+        for r in range(m):
+            target[r] = y[base + r]
+            for a in range(d):
+                x[r, a] = X[base + r, a]
+        if len(weights) > 0:
+            weight[:m] = weights[base : base + m]
+        if len(offset) > 0:
+            shift[:m] = offset[base : base + m]
+        for c in range(i, stop):
+            for a in range(d):
+                t[c - i, a] = theta[c, a]
+        for s in range(len(eta)):
+            for c in range(i, stop):
+                low, high = client_ptr[c] - base, client_ptr[c + 1] - base
+                margin[low:high] = shift[low:high]
+                for a in range(0, width, 4):
+                    t0, t1, t2, t3 = t[c - i, a], t[c - i, a + 1], t[c - i, a + 2], t[c - i, a + 3]
+                    for r in range(low, high):
+                        margin[r] += (t0 * x[r, a] + t1 * x[r, a + 1]) + (t2 * x[r, a + 2] + t3 * x[r, a + 3])
+            if family != GAUSSIAN:
+                for r in range(m):
+                    argument[r] = exponent(family, margin[r])
+                exponentials(argument, m, whole, power)
+            for r in range(m):
+                margin[r] = weight[r] * slope(family, margin[r], target[r], power[r])
+            for c in range(i, stop):
+                low, high = client_ptr[c] - base, client_ptr[c + 1] - base
+                for a in range(0, width, 4):
+                    g0, g1, g2, g3 = 0.0, 0.0, 0.0, 0.0
+                    for r in range(low, high):
+                        g0 += margin[r] * x[r, a]
+                        g1 += margin[r] * x[r, a + 1]
+                        g2 += margin[r] * x[r, a + 2]
+                        g3 += margin[r] * x[r, a + 3]
+                    t[c - i, a] -= eta[s] * (scale[c] * g0 + ridge * t[c - i, a])
+                    t[c - i, a + 1] -= eta[s] * (scale[c] * g1 + ridge * t[c - i, a + 1])
+                    t[c - i, a + 2] -= eta[s] * (scale[c] * g2 + ridge * t[c - i, a + 2])
+                    t[c - i, a + 3] -= eta[s] * (scale[c] * g3 + ridge * t[c - i, a + 3])
+        for c in range(i, stop):
+            for a in range(d):
+                theta[c, a] = t[c - i, a]
+        i = stop
