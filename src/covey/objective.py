@@ -64,9 +64,10 @@ class Penalty:
         total = hierarchy.sum_up(spread)
         idle = (total == 0) & (np.diff(hierarchy.cluster_ptr) > 0)
         if idle.any():
+            name = clusters.tolist()[int(idle.argmax())]
             raise PenaltyError(
-                f"gamma is 0 for every client of cluster {clusters[idle.argmax()]!r}, so nothing ties them to it; give one a "
-                "positive gamma, or fit baseline='locally-trained'."
+                f"gamma is 0 for every client of cluster {name!r}, so nothing ties them to it; give one a positive gamma, or "
+                "fit baseline='locally-trained'."
             )
         if alpha is None:
             lam = _per_unit(1.0 if lam is None else lam, "lam", {"cluster": clusters})
@@ -172,5 +173,5 @@ def _check_range(values: Floats, name: str, ids: Anything, level: str, top: floa
     if bad.any():
         at = int(bad.argmax())
         end = ")" if open_end else "]"
-        which = f" for {level} {ids[at]!r}" if not bad.all() else ""
+        which = f" for {level} {ids.tolist()[at]!r}" if not bad.all() else ""
         raise PenaltyError(f"The {name!r} parameter must lie in [0, {top:g}{end}. Got {values[at]:g}{which} instead.")

@@ -128,19 +128,24 @@ class Schedule:
 
     def rounds(self, start: int, stop: int) -> Rounds:
         """Iterations ``start`` to ``stop - 1`` as rounds; what is cut at ``stop`` goes on in the next call."""
-        coins = self.flips(start, stop)
-        most, k = 2 * (stop - start) + 1, len(self.coins.p)
-        first, steps, within = (np.zeros((most, k), dtype=np.int64) for _ in range(3))
-        between, refresh = np.zeros(most, dtype=np.int64), np.zeros(most, dtype=np.bool_)
-        used = _group(coins.between, coins.within, coins.refresh, self.merge, first, steps, between, within, refresh)
-        first += start
-        return Rounds(first[:used], steps[:used], between[:used], within[:used], refresh[:used])
+        return group(self.flips(start, stop), start, self.merge)
 
     def _uniforms(self, block: int) -> Floats:
         k = len(self.coins.p)
         stream = np.random.Generator(np.random.Philox(key=self.seed, counter=[0, 0, 0, block]))
         drawn: Floats = stream.random((_BLOCK, k + 1 + (k if self.vote == "majority" else 1)))
         return drawn
+
+
+def group(coins: Flips, start: int = 0, merge: bool = False) -> Rounds:
+    """Coins of iterations from ``start`` on as rounds; see :class:`Schedule` for ``merge``."""
+    T, k = coins.within.shape
+    most = 2 * T + 1
+    first, steps, within = (np.zeros((most, k), dtype=np.int64) for _ in range(3))
+    between, refresh = np.zeros(most, dtype=np.int64), np.zeros(most, dtype=np.bool_)
+    used = _group(coins.between, coins.within, coins.refresh, merge, first, steps, between, within, refresh)
+    first += start
+    return Rounds(first[:used], steps[:used], between[:used], within[:used], refresh[:used])
 
 
 def server_coin(p0: float, k: int) -> float:

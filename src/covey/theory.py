@@ -159,10 +159,8 @@ def coins(known: Constants, L: float, *, p0: Any = None, p: Any = None, tau: Any
     ours = best_probabilities(known.C1, known.C2, L)
     k = len(known.gamma)
     chance = probability("p0", ours[0] if p0 is None else p0)
-    within = np.broadcast_to([probability("p", value) for value in np.atleast_1d(ours[1] if p is None else p)], (k,))
-    share = best_tau(chance, within)
-    if tau is not None:
-        share = np.broadcast_to([probability("tau", value) for value in np.atleast_1d(tau)], (k,))
+    within = _per_cluster("p", ours[1] if p is None else p, k)
+    share = best_tau(chance, within) if tau is None else _per_cluster("tau", tau, k)
     if known.C1 > 0 and chance == 0:
         raise SolverError("With p0 = 0 the clusters never meet, but alpha > 0 ties them together; give p0 > 0, or alpha = 0.")
     if chance == 1 or (within == 1).any():
@@ -174,7 +172,7 @@ def coins(known: Constants, L: float, *, p0: Any = None, p: Any = None, tau: Any
             f"tau = {share[j]:g} leaves part of the pull to cluster number {j} to a coin that never shows heads (p0 = "
             f"{chance:g}, p = {within[j]:g}), so the steps would be biased; leave tau out, or change the probabilities."
         )
-    return Coins(chance, within.astype(np.float64), share.astype(np.float64), probability("rho", rho))
+    return Coins(chance, within, share, probability("rho", rho))
 
 
 def probability(name: str, value: Any) -> float:
@@ -182,6 +180,13 @@ def probability(name: str, value: Any) -> float:
     if not (isinstance(value, int | float | np.number) and 0 <= value <= 1):
         raise SolverError(f"The {name!r} parameter must lie in [0, 1]. Got {value!r} instead.")
     return float(value)
+
+
+def _per_cluster(name: str, value: Any, k: int) -> Floats:
+    values = [probability(name, each) for each in np.atleast_1d(value).tolist()]
+    if len(values) not in (1, k):
+        raise SolverError(f"The {name!r} parameter must hold 1 or {k} values, one for each cluster. Got {len(values)} instead.")
+    return np.full(k, values[0]) if len(values) == 1 else np.array(values)
 
 
 # Async-L2GD

@@ -10,14 +10,29 @@ from covey.data import GroupedData
 from covey.errors import ConvergenceWarning, one_of
 from covey.losses import Loss
 from covey.objective import Penalty
+from covey.solvers.al2sgd_plus import al2sgd_plus
+from covey.solvers.l2gd import l2gd
 from covey.solvers.newton import newton
+from covey.solvers.one_coin import one_coin
 from covey.solvers.result import Convergence, Fit, Progress
 from covey.solvers.sweep import sweep
 
 Solver = Literal["auto", "sweep", "newton"]
 SOLVERS = ("auto", "sweep", "newton")
 
-__all__ = ["SOLVERS", "Convergence", "Fit", "Progress", "Solver", "newton", "solve", "sweep"]
+__all__ = [
+    "SOLVERS",
+    "Convergence",
+    "Fit",
+    "Progress",
+    "Solver",
+    "al2sgd_plus",
+    "l2gd",
+    "newton",
+    "one_coin",
+    "solve",
+    "sweep",
+]
 
 
 def solve(

@@ -177,10 +177,9 @@ def al2sgd_plus(
     largest = Katyusha.of(known, smoothness, drawn.rho).eta
     pace = Katyusha.of(known, smoothness, drawn.rho, step(eta, largest, "1 / (4 max(L_F, calL))"))
     schedule = Schedule(drawn, watch.get("seed", 0), vote=vote)
-    tol = watch.get("tol", 1e-8)
     run = settle(
         watch, "al2sgd_plus", schedule, links(np.diff(data.hierarchy.cluster_ptr), data.n_terms, vote), known, largest,
-        pace=1 / (pace.b2 * known.mu), needed=2 * pace.iterations(tol or 1e-16, gap=(known.L_row + known.gamma_max) / 2),
+        pace=1 / (pace.b2 * known.mu), needed=lambda tol: pace.iterations(tol, gap=(known.L_row + known.gamma_max) / 2),
         advice="raise max_iter",
     )  # fmt: skip
     node = node_of(data, loss, penalty.gamma, drawn, pace, streams(schedule.seed, data.n_clients))

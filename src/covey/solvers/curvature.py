@@ -63,7 +63,8 @@ def near_minimiser(data: GroupedData, loss: Loss, penalty: Penalty) -> Floats:
 def objective_curvature(data: GroupedData, penalty: Penalty, A: Floats) -> float:
     """The smallest eigenvalue of the objective's Hessian, the clients' own being ``A (n, d, d)``; 0 where it is singular."""
     tree, top, (n, d) = data.hierarchy, Top.of(penalty), A.shape[:2]
-    below, above = Spread.of_penalty(penalty.gamma, d), Spread.of_penalty(penalty.lam, d)
+    lam = penalty.lam if len(penalty.lam) > 1 else np.array([np.inf])  # one cluster: the same objective whatever its lam
+    below, above = Spread.of_penalty(penalty.gamma, d), Spread.of_penalty(lam, d)
 
     def inverse(b: Floats) -> Floats:
         b = b.reshape(n, d)

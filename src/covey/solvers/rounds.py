@@ -27,7 +27,7 @@ from covey.hierarchy import Hierarchy, segment_sum
 from covey.ledger import Ledger, Links
 from covey.losses import Loss
 from covey.objective import Penalty
-from covey.schedule import Round, Schedule
+from covey.schedule import Round, Rounds, Schedule
 from covey.solvers.checkpoint import Checkpoint
 from covey.solvers.result import Convergence, Fit, Progress, certified_gap
 from covey.solvers.sweep import blocks_of
@@ -74,14 +74,12 @@ class Pull:
     def none(cls, k: int, d: int) -> Pull:
         return cls(np.zeros(k), np.zeros((k, d)))
 
-    def then(self, strength: Floats, centre: Floats, gamma: Floats) -> Pull:
+    def then(self, strength: Floats, force: Floats, gamma: Floats) -> Pull:
         """Followed by another, where all clients of a cluster have the same ``gamma (k,)``."""
         if not self.strength.any():
-            return Pull(strength, strength[:, None] * centre)
-        keep = (1 - gamma * strength)[:, None]
-        shift = keep * gamma[:, None] * self.force + (gamma * strength)[:, None] * centre
-        both = keep[:, 0] * (1 - gamma * self.strength)
-        return Pull((1 - both) / gamma, shift / gamma[:, None])
+            return Pull(strength, force)
+        keep = 1 - gamma * strength
+        return Pull(self.strength * keep + strength, self.force * keep[:, None] + force)
 
 
 @dataclass(frozen=True)
@@ -132,17 +130,19 @@ class Blocks:
     ptr: Ints
     owner: Ints
     of_cluster: Ints
+    one_each: bool
 
     @classmethod
     def of(cls, tree: Hierarchy) -> Blocks:
         ptr, owner = blocks_of(tree.cluster_ptr)
-        return cls(ptr, owner, np.searchsorted(owner, np.arange(tree.n_clusters + 1)))
+        clusters = np.arange(tree.n_clusters + 1)
+        return cls(ptr, owner, np.searchsorted(owner, clusters), np.array_equal(owner, clusters[:-1]))
 
     def empty(self, d: int) -> Floats:
         return np.zeros((len(self.owner), d))
 
     def total(self, sums: Floats) -> Sums:
-        return Sums(segment_sum(sums, self.of_cluster))
+        return Sums(sums if self.one_each else segment_sum(sums, self.of_cluster))
 
 
 def node_sums(tree: Hierarchy, gamma: Floats, theta: Floats) -> Sums:
@@ -206,7 +206,9 @@ class Guide(Protocol):
 
 
 class Network(Protocol):
-    """All nodes at once, wherever they are."""
+    """All nodes at once, wherever they are; ``d`` coefficients a client."""
+
+    d: int
 
     def move(self, move: Move) -> Sums: ...
     def sums(self) -> Sums: ...
@@ -244,7 +246,6 @@ def coordinate(
         t, ledger, rows = found.iteration, found.ledger, found.history
         network.restore(found.nodes)
         guide.memory.update(found.guide)
-    anchor = None
     while True:
         means = top.means(network.sums())
         w, wbar = top.centres(means)
@@ -254,9 +255,9 @@ def coordinate(
             raise _diverged(network, t, run, checkpoint)
         gap = certified_gap(norm, run.mu)
         done = gap is not None and gap <= run.tol * max(1.0, abs(value))
+        anchor = guide.begin(means) if t == 0 else None
         if not rows or rows[-1]["iteration"] < t:
             rows.append(_entry(t, value, norm, gap, ledger, run.minimum))
-            anchor = guide.begin(means) if t == 0 else None
             checkpoint.write(t, ledger, rows, network.save(), guide.memory)
         if progress is not None:
             progress(t, value, norm)
@@ -277,21 +278,29 @@ def _advance(
     network: Network, guide: Guide, top: Top, run: Run, start: int, stop: int, anchor: Floats | None, checkpoint: Checkpoint
 ) -> Ledger:
     """Iterations ``start`` to ``stop - 1``; what they cost."""
-    k, d = len(top.alpha), run.links.up
-    cost, stretch = run.links.nothing, max(16, _STRETCH // (1 + k))
+    cost, stretch = run.links.nothing, max(16, _STRETCH // (1 + len(top.alpha)))
     for first in range(start, stop, stretch):
         last = min(stop, first + stretch)
         rounds = run.schedule.rounds(first, last)
-        pull, heads = Pull.none(k, d), np.zeros(k, dtype=bool)
-        for turn in rounds:
-            part = turn.takes_part
-            sums = network.move(Move(pull, heads, turn.start, turn.steps, part, turn.refresh, anchor))
-            if not np.isfinite(sums.total).all():
-                raise _diverged(network, int((turn.start + turn.steps).max()), run, checkpoint)
-            pull, anchor = guide.answer(top.means(sums), turn)
-            heads = part & (not turn.refresh)
-        cost = cost + run.links.of(rounds, last - first)
+        lost = play(network, guide, top, rounds, anchor)
+        if lost is not None:
+            raise _diverged(network, lost, run, checkpoint)
+        cost, anchor = cost + run.links.of(rounds, last - first), None
     return cost
+
+
+def play(network: Network, guide: Guide, top: Top, rounds: Rounds, anchor: Floats | None = None) -> int | None:
+    """Some rounds; the iteration by which something is no longer finite, if that happens."""
+    k = len(top.alpha)
+    pull, heads = Pull.none(k, network.d), np.zeros(k, dtype=bool)
+    for turn in rounds:
+        part = turn.takes_part
+        sums = network.move(Move(pull, heads, turn.start, turn.steps, part, turn.refresh, anchor))
+        if not np.isfinite(sums.total).all():
+            return int((turn.start + turn.steps).max())
+        pull, anchor = guide.answer(top.means(sums), turn)
+        heads = part & (not turn.refresh)
+    return None
 
 
 HISTORY = {
@@ -330,10 +339,10 @@ def settle(
     largest_step: float,
     *,
     pace: float,
-    needed: int,
+    needed: Callable[[float], int],
     advice: str,
 ) -> Run:
-    """A run from what the user said and, by default, theory: ``pace`` iterations for a factor of e, ``needed`` in all."""
+    """A run by what the user said, else by theory: ``pace`` iterations for a factor of e, ``needed`` ones for a tolerance."""
     seed, tol = watch.get("seed", 0), watch.get("tol", 1e-8)
     if not (isinstance(seed, int | np.integer) and seed >= 0):
         raise SolverError(f"The 'seed' parameter must be a whole number >= 0. Got {seed!r} instead.")
@@ -343,7 +352,7 @@ def settle(
         given = watch.get(name)
         if not (given is None or (isinstance(given, int | np.integer) and given >= 1)):
             raise SolverError(f"The {name!r} parameter must be a whole number >= 1. Got {given!r} instead.")
-    max_iter = watch.get("max_iter") or int(min(max(needed, 1000), _MOST_ITERATIONS))
+    max_iter = watch.get("max_iter") or int(min(max(2 * needed(max(tol, 1e-16)), 1000), _MOST_ITERATIONS))
     every = watch.get("every") or int(np.clip(pace / 4, 16, max(16, max_iter // 20)))
     growing, note = watch.get("every") is None, f" ({known.note})" if known.note else ""
     return Run(
@@ -374,6 +383,7 @@ class InMemory:
         self, data: GroupedData, loss: Loss, gamma: Floats, state: Any, move: Callable[[Any, Move], tuple[Any, Sums]]
     ) -> None:
         self._data, self._loss, self._gamma, self._move = data, loss, gamma, move
+        self.d = data.n_terms
         self.state = state
 
     def move(self, move: Move) -> Sums:
@@ -410,6 +420,7 @@ def solve_in_memory(
     """Run an algorithm with all clients on one node."""
     recipe = {"solver": run.solver, "schedule": asdict(run.schedule), "every": run.every, **guide.recipe()}
     checkpoint = Checkpoint.at(watch.get("checkpoint"), recipe, data, penalty)
-    network = InMemory(data, loss, penalty.gamma, state, move)
-    w, wbar, account, history, ledger = coordinate(network, guide, Top.of(penalty), run, checkpoint, watch.get("progress"))
+    network, top = InMemory(data, loss, penalty.gamma, state, move), Top.of(penalty)
+    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is reported by client and iteration
+        w, wbar, account, history, ledger = coordinate(network, guide, top, run, checkpoint, watch.get("progress"))
     return Fit(network.state.theta, w, wbar, account, history, ledger)
