@@ -29,6 +29,7 @@ _HOMES = {
     "Penalty": "covey.objective",
     "load": "covey.estimators",
     "newton": "covey.solvers",
+    "plan": "covey.planning",
     "read_table": "covey.data",
     "sweep": "covey.solvers",
 }
@@ -45,6 +46,7 @@ __all__ = [
     "datasets",
     "load",
     "newton",
+    "plan",
     "read_table",
     "sweep",
 ]

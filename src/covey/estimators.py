@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,13 +18,17 @@ from covey.describe import describe
 from covey.errors import DataError, listing, one_of
 from covey.hierarchy import UNSEEN, Level, Unseen
 from covey.labels import to_array
+from covey.ledger import Ledger
 from covey.losses import Reduction
 from covey.model import Model, Spec, fit_matrix, fit_table
 from covey.persist import load_model, save_model
 from covey.solvers import Convergence, Solver
 
 # What an estimator and a specification say in the same words.
-_SETTINGS = ("formula", "fit_intercept", "gamma", "lam", "alpha", "reduction", "baseline", "solver", "tol", "max_iter")
+_SETTINGS = (
+    "formula", "fit_intercept", "gamma", "lam", "alpha", "reduction", "ridge", "baseline", "solver", "options", "tol",
+    "max_iter",
+)  # fmt: skip
 
 _PARAMETERS = """
     Parameters
@@ -47,14 +52,20 @@ _PARAMETERS = """
         Columns with row weights and with a known part of the linear predictor.
     baseline : {None, "single-model", "locally-trained", "single-cluster"}
         Fit one of the models the hierarchy is compared with, through the same interface.
-    solver : {"auto", "sweep", "newton"}
-        ``sweep`` is exact for the Gaussian loss, ``newton`` serves any.
+    ridge : float
+        Pull of every client's coefficients to zero, on top of that to its cluster.
+    solver : {"auto", "sweep", "newton", "l2gd", "al2sgd_plus", "one_coin"}
+        ``sweep`` is exact for the Gaussian loss, ``newton`` serves any; the others are the paper's algorithms by coins.
+        ``auto`` takes what a network would finish first; ``covey.plan`` shows what each would cost.
+    options : mapping or None
+        Keywords of the algorithms by coins, such as ``{"steps": "switching", "p0": 0.1, "checkpoint": "run.npz"}``.
     unseen : {"parent", "raise"}
         What ``predict`` does for a client or cluster that training did not see: use the model one level up, or raise.
-    tol, max_iter : float, int
-        Newton stops when the gradient norm is below ``tol``, and warns if ``max_iter`` steps do not get there.
+    tol, max_iter : float, int or None
+        Newton stops when the gradient norm is below ``tol``; the algorithms by coins when the objective is certified to be
+        within ``tol`` (relative) of its minimum. They warn if ``max_iter`` steps (100; twice the theorem's) do not do.
     random_state : int
-        Seed of the folds by which the single-cluster baseline chooses its penalty.
+        Seed of the coins, and of the folds by which the single-cluster baseline chooses its penalty.
 
     Attributes
     ----------
@@ -62,6 +73,8 @@ _PARAMETERS = """
         Coefficients at each level, in the order of ``clients_``, ``clusters_`` and ``terms_``.
     convergence_ : Convergence
         How the solver stopped: gradient norm, certified gap, message.
+    history_, ledger_
+        Of an iterative solver: a frame with a row for each check, and what crossed each link.
 """
 
 
@@ -78,14 +91,16 @@ class _Hierarchical(BaseEstimator):
         lam: Any = None,
         alpha: Any = None,
         reduction: Reduction = "sum",
+        ridge: float = 0.0,
         fit_intercept: bool = True,
         weights: str | int | None = None,
         offset: str | int | None = None,
         baseline: str | None = None,
         solver: Solver = "auto",
+        options: Mapping[str, Any] | None = None,
         unseen: Unseen = "parent",
         tol: float = 1e-8,
-        max_iter: int = 100,
+        max_iter: int | None = None,
         random_state: int = 0,
     ) -> None:
         self.client = client
@@ -95,11 +110,13 @@ class _Hierarchical(BaseEstimator):
         self.lam = lam
         self.alpha = alpha
         self.reduction = reduction
+        self.ridge = ridge
         self.fit_intercept = fit_intercept
         self.weights = weights
         self.offset = offset
         self.baseline = baseline
         self.solver = solver
+        self.options = options
         self.unseen = unseen
         self.tol = tol
         self.max_iter = max_iter
@@ -153,7 +170,10 @@ class _Hierarchical(BaseEstimator):
     def coef_frame(self, level: Level = "client") -> Any:
         """Coefficients as a tidy frame, a row for each unit and term, in the library of the frame that was fitted."""
         check_is_fitted(self, "model_")
-        frame = self.model_.coefficients(level)
+        return self._native(self.model_.coefficients(level))
+
+    def _native(self, frame: Any) -> Any:
+        """A frame in the library of the one that was fitted; polars if that was none."""
         library: Any = getattr(self, "_library_", nw.Implementation.POLARS)
         if library is nw.Implementation.POLARS:
             return frame
@@ -196,6 +216,14 @@ class _Hierarchical(BaseEstimator):
     @property
     def convergence_(self) -> Convergence:
         return self._fitted.convergence
+
+    @property
+    def history_(self) -> Any:
+        return None if self._fitted.history is None else self._native(self._fitted.history)
+
+    @property
+    def ledger_(self) -> Ledger | None:
+        return self._fitted.ledger
 
     @property
     def n_iter_(self) -> int:

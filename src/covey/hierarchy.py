@@ -64,6 +64,11 @@ class Hierarchy:
         return np.repeat(np.arange(self.n_clusters), np.diff(self.cluster_ptr))
 
     @property
+    def sizes(self) -> Ints:
+        """The number of clients of each cluster."""
+        return np.diff(self.cluster_ptr)
+
+    @property
     def clients(self) -> Anything:
         return to_array(self.client_ids)
 

@@ -100,6 +100,11 @@ def links(clients: Ints, d: int, vote: Vote = "central") -> Links:
     return Links(clients, d, d + 1, vote == "majority")
 
 
+def quadratic_links(clients: Ints, d: int) -> Links:
+    """The network of the sweep and of Newton: a symmetric matrix, two vectors and four numbers up, a vector and two down."""
+    return Links(clients, d * (d + 1) // 2 + 2 * d + 4, d + 2)
+
+
 def paper_rates(schedule: Schedule) -> tuple[Floats, float]:
     """Expected exchanges an iteration by prop. expected_num_comm: within each cluster alone ``(k,)``, and between clusters."""
     coins = schedule.coins

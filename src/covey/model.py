@@ -5,7 +5,7 @@ The scikit-learn estimators and the command line are two faces of this; it needs
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,10 @@ from covey.design import Columns, Design, Formula, Frame, column, numeric, respo
 from covey.errors import CoveyError, DataError, FormulaError, SolverError, listing, one_of
 from covey.hierarchy import Hierarchy, Level, Resolved, Unseen
 from covey.labels import is_missing
+from covey.ledger import Ledger
 from covey.losses import Loss, Reduction, loss_of
 from covey.objective import Penalty
-from covey.solvers import Convergence, Fit, Progress, Solver, solve
+from covey.solvers import Convergence, Fit, Progress, Solver, check_options, solve
 
 
 @dataclass(frozen=True)
@@ -43,15 +44,17 @@ class Spec:
     lam: Any = None
     alpha: Any = None
     reduction: Reduction = "sum"
+    ridge: float = 0.0
     baseline: str | None = None
     solver: Solver = "auto"
+    options: Mapping[str, Any] | None = None
     tol: float = 1e-8
-    max_iter: int = 100
+    max_iter: int | None = None
     seed: int = 0
 
     @property
     def loss(self) -> Loss:
-        return loss_of(self.family, self.reduction)
+        return loss_of(self.family, self.reduction, self.ridge)
 
     @property
     def named(self) -> bool:
@@ -60,14 +63,15 @@ class Spec:
 
     def check(self) -> None:
         """Refuse settings that no data could make right."""
-        loss_of(self.family, self.reduction)
+        loss_of(self.family, self.reduction, self.ridge)
+        check_options(self.solver, self.options)
         if self.baseline is not None and self.baseline not in BASELINES:
             raise one_of("baseline", self.baseline, BASELINES)
         if not (isinstance(self.tol, int | float) and self.tol > 0):
             raise SolverError(f"The 'tol' parameter must be a positive number. Got {self.tol!r} instead.")
         if not (isinstance(self.seed, int) and self.seed >= 0):
             raise SolverError(f"The seed (random_state) must be a whole number >= 0. Got {self.seed!r} instead.")
-        if not (isinstance(self.max_iter, int | np.integer) and self.max_iter >= 1):
+        if not (self.max_iter is None or (isinstance(self.max_iter, int | np.integer) and self.max_iter >= 1)):
             raise SolverError(f"The 'max_iter' parameter must be a whole number >= 1. Got {self.max_iter!r} instead.")
 
 
@@ -86,6 +90,8 @@ class Model:
     penalty: Penalty | None
     classes: Anything | None = None
     has_offset: bool = False
+    history: pl.DataFrame | None = None
+    ledger: Ledger | None = None
 
     @property
     def terms(self) -> tuple[str, ...]:
@@ -127,7 +133,7 @@ class Model:
         if level == "global":
             return pl.DataFrame({"term": self.terms, "estimate": self.wbar})
         if level == "cluster":
-            ids = {"cluster": tree.cluster_ids, "clients": np.diff(tree.cluster_ptr)}
+            ids = {"cluster": tree.cluster_ids, "clients": tree.sizes}
             values = self.w
         elif level == "client":
             ids = {"cluster": tree.cluster_ids.gather(tree.parent), "client": tree.client_ids, "rows": self.rows}
@@ -324,7 +330,17 @@ def fit_data(data: GroupedData, spec: Spec, progress: Progress | None = None) ->
     if spec.baseline is not None:
         return fit_baseline(spec.baseline, data, loss, seed=spec.seed, progress=progress), None
     penalty = Penalty.of(data.hierarchy, gamma=spec.gamma, lam=spec.lam, alpha=spec.alpha)
-    fit = solve(data, loss, penalty, solver=spec.solver, tol=spec.tol, max_iter=spec.max_iter, progress=progress)
+    fit = solve(
+        data,
+        loss,
+        penalty,
+        solver=spec.solver,
+        tol=spec.tol,
+        max_iter=spec.max_iter,
+        seed=spec.seed,
+        options=spec.options,
+        progress=progress,
+    )
     if not np.isfinite(fit.theta).all():
         raise CoveyError("The coefficients are not finite; the columns are probably on extreme scales: standardise them.")
     return fit, penalty
@@ -347,4 +363,6 @@ def fit_grouped(
         penalty,
         classes,
         data.offset is not None,
+        fit.history,
+        fit.ledger,
     )

@@ -62,7 +62,7 @@ class Penalty:
             _check_range(spread, "gamma", clusters, "cluster", np.inf, open_end=True)
             spread = spread[hierarchy.parent]
         total = hierarchy.sum_up(spread)
-        idle = (total == 0) & (np.diff(hierarchy.cluster_ptr) > 0)
+        idle = (total == 0) & (hierarchy.sizes > 0)
         if idle.any():
             name = clusters.tolist()[int(idle.argmax())]
             raise PenaltyError(

@@ -108,6 +108,7 @@ def _document(model: Model, extra: dict[str, Any]) -> dict[str, Any]:
     spec = asdict(model.spec)
     for name in ("gamma", "lam", "alpha"):
         spec[name] = _plain_penalty(spec[name])
+    spec["options"] = _plain_options(model.spec.options)
     classes = None
     if model.classes is not None:
         if model.classes.dtype.kind not in "OUSbiuf" or not all(
@@ -131,7 +132,7 @@ def _document(model: Model, extra: dict[str, Any]) -> dict[str, Any]:
 
 def _tables(model: Model) -> tuple[pl.DataFrame, pl.DataFrame]:
     tree = model.hierarchy
-    clusters = pl.DataFrame({"cluster": tree.cluster_ids, "clients": np.diff(tree.cluster_ptr)})
+    clusters = pl.DataFrame({"cluster": tree.cluster_ids, "clients": tree.sizes})
     clients = pl.DataFrame({"cluster": tree.parent, "client": tree.client_ids, "rows": model.rows})
     if model.penalty is not None:
         clusters = clusters.with_columns(lam=pl.Series(model.penalty.lam))
@@ -227,6 +228,14 @@ def _plain_penalty(value: Any) -> Any:
         return None
     number = float(value)
     return "inf" if math.isinf(number) else number
+
+
+def _plain_options(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """A solver's settings as JSON; a checkpoint is a file of the machine that fitted, and stays behind."""
+    if options is None:
+        return None
+    kept = {name: value for name, value in options.items() if name != "checkpoint"}
+    return {name: value.tolist() if isinstance(value, np.ndarray | np.generic) else value for name, value in kept.items()}
 
 
 def _plain_id(key: Any) -> Any:

@@ -17,7 +17,6 @@ from typing import Literal
 
 import numpy as np
 from numba import njit
-from scipy.special import betaincinv
 
 from covey._typing import Anything, Floats, Ints
 from covey.errors import one_of
@@ -158,6 +157,8 @@ def server_coin(p0: float, k: int) -> float:
     >>> round(server_coin(0.1, 5), 4), round(server_coin(0.1, 6), 4)
     (0.2466, 0.2466)
     """
+    from scipy.special import betaincinv  # slow to import, and only needed here
+
     m = (k + 1) // 2
     return float(betaincinv(m, m, p0))
 

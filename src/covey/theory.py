@@ -68,7 +68,7 @@ class Constants:
         >>> known.L, round(known.mu, 9), known.C1, known.C2
         (9.0, 1.0, 0.25, 0.75)
         """
-        clusters = np.flatnonzero(np.diff(data.hierarchy.cluster_ptr))
+        clusters = np.flatnonzero(data.hierarchy.sizes)
         gamma = np.zeros(data.n_clusters)
         gamma[clusters] = np.maximum.reduceat(penalty.gamma, data.hierarchy.cluster_ptr[:-1][clusters])
         return cls(
@@ -246,6 +246,14 @@ def iterations(accuracy: float, *, smoothness: float, mu: float, sigma2: float =
     if sigma2 > 0:
         eta = min(eta, accuracy * start * mu / (4 * sigma2))
     return max(1, math.ceil(math.log(2 / accuracy) / -math.log1p(-min(eta * mu, 0.5)))), eta
+
+
+def switching_iterations(accuracy: float, *, smoothness: float, mu: float, sigma2: float, start: float) -> int:
+    """Iterations until ``switching_bound`` is below ``accuracy * start``."""
+    linear, square = 8 * sigma2 / mu**2, 16 * math.ceil(smoothness / mu) ** 2 / math.e**2 * start
+    target = accuracy * start
+    t = (linear + math.sqrt(linear**2 + 4 * target * square)) / (2 * target)
+    return max(switch(smoothness, mu), math.ceil(t))
 
 
 # The one-coin variant

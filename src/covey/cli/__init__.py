@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from covey.cli import demo, fit, predict, show
+from covey.cli import demo, fit, plan, predict, show
 from covey.errors import CoveyError
 
 app = typer.Typer(
@@ -26,6 +26,7 @@ app = typer.Typer(
 app.command("fit")(fit.fit)
 app.command("predict")(predict.predict)
 app.command("show")(show.show)
+app.command("plan")(plan.plan)
 app.command("demo")(demo.demo)
 
 _ClickError: Any = typer.BadParameter.__mro__[2]  # the base of all usage errors; click or typer's own copy of it

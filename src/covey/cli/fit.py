@@ -21,9 +21,12 @@ def fit(
     weights: Annotated[str | None, typer.Option(help="Column with row weights.")] = None,
     offset: Annotated[str | None, typer.Option(help="Column with a known part of the linear predictor.")] = None,
     baseline: Annotated[str | None, typer.Option(help="single-model, locally-trained or single-cluster.")] = None,
-    solver: Annotated[str, typer.Option(help="auto, sweep or newton.")] = "auto",
-    tol: Annotated[float, typer.Option(help="Newton stops below this gradient norm.")] = 1e-8,
-    max_iter: Annotated[int, typer.Option(help="Most Newton steps.")] = 100,
+    ridge: Annotated[float, typer.Option(help="Pull of every client's coefficients to zero.")] = 0.0,
+    solver: Annotated[str, typer.Option(help="auto, sweep, newton, l2gd, al2sgd_plus or one_coin.")] = "auto",
+    option: Annotated[list[str] | None, typer.Option(help="Of the last three, as name=value: steps=switching, p0=0.1.")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="File those three write as they go, and resume from.")] = None,
+    tol: Annotated[float, typer.Option(help="Gradient norm at which Newton stops; certified gap for the last three.")] = 1e-8,
+    max_iter: Annotated[int | None, typer.Option(help="Most iterations.")] = None,
     holdout: Annotated[float, typer.Option(help="Share of each client's rows to compare models on; 0 skips it.")] = 0.2,
     seed: Annotated[int, typer.Option(help="Seed of the split and of cross-validation.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for the model.")] = None,
@@ -35,6 +38,8 @@ def fit(
 
     [bold]Example[/bold]   covey fit homes.parquet "log_radon ~ floor" --client county --cluster state --out model
     """
+    from dataclasses import replace
+
     from covey.cli._console import console, print_json, working
     from covey.comparison import choose_on_training_rows, chosen, compare
     from covey.data import read_table
@@ -57,8 +62,10 @@ def fit(
         lam=lam,
         alpha=alpha,
         reduction=reduction,  # type: ignore[arg-type]
+        ridge=ridge,
         baseline=baseline,
         solver=solver,  # type: ignore[arg-type]
+        options=_options(option, None) or None,
         tol=tol,
         max_iter=max_iter,
         seed=seed,
@@ -79,7 +86,13 @@ def fit(
         if choose:
             spec = chosen(grouped, spec, progress=counting)
         say("fitting all rows")
-        model = fit_grouped(grouped, design, classes, spec)
+        spec = replace(spec, options=_options(option, checkpoint) or None)
+        spec.check()
+
+        def watching(iteration: int, _: float, norm: float) -> None:
+            say(f"fitting all rows: iteration {iteration:,}, gradient norm {norm:.1e}")
+
+        model = fit_grouped(grouped, design, classes, spec, watching)
         if out is not None:
             save_model(model, out)
     if as_json:
@@ -95,6 +108,24 @@ def fit(
     screen.print(describe(model), markup=False)
     if out is not None:
         screen.print(f"\nmodel written to {out}", markup=False)
+
+
+def _options(given: list[str] | None, checkpoint: Path | None) -> dict[str, Any]:
+    """``name=value`` pairs; a value that reads as JSON (a number, a list) is one, anything else is text."""
+    import json
+
+    from covey.errors import SolverError
+
+    options: dict[str, Any] = {}
+    for pair in given or []:
+        name, equals, text = pair.partition("=")
+        if not equals:
+            raise SolverError(f"The option --option must be name=value, such as p0=0.1. Got {pair!r} instead.")
+        try:
+            options[name] = json.loads(text)
+        except ValueError:
+            options[name] = text
+    return options if checkpoint is None else {**options, "checkpoint": str(checkpoint)}
 
 
 def _number(gamma: str) -> float:
@@ -118,5 +149,6 @@ def _document(model: Any, comparison: Any) -> dict[str, Any]:
         "clusters": tree.n_clusters,
         "global": dict(zip(model.terms, model.wbar.tolist(), strict=True)),
         "convergence": asdict(model.convergence),
+        "history": None if model.history is None else model.history.to_dicts(),
         "held_out": None if comparison is None else asdict(comparison),
     }

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from textwrap import wrap
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
+import polars as pl
 from matplotlib.figure import Figure
 
 from covey._typing import Floats
@@ -47,3 +51,56 @@ def shrinkage_figure(model: Model, local: Floats, path: Path, *, term: int = 0, 
         figure.supylabel(f"{model.terms[term]} ({unit})", fontsize=11)
         figure.savefig(path, dpi=150)
     return path
+
+
+_RACERS = {
+    "sweep": ("#1f6fb4", "o", "-"),
+    "newton": ("#2a9d8f", "s", "-"),
+    "al2sgd_plus": ("#d1495b", "", "-"),
+    "l2gd": ("#8d6a9f", "", "-"),
+    "l2gd switching": ("#8d6a9f", "", "--"),
+    "one_coin": ("#e2a03f", "", "-"),
+}
+_SMALLEST_GAP = 1e-14
+
+
+def race_figure(told: Mapping[str, pl.DataFrame], path: Path, *, accuracy: float) -> Path:
+    """Gap to the minimum against exchanges, measured, a line for each solver; both axes are logarithmic."""
+    with mpl.rc_context({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(8.5, 5.2), layout="constrained")
+        panel = figure.subplots()
+        for name, history in told.items():
+            color, marker, line = _RACERS[name]
+            exchanges, gap = history["exchanges"].to_numpy(), history["gap"].to_numpy()
+            # A gap below rounding has no logarithm worth drawing; an exchange is counted from one to have a place on the axis.
+            kept = np.maximum(gap, _SMALLEST_GAP)
+            panel.plot(exchanges + 1, kept, color=color, marker=marker, linestyle=line, markersize=5, linewidth=1.6, label=name)
+        panel.axhline(accuracy, color="#b0b0b0", linewidth=1.0, linestyle=":", zorder=0)
+        panel.set_xscale("log")
+        panel.set_yscale("log")
+        panel.xaxis.set_major_formatter("{x:,.0f}")
+        panel.annotate(
+            f"asked for: {accuracy:g}",
+            (0.995, accuracy),
+            xycoords=panel.get_yaxis_transform(),
+            fontsize=10,
+            ha="right",
+            va="bottom",
+        )
+        panel.set_xlabel("exchanges of a client, plus one (log scale)")
+        panel.set_ylabel("objective above its minimum, share of that at zero")
+        figure.legend(loc="outside lower center", ncols=len(told), frameon=False, fontsize=10)
+        figure.suptitle(_finding(told, accuracy), fontsize=12.5, x=0.01, ha="left")
+        figure.savefig(path, dpi=150)
+    return path
+
+
+def _finding(told: Mapping[str, pl.DataFrame], accuracy: float) -> str:
+    """Who gets there, in how many exchanges."""
+    there: dict[str, Any] = {
+        name: history.filter(pl.col("gap") <= accuracy)["exchanges"].min() for name, history in told.items()
+    }
+    got = [f"{name} {count:,}" for name, count in there.items() if count is not None]
+    missed = [name for name, count in there.items() if count is None]
+    words = f"Exchanges to a gap of {accuracy:g}: {', '.join(got)}" if got else f"None reaches a gap of {accuracy:g}"
+    return "\n".join(wrap(words + (f"; not reached by {', '.join(missed)}" if got and missed else ""), 88))

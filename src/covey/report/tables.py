@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 from rich.table import Table
 
 from covey._typing import Floats
@@ -75,7 +74,7 @@ def coefficient_table(model: Model, level: str, limit: int) -> Table:
         if level == "client":
             ids = [str(tree.cluster_ids[int(tree.parent[at])]), str(tree.client_ids[at]), f"{model.rows[at]:,}"]
         else:
-            ids = [str(tree.cluster_ids[at]), f"{np.diff(tree.cluster_ptr)[at]:,}"]
+            ids = [str(tree.cluster_ids[at]), f"{tree.sizes[at]:,}"]
         table.add_row(*ids, *(f"{value:.4g}" for value in values[at]))
     if len(values) > limit:
         table.caption = f"{limit} of {len(values):,}; --limit shows more"

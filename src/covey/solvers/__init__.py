@@ -1,26 +1,34 @@
-"""Solvers, one file each: ``sweep`` (exact, Gaussian) and ``newton`` (any loss). ``solve`` picks one by name."""
+"""Solvers, one file each, in reading order: ``sweep`` (exact, Gaussian), ``newton`` (any loss), and the paper's algorithms by
+coins, ``l2gd``, ``one_coin`` and ``al2sgd_plus``, which share the loop in ``rounds``. ``solve`` picks one by name.
+"""
 
 from __future__ import annotations
 
+import inspect
 import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from covey.data import GroupedData
-from covey.errors import ConvergenceWarning, one_of
+from covey.errors import ConvergenceWarning, SolverError, listing, one_of
 from covey.losses import Loss
 from covey.objective import Penalty
 from covey.solvers.al2sgd_plus import al2sgd_plus
+from covey.solvers.costs import choose
 from covey.solvers.l2gd import l2gd
 from covey.solvers.newton import newton
 from covey.solvers.one_coin import one_coin
 from covey.solvers.result import Convergence, Fit, Progress
+from covey.solvers.rounds import Watch
 from covey.solvers.sweep import sweep
 
-Solver = Literal["auto", "sweep", "newton"]
-SOLVERS = ("auto", "sweep", "newton")
+Solver = Literal["auto", "sweep", "newton", "l2gd", "al2sgd_plus", "one_coin"]
+SOLVERS = ("auto", "sweep", "newton", "l2gd", "al2sgd_plus", "one_coin")
+BY_COINS: dict[str, Callable[..., Fit]] = {"l2gd": l2gd, "one_coin": one_coin, "al2sgd_plus": al2sgd_plus}
 
 __all__ = [
+    "BY_COINS",
     "SOLVERS",
     "Convergence",
     "Fit",
@@ -43,15 +51,44 @@ def solve(
     solver: Solver = "auto",
     start: Fit | None = None,
     tol: float = 1e-8,
-    max_iter: int = 100,
+    max_iter: int | None = None,
+    seed: int = 0,
+    options: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> Fit:
-    """Minimise the objective; ``auto`` takes the sweep for a Gaussian loss and Newton for any other."""
+    """Minimise the objective.
+
+    ``auto`` takes what a network would finish first: the sweep for a Gaussian loss and Newton for any other, unless their d x d
+    messages are so large that algorithm 2, by its theorem, is done earlier. ``options`` are keywords of the solvers by
+    coins; ``tol`` is the gradient norm at which Newton stops, and the certified gap (relative) at which those do.
+    """
+    check_options(solver, options)
+    if solver == "auto":
+        solver = choose(data, loss, penalty, accuracy=min(tol, 0.5))  # type: ignore[assignment]
+    if solver == "sweep":
+        return _refined(data, loss, penalty, tol)
+    if solver == "newton":
+        return newton(data, loss, penalty, start=start, tol=tol, max_iter=max_iter or 100, progress=progress)
+    watch: Watch = {"seed": seed, "tol": tol, "max_iter": max_iter, "progress": progress}
+    if start is not None:
+        watch["start"] = start.theta
+    return BY_COINS[solver](data, loss, penalty, **{**watch, **(options or {})})
+
+
+def check_options(solver: str, options: Mapping[str, Any] | None) -> None:
+    """Refuse a solver that is not there, and options it does not know."""
     if solver not in SOLVERS:
         raise one_of("solver", solver, SOLVERS)
-    if solver == "sweep" or (solver == "auto" and loss.name == "gaussian"):
-        return _refined(data, loss, penalty, tol)
-    return newton(data, loss, penalty, start=start, tol=tol, max_iter=max_iter, progress=progress)
+    if options is not None and not isinstance(options, Mapping):
+        raise SolverError(f"The 'options' parameter must map names to values. Got {options!r} instead.")
+    known: set[str] = set()
+    if solver in BY_COINS:
+        named = inspect.signature(BY_COINS[solver]).parameters.values()
+        known = {each.name for each in named if each.kind is each.KEYWORD_ONLY} | {"every", "minimum", "checkpoint"}
+    unknown = [name for name in options or {} if name not in known]
+    if unknown:
+        takes = f"takes {listing(sorted(known), 20)}" if known else "takes no options"
+        raise SolverError(f"The solver {solver!r} has no option {unknown[0]!r}; it {takes}.")
 
 
 def _refined(data: GroupedData, loss: Loss, penalty: Penalty, tol: float) -> Fit:

@@ -178,7 +178,7 @@ def al2sgd_plus(
     pace = Katyusha.of(known, smoothness, drawn.rho, step(eta, largest, "1 / (4 max(L_F, calL))"))
     schedule = Schedule(drawn, watch.get("seed", 0), vote=vote)
     run = settle(
-        watch, "al2sgd_plus", schedule, links(np.diff(data.hierarchy.cluster_ptr), data.n_terms, vote), known, largest,
+        watch, "al2sgd_plus", schedule, links(data.hierarchy.sizes, data.n_terms, vote), known, largest,
         pace=1 / (pace.b2 * known.mu), needed=lambda tol: pace.iterations(tol, gap=(known.L_row + known.gamma_max) / 2),
         advice="raise max_iter",
     )  # fmt: skip

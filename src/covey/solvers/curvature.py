@@ -10,7 +10,6 @@ from __future__ import annotations
 import warnings
 
 import numpy as np
-from scipy.sparse.linalg import ArpackError, LinearOperator, eigsh
 
 from covey._typing import Floats
 from covey.data import GroupedData
@@ -77,6 +76,8 @@ def objective_curvature(data: GroupedData, penalty: Penalty, A: Floats) -> float
         w, _ = top.centres(top.means(node_sums(tree, penalty.gamma, v)))
         bent: Floats = np.einsum("iab,ib->ia", A, v) + penalty.gamma[:, None] * (v - tree.down(w))
         return bent.ravel()
+
+    from scipy.sparse.linalg import ArpackError, LinearOperator, eigsh  # slow to import, and only needed here
 
     start = np.random.default_rng(0).standard_normal(n * d)
     if n * d < 32:

@@ -229,7 +229,7 @@ def descent(
     if steps == "switching":
         advice = "steps that shrink like 1/t are slow at the end: raise max_iter, or use solver='al2sgd_plus'"
     run = settle(
-        watch, name, schedule, links(np.diff(data.hierarchy.cluster_ptr), data.n_terms, vote), known, largest,
+        watch, name, schedule, links(data.hierarchy.sizes, data.n_terms, vote), known, largest,
         pace=1 / (eta * known.mu), needed=lambda tol: iterations(tol, smoothness=1 / (2 * eta), mu=known.mu)[0], advice=advice,
     )  # fmt: skip
     node = node_of(data, loss, penalty.gamma, drawn, rate)

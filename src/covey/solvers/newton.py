@@ -24,13 +24,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
+import polars as pl
 
 from covey._typing import Anything, Floats
 from covey.data import GroupedData
 from covey.errors import ConvergenceWarning, SolverError, listing
+from covey.ledger import Ledger, quadratic_links
 from covey.losses import Expansion, Gaussian, Loss
 from covey.objective import Penalty
-from covey.solvers.result import Convergence, Fit, Progress, certified_gap
+from covey.solvers.result import HISTORY, Convergence, Fit, Progress, certified_gap, entry
 from covey.solvers.sweep import Quadratic, Spread, descend, eliminate, solve_top, sweep
 
 _ARMIJO = 1e-4
@@ -174,10 +176,11 @@ def coordinate(
     tol: float,
     max_iter: int,
     progress: Progress | None = None,
-) -> tuple[Top, Convergence, Anything]:
+) -> tuple[Top, Convergence, Anything, list[tuple[int, float, float, int]]]:
     """Run Newton against ``ask``, which sends a request to all nodes and adds up their reports.
 
-    Returns the upper levels, the account, and which terms have no finite optimum.
+    Returns the upper levels, the account, which terms have no finite optimum, and the way there: iteration, value, gradient
+    norm and exchanges at each step.
     """
     spread = Spread.of_penalty(lam, len(top.wbar))
     scale = np.where(np.isinf(spread.scale), 0.0, spread.scale)[:, None]
@@ -185,6 +188,7 @@ def coordinate(
     value = report.value + 0.5 * float((scale * top.v**2).sum())
     norm = _gradient_norm(report, top)
     step = _newton_step(report, top, spread)
+    path = [(0, value, norm, exchanges)]
 
     # Where classes are separated the gradient vanishes while the coefficients go on growing: a few more steps will tell.
     while (norm > tol or _runaway(step, top).any()) and stalled < 2 and adrift < 3 and iterations < max_iter:
@@ -211,6 +215,7 @@ def coordinate(
         step = _newton_step(report, top, spread)
         adrift = adrift + 1 if norm <= tol else 0
         iterations += 1
+        path.append((iterations, value, norm, exchanges))
         if progress is not None:
             progress(iterations, value, norm)
 
@@ -225,7 +230,7 @@ def coordinate(
     # The bound is one on the clients' gradient, with the levels above at their best; else it would bound too little.
     balanced = _upper_residual(report, top) <= 1e-10 * (1.0 + float(np.linalg.norm(report.force)))
     gap = certified_gap(norm, mu) if balanced else None
-    return top, Convergence("newton", converged, iterations, exchanges, value, norm, gap, message), runaway
+    return top, Convergence("newton", converged, iterations, exchanges, value, norm, gap, message), runaway, path
 
 
 def _newton_step(report: Report, top: Top, spread: Spread) -> Top:
@@ -309,8 +314,11 @@ def newton(
 
     with np.errstate(invalid="ignore"):
         v = np.where(np.isinf(penalty.lam)[:, None], report.force, penalty.lam[:, None] * (w - wbar))
-    top, account, runaway = coordinate(ask, report, Top(w, v, wbar), penalty.lam, tol=tol, max_iter=max_iter, progress=progress)
+    top, account, runaway, path = coordinate(
+        ask, report, Top(w, v, wbar), penalty.lam, tol=tol, max_iter=max_iter, progress=progress
+    )
     account = replace(account, exchanges=account.exchanges + before)
+    history, ledger = _told(data, path, before, report.mu)
     separated = runaway.any() and loss.curvature[0] == 0.0
     if separated:
         terms = listing(np.array(data.terms)[runaway].tolist(), 3)
@@ -321,4 +329,13 @@ def newton(
         account = replace(account, message=f"{account.message}; {sentence}")
     if separated or not account.converged:
         warnings.warn(account.message, ConvergenceWarning, stacklevel=2)
-    return Fit(state.now.theta, top.w, top.wbar, account)
+    return Fit(state.now.theta, top.w, top.wbar, account, history, ledger)
+
+
+def _told(data: GroupedData, path: list[tuple[int, float, float, int]], before: int, mu: float) -> tuple[pl.DataFrame, Ledger]:
+    """The way as a history, and what it cost; every exchange is one of the whole network."""
+    network = quadratic_links(data.hierarchy.sizes, data.n_terms)
+    everybody = np.ones(data.n_clusters, dtype=np.int64)
+    spent = [network.count((exchanges + before) * everybody, exchanges + before) for *_, exchanges in path]
+    rows = [entry(t, value, norm, mu, ledger) for (t, value, norm, _), ledger in zip(path, spent, strict=True)]
+    return pl.DataFrame(rows, schema=HISTORY), spent[-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import polars as pl
 
@@ -52,6 +53,26 @@ class Fit:
     convergence: Convergence
     history: pl.DataFrame | None = None
     ledger: Ledger | None = None
+
+
+HISTORY = {
+    "iteration": pl.Int64,
+    "objective": pl.Float64,
+    "gap": pl.Float64,
+    "certified_gap": pl.Float64,
+    "gradient_norm": pl.Float64,
+    "exchanges": pl.Int64,
+    "exchanges_between": pl.Int64,
+    "bytes": pl.Int64,
+}
+"""A row for each check: ``gap`` is to the minimum where that is known, the last three are what it cost so far."""
+
+
+def entry(t: int, value: float, norm: float, mu: float, ledger: Ledger, minimum: float | None = None) -> dict[str, Any]:
+    """One row of a history."""
+    gaps = None if minimum is None else value - minimum, certified_gap(norm, mu)
+    spent = ledger.exchanges, int(ledger.between), int(ledger.bytes)
+    return dict(zip(HISTORY, (t, value, *gaps, norm, *spent), strict=True))
 
 
 def certified_gap(gradient_norm: float, mu: float) -> float | None:

@@ -29,7 +29,7 @@ from covey.losses import Loss
 from covey.objective import Penalty
 from covey.schedule import Round, Rounds, Schedule
 from covey.solvers.checkpoint import Checkpoint
-from covey.solvers.result import Convergence, Fit, Progress, certified_gap
+from covey.solvers.result import HISTORY, Convergence, Fit, Progress, certified_gap, entry
 from covey.solvers.sweep import blocks_of
 from covey.theory import Constants, mixing
 
@@ -257,7 +257,7 @@ def coordinate(
         done = gap is not None and gap <= run.tol * max(1.0, abs(value))
         anchor = guide.begin(means) if t == 0 else None
         if not rows or rows[-1]["iteration"] < t:
-            rows.append(_entry(t, value, norm, gap, ledger, run.minimum))
+            rows.append(entry(t, value, norm, run.mu, ledger, run.minimum))
             checkpoint.write(t, ledger, rows, network.save(), guide.memory)
         if progress is not None:
             progress(t, value, norm)
@@ -301,24 +301,6 @@ def play(network: Network, guide: Guide, top: Top, rounds: Rounds, anchor: Float
         pull, anchor = guide.answer(top.means(sums), turn)
         heads = part & (not turn.refresh)
     return None
-
-
-HISTORY = {
-    "iteration": pl.Int64,
-    "objective": pl.Float64,
-    "gap": pl.Float64,
-    "certified_gap": pl.Float64,
-    "gradient_norm": pl.Float64,
-    "exchanges": pl.Int64,
-    "exchanges_between": pl.Int64,
-    "bytes": pl.Int64,
-}
-
-
-def _entry(t: int, value: float, norm: float, certified: float | None, ledger: Ledger, minimum: float | None) -> dict[str, Any]:
-    gap = None if minimum is None else value - minimum
-    spent = (ledger.exchanges, int(ledger.between), int(ledger.bytes))
-    return dict(zip(HISTORY, (t, value, gap, certified, norm, *spent), strict=True))
 
 
 def _diverged(network: Network, t: int, run: Run, checkpoint: Checkpoint) -> SolverError:

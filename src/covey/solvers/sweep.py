@@ -22,15 +22,17 @@ import warnings
 from dataclasses import dataclass
 
 import numpy as np
+import polars as pl
 from numba import njit, prange
 
 from covey._typing import Floats, Ints
 from covey.data import GroupedData
 from covey.errors import ConvergenceWarning, SolverError
 from covey.hierarchy import segment_sum
+from covey.ledger import quadratic_links
 from covey.losses import Loss
 from covey.objective import Penalty
-from covey.solvers.result import Convergence, Fit, certified_gap
+from covey.solvers.result import HISTORY, Convergence, Fit, certified_gap, entry
 
 _CHUNK = 1 << 15  # clients whose matrices exist at the same time: a million clients need no more memory than this
 _BLOCK = 256  # clients summed by one thread before blocks are added in order: the same bits with any number of threads
@@ -210,7 +212,10 @@ def sweep(data: GroupedData, loss: Loss, penalty: Penalty) -> Fit:
             "columns are badly scaled: standardise them, or refine with solver='newton'"
         )
         warnings.warn(message, ConvergenceWarning, stacklevel=2)
-    return Fit(theta, w, wbar, Convergence("sweep", exact, 1, 1, objective, norm, certified_gap(norm, account.mu), message))
+    ledger = quadratic_links(data.hierarchy.sizes, data.n_terms).count(np.ones(data.n_clusters, dtype=np.int64), 1)
+    history = pl.DataFrame([entry(1, objective, norm, account.mu, ledger)], schema=HISTORY)
+    end = Convergence("sweep", exact, 1, 1, objective, norm, certified_gap(norm, account.mu), message)
+    return Fit(theta, w, wbar, end, history, ledger)
 
 
 def _normal_equations(data: GroupedData, loss: Loss) -> tuple[Floats, Floats]:
