@@ -73,6 +73,9 @@ def test_public_names_are_few_documented_and_there():
 def test_a_second_process_compiles_nothing():
     """Every kernel comes from the cache: numba's own count of cache misses is zero."""
     code = """
+import sys
+from covey.schedule import _group
+from covey.solvers import al2sgd_plus, l2gd
 from covey import datasets, sweep, newton, GroupedData, Penalty
 from covey.data import _counting_sort, _find_parents
 from covey.labels import _rank_in_table
@@ -83,7 +86,12 @@ for loss, y in ((Gaussian(), homes["log_radon"]), (Bernoulli(), homes["radon"] >
     data = GroupedData.from_arrays(homes[["floor"]].to_numpy(), y, homes["fips"].rank("dense"), homes["state"])
     newton(data, loss, Penalty.of(data.hierarchy))
 sweep(GroupedData.from_arrays(data.X, data.y), Gaussian(), Penalty.of(data.pooled().hierarchy))
-kernels_used = (kernels.expand, kernels.curvature_floor, _eliminate, _descend, _counting_sort, _find_parents, _rank_in_table)
+for solver in (l2gd, al2sgd_plus):
+    solver(data, Gaussian(ridge=0.1), Penalty.of(data.hierarchy), max_iter=20)
+    solver(data, Bernoulli(ridge=0.1), Penalty.of(data.hierarchy), max_iter=20)
+by_coins = [sys.modules[f"covey.solvers.{name}"]._move for name in ("l2gd", "al2sgd_plus")]
+of_data = (_counting_sort, _find_parents, _rank_in_table)
+kernels_used = (kernels.expand, kernels.curvature_floor, _eliminate, _descend, _group, *of_data, *by_coins)
 assert all(sum(k.stats.cache_hits.values()) for k in kernels_used)
 print(sum(sum(k.stats.cache_misses.values()) for k in kernels_used))
 """

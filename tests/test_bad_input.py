@@ -50,7 +50,7 @@ CASES = [
     (GOOD, {"client": None}, r"Clusters were given without clients"),
     (GOOD, {"gamma": -1.0}, r"'gamma' parameter must lie in \[0, inf\). Got -1 instead"),
     (GOOD, {"lam": {"g": 1.0}}, r"'lam' parameter has no value for cluster 'h'"),
-    (GOOD, {"solver": "magic"}, r"'solver' parameter must be one of 'auto', 'sweep', 'newton'. Got 'magic' instead"),
+    (GOOD, {"solver": "magic"}, r"'solver' parameter must be one of 'auto', 'sweep', 'newton', 'l2gd', .* Got 'magic' instead"),
     (GOOD, {"baseline": "magic"}, r"'baseline' parameter must be one of"),
     (GOOD, {"reduction": "max"}, r"'reduction' parameter must be one of 'sum', 'mean'"),
     (GOOD, {"unseen": "ignore"}, r"'unseen' parameter must be one of 'parent', 'raise'"),

@@ -10,6 +10,7 @@ import polars as pl
 import pyarrow as pa
 import pytest
 import sklearn
+from sklearn.base import clone
 from sklearn.compose import make_column_transformer
 from sklearn.linear_model import LinearRegression, LogisticRegression, PoissonRegressor
 from sklearn.model_selection import GridSearchCV, KFold, cross_validate
@@ -17,7 +18,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
-from covey import HierarchicalClassifier, HierarchicalPoissonRegressor, HierarchicalRegressor
+from covey import HierarchicalClassifier, HierarchicalPoissonRegressor, HierarchicalRegressor, load
 from covey.datasets import simulate
 
 ESTIMATORS = (HierarchicalRegressor, HierarchicalClassifier, HierarchicalPoissonRegressor)
@@ -228,3 +229,41 @@ def test_tidy_frames(homes):
     one = clients.filter(client="Apache, AZ", term="floor")["estimate"].item()
     assert one == model.coef_[model.clients_.tolist().index("Apache, AZ"), 1]
     assert model.coef_frame("global")["estimate"].to_list() == model.global_coef_.tolist()
+
+
+@pytest.mark.parametrize("solver", ["l2gd", "al2sgd_plus", "one_coin"])
+def test_estimators_take_the_solvers_by_coins(drawn, solver, tmp_path):
+    frame, _ = table_of(drawn, pd.DataFrame)
+    settings = {"client": "client", "cluster": "cluster", "formula": "y ~ x0 + x1", "gamma": 3.0}
+    exact = HierarchicalRegressor(**settings).fit(frame)
+    options = None if solver == "al2sgd_plus" else {"steps": "switching"}
+    model = HierarchicalRegressor(**settings, solver=solver, options=options, tol=1e-4, random_state=3).fit(frame)
+    assert model.convergence_.solver == solver
+    assert model.convergence_.converged
+    np.testing.assert_allclose(model.coef_, exact.coef_, atol=0.1)
+    assert isinstance(model.history_, pd.DataFrame)
+    assert model.ledger_.exchanges == model.convergence_.exchanges > 1
+    again = load(model.save(tmp_path / "model"))
+    assert (again.options, again.solver, again.history_) == (options, solver, None)
+    np.testing.assert_array_equal(again.coef_, model.coef_)
+    np.testing.assert_array_equal(clone(model).fit(frame).coef_, model.coef_)
+
+
+def test_a_checkpoint_is_not_part_of_a_saved_model(drawn, tmp_path):
+    frame, _ = table_of(drawn)
+    path = tmp_path / "run.npz"
+    model = HierarchicalRegressor(
+        client="client", formula="y ~ x0", solver="al2sgd_plus", tol=1e-3, options={"checkpoint": path, "p0": np.float64(0.2)}
+    ).fit(frame)
+    assert path.exists()
+    assert load(model.save(tmp_path / "model")).options == {"p0": 0.2}
+
+
+def test_a_ridge_pulls_to_zero(drawn):
+    plain, pulled = (
+        HierarchicalRegressor(ridge=ridge).fit(drawn.X, drawn.y, client=drawn.client, cluster=drawn.cluster)
+        for ridge in (0.0, 1e6)
+    )
+    assert np.abs(pulled.coef_).max() < 1e-2 * np.abs(plain.coef_).max()
+    with pytest.raises(ValueError, match=r"The 'ridge' parameter must lie in \[0, inf\)\. Got -1 instead"):
+        HierarchicalRegressor(ridge=-1).fit(drawn.X, drawn.y, client=drawn.client)

@@ -218,8 +218,11 @@ def test_katyusha_follows_the_theorem():
     assert pace.a1 == pytest.approx(np.sqrt(pace.eta * 1e-3 * pace.a2 / 0.25))
     assert pace.b2 == pytest.approx(pace.eta / (4 * pace.a1))
     assert pace.b1 == 1 - pace.b2 * 1e-3
+    assert pace.contraction == pace.b1
     t = pace.iterations(1e-6)
     assert pace.b1**t <= 1e-6 < pace.b1 ** (t - 1)
+    seldom = Katyusha.of(known(mu=1.0), smoothness=6.0, rho=1e-4)
+    assert seldom.contraction > 1 - 1e-4  # nothing converges faster than its anchor is refreshed
 
 
 @pytest.mark.parametrize(

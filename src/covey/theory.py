@@ -297,10 +297,15 @@ class Katyusha:
         per_gap = self.b1 * self.b2 / self.a1 * (2 + (2 * self.a2 + self.a1) / self.rho)
         return distance + per_gap * gap
 
+    @property
+    def contraction(self) -> float:
+        """What an iteration leaves of the potential: the most of its three parts, those at z, y and x."""
+        return max(self.b1, 1 - self.a1 / 2, 1 - self.rho * self.a1 / (2 * self.a2 + self.a1))
+
     def iterations(self, accuracy: float, distance: float = 1.0, gap: float = 0.0) -> int:
-        """Iterations until the potential, which shrinks by ``b1`` each time, is below ``accuracy * distance``."""
+        """Iterations until the potential is below ``accuracy * distance``."""
         ratio = self.potential(distance, gap) / (accuracy * distance)
-        return max(1, math.ceil(math.log(max(ratio, 1.0)) / -math.log(self.b1)))
+        return max(1, math.ceil(math.log(max(ratio, 1.0)) / -math.log(self.contraction)))
 
 
 def best_rho(drawn: Coins) -> float:

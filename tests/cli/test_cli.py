@@ -282,3 +282,42 @@ def test_version(tmp_path):
     from covey import __version__
 
     assert run("--version", cwd=tmp_path).stdout == f"covey {__version__}\n"
+
+
+WHERE = ["homes.parquet", "log_radon ~ floor", "--client", "county", "--cluster", "state"]
+
+
+def test_plan_prints_a_table_and_draws_the_race(folder):
+    done = run("plan", *WHERE, "--gamma", 10, "--figure", "race.png", "--max-iter", 2000, cwd=folder)
+    assert done.stderr == ""
+    assert "* sweep" in done.stdout
+    assert "al2sgd_plus" in done.stdout
+    assert (folder / "race.png").read_bytes().startswith(b"\x89PNG")
+    told = json.loads(run("plan", *WHERE, "--gamma", 10, "--json", cwd=folder).stdout)
+    assert told["cheapest"] == "sweep"
+    assert {cost["solver"] for cost in told["solvers"]} == {"sweep", "newton", "l2gd", "one_coin", "al2sgd_plus"}
+    wrong = run("plan", *WHERE, "--accuracy", 3, cwd=folder, check=False)
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert wrong.stderr == "covey: The 'accuracy' parameter must lie between 0 and 1. Got 3.0 instead.\n"
+
+
+def test_fit_by_coins_with_a_checkpoint(folder):
+    by_coins = ["--solver", "al2sgd_plus", "--gamma", 10, "--tol", 1e-3, "--checkpoint", "run.npz", "--holdout", 0, "--json"]
+    first = json.loads(run("fit", *WHERE, *by_coins, cwd=folder).stdout)
+    assert first["convergence"]["solver"] == "al2sgd_plus"
+    assert first["convergence"]["converged"]
+    assert (folder / "run.npz").exists()
+    again = json.loads(run("fit", *WHERE, *by_coins, cwd=folder).stdout)
+    assert again["global"] == first["global"]
+    other = run("fit", *WHERE, *by_coins, "--seed", 5, cwd=folder, check=False)
+    assert other.returncode == 2
+    assert other.stderr.startswith("covey: The checkpoint 'run.npz' is of another run (other schedule)")
+    for extra, message in (
+        (["--option", "p0"], "The option --option must be name=value, such as p0=0.1. Got 'p0' instead."),
+        (["--option", "p0=2"], "The 'p0' parameter must lie in [0, 1]. Got 2 instead."),
+        (["--option", "q=2"], "The solver 'al2sgd_plus' has no option 'q';"),
+    ):
+        wrong = run("fit", *WHERE, *by_coins, *extra, cwd=folder, check=False)
+        assert wrong.returncode == 2
+        assert message in wrong.stderr
+        assert wrong.stderr.count("\n") == 1

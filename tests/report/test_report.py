@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import matplotlib.pyplot as plt
 import numpy as np
+import polars as pl
 from rich.console import Console
 
 from covey.comparison import choose_on_training_rows
 from covey.experiments.radon import fit_all, typical_clients
 from covey.model import Spec, read_frame
+from covey.report import plots
 from covey.report.plots import shrinkage_figure
 from covey.report.tables import coefficient_table, comparison_table, shrinkage_table
 
@@ -66,3 +68,15 @@ def test_figure(homes, tmp_path):
     pixels = plt.imread(path)
     assert pixels.shape[1] > 1200
     assert (pixels[..., :3].min(axis=2) < 0.9).mean() > 0.01
+
+
+def test_the_race_has_labels_and_a_title_that_says_who_gets_there(tmp_path):
+    told = {
+        "newton": pl.DataFrame({"exchanges": [0, 1, 5], "gap": [1.0, 0.1, 0.0]}),
+        "al2sgd_plus": pl.DataFrame({"exchanges": [0, 1000, 4000], "gap": [1.0, 1e-3, 1e-7]}),
+        "one_coin": pl.DataFrame({"exchanges": [0, 10, 20], "gap": [1.0, 0.5, 0.4]}),
+    }
+    assert plots._finding(told, 1e-6) == "Exchanges to a gap of 1e-06: newton 5, al2sgd_plus 4,000; not reached by one_coin"
+    assert plots._finding({"l2gd": told["one_coin"]}, 1e-6) == "None reaches a gap of 1e-06"
+    path = plots.race_figure(told, tmp_path / "race.png", accuracy=1e-6)
+    assert plt.imread(path).shape[1] > 1000

@@ -358,7 +358,7 @@ def test_the_potential_shrinks_at_least_as_fast_as_declared():
             fit = al2sgd_plus(data, Gaussian(), penalty, rho=0.2, seed=seed, tol=0.0, max_iter=T)
         # From the potential at y: F(y) - F* <= a1 / (2 b1 b2) times the potential.
         far.append((objective.value(fit.theta) - best.convergence.objective) * 2 * pace.b1 * pace.b2 / pace.a1)
-    assert np.mean(far) <= pace.b1**T * pace.potential(start, gap0)
+    assert np.mean(far) <= pace.contraction**T * pace.potential(start, gap0)
 
 
 # Special cases

@@ -115,15 +115,16 @@ def choose(
 ) -> str:
     """The solver a network would finish first: sweep or Newton, unless their d x d messages take longer than algorithm 2.
 
-    Any algorithm by coins exchanges at least ``log(1 / accuracy)`` vectors, however well conditioned the problem is: where the
-    direct solver beats that, which is up to hundreds of coefficients, nothing has to be measured. Of those algorithms only the
-    accelerated one can be first.
+    However well conditioned a problem is, by its theorem that algorithm refreshes its anchor ``log(1 / accuracy)`` times, and
+    exchanges as often again: where the direct solver beats that, which is up to hundreds of coefficients, nothing has to be
+    measured. Without acceleration and variance reduction an algorithm is never first.
     """
     speed = {"latency": latency, "bandwidth": bandwidth}
     name, exchanges = ("sweep", 1) if loss.name == "gaussian" else ("newton", _NEWTON_EXCHANGES)
     sizes = data.hierarchy.sizes
     direct = _seconds(quadratic_links(sizes, data.n_terms), exchanges, exchanges, **speed)
-    if direct <= _seconds(links(sizes, data.n_terms), math.ceil(math.log(1 / accuracy)), 0, **speed):
+    least = math.log(1 / accuracy)
+    if direct <= _seconds(links(sizes, data.n_terms), 2 * least, least, **speed):
         return name
     known = constants(data, loss, penalty)
     if not (known.mu > 0 and math.isfinite(known.L_row)):
@@ -162,9 +163,9 @@ def _unfit(name: str, why: str) -> Cost:
 
 
 def _seconds(network: Links, within: float, between: float, latency: float, bandwidth: float) -> float:
-    """Waiting of the busiest client: its own exchanges, and those of its cluster with the others."""
+    """Waiting of the busiest client: its own exchanges, and those of its cluster with the others, if there are any."""
     transfer = 8 * (network.up + network.down) / (bandwidth * 1e6)
-    return float((within + between) * (2 * latency + transfer))
+    return float((within + (between if network.pairs else 0)) * (2 * latency + transfer))
 
 
 def check_network(accuracy: Any, latency: Any, bandwidth: Any) -> None:

@@ -13,6 +13,7 @@ eigenbasis of its Hessian: s steps shrink the distance to its own minimiser by t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Unpack
@@ -31,7 +32,7 @@ from covey.schedule import Round, Schedule, Vote
 from covey.solvers.curvature import constants
 from covey.solvers.result import Fit
 from covey.solvers.rounds import Blocks, Move, Pull, Sums, Top, Watch, beginning, settle, solve_in_memory
-from covey.theory import Coins, Constants, coins, expected_smoothness, iterations, step, switching_steps
+from covey.theory import Coins, Constants, coins, expected_smoothness, iterations, step, switch, switching_steps
 
 Steps = Literal["constant", "switching"]
 STEPS = ("constant", "switching")
@@ -228,9 +229,15 @@ def descent(
     advice = "a constant step stalls at its noise: use steps='switching', or solver='al2sgd_plus'"
     if steps == "switching":
         advice = "steps that shrink like 1/t are slow at the end: raise max_iter, or use solver='al2sgd_plus'"
+
+    def needed(tol: float) -> int:
+        if steps == "switching":
+            return math.ceil(switch(1 / (2 * eta), known.mu) / tol)
+        return iterations(tol, smoothness=1 / (2 * eta), mu=known.mu)[0]
+
     run = settle(
         watch, name, schedule, links(data.hierarchy.sizes, data.n_terms, vote), known, largest,
-        pace=1 / (eta * known.mu), needed=lambda tol: iterations(tol, smoothness=1 / (2 * eta), mu=known.mu)[0], advice=advice,
+        pace=1 / (eta * known.mu), needed=needed, advice=advice,
     )  # fmt: skip
     node = node_of(data, loss, penalty.gamma, drawn, rate)
     guide = Guide(Top.of(penalty), drawn, rate, gamma)

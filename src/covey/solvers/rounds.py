@@ -34,7 +34,7 @@ from covey.solvers.sweep import blocks_of
 from covey.theory import Constants, mixing
 
 _STRETCH = 1 << 20  # coins grouped at a time, over all clusters
-_MOST_ITERATIONS = 10_000_000
+_MOST_ITERATIONS = 1_000_000  # unless max_iter says more
 
 
 class Watch(TypedDict, total=False):
