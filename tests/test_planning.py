@@ -36,15 +36,18 @@ def test_a_run_needs_no_more_than_the_plan_says(family):
     best = newton(data, loss, penalty)
     assert promised["newton"].within == best.convergence.exchanges == best.ledger.between
     assert promised["newton"].bytes == best.ledger.bytes
-    T = int(promised["al2sgd_plus"].iterations)
-    far = []
+    T, far, spent = int(promised["al2sgd_plus"].iterations), [], []
     for seed in range(3):
         with pytest.warns(UserWarning, match="raise max_iter"):
-            fit = al2sgd_plus(data, loss, penalty, max_iter=T, tol=0.0, seed=seed)
+            fit = al2sgd_plus(data, loss, penalty, max_iter=T, every=T, tol=0.0, seed=seed)
         far.append(((fit.theta - best.theta) ** 2).sum() / (best.theta**2).sum())
-        assert fit.ledger.exchanges == pytest.approx(promised["al2sgd_plus"].within, rel=0.25)
-        assert fit.ledger.bytes == pytest.approx(promised["al2sgd_plus"].bytes, rel=0.25)
+        spent.append(fit.ledger)
     assert np.mean(far) <= 1e-6
+    for seen, expected in (
+        ([ledger.between for ledger in spent], promised["al2sgd_plus"].between),
+        ([ledger.within.mean() for ledger in spent], promised["al2sgd_plus"].within),
+    ):
+        assert np.mean(seen) == pytest.approx(expected, abs=4 * np.sqrt(expected / 3))
 
 
 def test_time_is_that_of_the_links():

@@ -9,7 +9,7 @@ where ``gamma`` is equal within a cluster (see :class:`~covey.schedule.Schedule`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,13 +28,15 @@ class Ledger:
     ----------
     within : (k,) exchanges between each cluster's server and its clients
     between : exchanges between the clusters
-    bytes_within, bytes_between : up and down, all links of a kind together
+    bytes_within, bytes_between : up and down, all links of a kind together, checks included
+    checks : exchanges of the whole network that only served to see how far a run had got
     """
 
     within: Any
     between: float
     bytes_within: float
     bytes_between: float
+    checks: int = 0
 
     def __add__(self, other: Ledger) -> Ledger:
         return Ledger(
@@ -42,12 +44,13 @@ class Ledger:
             self.between + other.between,
             self.bytes_within + other.bytes_within,
             self.bytes_between + other.bytes_between,
+            self.checks + other.checks,
         )
 
     @property
     def exchanges(self) -> int:
-        """Exchanges of the client that had most."""
-        return int(np.max(self.within))
+        """Exchanges of the client that had most, checks included."""
+        return int(np.max(self.within)) + self.checks
 
     @property
     def bytes(self) -> float:
@@ -89,6 +92,12 @@ class Links:
         everybody = (rounds.between > 0) | rounds.refresh
         within = ((rounds.within > 0) | everybody[:, None]).sum(axis=0)
         return self.count(within, int(everybody.sum()), votes=iterations)
+
+    @property
+    def check(self) -> Ledger:
+        """A check: sums up, centres down, value and gradient up."""
+        spent = replace(self, up=self.up + 2, down=self.up).count(np.ones_like(self.clients), 1)
+        return replace(spent, within=0 * self.clients, between=0, checks=1)
 
     @property
     def nothing(self) -> Ledger:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import zipfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ class Checkpoint:
             "identity": self.identity,
             "iteration": str(iteration),
             "history": json.dumps(history),
-            "ledger": json.dumps([ledger.within.tolist(), ledger.between, ledger.bytes_within, ledger.bytes_between]),
+            "ledger": json.dumps({**asdict(ledger), "within": ledger.within.tolist()}),
         }
         arrays = {f"node.{name}": array for name, array in nodes.items()} | {
             f"guide.{name}": array for name, array in guide.items()
@@ -86,7 +86,8 @@ class Checkpoint:
             with np.load(self.path, allow_pickle=False) as file:
                 arrays = dict(file.items())
             identity, iteration = str(arrays["identity"]), int(str(arrays["iteration"]))
-            history, (within, *counts) = json.loads(str(arrays["history"])), json.loads(str(arrays["ledger"]))
+            history, counts = json.loads(str(arrays["history"])), json.loads(str(arrays["ledger"]))
+            ledger = Ledger(**{**counts, "within": np.array(counts["within"])})
         except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
             raise SolverError(f"The checkpoint {str(self.path)!r} cannot be read; delete it to start anew.") from None
         if identity != self.identity:
@@ -99,7 +100,7 @@ class Checkpoint:
             owner, _, field = name.partition(".")
             if field:
                 parts[owner][field] = array
-        return Found(iteration, Ledger(np.array(within), *counts), history, parts["node"], parts["guide"])
+        return Found(iteration, ledger, history, parts["node"], parts["guide"])
 
     def kept(self) -> int | None:
         """The iteration last written."""

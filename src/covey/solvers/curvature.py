@@ -19,6 +19,7 @@ from covey.objective import Penalty
 from covey.solvers.newton import newton
 from covey.solvers.rounds import Top, node_sums
 from covey.solvers.sweep import Spread, descend, eliminate, solve_top
+from covey.solvers.threads import threads_for
 from covey.theory import Constants
 
 _PRECISION = 1e-3
@@ -28,6 +29,11 @@ _MARGIN = 2.0  # an upper bound measured at two points is doubled
 
 def constants(data: GroupedData, loss: Loss, penalty: Penalty, *, mu: float | None = None, L: float | None = None) -> Constants:
     """What the theorems need: bounds that hold everywhere where there are any, measured values where not."""
+    with threads_for(data):
+        return _constants(data, loss, penalty, mu, L)
+
+
+def _constants(data: GroupedData, loss: Loss, penalty: Penalty, mu: float | None, L: float | None) -> Constants:
     if loss.name == "gaussian":
         A = loss.hessian(data, np.zeros((data.n_clients, data.n_terms)))
         return Constants.of(data, loss, penalty, L=L, mu=objective_curvature(data, penalty, A) if mu is None else mu)

@@ -31,6 +31,7 @@ from covey.schedule import Round, Rounds, Schedule
 from covey.solvers.checkpoint import Checkpoint
 from covey.solvers.result import HISTORY, Convergence, Fit, Progress, certified_gap, entry
 from covey.solvers.sweep import blocks_of
+from covey.solvers.threads import threads_for
 from covey.theory import Constants, mixing
 
 _STRETCH = 1 << 20  # coins grouped at a time, over all clusters
@@ -257,6 +258,7 @@ def coordinate(
         done = gap is not None and gap <= run.tol * max(1.0, abs(value))
         anchor = guide.begin(means) if t == 0 else None
         if not rows or rows[-1]["iteration"] < t:
+            ledger = ledger + run.links.check
             rows.append(entry(t, value, norm, run.mu, ledger, run.minimum))
             checkpoint.write(t, ledger, rows, network.save(), guide.memory)
         if progress is not None:
@@ -403,6 +405,7 @@ def solve_in_memory(
     recipe = {"solver": run.solver, "schedule": asdict(run.schedule), "every": run.every, **guide.recipe()}
     checkpoint = Checkpoint.at(watch.get("checkpoint"), recipe, data, penalty)
     network, top = InMemory(data, loss, penalty.gamma, state, move), Top.of(penalty)
-    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is reported by client and iteration
+    # What is not finite is reported by client and iteration, not by numpy.
+    with threads_for(data), np.errstate(over="ignore", invalid="ignore"):
         w, wbar, account, history, ledger = coordinate(network, guide, top, run, checkpoint, watch.get("progress"))
     return Fit(network.state.theta, w, wbar, account, history, ledger)

@@ -1,0 +1,27 @@
+"""How many threads a problem is worth. No result depends on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numba
+
+from covey.data import GroupedData
+
+_WORTH_SHARING = 1 << 18  # numbers in X
+
+
+@contextmanager
+def threads_for(data: GroupedData) -> Iterator[None]:
+    """One thread for a small problem: where a call takes microseconds, threads mostly wait for each other.
+
+    On a machine that is busy with other work that wait is a time slice of the system, and a run of thousands of such calls
+    takes sixty times as long with two threads as with one.
+    """
+    before = numba.get_num_threads()
+    numba.set_num_threads(1 if data.n_rows * data.n_terms < _WORTH_SHARING else before)
+    try:
+        yield
+    finally:
+        numba.set_num_threads(before)
