@@ -11,3 +11,15 @@ import pytest
 def own_folder_for_examples(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if isinstance(request.node, pytest.DoctestItem):
         monkeypatch.chdir(tmp_path)
+
+
+def _drop_stale_kernels() -> None:
+    """Numba looks at a kernel's own file only; the solvers' kernels also contain functions of ``losses/kernels.py``."""
+    source = Path(__file__).parent / "src" / "covey"
+    changed = (source / "losses" / "kernels.py").stat().st_mtime
+    for cached in (source / "solvers" / "__pycache__").glob("*.nb?"):
+        if cached.stat().st_mtime < changed:
+            cached.unlink()
+
+
+_drop_stale_kernels()

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import polars as pl
 import pytest
 
-from covey import GroupedData, Penalty, newton, plan, sweep
+from covey import GroupedData, Objective, Penalty, newton, plan, sweep
 from covey.datasets import simulate
 from covey.errors import CoveyError, SolverError
 from covey.losses import Gaussian, loss_of
 from covey.model import Spec
 from covey.planning import race
 from covey.solvers import al2sgd_plus, solve
-from covey.solvers.costs import choose
+from covey.solvers.costs import costs, surely_direct
 
 SOLVERS = ["newton", "l2gd", "one_coin", "al2sgd_plus"]
 
@@ -43,11 +46,12 @@ def test_a_run_needs_no_more_than_the_plan_says(family):
         far.append(((fit.theta - best.theta) ** 2).sum() / (best.theta**2).sum())
         spent.append(fit.ledger)
     assert np.mean(far) <= 1e-6
+    checks = spent[0].checks  # the plan has them where the run put them by default; here there were only two
     for seen, expected in (
         ([ledger.between for ledger in spent], promised["al2sgd_plus"].between),
         ([ledger.within.mean() for ledger in spent], promised["al2sgd_plus"].within),
     ):
-        assert np.mean(seen) == pytest.approx(expected, abs=4 * np.sqrt(expected / 3))
+        assert np.mean(seen) + checks <= expected + 4 * np.sqrt(expected / 3)
 
 
 def test_time_is_that_of_the_links():
@@ -71,7 +75,14 @@ def test_solvers_that_do_not_fit_say_why():
     data = GroupedData.from_arrays(X, np.arange(8.0), np.repeat([0, 1], 4))
     found = plan(data)
     assert [math.isinf(cost.seconds) for cost in found.costs] == [False, False, True, True, True]
-    assert "does not fit: No rate is known for this problem: it is not strongly convex" in str(found)
+    assert "does not fit: No rate is known for this problem: in some direction it is flat" in str(found)
+
+
+def test_a_plan_where_nothing_has_to_be_learnt():
+    data = problem()
+    assert plan(replace(data, y=np.zeros(data.n_rows))).cheapest == "sweep"
+    told = race(GroupedData.from_arrays(np.ones((8, 2)), np.arange(8.0), np.repeat([0, 1], 4)), Spec())
+    assert list(told) == ["sweep", "newton"]  # the others do not fit, and are left out
 
 
 def test_a_frame_is_read_as_the_estimators_read_it(homes):
@@ -84,10 +95,13 @@ def test_a_frame_is_read_as_the_estimators_read_it(homes):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"accuracy": 0}, r"The 'accuracy' parameter must lie between 0 and 1\. Got 0 instead"),
-        ({"accuracy": 2}, "'accuracy' parameter must lie between 0 and 1"),
-        ({"latency": -1}, "'latency' parameter must be seconds >= 0"),
-        ({"bandwidth": 0}, "'bandwidth' parameter must be megabytes a second > 0"),
+        ({"accuracy": 0}, r"The 'accuracy' parameter must be a number > 0\. Got 0 instead"),
+        ({"accuracy": 2}, "'accuracy' parameter must be a number below 1"),
+        ({"latency": -1}, "'latency' parameter must be a number >= 0"),
+        ({"bandwidth": 0}, "'bandwidth' parameter must be a number > 0"),
+        ({"solver": "l2gd"}, "The plan has no setting 'solver' here; it takes 'gamma', 'lam'"),
+        ({"formula": "y ~ x"}, "The plan has no setting 'formula' here"),
+        ({"family": "poisson"}, "the poisson family takes counts >= 0"),
         ({"family": "gamma"}, "'family' parameter must be one of"),
     ],
 )
@@ -96,17 +110,23 @@ def test_impossible_networks(given, message):
         plan(problem(), **given)
 
 
-def test_auto_follows_the_cost_model():
-    """Few coefficients: the direct solver. Many, over a thin line: vectors instead of matrices."""
+def test_auto_follows_the_cost_model(monkeypatch):
+    """Few coefficients: the direct solver, with nothing measured. Many, over a thin line: whatever the plan marks."""
     small = problem()
-    assert choose(small, Gaussian(), Penalty.of(small.hierarchy), accuracy=1e-8) == "sweep"
-    assert choose(small, loss_of("bernoulli"), Penalty.of(small.hierarchy), accuracy=1e-8) == "newton"
+    assert surely_direct(Objective(small, Gaussian(), Penalty.of(small.hierarchy)), accuracy=1e-8)
+    assert solve(small, Gaussian(), Penalty.of(small.hierarchy)).convergence.solver == "sweep"
     wide = problem("bernoulli", d=100, clusters=2, clients=3, rows=50)
     penalty, loss = Penalty.of(wide.hierarchy, gamma=5.0), loss_of("bernoulli", "mean", 10.0)
+    objective = Objective(wide, loss, penalty)
+    assert surely_direct(objective, accuracy=1e-3)
     thin = {"latency": 0.0, "bandwidth": 1.0}
-    assert choose(wide, loss, penalty, accuracy=0.1, **thin) == "al2sgd_plus"
-    assert choose(wide, loss, penalty, accuracy=0.1, latency=1.0) == "newton"
-    assert solve(small, Gaussian(), Penalty.of(small.hierarchy)).convergence.solver == "sweep"
+    assert not surely_direct(objective, accuracy=1e-3, **thin)
+    marked = min(costs(objective, [newton(wide, loss, penalty)], accuracy=1e-3, **thin)[0], key=lambda cost: cost.seconds)
+    assert marked.solver == "al2sgd_plus"
+    package = importlib.import_module("covey.solvers")
+    for name in ("surely_direct", "costs"):
+        monkeypatch.setattr(package, name, partial(getattr(package, name), **thin))
+    assert solve(wide, loss, penalty, tol=1e-3).convergence.solver == "al2sgd_plus"
 
 
 def test_the_race_is_measured():

@@ -31,7 +31,11 @@ class Comparison:
 def compare(
     data: GroupedData, spec: Spec, *, test: float = TEST_SHARE, progress: Callable[[str], None] | None = None
 ) -> Comparison:
-    """Fit the specification and the three baselines to a share of each client's rows, and score the rest."""
+    """Fit the specification and the three baselines to a share of each client's rows, and score the rest.
+
+    Models are compared, not solvers: each is fitted to its minimum.
+    """
+    spec = replace(spec, solver="auto", options=None)
     train, held = data.split(test, spec.seed)
     if held.n_rows == 0:
         raise DataError(

@@ -38,9 +38,8 @@ def facts(model: Model) -> list[str]:
             f"(cluster to global), loss by {spec.reduction} over rows"
         )
     end = model.convergence
-    said.append(
-        f"{end.solver}: {end.message}" + ("" if end.gap is None else f", objective within {end.gap:.0e} of its minimum")
-    )
+    close = end.converged and end.gap is not None
+    said.append(f"{end.solver}: {end.message}" + (f", objective within {end.gap:.0e} of its minimum" if close else ""))
     return said
 
 

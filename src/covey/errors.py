@@ -7,6 +7,8 @@ The command line prints it as it stands and exits with code 2.
 from __future__ import annotations
 
 import difflib
+import sys
+import warnings
 from collections.abc import Iterable
 
 
@@ -58,3 +60,11 @@ def listing(names: Iterable[object], most: int = 8) -> str:
     if len(words) <= most:
         return ", ".join(words)
     return ", ".join(words[:most]) + f" and {len(words) - most} more"
+
+
+def warn(sentence: str) -> None:
+    """A :class:`ConvergenceWarning` that points to the line outside of covey which led to it."""
+    level, frame = 1, sys._getframe(0)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "covey":
+        level, frame = level + 1, frame.f_back
+    warnings.warn(sentence, ConvergenceWarning, stacklevel=level)

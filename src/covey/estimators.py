@@ -58,12 +58,14 @@ _PARAMETERS = """
         ``sweep`` is exact for the Gaussian loss, ``newton`` serves any; the others are the paper's algorithms by coins.
         ``auto`` takes what a network would finish first; ``covey.plan`` shows what each would cost.
     options : mapping or None
-        Keywords of the algorithms by coins, such as ``{"steps": "switching", "p0": 0.1, "checkpoint": "run.npz"}``.
+        Keywords of the algorithms by coins: ``steps``, ``eta``, ``p0``, ``p``, ``tau``, ``rho``, ``mu``, ``L``, ``vote``,
+        ``every``, ``checkpoint``, ``minimum``; see the functions in ``covey.solvers``.
     unseen : {"parent", "raise"}
         What ``predict`` does for a client or cluster that training did not see: use the model one level up, or raise.
     tol, max_iter : float, int or None
         Newton stops when the gradient norm is below ``tol``; the algorithms by coins when the objective is certified to be
-        within ``tol`` (relative) of its minimum. They warn if ``max_iter`` steps (100; twice the theorem's) do not do.
+        within ``tol`` (relative) of its minimum. ``max_iter`` is 100 for Newton by default, for the others twice the
+        theorem's number but at most a million; a warning says when that was not enough.
     random_state : int
         Seed of the coins, and of the folds by which the single-cluster baseline chooses its penalty.
 
@@ -180,7 +182,7 @@ class _Hierarchical(BaseEstimator):
         return nw.from_dict(frame.to_dict(as_series=False), backend=library).to_native()
 
     def save(self, path: str | Path) -> Path:
-        """Write the model to a folder, as JSON and Parquet; ``covey.load`` reads it back."""
+        """Write the model to a folder, as JSON and Parquet; ``covey.load`` reads it back, without the solver's history."""
         check_is_fitted(self, "model_")
         names = getattr(self, "feature_names_in_", None)
         extra = {"unseen": self.unseen, "n_features": int(self.n_features_in_), "positions": self._positions()}

@@ -30,6 +30,7 @@ class Ledger:
     between : exchanges between the clusters
     bytes_within, bytes_between : up and down, all links of a kind together, checks included
     checks : exchanges of the whole network that only served to see how far a run had got
+    paper_within, paper_between : what the paper expects (prop. expected_num_comm), those between clusters counted once
     """
 
     within: Any
@@ -37,6 +38,8 @@ class Ledger:
     bytes_within: float
     bytes_between: float
     checks: int = 0
+    paper_within: Any = 0.0
+    paper_between: float = 0.0
 
     def __add__(self, other: Ledger) -> Ledger:
         return Ledger(
@@ -45,6 +48,8 @@ class Ledger:
             self.bytes_within + other.bytes_within,
             self.bytes_between + other.bytes_between,
             self.checks + other.checks,
+            self.paper_within + other.paper_within,
+            self.paper_between + other.paper_between,
         )
 
     @property
@@ -61,19 +66,23 @@ class Ledger:
 class Links:
     """The network: how many clients each cluster has, and the floats that cross a link up and down in one exchange.
 
-    ``direct`` says that clusters talk to one another without a server; with one cluster there is nobody to talk to.
+    ``direct`` says that clusters talk to one another without a server, ``tied`` that they have something to say: with one
+    cluster, or with ``alpha = 0`` in all, nothing crosses between them.
     """
 
     clients: Ints
     up: int
     down: int
     direct: bool = False
+    tied: bool = True
 
     @property
     def pairs(self) -> int:
         """Links between clusters: one each to the server, or one each to every other."""
         k = len(self.clients)
-        return k * (k - 1) if self.direct else k if k > 1 else 0
+        if k == 1 or not self.tied:
+            return 0
+        return k * (k - 1) if self.direct else k
 
     def count(self, within: Any, between: float, *, votes: float = 0) -> Ledger:
         """Exchanges as a ledger; ``votes`` is the iterations voted on, one bit from each server to each other."""
@@ -104,9 +113,9 @@ class Links:
         return self.count(np.zeros_like(self.clients), 0)
 
 
-def links(clients: Ints, d: int, vote: Vote = "central") -> Links:
+def links(clients: Ints, d: int, vote: Vote = "central", tied: bool = True) -> Links:
     """The network of the algorithms by coins: a vector up, a vector and a strength down."""
-    return Links(clients, d, d + 1, vote == "majority")
+    return Links(clients, d, d + 1, vote == "majority", tied)
 
 
 def quadratic_links(clients: Ints, d: int) -> Links:
@@ -133,3 +142,9 @@ def rates(schedule: Schedule) -> tuple[Floats, float]:
     else:
         between, within = p0, (1 - p0) * p
     return within + between + coins.rho, between + coins.rho
+
+
+def expected(schedule: Schedule, iterations: int) -> Ledger:
+    """The paper's numbers for some iterations, as a ledger with nothing else in it."""
+    within, between = paper_rates(schedule)
+    return Ledger(0 * schedule.coins.p.astype(np.int64), 0, 0.0, 0.0, 0, within * iterations, between * iterations)

@@ -23,7 +23,7 @@ from covey.labels import is_missing
 from covey.ledger import Ledger
 from covey.losses import Loss, Reduction, loss_of
 from covey.objective import Penalty
-from covey.solvers import Convergence, Fit, Progress, Solver, check_options, solve
+from covey.solvers import BY_COINS, Convergence, Fit, Progress, Solver, check_options, solve
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,8 @@ class Spec:
         check_options(self.solver, self.options)
         if self.baseline is not None and self.baseline not in BASELINES:
             raise one_of("baseline", self.baseline, BASELINES)
+        if self.baseline is not None and self.solver in BY_COINS:
+            raise SolverError(f"A baseline is solved exactly; leave out solver={self.solver!r} and its options.")
         if not (isinstance(self.tol, int | float) and self.tol > 0):
             raise SolverError(f"The 'tol' parameter must be a positive number. Got {self.tol!r} instead.")
         if not (isinstance(self.seed, int) and self.seed >= 0):

@@ -82,8 +82,9 @@ class Penalty:
     @property
     def alpha(self) -> Floats:
         """The mixing weight of each cluster, ``lam / (lam + cluster_gamma)``, in [0, 1]."""
+        total = self.lam + self.cluster_gamma
         with np.errstate(invalid="ignore"):
-            return np.where(np.isinf(self.lam), 1.0, self.lam / (self.lam + self.cluster_gamma))
+            return np.where(np.isinf(self.lam), 1.0, self.lam / np.where(total > 0, total, 1.0))  # no clients, no tie: 0
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,7 @@ def load_model(path: str | Path) -> tuple[Model, dict[str, Any]]:
 
 
 def _document(model: Model, extra: dict[str, Any]) -> dict[str, Any]:
-    spec = asdict(model.spec)
+    spec = {part.name: getattr(model.spec, part.name) for part in fields(model.spec)}
     for name in ("gamma", "lam", "alpha"):
         spec[name] = _plain_penalty(spec[name])
     spec["options"] = _plain_options(model.spec.options)
@@ -235,7 +235,13 @@ def _plain_options(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if options is None:
         return None
     kept = {name: value for name, value in options.items() if name != "checkpoint"}
-    return {name: value.tolist() if isinstance(value, np.ndarray | np.generic) else value for name, value in kept.items()}
+    return {name: _plain_option(value) for name, value in kept.items()}
+
+
+def _plain_option(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return [_plain_option(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _plain_id(key: Any) -> Any:

@@ -8,18 +8,21 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import polars as pl
 
 from covey.data import GroupedData
-from covey.errors import ConvergenceWarning
-from covey.losses import Loss
+from covey.errors import ConvergenceWarning, SolverError, listing
 from covey.model import Spec, read_frame
-from covey.objective import Penalty
+from covey.objective import Objective, Penalty
 from covey.solvers import BY_COINS, Fit, Solver, solve
 from covey.solvers.costs import BANDWIDTH, LATENCY, Cost, check_network, costs
 from covey.theory import Constants
 
 RACE_ITERATIONS = 20_000
+
+_COLUMNS = ("formula", "client", "cluster", "weights", "offset", "fit_intercept")
+_SETTINGS = (*_COLUMNS, "gamma", "lam", "alpha", "reduction", "ridge")
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Plan:
 
     def __str__(self) -> str:
         known = self.known
-        head = f"{'':14}{'iterations':>13}{'exchanges':>13}{'between':>13}{'bytes':>10}{'time':>10}"
+        head = f"{'':14}{'iterations':>13}{'exchanges':>13}{'between':>13}{'bytes':>11}{'time':>11}"
         lines = [
             f"{self.shape}; squared distance to the minimiser down to {self.accuracy:g} of what it is at zero",
             f"latency {1000 * self.latency:g} ms one way, bandwidth {self.bandwidth:g} MB/s",
@@ -59,7 +62,7 @@ class Plan:
                 lines.append(f"{mark}{cost.solver:12}{'':>3}does not fit: {cost.note}")
                 continue
             counts = "".join(f"{_count(number):>13}" for number in (cost.iterations, cost.within, cost.between))
-            lines.append(f"{mark}{cost.solver:12}{counts}{_size(cost.bytes):>10}{_time(cost.seconds):>10}  {cost.note}")
+            lines.append(f"{mark}{cost.solver:12}{counts}{_size(cost.bytes):>11}{_time(cost.seconds):>11}  {cost.note}")
         lines.append("* waits least; exchanges are those of the client that has most")
         return "\n".join(lines)
 
@@ -82,7 +85,7 @@ def plan(
     accuracy : share of the squared distance from zero to the minimiser that may be left
     latency : seconds for a message, one way
     bandwidth : megabytes a second, each link
-    **settings : the rest of the specification, as for the estimators: gamma, lam, alpha, reduction, ridge, ...
+    **settings : the rest of the specification, as for the estimators: gamma, lam, alpha, reduction, ridge, weights, ...
 
     >>> from covey.datasets import load_radon
     >>> told = plan(load_radon(), formula="log_radon ~ floor", client="county", cluster="state", gamma=10.0)
@@ -90,13 +93,19 @@ def plan(
     ('sweep', ['sweep', 'newton', 'l2gd', 'one_coin', 'al2sgd_plus'])
     """
     check_network(accuracy, latency, bandwidth)
+    known_names = _SETTINGS[len(_COLUMNS) :] if isinstance(data, GroupedData) else _SETTINGS
+    for name in settings:
+        if name not in known_names:
+            raise SolverError(f"The plan has no setting {name!r} here; it takes {listing(known_names, 20)}.")
     spec = Spec(family=family, **settings)
     spec.check()
     grouped = data if isinstance(data, GroupedData) else read_frame(data, spec)[0]
-    penalty = Penalty.of(grouped.hierarchy, gamma=spec.gamma, lam=spec.lam, alpha=spec.alpha)
-    trials = _direct(grouped, spec.loss, penalty)
-    found, known = costs(grouped, spec.loss, penalty, trials, accuracy=accuracy, latency=latency, bandwidth=bandwidth)
-    shape = f"{grouped.n_clients:,} clients in {grouped.n_clusters:,} clusters, {grouped.n_terms} coefficients each"
+    spec.loss.check(grouped.y, lambda row: f"row {row}")
+    objective = _objective(grouped, spec)
+    trials = _direct(objective)
+    found, known = costs(objective, trials, accuracy=accuracy, latency=latency, bandwidth=bandwidth)
+    sizes = ((grouped.n_clients, "client"), (grouped.n_clusters, "cluster"), (grouped.n_terms, "coefficient"))
+    shape = "{} in {}, {} each".format(*(f"{count:,} {noun}" + ("" if count == 1 else "s") for count, noun in sizes))
     return Plan(tuple(found), known, accuracy, latency, bandwidth, shape)
 
 
@@ -108,35 +117,42 @@ def race(
     max_iter: int = RACE_ITERATIONS,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, pl.DataFrame]:
-    """The measured histories of all solvers on one problem, in memory, each with the true ``gap`` to the minimum.
+    """The measured histories of all solvers on one problem, in memory, each with its ``gap`` to the minimum.
 
-    The gap is relative to that at zero. Solvers by coins stop at ``accuracy``, or after ``max_iter`` iterations.
+    The gap is relative to that at zero. Solvers by coins stop when theirs is certified to be below ``accuracy``, or after
+    ``max_iter`` iterations; those that do not fit the problem are left out.
     """
-    penalty = Penalty.of(data.hierarchy, gamma=spec.gamma, lam=spec.lam, alpha=spec.alpha)
-    trials = _direct(data, spec.loss, penalty)
-    minimum, told = min(fit.convergence.objective for fit in trials), {}
+    objective = _objective(data, spec)
+    trials = _direct(objective)
+    minimum = min(fit.convergence.objective for fit in trials)
+    start = objective.value(np.zeros((data.n_clients, data.n_terms)))
+    tol = accuracy * (start - minimum) / max(1.0, abs(minimum))
+    at_zero = pl.DataFrame([{"exchanges": 0, "objective": start}])
+    told = {fit.convergence.solver: pl.concat([at_zero, _history(fit)]) for fit in trials}
     for name, options in _STARTERS.items():
         if progress is not None:
             progress(name)
-        solver = name.split()[0]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # a race shows where a solver stalls
-            # The certified gap is a bound; the race is run a little longer, to the accuracy itself.
-            fit = BY_COINS[solver](
-                data, spec.loss, penalty, seed=spec.seed, tol=accuracy * 1e-2, max_iter=max_iter, minimum=minimum, **options
-            )
+            try:
+                solver = BY_COINS[name.split()[0]]
+                fit = solver(data, spec.loss, objective.penalty, seed=spec.seed, tol=tol, max_iter=max_iter, **options)
+            except SolverError:
+                continue  # the plan says why
         told[name] = _history(fit)
-    start = next(iter(told.values()))["objective"][0]
-    at_zero = pl.DataFrame([{"exchanges": 0, "objective": start}])
-    direct = {fit.convergence.solver: pl.concat([at_zero, _history(fit)]) for fit in trials}
     gap = (pl.col("objective") - minimum) / (start - minimum)
-    return {name: path.with_columns(gap=gap) for name, path in {**direct, **told}.items()}
+    return {name: path.with_columns(gap=gap) for name, path in told.items()}
 
 
-def _direct(data: GroupedData, loss: Loss, penalty: Penalty) -> list[Fit]:
+def _objective(data: GroupedData, spec: Spec) -> Objective:
+    penalty = Penalty.of(data.hierarchy, gamma=spec.gamma, lam=spec.lam, alpha=spec.alpha)
+    return Objective(data, spec.loss, penalty)
+
+
+def _direct(objective: Objective) -> list[Fit]:
     """The minimiser, by each solver that goes straight to it."""
-    names: list[Solver] = ["sweep", "newton"] if loss.name == "gaussian" else ["newton"]
-    return [solve(data, loss, penalty, solver=name) for name in names]
+    names: list[Solver] = ["sweep", "newton"] if objective.loss.name == "gaussian" else ["newton"]
+    return [solve(objective.data, objective.loss, objective.penalty, solver=name) for name in names]
 
 
 def _history(fit: Fit) -> pl.DataFrame:
@@ -156,15 +172,14 @@ def _count(number: float) -> str:
 
 
 def _size(number: float) -> str:
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if number < 1000 or unit == "TB":
-            return f"{number:.3g} {unit}" if number < 1e5 else f"{number:.0e} {unit}"
-        number /= 1000
-    return ""
+    return _in_units(number, (("B", 1.0), ("kB", 1e3), ("MB", 1e6), ("GB", 1e9), ("TB", 1e12)), 1000)
 
 
 def _time(seconds: float) -> str:
-    for unit, size in (("s", 1.0), ("min", 60.0), ("h", 3600.0), ("d", 86400.0)):
-        if seconds < 120 * size or unit == "d":
-            return f"{seconds / size:,.3g} {unit}" if seconds < 1e6 * size else f"{seconds / size:.0e} {unit}"
-    return ""
+    return _in_units(seconds, (("s", 1.0), ("min", 60.0), ("h", 3600.0), ("d", 86400.0), ("y", 3.156e7)), 120)
+
+
+def _in_units(number: float, units: tuple[tuple[str, float], ...], most: float) -> str:
+    """Three digits in the first unit that keeps the number below ``most``, or in the last."""
+    unit, size = next(((unit, size) for unit, size in units if number < most * size), units[-1])
+    return f"{number / size:.3g} {unit}" if number / size < 1000 else f"{number / size:.0e} {unit}"

@@ -25,7 +25,7 @@ from covey.theory import Coins
 Vote = Literal["central", "majority"]
 VOTES = ("central", "majority")
 
-_BLOCK = 1024  # iterations whose coins are drawn together
+_BLOCK = 1 << 16  # coins drawn together
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,8 @@ class Schedule:
 
     def flips(self, start: int, stop: int) -> Flips:
         """The coins of iterations ``start`` to ``stop - 1``."""
-        first, last = start // _BLOCK, -(-stop // _BLOCK)
-        drawn = np.concatenate([self._uniforms(block) for block in range(first, last)])[start - first * _BLOCK :]
+        first, last = start // self._together, -(-stop // self._together)
+        drawn = np.concatenate([self._uniforms(block) for block in range(first, last)])[start - first * self._together :]
         drawn = drawn[: stop - start]
         k = len(self.coins.p)
         within, refresh = drawn[:, :k] < self.coins.p, drawn[:, k] < self.coins.rho
@@ -129,10 +129,19 @@ class Schedule:
         """Iterations ``start`` to ``stop - 1`` as rounds; what is cut at ``stop`` goes on in the next call."""
         return group(self.flips(start, stop), start, self.merge)
 
-    def _uniforms(self, block: int) -> Floats:
+    @property
+    def _width(self) -> int:
         k = len(self.coins.p)
+        return k + 1 + (k if self.vote == "majority" else 1)
+
+    @property
+    def _together(self) -> int:
+        """Iterations whose coins are drawn in one go; by the number of clusters alone, so that a run can be cut anywhere."""
+        return max(1, min(1024, _BLOCK // self._width))
+
+    def _uniforms(self, block: int) -> Floats:
         stream = np.random.Generator(np.random.Philox(key=self.seed, counter=[0, 0, 0, block]))
-        drawn: Floats = stream.random((_BLOCK, k + 1 + (k if self.vote == "majority" else 1)))
+        drawn: Floats = stream.random((self._together, self._width))
         return drawn
 
 

@@ -13,15 +13,14 @@ same objective, so ``alpha`` counts as 1 there: ``C2 = 0``, and the method is th
 from __future__ import annotations
 
 import math
-import warnings
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from covey._typing import Floats
 from covey.data import GroupedData
-from covey.errors import ConvergenceWarning, SolverError
+from covey.errors import SolverError, warn
 from covey.losses import Loss
 from covey.objective import Objective, Penalty
 
@@ -38,6 +37,7 @@ class Constants:
     gamma : (k,) the largest penalty in each cluster
     alpha : (k,) mixing weight of each cluster; 1 where there is only one
     note : how ``L`` and ``mu`` were had, where they are not bounds that hold everywhere; else empty
+    proved : whether ``mu`` is such a bound
     """
 
     L: float
@@ -46,6 +46,7 @@ class Constants:
     gamma: Floats
     alpha: Floats
     note: str = ""
+    proved: bool = True
 
     @classmethod
     def of(
@@ -95,9 +96,12 @@ class Constants:
     def need_curvature(self) -> None:
         """Refuse a problem whose rate no theorem gives."""
         if not math.isfinite(self.L) or not self.mu > 0:
-            what = "its curvature has no upper bound" if not math.isfinite(self.L) else "it is not strongly convex (mu = 0)"
+            what = "its curvature has no upper bound"
+            if math.isfinite(self.L):
+                what = "in some direction it is flat (mu = 0), or too nearly so to tell"
             raise SolverError(
-                f"No rate is known for this problem: {what}. Add a ridge (ridge=), give mu= and L=, or use solver='newton'."
+                f"No rate is known for this problem: {what}. Standardise the columns, drop those that others explain, add a "
+                "ridge, give mu=, or use solver='newton'."
             )
 
 
@@ -107,6 +111,14 @@ def mixing(penalty: Penalty) -> Floats:
 
 
 # Coins
+
+
+class Shares(NamedTuple):
+    """How hard heads pull, ``(k,)`` each: ``xi_0`` to the whole and to the cluster, ``xi_j`` to the cluster."""
+
+    whole: Floats
+    cluster: Floats
+    within: Floats
 
 
 @dataclass(frozen=True)
@@ -120,6 +132,12 @@ class Coins:
     p: Floats
     tau: Floats
     rho: float = 0.0
+
+    def shares(self, alpha: Floats) -> Shares:
+        """How hard each head pulls, before the step ``eta``."""
+        chance = (1 - self.p0) * self.p
+        whole, cluster = (part / self.p0 if self.p0 > 0 else 0 * part for part in (alpha, self.tau * (1 - alpha)))
+        return Shares(whole, cluster, (1 - self.tau) * (1 - alpha) / np.where(chance > 0, chance, 1.0))
 
     @property
     def local(self) -> Floats:
@@ -154,7 +172,7 @@ def best_probabilities(C1: float, C2: float, L: float) -> tuple[float, float]:
     return 2 * C1 / (2 * C1 + L), 0.0
 
 
-def coins(known: Constants, L: float, *, p0: Any = None, p: Any = None, tau: Any = None, rho: Any = 0.0) -> Coins:
+def coins(known: Constants, L: float, *, p0: Any = None, p: Any = None, tau: Any = None, rho: float = 0.0) -> Coins:
     """Probabilities by theory, or as given, within what an unbiased step allows."""
     ours = best_probabilities(known.C1, known.C2, L)
     k = len(known.gamma)
@@ -172,18 +190,36 @@ def coins(known: Constants, L: float, *, p0: Any = None, p: Any = None, tau: Any
             f"tau = {share[j]:g} leaves part of the pull to cluster number {j} to a coin that never shows heads (p0 = "
             f"{chance:g}, p = {within[j]:g}), so the steps would be biased; leave tau out, or change the probabilities."
         )
-    return Coins(chance, within, share, probability("rho", rho))
+    return Coins(chance, within, share, rho)
 
 
 def probability(name: str, value: Any) -> float:
     """A number in [0, 1]."""
-    if not (isinstance(value, int | float | np.number) and 0 <= value <= 1):
-        raise SolverError(f"The {name!r} parameter must lie in [0, 1]. Got {value!r} instead.")
+    if not (_is_number(value) and 0 <= value <= 1):
+        raise SolverError(f"The {name!r} parameter must lie in [0, 1]. Got {_plain(value)!r} instead.")
     return float(value)
 
 
+def number(name: str, value: Any, *, least: float = -math.inf, above: float = -math.inf) -> float:
+    """A finite number, at least ``least`` and above ``above``."""
+    if not (_is_number(value) and math.isfinite(value) and value >= least and value > above):
+        range_ = f" > {above:g}" if above > -math.inf else f" >= {least:g}" if least > -math.inf else ""
+        raise SolverError(f"The {name!r} parameter must be a number{range_}. Got {_plain(value)!r} instead.")
+    return float(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool | np.bool_)
+
+
+def _plain(value: Any) -> Any:
+    plain: Any = value.item() if isinstance(value, np.generic) else value
+    return plain
+
+
 def _per_cluster(name: str, value: Any, k: int) -> Floats:
-    values = [probability(name, each) for each in np.atleast_1d(value).tolist()]
+    listed = value.tolist() if isinstance(value, np.ndarray) else value
+    values = [probability(name, each) for each in (listed if isinstance(listed, list | tuple) else [listed])]
     if len(values) not in (1, k):
         raise SolverError(f"The {name!r} parameter must hold 1 or {k} values, one for each cluster. Got {len(values)} instead.")
     return np.full(k, values[0]) if len(values) == 1 else np.array(values)
@@ -303,8 +339,10 @@ class Katyusha:
         return max(self.b1, 1 - self.a1 / 2, 1 - self.rho * self.a1 / (2 * self.a2 + self.a1))
 
     def iterations(self, accuracy: float, distance: float = 1.0, gap: float = 0.0) -> int:
-        """Iterations until the potential is below ``accuracy * distance``."""
-        ratio = self.potential(distance, gap) / (accuracy * distance)
+        """Iterations until ``|y - theta_hat|^2 <= accuracy * distance``, by the potential and strong convexity."""
+        # mu/2 |y - theta_hat|^2 <= F(y) - F* <= a1 / (2 b1 b2) potential, and mu = (1 - b1) / b2.
+        answer = max(1.0, self.a1 / (self.b1 * (1 - self.b1)))
+        ratio = answer * self.potential(distance, gap) / (accuracy * distance)
         return max(1, math.ceil(math.log(max(ratio, 1.0)) / -math.log(self.contraction)))
 
 
@@ -313,23 +351,57 @@ def best_rho(drawn: Coins) -> float:
     return float(np.clip(drawn.p0 + (1 - drawn.p0) * drawn.p.max(), 1e-4, 1.0))
 
 
-# Steps
+# Recipes: all that theory says of an algorithm, for the solver and for the plan
 
 
-def step(eta: float | None, largest: float, reason: str) -> float:
-    """The largest step the theorem allows, or the one given: positive, and with a warning where it is above that."""
-    if eta is None:
-        return largest
-    if not (isinstance(eta, int | float | np.number) and 0 < eta < math.inf):
-        raise SolverError(f"The 'eta' parameter (step) must be a positive number. Got {eta!r} instead.")
-    if eta > largest * (1 + 1e-12):
-        warnings.warn(
-            f"the step eta = {eta:.3g} is above {largest:.3g} = {reason}, the largest for which convergence is proved; the "
-            "iterates may diverge",
-            ConvergenceWarning,
-            stacklevel=4,
-        )
-    return float(eta)
+@dataclass(frozen=True)
+class Recipe:
+    """Coins, the expected smoothness of the steps they make, and the largest step, with the reason for it in words."""
+
+    coins: Coins
+    smoothness: float
+    largest_step: float
+    reason: str
+
+    def step(self, eta: Any) -> float:
+        """The largest step the theorem allows, or the one given: positive, and with a warning where it is above that."""
+        if eta is None:
+            return self.largest_step
+        given = number("eta", eta, above=0.0)
+        if given > self.largest_step * (1 + 1e-12):
+            warn(
+                f"the step eta = {given:.3g} is above {self.largest_step:.3g} = {self.reason}, the largest with which "
+                "convergence is proved; the iterates may diverge"
+            )
+        return given
+
+
+def l2gd_recipe(known: Constants, *, p0: Any = None, p: Any = None, tau: Any = None) -> Recipe:
+    """Algorithm 1."""
+    drawn = coins(known, known.L, p0=p0, p=p, tau=tau)
+    smoothness = expected_smoothness(known, drawn, known.L)
+    return Recipe(drawn, smoothness, 1 / (2 * smoothness), "1 / (2 calL)")
+
+
+def one_coin_recipe(known: Constants, p: Any = None) -> Recipe:
+    """Its one-coin variant: ``p_j = 0`` and ``tau = 1``."""
+    chance = best_one_coin(known) if p is None else probability("p", p)
+    if chance in (0, 1):
+        raise SolverError(f"With p = {chance:g} clients never exchange, or never learn from their own rows; give 0 < p < 1.")
+    smoothness = one_coin_smoothness(known, chance)
+    drawn = Coins(chance, np.zeros_like(known.gamma), np.ones_like(known.gamma))
+    return Recipe(drawn, smoothness, 1 / (2 * smoothness), "1 / (2 calL)")
+
+
+def accelerated_recipe(known: Constants, *, p0: Any = None, p: Any = None, tau: Any = None, rho: Any = None) -> Recipe:
+    """Algorithm 2."""
+    drawn = coins(known, known.L_row, p0=p0, p=p, tau=tau)
+    rho = best_rho(drawn) if rho is None else probability("rho", rho)
+    if rho == 0:
+        raise SolverError("With rho = 0 the anchor is never refreshed and the method does not converge; give rho > 0.")
+    smoothness = expected_smoothness(known, drawn, known.L_row)
+    top = max(known.L_row + known.gamma_max, smoothness)
+    return Recipe(replace(drawn, rho=rho), smoothness, 1 / (4 * top), "1 / (4 max(L_F, calL))")
 
 
 def _ratio(above: Floats, below: Floats) -> Floats:

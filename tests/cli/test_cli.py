@@ -298,7 +298,7 @@ def test_plan_prints_a_table_and_draws_the_race(folder):
     assert {cost["solver"] for cost in told["solvers"]} == {"sweep", "newton", "l2gd", "one_coin", "al2sgd_plus"}
     wrong = run("plan", *WHERE, "--accuracy", 3, cwd=folder, check=False)
     assert (wrong.returncode, wrong.stdout) == (2, "")
-    assert wrong.stderr == "covey: The 'accuracy' parameter must lie between 0 and 1. Got 3.0 instead.\n"
+    assert wrong.stderr == "covey: The 'accuracy' parameter must be a number below 1. Got 3.0 instead.\n"
 
 
 def test_fit_by_coins_with_a_checkpoint(folder):
@@ -311,7 +311,7 @@ def test_fit_by_coins_with_a_checkpoint(folder):
     assert again["global"] == first["global"]
     other = run("fit", *WHERE, *by_coins, "--seed", 5, cwd=folder, check=False)
     assert other.returncode == 2
-    assert other.stderr.startswith("covey: The checkpoint 'run.npz' is of another run (other schedule)")
+    assert other.stderr.startswith("covey: The checkpoint 'run.npz' is of another run (other seed)")
     for extra, message in (
         (["--option", "p0"], "The option --option must be name=value, such as p0=0.1. Got 'p0' instead."),
         (["--option", "p0=2"], "The 'p0' parameter must lie in [0, 1]. Got 2 instead."),

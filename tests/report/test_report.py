@@ -76,7 +76,9 @@ def test_the_race_has_labels_and_a_title_that_says_who_gets_there(tmp_path):
         "al2sgd_plus": pl.DataFrame({"exchanges": [0, 1000, 4000], "gap": [1.0, 1e-3, 1e-7]}),
         "one_coin": pl.DataFrame({"exchanges": [0, 10, 20], "gap": [1.0, 0.5, 0.4]}),
     }
-    assert plots._finding(told, 1e-6) == "Exchanges to a gap of 1e-06: newton 5, al2sgd_plus 4,000; not reached by one_coin"
+    assert (
+        plots._finding(told, 1e-6) == "Exchanges to a gap of 1e-06: newton 5, al2sgd_plus 4,000; not reached here by one_coin"
+    )
     assert plots._finding({"l2gd": told["one_coin"]}, 1e-6) == "None reaches a gap of 1e-06"
     path = plots.race_figure(told, tmp_path / "race.png", accuracy=1e-6)
     assert plt.imread(path).shape[1] > 1000

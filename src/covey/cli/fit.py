@@ -23,23 +23,21 @@ def fit(
     baseline: Annotated[str | None, typer.Option(help="single-model, locally-trained or single-cluster.")] = None,
     ridge: Annotated[float, typer.Option(help="Pull of every client's coefficients to zero.")] = 0.0,
     solver: Annotated[str, typer.Option(help="auto, sweep, newton, l2gd, al2sgd_plus or one_coin.")] = "auto",
-    option: Annotated[list[str] | None, typer.Option(help="Of the last three, as name=value: steps=switching, p0=0.1.")] = None,
-    checkpoint: Annotated[Path | None, typer.Option(help="File those three write as they go, and resume from.")] = None,
-    tol: Annotated[float, typer.Option(help="Gradient norm at which Newton stops; certified gap for the last three.")] = 1e-8,
+    option: Annotated[list[str] | None, typer.Option(help="Of l2gd, al2sgd_plus or one_coin, as name=value: p0=0.1.")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="File that these write as they go, and resume from.")] = None,
+    tol: Annotated[float, typer.Option(help="Gradient norm at which Newton stops; certified gap for these.")] = 1e-8,
     max_iter: Annotated[int | None, typer.Option(help="Most iterations.")] = None,
     holdout: Annotated[float, typer.Option(help="Share of each client's rows to compare models on; 0 skips it.")] = 0.2,
-    seed: Annotated[int, typer.Option(help="Seed of the split and of cross-validation.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the split, of cross-validation and of coins.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for the model.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Fit every client's, every cluster's and the global model.
 
-    The models are compared on held-out rows first; the one that is kept is then fitted to all rows.
+    The models are compared on held-out rows first, each at its minimum; the one that is kept is then fitted to all rows.
 
     [bold]Example[/bold]   covey fit homes.parquet "log_radon ~ floor" --client county --cluster state --out model
     """
-    from dataclasses import replace
-
     from covey.cli._console import console, print_json, working
     from covey.comparison import choose_on_training_rows, chosen, compare
     from covey.data import read_table
@@ -65,7 +63,7 @@ def fit(
         ridge=ridge,
         baseline=baseline,
         solver=solver,  # type: ignore[arg-type]
-        options=_options(option, None) or None,
+        options=_options(option, checkpoint) or None,
         tol=tol,
         max_iter=max_iter,
         seed=seed,
@@ -86,8 +84,6 @@ def fit(
         if choose:
             spec = chosen(grouped, spec, progress=counting)
         say("fitting all rows")
-        spec = replace(spec, options=_options(option, checkpoint) or None)
-        spec.check()
 
         def watching(iteration: int, _: float, norm: float) -> None:
             say(f"fitting all rows: iteration {iteration:,}, gradient norm {norm:.1e}")
@@ -118,9 +114,12 @@ def _options(given: list[str] | None, checkpoint: Path | None) -> dict[str, Any]
 
     options: dict[str, Any] = {}
     for pair in given or []:
-        name, equals, text = pair.partition("=")
-        if not equals:
+        name, equals, text = (part.strip() for part in pair.partition("="))
+        if not (name and equals):
             raise SolverError(f"The option --option must be name=value, such as p0=0.1. Got {pair!r} instead.")
+        if name in options or name == "checkpoint":
+            why = "is given twice" if name in options else "has an option of its own, --checkpoint"
+            raise SolverError(f"The setting {name!r} {why}; leave out one.")
         try:
             options[name] = json.loads(text)
         except ValueError:
@@ -138,6 +137,7 @@ def _number(gamma: str) -> float:
 
 
 def _document(model: Any, comparison: Any) -> dict[str, Any]:
+    import json
     from dataclasses import asdict
 
     tree = model.hierarchy
@@ -149,6 +149,7 @@ def _document(model: Any, comparison: Any) -> dict[str, Any]:
         "clusters": tree.n_clusters,
         "global": dict(zip(model.terms, model.wbar.tolist(), strict=True)),
         "convergence": asdict(model.convergence),
+        "ledger": None if model.ledger is None else json.loads(json.dumps(asdict(model.ledger), default=lambda a: a.tolist())),
         "history": None if model.history is None else model.history.to_dicts(),
         "held_out": None if comparison is None else asdict(comparison),
     }

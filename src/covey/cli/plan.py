@@ -40,8 +40,8 @@ def plan(
     from covey.planning import plan as plan_for
     from covey.planning import race
 
-    if figure is not None and not figure.absolute().parent.is_dir():
-        raise DataError(f"The figure {str(figure)!r} must be in a folder that exists.")
+    if figure is not None and (figure.suffix not in (".png", ".pdf", ".svg") or not figure.absolute().parent.is_dir()):
+        raise DataError(f"The figure {str(figure)!r} must end in .png, .pdf or .svg, and be in a folder that exists.")
     settings: dict[str, Any] = {"gamma": gamma, "lam": lam, "alpha": alpha, "reduction": reduction, "ridge": ridge}
     columns: dict[str, Any] = {"formula": formula, "client": client, "cluster": cluster, "weights": weights, "offset": offset}
     spec = Spec(family=family, seed=seed, **columns, **settings)

@@ -96,6 +96,10 @@ class Loss(ABC):
         rows = data.rows_per_client if data.weights is None else segment_sum(data.weights, data.client_ptr)
         return 1.0 / np.where(rows > 0, rows, 1.0)
 
+    def perfect(self, data: GroupedData) -> float:
+        """The lowest value that the sum of all clients' losses could have, whatever the margins: that of a perfect fit."""
+        return 0.0
+
     def operands(self, data: GroupedData) -> tuple[Any, ...]:
         """What a kernel needs to know of the rows: family, ``X``, ``y``, weights, offset, scale, ridge, ``client_ptr``."""
         weights, offset = (_NONE if values is None else values for values in (data.weights, data.offset))

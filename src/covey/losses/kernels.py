@@ -25,7 +25,7 @@ LARGEST_LOG_MEAN = 300.0
 _BLOCK, _TILE = 256, 64
 
 # Sums may be reordered to use vector registers, the same way on every run; infinities and NaN keep their meaning.
-_FASTMATH = {"reassoc", "contract", "nsz"}
+FASTMATH = {"reassoc", "contract", "nsz"}
 
 
 @njit(inline="always", error_model="numpy")  # type: ignore[untyped-decorator]
@@ -102,7 +102,7 @@ def exponentials(x: Floats, m: int, whole: Floats, power: Floats) -> None:
         power[r] *= s * f + 1.0
 
 
-@njit(parallel=True, cache=True, fastmath=_FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
+@njit(parallel=True, cache=True, fastmath=FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
 def expand(
     family: int,
     order: int,

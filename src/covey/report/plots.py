@@ -70,7 +70,7 @@ def race_figure(told: Mapping[str, pl.DataFrame], path: Path, *, accuracy: float
         figure = Figure(figsize=(8.5, 5.2), layout="constrained")
         panel = figure.subplots()
         for name, history in told.items():
-            color, marker, line = _RACERS[name]
+            color, marker, line = _RACERS.get(name, ("#606060", "", ":"))
             exchanges, gap = history["exchanges"].to_numpy(), history["gap"].to_numpy()
             # A gap below rounding has no logarithm worth drawing; an exchange is counted from one to have a place on the axis.
             kept = np.maximum(gap, _SMALLEST_GAP)
@@ -80,7 +80,7 @@ def race_figure(told: Mapping[str, pl.DataFrame], path: Path, *, accuracy: float
         panel.set_yscale("log")
         panel.xaxis.set_major_formatter("{x:,.0f}")
         middle = panel.get_yaxis_transform()
-        panel.text(0.5, accuracy, f"asked for: {accuracy:g}", transform=middle, fontsize=10, ha="center", va="bottom")
+        panel.text(0.5, accuracy, f"gap {accuracy:g}", transform=middle, fontsize=10, ha="center", va="bottom")
         panel.set_xlabel("exchanges of a client, plus one (log scale)")
         panel.set_ylabel("objective above its minimum, share of that at zero")
         figure.legend(loc="outside lower center", ncols=len(told), frameon=False, fontsize=10)
@@ -97,4 +97,5 @@ def _finding(told: Mapping[str, pl.DataFrame], accuracy: float) -> str:
     got = [f"{name} {count:,}" for name, count in there.items() if count is not None]
     missed = [name for name, count in there.items() if count is None]
     words = f"Exchanges to a gap of {accuracy:g}: {', '.join(got)}" if got else f"None reaches a gap of {accuracy:g}"
-    return "\n".join(wrap(words + (f"; not reached by {', '.join(missed)}" if got and missed else ""), 88))
+    rest = f"; not reached here by {', '.join(missed)}" if got and missed else ""
+    return "\n".join(wrap(words + rest, 88))

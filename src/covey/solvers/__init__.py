@@ -7,20 +7,20 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, Literal
 
 from covey.data import GroupedData
-from covey.errors import ConvergenceWarning, SolverError, listing, one_of
+from covey.errors import ConvergenceWarning, SolverError, listing, one_of, warn
 from covey.losses import Loss
-from covey.objective import Penalty
+from covey.objective import Objective, Penalty
 from covey.solvers.al2sgd_plus import al2sgd_plus
-from covey.solvers.costs import choose
+from covey.solvers.costs import costs, surely_direct
 from covey.solvers.l2gd import l2gd
 from covey.solvers.newton import newton
 from covey.solvers.one_coin import one_coin
 from covey.solvers.result import Convergence, Fit, Progress
-from covey.solvers.rounds import Watch
+from covey.solvers.rounds import Control, Watch
 from covey.solvers.sweep import sweep
 
 Solver = Literal["auto", "sweep", "newton", "l2gd", "al2sgd_plus", "one_coin"]
@@ -64,14 +64,20 @@ def solve(
     """
     check_options(solver, options)
     if solver == "auto":
-        solver = choose(data, loss, penalty, accuracy=min(tol, 0.5))  # type: ignore[assignment]
+        objective, accuracy = Objective(data, loss, penalty), min(max(tol, 1e-16), 0.5)
+        solver = "sweep" if loss.name == "gaussian" else "newton"
+        if not surely_direct(objective, accuracy=accuracy):
+            trial = solve(data, loss, penalty, solver=solver, start=start, tol=tol, max_iter=max_iter, progress=progress)
+            best = min(costs(objective, [trial], accuracy=accuracy)[0], key=lambda cost: cost.seconds)
+            if best.solver == solver:
+                return trial
+            solver = best.solver  # type: ignore[assignment]
     if solver == "sweep":
         return _refined(data, loss, penalty, tol)
     if solver == "newton":
         return newton(data, loss, penalty, start=start, tol=tol, max_iter=max_iter or 100, progress=progress)
     watch: Watch = {"seed": seed, "tol": tol, "max_iter": max_iter, "progress": progress}
-    if start is not None:
-        watch["start"] = start.theta
+    watch["start"] = None if start is None else start.theta
     return BY_COINS[solver](data, loss, penalty, **{**watch, **(options or {})})
 
 
@@ -84,8 +90,12 @@ def check_options(solver: str, options: Mapping[str, Any] | None) -> None:
     known: set[str] = set()
     if solver in BY_COINS:
         named = inspect.signature(BY_COINS[solver]).parameters.values()
-        known = {each.name for each in named if each.kind is each.KEYWORD_ONLY} | {"every", "minimum", "checkpoint"}
+        known = {each.name for each in named if each.kind is each.KEYWORD_ONLY}
+        known |= {each.name for each in fields(Control)} - {"seed", "tol", "max_iter", "progress", "start"}
     unknown = [name for name in options or {} if name not in known]
+    own = [name for name in unknown if name in ("seed", "tol", "max_iter")]
+    if own:
+        raise SolverError(f"{own[0]!r} is no option of a solver but a parameter beside it; give it there.")
     if unknown:
         takes = f"takes {listing(sorted(known), 20)}" if known else "takes no options"
         raise SolverError(f"The solver {solver!r} has no option {unknown[0]!r}; it {takes}.")
@@ -104,5 +114,5 @@ def _refined(data: GroupedData, loss: Loss, penalty: Penalty, tol: float) -> Fit
     message = f"solved in {exchanges} exchanges, rounding of the first refined away, gradient norm {end.gradient_norm:.1e}"
     if not end.converged:
         message = f"{end.message}; the columns are on very different scales: standardise them"
-        warnings.warn(message, ConvergenceWarning, stacklevel=3)
+        warn(message)
     return replace(finer, convergence=replace(end, solver="sweep", exchanges=exchanges, message=message))

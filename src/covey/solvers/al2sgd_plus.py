@@ -20,7 +20,8 @@ done for each client in one go. Every head needs an exchange here: the mean of `
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Unpack
 
 import numpy as np
@@ -28,16 +29,15 @@ from numba import njit, prange
 
 from covey._typing import Anything, Floats, Ints
 from covey.data import GroupedData
-from covey.errors import SolverError
-from covey.ledger import links
 from covey.losses import Loss
 from covey.losses.kernels import GAUSSIAN, exponent, slope
-from covey.objective import Penalty
-from covey.schedule import Round, Schedule, Vote, streams
+from covey.objective import Objective, Penalty
+from covey.schedule import Round, streams
 from covey.solvers.curvature import constants
+from covey.solvers.protocol import Blocks, Move, Pull, Sums, Top, node_sums
 from covey.solvers.result import Fit
-from covey.solvers.rounds import Blocks, Move, Pull, Sums, Top, Watch, beginning, node_sums, settle, solve_in_memory
-from covey.theory import Coins, Katyusha, best_rho, coins, expected_smoothness, probability, step
+from covey.solvers.rounds import Algorithm, Control, Watch, solve_in_memory
+from covey.theory import Coins, Katyusha, accelerated_recipe
 
 # The node
 
@@ -72,10 +72,12 @@ class State:
 
 
 def node_of(data: GroupedData, loss: Loss, gamma: Floats, drawn: Coins, pace: Katyusha, streams: Anything) -> Node:
+    """Set up a node for its own clients."""
     return Node(data, loss, loss.operands(data), Blocks.of(data.hierarchy), gamma, drawn.local, pace, streams)
 
 
 def node_start(node: Node, theta: Floats) -> State:
+    """All points at the start; the anchor's part of the gradient that comes from the penalties follows with its centres."""
     return State(theta, theta, theta, node.loss.gradient(node.data, theta))
 
 
@@ -101,33 +103,19 @@ def node_move(node: Node, state: State, move: Move) -> tuple[State, Sums]:
 
 @dataclass(frozen=True)
 class Guide:
-    """Heads of the coins as pulls, relative to the anchor, whose means the coordinator remembers."""
+    """Heads of the coins as pulls, relative to the anchor."""
 
     top: Top
     coins: Coins
-    pace: Katyusha
-    memory: dict[str, Floats] = field(default_factory=dict)
 
-    def begin(self, means: Floats) -> Floats:
-        """Remember the anchor's means; its centres, for the nodes."""
-        self.memory["anchor"] = means
-        return self.top.centres(means)[0]
-
-    def answer(self, means: Floats, turn: Round) -> tuple[Pull, Floats | None]:
-        if turn.refresh:
-            return Pull.none(*means.shape), self.begin(means)
-        alpha, tau, p0 = self.top.alpha, self.coins.tau, self.coins.p0
-        moved = means - self.memory["anchor"]
+    def answer(self, means: Floats, turn: Round, anchor: Floats) -> Pull:
+        """The one head that follows a round's exchange: between clusters, or within some of them."""
+        whole, cluster, within = self.coins.shares(self.top.alpha)
+        moved = means - anchor
         if turn.between:
-            to_whole, to_cluster = alpha / p0, tau * (1 - alpha) / p0
-            force = to_whole[:, None] * (self.top.weights @ moved) + to_cluster[:, None] * moved
-            return Pull(to_whole + to_cluster, force), None
-        chance = (1 - p0) * self.coins.p
-        strength = np.where(turn.within > 0, (1 - tau) * (1 - alpha) / np.where(chance > 0, chance, 1.0), 0.0)
-        return Pull(strength, strength[:, None] * moved), None
-
-    def recipe(self) -> dict[str, Any]:
-        return {"eta": self.pace.eta, "mu": (1 - self.pace.b1) / self.pace.b2, "tau": self.coins.tau}
+            return Pull(whole + cluster, whole[:, None] * self.top.whole(moved) + cluster[:, None] * moved)
+        strength = np.where(turn.within > 0, within, 0.0)
+        return Pull(strength, strength[:, None] * moved)
 
 
 # In memory
@@ -144,8 +132,7 @@ def al2sgd_plus(
     tau: Any = None,
     rho: float | None = None,
     mu: float | None = None,
-    L: float | None = None,
-    vote: Vote = "central",
+    L_row: float | None = None,
     **watch: Unpack[Watch],
 ) -> Fit:
     """Async-AL2SGD+: accelerated and variance-reduced, one row a client and iteration, linear to the exact minimiser.
@@ -154,9 +141,8 @@ def al2sgd_plus(
     ----------
     eta, p0, p, tau : as for ``l2gd``, by default the best by theory
     rho : probability of a refresh of the anchor; by default that of an exchange
-    mu, L : strong convexity of the objective and smoothness of single rows' losses, in place of those found in the data
-    vote : who flips the coin of the exchanges between clusters: "central" or, without a server, "majority"
-    **watch : see :class:`~covey.solvers.rounds.Watch`
+    mu, L_row : strong convexity of the objective and smoothness of single rows' losses, in place of those found in the data
+    **watch : seed, tol, max_iter, checkpoint and more: see :class:`~covey.solvers.rounds.Control`
 
     >>> from covey import GroupedData, Penalty
     >>> from covey.losses import Gaussian
@@ -165,29 +151,26 @@ def al2sgd_plus(
     >>> fit.convergence.converged, fit.theta.ravel().round(5).tolist()
     (True, [1.5, 3.0, 7.5])
     """
-    known = constants(data, loss, penalty, mu=mu, L=L)
-    if L is not None:
-        known = replace(known, L_row=L)
+    control, objective = Control.of("al2sgd_plus", watch), Objective(data, loss, penalty)
+    known = constants(objective, mu=mu, L_row=L_row)
     known.need_curvature()
-    drawn = coins(known, known.L_row, p0=p0, p=p, tau=tau)
-    drawn = replace(drawn, rho=best_rho(drawn) if rho is None else probability("rho", rho))
-    if drawn.rho == 0:
-        raise SolverError("With rho = 0 the anchor is never refreshed and the method does not converge; give rho > 0.")
-    smoothness = expected_smoothness(known, drawn, known.L_row)
-    largest = Katyusha.of(known, smoothness, drawn.rho).eta
-    pace = Katyusha.of(known, smoothness, drawn.rho, step(eta, largest, "1 / (4 max(L_F, calL))"))
-    schedule = Schedule(drawn, watch.get("seed", 0), vote=vote)
-    run = settle(
-        watch, "al2sgd_plus", schedule, links(data.hierarchy.sizes, data.n_terms, vote), known, largest,
-        pace=1 / (pace.b2 * known.mu), needed=lambda tol: pace.iterations(tol, gap=(known.L_row + known.gamma_max) / 2),
+    recipe = accelerated_recipe(known, p0=p0, p=p, tau=tau, rho=rho)
+    pace = Katyusha.of(known, recipe.smoothness, recipe.coins.rho, recipe.step(eta))
+    node = node_of(data, loss, penalty.gamma, recipe.coins, pace, streams(int(control.seed), data.n_clients))
+    algorithm = Algorithm(
+        "al2sgd_plus",
+        known,
+        recipe,
+        identity={"eta": pace.eta, "steps": asdict(pace), "probabilities": asdict(recipe.coins)},
+        begin=partial(node_start, node),
+        move=partial(node_move, node),
+        guide=Guide(Top.of(penalty), recipe.coins),
+        merge=False,
+        pace=-1 / math.log(pace.contraction),
+        needed=lambda tol: pace.iterations(tol, gap=(known.L_row + known.gamma_max) / 2),
         advice="raise max_iter",
-    )  # fmt: skip
-    node = node_of(data, loss, penalty.gamma, drawn, pace, streams(schedule.seed, data.n_clients))
-    guide = Guide(Top.of(penalty), drawn, pace)
-    return solve_in_memory(
-        data, loss, penalty, node_start(node, beginning(data, watch)), lambda state, move: node_move(node, state, move), guide,
-        run, watch,
-    )  # fmt: skip
+    )
+    return solve_in_memory(objective, algorithm, control)
 
 
 @njit(parallel=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]

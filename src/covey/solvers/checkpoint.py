@@ -1,7 +1,7 @@
 """A run on disk: one file of plain arrays, written whole or not at all; reading it executes nothing.
 
-The file says which run it belongs to (algorithm, seed, probabilities, step, a digest of data and penalties), and only that run
-goes on from it.
+The file says which run it belongs to (algorithm, seed, probabilities, step, loss, digests of data, penalties and start), and
+only that run goes on from it.
 """
 
 from __future__ import annotations
@@ -9,31 +9,30 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import zipfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from covey._typing import Floats
-from covey.data import GroupedData
+from covey._typing import Anything, Floats
 from covey.errors import SolverError
 from covey.ledger import Ledger
-from covey.objective import Penalty
+from covey.objective import Objective
+from covey.solvers.result import HISTORY
 
 FORMAT = 1
 
 
 @dataclass(frozen=True)
 class Found:
-    """Where a run was: the nodes' arrays, what the coordinator remembered, the account so far."""
+    """Where a run was: the account so far, the means of the anchor, and the nodes' arrays."""
 
     iteration: int
     ledger: Ledger
     history: list[dict[str, Any]]
+    anchor: Floats
     nodes: dict[str, Floats]
-    guide: dict[str, Floats]
 
 
 @dataclass(frozen=True)
@@ -41,42 +40,49 @@ class Checkpoint:
     """Where a run is kept; with no path, nowhere."""
 
     path: Path | None
-    identity: str
+    identity: dict[str, str]
 
     @classmethod
-    def at(cls, path: str | Path | None, recipe: dict[str, Any], data: GroupedData, penalty: Penalty) -> Checkpoint:
+    def at(cls, path: str | Path | None, identity: dict[str, Any], objective: Objective, start: Floats) -> Checkpoint:
+        """The place for one run: its settings, and all that it runs on."""
         if path is None:
-            return cls(None, "")
+            return cls(None, {})
         target = Path(path)
-        if target.is_dir() or not target.parent.is_dir():
-            raise SolverError(f"The checkpoint {str(path)!r} must be a file in a folder that exists.")
-        digest = hashlib.sha256()
-        for part in (data.X, data.y, data.weights, data.offset, data.client_ptr, penalty.gamma, penalty.lam):
-            if part is not None:
-                digest.update(np.ascontiguousarray(part).data)
-        identity = {"format": FORMAT, "data": digest.hexdigest(), **recipe}
-        return cls(target, json.dumps(identity, sort_keys=True, default=_plain))
+        if target.is_dir() or not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
+            raise SolverError(f"The checkpoint {str(path)!r} must be a file in a folder that exists and can be written to.")
+        data, loss, penalty = objective.data, objective.loss, objective.penalty
+        rows = (data.X, data.y, data.weights, data.offset, data.client_ptr, data.hierarchy.cluster_ptr)
+        parts = {
+            **identity,
+            "loss": [loss.name, loss.reduction, loss.ridge],
+            "data": _digest(*rows),
+            "penalties": _digest(penalty.gamma, penalty.lam),
+            "start": _digest(start),
+        }
+        return cls(target, {"format": str(FORMAT), **{name: _digest_of(value) for name, value in parts.items()}})
 
     def write(
-        self, iteration: int, ledger: Ledger, history: list[dict[str, Any]], nodes: dict[str, Floats], guide: dict[str, Floats]
+        self, iteration: int, ledger: Ledger, history: list[dict[str, Any]], anchor: Floats, nodes: dict[str, Floats]
     ) -> None:
+        """Keep this moment in place of the last one."""
         if self.path is None:
             return
-        text = {
-            "identity": self.identity,
-            "iteration": str(iteration),
-            "history": json.dumps(history),
-            "ledger": json.dumps({**asdict(ledger), "within": ledger.within.tolist()}),
-        }
-        arrays = {f"node.{name}": array for name, array in nodes.items()} | {
-            f"guide.{name}": array for name, array in guide.items()
-        }
+        account = {"identity": self.identity, "ledger": asdict(ledger)}
+        arrays: dict[str, Anything] = {f"node.{name}": array for name, array in nodes.items()}
+        arrays["iteration"], arrays["anchor"] = np.array(iteration), anchor
+        arrays["history"] = np.array([[np.nan if row[name] is None else row[name] for name in HISTORY] for row in history])
+        text = json.dumps(account, default=lambda array: array.tolist())
+        arrays["account"] = np.frombuffer(text.encode(), dtype=np.uint8)
         fresh = self.path.with_name(self.path.name + ".part")
-        with fresh.open("wb") as file:
-            np.savez(file, **{name: np.array(value) for name, value in text.items()}, **arrays)  # type: ignore[arg-type]
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(self.path)
+        try:
+            with fresh.open("wb") as file:
+                np.savez(file, **arrays)  # type: ignore[arg-type]
+                file.flush()
+                os.fsync(file.fileno())
+            fresh.replace(self.path)
+        except OSError as problem:
+            fresh.unlink(missing_ok=True)
+            raise SolverError(f"The checkpoint {str(self.path)!r} cannot be written: {problem.strerror}.") from None
 
     def read(self) -> Found | None:
         """The run as it was left; None if there is nothing yet."""
@@ -85,37 +91,45 @@ class Checkpoint:
         try:
             with np.load(self.path, allow_pickle=False) as file:
                 arrays = dict(file.items())
-            identity, iteration = str(arrays["identity"]), int(str(arrays["iteration"]))
-            history, counts = json.loads(str(arrays["history"])), json.loads(str(arrays["ledger"]))
-            ledger = Ledger(**{**counts, "within": np.array(counts["within"])})
-        except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
+            account = json.loads(arrays["account"].tobytes())
+            counts: dict[str, Any] = {name: np.array(v) if isinstance(v, list) else v for name, v in account["ledger"].items()}
+            ledger = Ledger(**counts)
+            table, identity = arrays["history"].tolist(), dict(account["identity"])
+            history = [{name: _cell(value, name) for name, value in zip(HISTORY, row, strict=True)} for row in table]
+            found = Found(int(arrays["iteration"]), ledger, history, arrays["anchor"], {})
+        except Exception:  # a damaged archive fails in more ways than zipfile and numpy document
             raise SolverError(f"The checkpoint {str(self.path)!r} cannot be read; delete it to start anew.") from None
         if identity != self.identity:
+            other = next(name for name in {**self.identity, **identity} if identity.get(name) != self.identity.get(name))
             raise SolverError(
-                f"The checkpoint {str(self.path)!r} is of another run ({_difference(identity, self.identity)}); "
-                "give another path, or delete it to start anew."
+                f"The checkpoint {str(self.path)!r} is of another run (other {other}); give another path, or delete it to "
+                "start anew."
             )
-        parts: dict[str, dict[str, Floats]] = {"node": {}, "guide": {}}
-        for name, array in arrays.items():
-            owner, _, field = name.partition(".")
-            if field:
-                parts[owner][field] = array
-        return Found(iteration, ledger, history, parts["node"], parts["guide"])
+        found.nodes.update({name[5:]: array for name, array in arrays.items() if name.startswith("node.")})
+        return found
 
     def kept(self) -> int | None:
         """The iteration last written."""
-        found = self.read()
-        return None if found is None else found.iteration
+        if self.path is None or not self.path.exists():
+            return None
+        with np.load(self.path, allow_pickle=False) as file:
+            return int(file["iteration"])
 
 
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
+def _digest(*arrays: Anything | None) -> str:
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(b"none" if array is None else np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
 
 
-def _difference(theirs: str, ours: str) -> str:
-    """The first setting that differs, in words."""
-    old, new = json.loads(theirs), json.loads(ours)
-    for name in new:
-        if old.get(name) != new[name]:
-            return "other data or penalties" if name == "data" else f"other {name}"
-    return "other settings"
+def _digest_of(value: Any) -> str:
+    """Short numbers and words as they are; long ones by their digest, so that a thousand clusters take no more room."""
+    text = json.dumps(value, default=lambda array: array.tolist())
+    return text if len(text) <= 80 else hashlib.sha256(text.encode()).hexdigest()
+
+
+def _cell(value: float, name: str) -> Any:
+    if np.isnan(value):
+        return None
+    return int(value) if HISTORY[name].is_integer() else value

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,23 +17,20 @@ import numpy as np
 from covey.data import GroupedData
 from covey.errors import SolverError
 from covey.ledger import Links, links, quadratic_links, rates
-from covey.losses import Loss
-from covey.objective import Objective, Penalty
+from covey.objective import Objective
 from covey.schedule import Schedule
 from covey.solvers.curvature import constants
 from covey.solvers.l2gd import equal_within
 from covey.solvers.result import Fit
 from covey.theory import (
-    Coins,
     Constants,
     Katyusha,
-    best_one_coin,
-    best_rho,
-    coins,
-    expected_smoothness,
+    accelerated_recipe,
     iterations,
+    l2gd_recipe,
     noise,
-    one_coin_smoothness,
+    number,
+    one_coin_recipe,
     switching_iterations,
 )
 
@@ -66,82 +63,65 @@ class Cost:
 
 
 def costs(
-    data: GroupedData,
-    loss: Loss,
-    penalty: Penalty,
-    trials: Sequence[Fit],
-    *,
-    accuracy: float,
-    latency: float = LATENCY,
-    bandwidth: float = BANDWIDTH,
+    objective: Objective, trials: Sequence[Fit], *, accuracy: float, latency: float = LATENCY, bandwidth: float = BANDWIDTH
 ) -> tuple[list[Cost], Constants]:
     """What every solver needs, from zero, for ``E|theta - theta_hat|^2 <= accuracy * |theta_hat|^2``, and the constants.
 
     ``trials`` are the minimiser, found in memory by Newton and, if it can, by the sweep; ``latency`` is in seconds one way,
     ``bandwidth`` in megabytes a second.
     """
-    speed = {"latency": latency, "bandwidth": bandwidth}
-    found, trial = [_direct(data, fit, speed) for fit in trials], trials[0]
-    known = constants(data, loss, penalty)
+    data, speed = objective.data, {"latency": latency, "bandwidth": bandwidth}
+    found, best = [_direct(data, fit, speed) for fit in trials], trials[0]
+    known = constants(objective)
     try:
         known.need_curvature()
     except SolverError as problem:
         return [*found, *(_unfit(name, str(problem)) for name in ("l2gd", "one_coin", "al2sgd_plus"))], known
-    objective = Objective(data, loss, penalty)
-    start = float((trial.theta**2).sum())
-    gap = objective.value(np.zeros_like(trial.theta)) - trial.convergence.objective
-    k, merge = data.n_clusters, equal_within(data, penalty)[0]
-    network = links(data.hierarchy.sizes, data.n_terms)
-
-    drawn = coins(known, known.L)
-    one = Coins(best_one_coin(known), np.zeros(k), np.ones(k))
-    for name, used, smoothness in (
-        ("l2gd", drawn, expected_smoothness(known, drawn, known.L)),
-        ("one_coin", one, one_coin_smoothness(known, one.p0)),
-    ):
-        rate = {"smoothness": smoothness, "mu": known.mu, "sigma2": noise(objective, trial.theta, used), "start": start}
+    start = float((best.theta**2).sum()) or 1.0  # where zero is the minimiser there is no distance to speak of
+    gap = objective.value(np.zeros_like(best.theta)) - best.convergence.objective
+    merge = equal_within(data, objective.penalty)[0]
+    for name, recipe in (("l2gd", l2gd_recipe(known)), ("one_coin", one_coin_recipe(known))):
+        sigma2 = noise(objective, best.theta, recipe.coins)
+        rate = {"smoothness": recipe.smoothness, "mu": known.mu, "sigma2": sigma2, "start": start}
         constant, eta = iterations(accuracy, **rate)
         switching = switching_iterations(accuracy, **rate)
         how = "steps='switching'" if switching < constant else f"eta={eta:.2g}"
-        schedule = Schedule(used, 0, merge)
-        found.append(_by_coins(name, min(constant, switching), schedule, network, f"bound of its theorem, {how}", speed))
-
+        pace = 1 / (known.mu * (recipe.largest_step if switching < constant else eta))
+        needed, note = min(constant, switching), f"bound of its theorem, {how}"
+        found.append(_by_coins(name, needed, pace, Schedule(recipe.coins, 0, merge), data, note, speed))
     found.append(_accelerated(data, known, accuracy, speed, start, gap))
     return found, known
 
 
-def choose(
-    data: GroupedData, loss: Loss, penalty: Penalty, *, accuracy: float, latency: float = LATENCY, bandwidth: float = BANDWIDTH
-) -> str:
-    """The solver a network would finish first: sweep or Newton, unless their d x d messages take longer than algorithm 2.
+def surely_direct(objective: Objective, *, accuracy: float, latency: float = LATENCY, bandwidth: float = BANDWIDTH) -> bool:
+    """Whether the sweep or Newton is first, whatever the constants of the problem.
 
-    However well conditioned a problem is, by its theorem that algorithm refreshes its anchor ``log(1 / accuracy)`` times, and
-    exchanges as often again: where the direct solver beats that, which is up to hundreds of coefficients, nothing has to be
-    measured. Without acceleration and variance reduction an algorithm is never first.
+    A run by coins has to look how far it is: some exchanges of the whole network, if nothing else. Where a direct solver, with
+    its d x d messages, is done before that, which is so up to hundreds of coefficients, nothing has to be measured.
     """
-    speed = {"latency": latency, "bandwidth": bandwidth}
-    name, exchanges = ("sweep", 1) if loss.name == "gaussian" else ("newton", _NEWTON_EXCHANGES)
-    sizes = data.hierarchy.sizes
+    data, exchanges = objective.data, 1 if objective.loss.name == "gaussian" else _NEWTON_EXCHANGES
+    speed, sizes = {"latency": latency, "bandwidth": bandwidth}, data.hierarchy.sizes
+    least = 4 * min(5.0, math.log(1 / accuracy))
     direct = _seconds(quadratic_links(sizes, data.n_terms), exchanges, exchanges, **speed)
-    least = math.log(1 / accuracy)
-    if direct <= _seconds(links(sizes, data.n_terms), 2 * least, least, **speed):
-        return name
-    known = constants(data, loss, penalty)
-    if not (known.mu > 0 and math.isfinite(known.L_row)):
-        return name
-    return name if direct <= _accelerated(data, known, accuracy, speed).seconds else "al2sgd_plus"
+    return direct <= _seconds(links(sizes, data.n_terms), least, least, **speed)
+
+
+def _checks(T: float, pace: float) -> float:
+    """How often a run of ``T`` iterations is checked by default: each quarter of ``pace``, then each twentieth of the way."""
+    every = max(16.0, min(pace / 4, 1e6))
+    steady = min(T, 20 * every)
+    return 1 + math.ceil(steady / every) + math.ceil(math.log(T / steady) / math.log(1.05))
 
 
 def _accelerated(
     data: GroupedData, known: Constants, accuracy: float, speed: dict[str, float], start: float = 1.0, gap: float | None = None
 ) -> Cost:
     """Algorithm 2; where the gap at the start is not known, its bound by smoothness."""
-    drawn = coins(known, known.L_row)
-    drawn = replace(drawn, rho=best_rho(drawn))
-    pace = Katyusha.of(known, expected_smoothness(known, drawn, known.L_row), drawn.rho)
-    needed = pace.iterations(accuracy, start, (known.L_row + known.gamma_max) / 2 * start if gap is None else gap)
-    network = links(data.hierarchy.sizes, data.n_terms)
-    return _by_coins("al2sgd_plus", needed, Schedule(drawn, 0), network, "bound of its theorem", speed)
+    recipe = accelerated_recipe(known)
+    katyusha = Katyusha.of(known, recipe.smoothness, recipe.coins.rho)
+    needed = katyusha.iterations(accuracy, start, (known.L_row + known.gamma_max) / 2 * start if gap is None else gap)
+    pace = -1 / math.log(katyusha.contraction)
+    return _by_coins("al2sgd_plus", needed, pace, Schedule(recipe.coins, 0), data, "bound of its theorem", speed)
 
 
 def _direct(data: GroupedData, trial: Fit, speed: dict[str, float]) -> Cost:
@@ -151,10 +131,15 @@ def _direct(data: GroupedData, trial: Fit, speed: dict[str, float]) -> Cost:
     return Cost(end.solver, end.iterations, end.exchanges, float(spent.between), spent.bytes, seconds, "counted in memory")
 
 
-def _by_coins(name: str, T: int, schedule: Schedule, network: Links, note: str, speed: dict[str, float]) -> Cost:
+def _by_coins(
+    name: str, T: int, pace: float, schedule: Schedule, data: GroupedData, note: str, speed: dict[str, float]
+) -> Cost:
+    """Exchanges that the coins ask for, and those of the checks without which a run would not know its end."""
+    network = links(data.hierarchy.sizes, data.n_terms)
     within, between = rates(schedule)
-    spent = network.count(within * T, between * T)
-    most = float(np.max(within * T))
+    checks = _checks(T, pace)
+    spent = network.count(within * T, between * T) + network.count(np.full(data.n_clusters, checks), checks)
+    most = float(np.max(spent.within))
     return Cost(name, T, most, float(spent.between), spent.bytes, _seconds(network, most, spent.between, **speed), note)
 
 
@@ -170,9 +155,7 @@ def _seconds(network: Links, within: float, between: float, latency: float, band
 
 def check_network(accuracy: Any, latency: Any, bandwidth: Any) -> None:
     """Refuse an accuracy or a network that cannot be."""
-    if not (isinstance(accuracy, int | float) and 0 < accuracy < 1):
-        raise SolverError(f"The 'accuracy' parameter must lie between 0 and 1. Got {accuracy!r} instead.")
-    if not (isinstance(latency, int | float) and 0 <= latency < math.inf):
-        raise SolverError(f"The 'latency' parameter must be seconds >= 0. Got {latency!r} instead.")
-    if not (isinstance(bandwidth, int | float) and 0 < bandwidth < math.inf):
-        raise SolverError(f"The 'bandwidth' parameter must be megabytes a second > 0. Got {bandwidth!r} instead.")
+    if number("accuracy", accuracy, above=0.0) >= 1:
+        raise SolverError(f"The 'accuracy' parameter must be a number below 1. Got {accuracy!r} instead.")
+    number("latency", latency, least=0.0)
+    number("bandwidth", bandwidth, above=0.0)

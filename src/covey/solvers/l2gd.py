@@ -14,8 +14,8 @@ eigenbasis of its Hessian: s steps shrink the distance to its own minimiser by t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple, Unpack
 
 import numpy as np
@@ -24,15 +24,15 @@ from numba import njit, prange
 from covey._typing import Anything, Floats, Ints
 from covey.data import GroupedData
 from covey.errors import one_of
-from covey.ledger import links
 from covey.losses import Loss
-from covey.losses.kernels import GAUSSIAN, exponent, exponentials, slope
-from covey.objective import Penalty
-from covey.schedule import Round, Schedule, Vote
+from covey.losses.kernels import FASTMATH, GAUSSIAN, exponent, exponentials, slope
+from covey.objective import Objective, Penalty
+from covey.schedule import Round
 from covey.solvers.curvature import constants
+from covey.solvers.protocol import Blocks, Move, Pull, Sums, Top
 from covey.solvers.result import Fit
-from covey.solvers.rounds import Blocks, Move, Pull, Sums, Top, Watch, beginning, settle, solve_in_memory
-from covey.theory import Coins, Constants, coins, expected_smoothness, iterations, step, switch, switching_steps
+from covey.solvers.rounds import Algorithm, Control, Watch, solve_in_memory
+from covey.theory import Coins, Constants, Recipe, Shares, iterations, l2gd_recipe, switch, switching_steps
 
 Steps = Literal["constant", "switching"]
 STEPS = ("constant", "switching")
@@ -43,20 +43,17 @@ _LARGEST_BASIS = 50_000_000  # numbers in the eigenbases of all clients
 
 @dataclass(frozen=True)
 class Rate:
-    """The step at each iteration: ``eta``, or with ``mu > 0`` switching to ``(2t + 1) / ((t + 1)^2 mu)``."""
+    """The step at each iteration: ``eta``, or with ``mu > 0`` switching to ``(2t + 1) / ((t + 1)^2 mu)`` after ``last``."""
 
     eta: float
     mu: float = 0.0
 
+    @property
+    def last(self) -> int:
+        return switch(1 / (2 * self.eta), self.mu) if self.mu > 0 else 0
+
     def at(self, t: Any) -> Any:
         return self.eta if self.mu == 0 else switching_steps(t, 1 / (2 * self.eta), self.mu)
-
-    def over(self, start: Ints, steps: Ints) -> tuple[Floats, int]:
-        """The steps of some local runs, and the iteration the first of them is for; one number if all are alike."""
-        if self.mu == 0 or not steps.any():
-            return np.array([self.eta]), 0
-        first, last = int(start[steps > 0].min()), int((start + steps)[steps > 0].max())
-        return self.at(np.arange(first, last)), first
 
 
 # The node
@@ -90,16 +87,16 @@ class State:
 
 
 def node_of(data: GroupedData, loss: Loss, gamma: Floats, drawn: Coins, rate: Rate) -> Node:
+    """Set up a node for its own clients."""
     return Node(loss.operands(data), _basis(data, loss), Blocks.of(data.hierarchy), gamma, drawn.local, rate)
 
 
 def node_move(node: Node, state: State, move: Move) -> tuple[State, Sums]:
     """Pull, then local steps; the sums of the clusters that are wanted."""
     theta, sums = np.empty_like(state.theta), node.blocks.empty(state.theta.shape[1])
-    rate, origin = node.rate.over(move.start, move.steps)
     _move(
         *node.operands, *node.basis, node.blocks.ptr, node.blocks.owner, node.gamma, move.pull.strength, move.pull.force,
-        move.start - origin, move.steps, node.local, rate, move.wanted, state.theta, theta, sums,
+        move.start, move.steps, node.local, node.rate.eta, node.rate.mu, node.rate.last, move.wanted, state.theta, theta, sums,
     )  # fmt: skip
     return State(theta), node.blocks.total(sums)
 
@@ -130,36 +127,25 @@ class Guide:
     coins: Coins
     rate: Rate
     gamma: Floats
-    memory: dict[str, Floats] = field(default_factory=dict)
-
-    def begin(self, means: Floats) -> None:
-        """No anchor here."""
 
     @cached_property
-    def _shares(self) -> tuple[Floats, Floats, Floats, Floats]:
-        """How hard a head pulls: ``xi_0`` to the whole, to the cluster, and both together; ``xi_j`` to the cluster."""
-        alpha, tau, p0 = self.top.alpha, self.coins.tau, self.coins.p0
-        chance = (1 - p0) * self.coins.p
-        to_whole, to_cluster = (share / p0 if p0 > 0 else 0 * share for share in (alpha, tau * (1 - alpha)))
-        within = (1 - tau) * (1 - alpha) / np.where(chance > 0, chance, 1.0)
-        return to_whole[:, None], to_cluster[:, None], to_whole + to_cluster, within
+    def _shares(self) -> Shares:
+        return self.coins.shares(self.top.alpha)
 
-    def answer(self, means: Floats, turn: Round) -> tuple[Pull, None]:
+    def answer(self, means: Floats, turn: Round, anchor: Floats) -> Pull:
         """The heads that follow a round's exchange, as one pull: those between clusters, then those within each."""
-        to_whole, to_cluster, both, within = self._shares
+        whole, cluster, within = self._shares
         pull, t, gamma = Pull.none(*means.shape), turn.start + turn.steps, self.gamma
         for i in range(turn.between):
             eta = self.rate.at(t + i)
-            force = (eta * (to_whole * (self.top.weights @ means) + to_cluster * means).T).T
-            pull = pull.then(eta * both, force, gamma)
-            means = means - gamma[:, None] * ((eta * both)[:, None] * means - force)
+            strength = eta * (whole + cluster)
+            force = (eta * whole)[:, None] * self.top.whole(means) + (eta * cluster)[:, None] * means
+            pull = pull.then(strength, force, gamma)
+            means = means - gamma[:, None] * (strength[:, None] * means - force)
         for i in range(int(turn.within.max())):
             strength = np.where(turn.within > i, self.rate.at(t + turn.between + i) * within, 0.0)
             pull = pull.then(strength, strength[:, None] * means, gamma)
-        return pull, None
-
-    def recipe(self) -> dict[str, Any]:
-        return {"eta": self.rate.eta, "mu": self.rate.mu, "tau": self.coins.tau}
+        return pull
 
 
 # In memory
@@ -177,7 +163,6 @@ def l2gd(
     tau: Any = None,
     mu: float | None = None,
     L: float | None = None,
-    vote: Vote = "central",
     **watch: Unpack[Watch],
 ) -> Fit:
     """Async-L2GD: to a neighbourhood of the minimiser with a constant step, to the minimiser itself with switching steps.
@@ -188,8 +173,7 @@ def l2gd(
     eta, p0, p, tau : step, probabilities of an exchange between clusters and within each, share of the pull to the cluster that
         the former takes; by default the best by theory
     mu, L : strong convexity and smoothness, in place of those found in the data
-    vote : who flips the coin of the exchanges between clusters: "central" or, without a server, "majority"
-    **watch : see :class:`~covey.solvers.rounds.Watch`
+    **watch : seed, tol, max_iter, checkpoint and more: see :class:`~covey.solvers.rounds.Control`
 
     >>> from covey import GroupedData, Penalty
     >>> from covey.losses import Gaussian
@@ -198,52 +182,43 @@ def l2gd(
     >>> fit.convergence.converged, fit.history["objective"].round(2)[-1]
     (True, 6.75)
     """
-    if steps not in STEPS:
-        raise one_of("steps", steps, STEPS)
-    known = constants(data, loss, penalty, mu=mu, L=L)
+    control, objective = Control.of("l2gd", watch), Objective(data, loss, penalty)
+    known = constants(objective, mu=mu, L=L)
     known.need_curvature()
-    drawn = coins(known, known.L, p0=p0, p=p, tau=tau)
-    smoothness = expected_smoothness(known, drawn, known.L)
-    return descent("l2gd", data, loss, penalty, known, drawn, smoothness, eta, steps, vote, watch)
+    return descent("l2gd", objective, known, l2gd_recipe(known, p0=p0, p=p, tau=tau), eta, steps, control)
 
 
 def descent(
-    name: str,
-    data: GroupedData,
-    loss: Loss,
-    penalty: Penalty,
-    known: Constants,
-    drawn: Coins,
-    smoothness: float,
-    eta: float | None,
-    steps: Steps,
-    vote: Vote,
-    watch: Watch,
+    name: str, objective: Objective, known: Constants, recipe: Recipe, eta: float | None, steps: Steps, control: Control
 ) -> Fit:
     """Gradient steps by coins, for any coins; what algorithm 1 and its one-coin variant come to."""
-    largest = 1 / (2 * smoothness)
-    eta = step(eta, largest, "1 / (2 calL)")
-    rate = Rate(eta, known.mu if steps == "switching" else 0.0)
-    equal, gamma = equal_within(data, penalty)
-    schedule = Schedule(drawn, watch.get("seed", 0), equal, vote)
-    advice = "a constant step stalls at its noise: use steps='switching', or solver='al2sgd_plus'"
-    if steps == "switching":
-        advice = "steps that shrink like 1/t are slow at the end: raise max_iter, or use solver='al2sgd_plus'"
+    if steps not in STEPS:
+        raise one_of("steps", steps, STEPS)
+    switching = steps == "switching"
+    rate = Rate(recipe.step(eta), known.mu if switching else 0.0)
+    smoothness = 1 / (2 * rate.eta)
 
     def needed(tol: float) -> int:
-        if steps == "switching":
-            return math.ceil(switch(1 / (2 * eta), known.mu) / tol)
-        return iterations(tol, smoothness=1 / (2 * eta), mu=known.mu)[0]
+        return math.ceil(rate.last / tol) if switching else iterations(tol, smoothness=smoothness, mu=known.mu)[0]
 
-    run = settle(
-        watch, name, schedule, links(data.hierarchy.sizes, data.n_terms, vote), known, largest,
-        pace=1 / (eta * known.mu), needed=needed, advice=advice,
-    )  # fmt: skip
-    node = node_of(data, loss, penalty.gamma, drawn, rate)
-    guide = Guide(Top.of(penalty), drawn, rate, gamma)
-    return solve_in_memory(
-        data, loss, penalty, State(beginning(data, watch)), lambda state, move: node_move(node, state, move), guide, run, watch
+    stalls = "raise max_iter; a constant step ends in its noise, which steps='switching' and solver='al2sgd_plus' overcome"
+    slow = "steps that shrink like 1/t are slow at the end: raise max_iter, or use solver='al2sgd_plus'"
+    data, penalty = objective.data, objective.penalty
+    equal, gamma = equal_within(data, penalty)
+    algorithm = Algorithm(
+        name,
+        known,
+        recipe,
+        identity={"eta": rate.eta, "steps": [steps, rate.mu], "probabilities": asdict(recipe.coins)},
+        begin=State,
+        move=partial(node_move, node_of(data, objective.loss, penalty.gamma, recipe.coins, rate)),
+        guide=Guide(Top.of(penalty), recipe.coins, rate, gamma),
+        merge=equal,
+        pace=1 / (rate.eta * known.mu),
+        needed=needed,
+        advice=slow if switching else stalls,
     )
+    return solve_in_memory(objective, algorithm, control)
 
 
 def equal_within(data: GroupedData, penalty: Penalty) -> tuple[bool, Floats]:
@@ -255,12 +230,12 @@ def equal_within(data: GroupedData, penalty: Penalty) -> tuple[bool, Floats]:
     return bool((penalty.gamma == gamma[data.hierarchy.parent]).all()), gamma
 
 
-@njit(parallel=True, cache=True, fastmath={"reassoc", "contract", "nsz"}, error_model="numpy")  # type: ignore[untyped-decorator]
+@njit(parallel=True, cache=True, fastmath=FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
 def _move(
     family: int, X: Floats, y: Floats, weights: Floats, offset: Floats, scale: Floats, ridge: float, client_ptr: Ints,
     vectors: Floats, curvature: Floats, minimiser: Floats, blocks: Ints, owner: Ints, gamma: Floats, strength: Floats,
-    force: Floats, start: Ints, steps: Ints, local: Floats, rate: Floats, wanted: Anything, theta: Floats, out: Floats,
-    sums: Floats,
+    force: Floats, start: Ints, steps: Ints, local: Floats, step: float, mu: float, switch: int, wanted: Anything,
+    theta: Floats, out: Floats, sums: Floats,
 ) -> None:  # fmt: skip
     """Each block of clients, all of one cluster, is moved by one thread, and summed in order: no bit depends on the threads."""
     d = theta.shape[1]
@@ -272,7 +247,8 @@ def _move(
         if steps[j] > 0:
             eta = np.empty(steps[j])
             for s in range(steps[j]):
-                eta[s] = local[j] * (rate[0] if len(rate) == 1 else rate[start[j] + s])
+                t = start[j] + s
+                eta[s] = local[j] * (step if mu == 0.0 or t <= switch else (2.0 * t + 1.0) / ((t + 1.0) ** 2 * mu))
             if len(vectors) > 0:
                 _in_eigenbasis(vectors, curvature, minimiser, eta, first, last, out)
             else:
@@ -283,7 +259,7 @@ def _move(
                     sums[block, a] += gamma[i] * out[i, a]
 
 
-@njit(fastmath={"reassoc", "contract", "nsz"}, error_model="numpy")  # type: ignore[untyped-decorator]
+@njit(fastmath=FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
 def _in_eigenbasis(
     vectors: Floats, curvature: Floats, minimiser: Floats, eta: Floats, first: int, last: int, theta: Floats
 ) -> None:
@@ -305,7 +281,7 @@ def _in_eigenbasis(
                 theta[i, a] += vectors[i, c, a] * keep[c]
 
 
-@njit(fastmath={"reassoc", "contract", "nsz"}, error_model="numpy")  # type: ignore[untyped-decorator]
+@njit(fastmath=FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
 def _step_by_step(
     family: int, X: Floats, y: Floats, weights: Floats, offset: Floats, scale: Floats, ridge: float, client_ptr: Ints,
     eta: Floats, first: int, last: int, theta: Floats,

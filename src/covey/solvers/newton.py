@@ -28,7 +28,7 @@ import polars as pl
 
 from covey._typing import Anything, Floats
 from covey.data import GroupedData
-from covey.errors import ConvergenceWarning, SolverError, listing
+from covey.errors import ConvergenceWarning, SolverError, listing, warn
 from covey.ledger import Ledger, quadratic_links
 from covey.losses import Expansion, Gaussian, Loss
 from covey.objective import Penalty
@@ -328,7 +328,7 @@ def newton(
         )
         account = replace(account, message=f"{account.message}; {sentence}")
     if separated or not account.converged:
-        warnings.warn(account.message, ConvergenceWarning, stacklevel=2)
+        warn(account.message)
     return Fit(state.now.theta, top.w, top.wbar, account, history, ledger)
 
 
@@ -337,5 +337,7 @@ def _told(data: GroupedData, path: list[tuple[int, float, float, int]], before: 
     network = quadratic_links(data.hierarchy.sizes, data.n_terms)
     everybody = np.ones(data.n_clusters, dtype=np.int64)
     spent = [network.count((exchanges + before) * everybody, exchanges + before) for *_, exchanges in path]
-    rows = [entry(t, value, norm, mu, ledger) for (t, value, norm, _), ledger in zip(path, spent, strict=True)]
+    rows = [
+        entry(t, value, norm, certified_gap(norm, mu), ledger) for (t, value, norm, _), ledger in zip(path, spent, strict=True)
+    ]
     return pl.DataFrame(rows, schema=HISTORY), spent[-1]

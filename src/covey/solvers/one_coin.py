@@ -12,18 +12,14 @@ from __future__ import annotations
 
 from typing import Unpack
 
-import numpy as np
-
 from covey.data import GroupedData
-from covey.errors import SolverError
 from covey.losses import Loss
-from covey.objective import Penalty
-from covey.schedule import Vote
+from covey.objective import Objective, Penalty
 from covey.solvers.curvature import constants
 from covey.solvers.l2gd import Steps, descent
 from covey.solvers.result import Fit
-from covey.solvers.rounds import Watch
-from covey.theory import Coins, best_one_coin, one_coin_smoothness, probability
+from covey.solvers.rounds import Control, Watch
+from covey.theory import one_coin_recipe
 
 
 def one_coin(
@@ -36,7 +32,6 @@ def one_coin(
     p: float | None = None,
     mu: float | None = None,
     L: float | None = None,
-    vote: Vote = "central",
     **watch: Unpack[Watch],
 ) -> Fit:
     """L2GD with one coin for all: every exchange is one of the whole network. Parameters as for ``l2gd``.
@@ -48,11 +43,7 @@ def one_coin(
     >>> fit.convergence.converged, fit.wbar.round(1).tolist()
     (True, [4.5])
     """
-    known = constants(data, loss, penalty, mu=mu, L=L)
+    control, objective = Control.of("one_coin", watch), Objective(data, loss, penalty)
+    known = constants(objective, mu=mu, L=L)
     known.need_curvature()
-    chance = best_one_coin(known) if p is None else probability("p", p)
-    if chance in (0, 1):
-        raise SolverError(f"With p = {chance:g} clients never exchange, or never learn from their own rows; give 0 < p < 1.")
-    k = data.n_clusters
-    drawn = Coins(chance, np.zeros(k), np.ones(k))
-    return descent("one_coin", data, loss, penalty, known, drawn, one_coin_smoothness(known, chance), eta, steps, vote, watch)
+    return descent("one_coin", objective, known, one_coin_recipe(known, p), eta, steps, control)

@@ -68,9 +68,11 @@ HISTORY = {
 """A row for each check: ``gap`` is to the minimum where that is known, the last three are what it cost so far."""
 
 
-def entry(t: int, value: float, norm: float, mu: float, ledger: Ledger, minimum: float | None = None) -> dict[str, Any]:
-    """One row of a history."""
-    gaps = None if minimum is None else value - minimum, certified_gap(norm, mu)
+def entry(
+    t: int, value: float, norm: float, certain: float | None, ledger: Ledger, minimum: float | None = None
+) -> dict[str, Any]:
+    """One row of a history; ``certain`` is a certified gap, if there is one."""
+    gaps = None if minimum is None else value - minimum, certain
     spent = ledger.exchanges, int(ledger.between), int(ledger.bytes)
     return dict(zip(HISTORY, (t, value, *gaps, norm, *spent), strict=True))
 

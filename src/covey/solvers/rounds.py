@@ -1,373 +1,287 @@
 """The loop that the algorithms by coins share: rounds from the schedule, checks, history, checkpoints.
 
-    node          gets    Move: a pull towards the centres, then local steps
-    node          sends   Sums: its clients' weighted coefficients, summed for each cluster
-    coordinator   turns   the sums into means, and the means into the next pull
-
-An algorithm is three things: ``node_move`` (what a node does with a Move), a guide (how the coordinator answers sums), and the
-constants of ``theory``. Every so many iterations the loop stops for a check, a full gradient by all nodes, and ends when the
-objective is certified to be close enough to its minimum.
+An algorithm is what theory set up for a problem, a node's ``move``, and a guide for the coordinator's answers. Every so many
+iterations the loop stops for a check, a full gradient by all nodes, and ends when the objective is certified to be close
+enough to its minimum.
 """
 
 from __future__ import annotations
 
-import warnings
+import difflib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol, TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 import polars as pl
 
-from covey._typing import Anything, Floats, Ints
-from covey.data import GroupedData
-from covey.errors import ConvergenceWarning, SolverError
-from covey.hierarchy import Hierarchy, segment_sum
-from covey.ledger import Ledger, Links
-from covey.losses import Loss
-from covey.objective import Penalty
-from covey.schedule import Round, Rounds, Schedule
+from covey._typing import Floats
+from covey.errors import SolverError, listing, warn
+from covey.ledger import Ledger, Links, expected, links
+from covey.objective import Objective
+from covey.schedule import Rounds, Schedule, Vote
 from covey.solvers.checkpoint import Checkpoint
+from covey.solvers.curvature import certificate
+from covey.solvers.protocol import Check, Guide, Move, Network, Pull, Sums, Top, node_check, node_sums
 from covey.solvers.result import HISTORY, Convergence, Fit, Progress, certified_gap, entry
-from covey.solvers.sweep import blocks_of
 from covey.solvers.threads import threads_for
-from covey.theory import Constants, mixing
+from covey.theory import Constants, Recipe, number
 
 _STRETCH = 1 << 20  # coins grouped at a time, over all clusters
 _MOST_ITERATIONS = 1_000_000  # unless max_iter says more
 
 
 class Watch(TypedDict, total=False):
-    """What all algorithms by coins understand besides their own settings.
-
-    seed : of the coins and of the rows that are sampled
-    tol : stop when the objective is certified to be within ``tol * max(1, |objective|)`` of its minimum
-    max_iter : most iterations; by default twice what the theorem needs
-    every : iterations between checks; by default a quarter of the time in which the distance shrinks by e, then ever more
-    start : coefficients to begin at, (n, d); zero by default
-    minimum : the lowest value of the objective, if it is known; the history then has the true gap
-    checkpoint : file to write at each check; a run that finds its own goes on from it, to the same bits
-    progress : called at each check with the iteration, the objective and the gradient norm
-    """
+    """The keywords of :class:`Control`, as the solvers take them."""
 
     seed: int
     tol: float
     max_iter: int | None
     every: int | None
-    start: Floats | None
+    start: Any
     minimum: float | None
     checkpoint: str | Path | None
     progress: Progress | None
-
-
-# What travels
-
-
-@dataclass(frozen=True)
-class Pull:
-    """A step towards centres: client ``i`` of cluster ``j`` moves by ``-gamma_i (strength_j theta_i - force_j)``."""
-
-    strength: Floats
-    force: Floats
-
-    @classmethod
-    def none(cls, k: int, d: int) -> Pull:
-        return cls(np.zeros(k), np.zeros((k, d)))
-
-    def then(self, strength: Floats, force: Floats, gamma: Floats) -> Pull:
-        """Followed by another, where all clients of a cluster have the same ``gamma (k,)``."""
-        if not self.strength.any():
-            return Pull(strength, force)
-        keep = 1 - gamma * strength
-        return Pull(self.strength * keep + strength, self.force * keep[:, None] + force)
+    vote: Vote
 
 
 @dataclass(frozen=True)
-class Move:
-    """Down: a pull in clusters that had ``heads (k,)``, then ``steps (k,)`` local iterations from ``start (k,)`` on.
+class Control:
+    """What all algorithms by coins understand besides their own settings.
 
-    After them make an anchor of where you are, if ``refresh``; ``anchor (k, d)`` are the centres of the last one, if new. Nodes
-    answer for clusters that are ``wanted``.
+    Attributes
+    ----------
+    seed : of the coins and of the rows that are sampled
+    tol : stop when the objective is certified to be within this share of its minimum, both above that of a perfect fit
+    max_iter : most iterations; by default twice what the theorem needs, at most a million
+    every : iterations between checks; by default a quarter of the time in which the distance shrinks by e, then ever more
+    start : coefficients to begin at, (n, d); zero by default
+    minimum : the lowest value of the objective, if it is known; the history then has the true gap
+    checkpoint : file to write at each check; a run that finds its own goes on from it, to the same bits
+    progress : called at each check with the iteration, the objective and the gradient norm
+    vote : who flips the coin of the exchanges between clusters: "central" or, without a server, "majority"
     """
 
-    pull: Pull
-    heads: Anything
-    start: Ints
-    steps: Ints
-    wanted: Anything
-    refresh: bool = False
-    anchor: Floats | None = None
+    seed: int = 0
+    tol: float = 1e-8
+    max_iter: int | None = None
+    every: int | None = None
+    start: Any = None
+    minimum: float | None = None
+    checkpoint: str | Path | None = None
+    progress: Progress | None = None
+    vote: Vote = "central"
 
-
-@dataclass(frozen=True)
-class Sums:
-    """Up: ``sum of gamma_i theta_i`` over a node's clients, for each cluster, ``(k, d)``. Adds over nodes."""
-
-    total: Floats
-
-    def __add__(self, other: Sums) -> Sums:
-        return Sums(self.total + other.total)
-
-
-@dataclass(frozen=True)
-class Check:
-    """Up: value and squared gradient of a node's clients, with the levels above at their best. Adds over nodes."""
-
-    value: float
-    gradient_squared: float
-
-    def __add__(self, other: Check) -> Check:
-        return Check(self.value + other.value, self.gradient_squared + other.gradient_squared)
-
-
-# The node
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """Clients in blocks of one cluster each: what a thread takes at a time. Sums of blocks are added in order."""
-
-    ptr: Ints
-    owner: Ints
-    of_cluster: Ints
-    one_each: bool
+    def __post_init__(self) -> None:
+        if not (isinstance(self.seed, int | np.integer) and 0 <= self.seed < 2**64):
+            raise SolverError(f"The 'seed' parameter must be a whole number >= 0. Got {self.seed!r} instead.")
+        number("tol", self.tol, least=0.0)
+        for name in ("max_iter", "every"):
+            given = getattr(self, name)
+            if not (given is None or (isinstance(given, int | np.integer) and not isinstance(given, bool) and given >= 1)):
+                raise SolverError(f"The {name!r} parameter must be a whole number >= 1. Got {given!r} instead.")
+        if self.minimum is not None:
+            number("minimum", self.minimum)
+        if not isinstance(self.checkpoint, str | Path | None):
+            raise SolverError(f"The 'checkpoint' parameter must be the path of a file. Got {self.checkpoint!r} instead.")
 
     @classmethod
-    def of(cls, tree: Hierarchy) -> Blocks:
-        ptr, owner = blocks_of(tree.cluster_ptr)
-        clusters = np.arange(tree.n_clusters + 1)
-        return cls(ptr, owner, np.searchsorted(owner, clusters), np.array_equal(owner, clusters[:-1]))
+    def of(cls, solver: str, watch: Watch) -> Control:
+        """From the keywords of a solver; an unknown one is refused."""
+        known = [each.name for each in fields(cls)]
+        unknown = [name for name in watch if name not in known]
+        if unknown:
+            near = difflib.get_close_matches(unknown[0], known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"besides its own settings it takes {listing(known, 20)}."
+            raise SolverError(f"The solver {solver!r} has no option {unknown[0]!r}; {hint}")
+        return cls(**watch)
 
-    def empty(self, d: int) -> Floats:
-        return np.zeros((len(self.owner), d))
-
-    def total(self, sums: Floats) -> Sums:
-        return Sums(sums if self.one_each else segment_sum(sums, self.of_cluster))
-
-
-def node_sums(tree: Hierarchy, gamma: Floats, theta: Floats) -> Sums:
-    """What a node tells of where its clients are."""
-    return Sums(tree.sum_up(gamma[:, None] * theta))
-
-
-def node_check(data: GroupedData, loss: Loss, gamma: Floats, theta: Floats, w: Floats) -> Check:
-    """What a node tells of how good that is, given the clusters' centres."""
-    away = theta - data.hierarchy.down(w)
-    here = loss.expand(data, theta, order=1)
-    value = here.value.sum() + 0.5 * (gamma * (away**2).sum(axis=1)).sum()
-    return Check(float(value), float(((here.gradient + gamma[:, None] * away) ** 2).sum()))
-
-
-# The coordinator
+    def beginning(self, objective: Objective) -> Floats:
+        """The clients' coefficients before the first iteration."""
+        shape = (objective.data.n_clients, objective.data.n_terms)
+        if self.start is None:
+            return np.zeros(shape)
+        want = f"The 'start' parameter must hold {shape[0]} x {shape[1]} finite numbers, a row for each client."
+        try:
+            theta = np.array(self.start, dtype=np.float64, order="C")
+        except (TypeError, ValueError):
+            raise SolverError(f"{want} Got {type(self.start).__name__} instead.") from None
+        if theta.shape != shape:
+            raise SolverError(f"{want} Got shape {theta.shape} instead.")
+        lost = np.flatnonzero(~np.isfinite(theta).all(axis=1))
+        if len(lost):
+            client = objective.data.hierarchy.client_ids[int(lost[0])]
+            raise SolverError(f"{want} Client {client!r} has {theta[lost[0]].tolist()} instead.")
+        return theta
 
 
 @dataclass(frozen=True)
-class Top:
-    """What the coordinator knows of the penalties: ``alpha``, each cluster's sum of ``gamma``, weights of the global mean."""
+class Algorithm:
+    """An algorithm as the loop sees it, set up for one problem.
 
-    alpha: Floats
-    total: Floats
-    weights: Floats
-
-    @classmethod
-    def of(cls, penalty: Penalty) -> Top:
-        alpha = mixing(penalty)
-        weights = alpha * penalty.cluster_gamma
-        weights = weights if weights.any() else np.ones_like(weights)
-        return cls(alpha, np.where(penalty.cluster_gamma > 0, penalty.cluster_gamma, 1.0), weights / weights.sum())
-
-    def means(self, sums: Sums) -> Floats:
-        return sums.total / self.total[:, None]
-
-    def centres(self, means: Floats) -> tuple[Floats, Floats]:
-        """``w`` and ``wbar`` that are best for the clients' means."""
-        tbar = self.weights @ means
-        return self.alpha[:, None] * tbar + (1 - self.alpha)[:, None] * means, tbar
-
-    def tie(self, means: Floats) -> float:
-        """What ties the clusters: ``1/2 sum_j lam_j |w_j - wbar|^2`` at the best centres."""
-        # w_j - wbar = (1 - alpha_j) (tbar_j - tbar) and lam_j (1 - alpha_j) = alpha_j * total_j.
-        apart = ((means - self.weights @ means) ** 2).sum(axis=1)
-        return 0.5 * float((self.alpha * (1 - self.alpha) * self.total * apart).sum())
-
-
-class Guide(Protocol):
-    """How a coordinator answers: the means of those who took part in a round become a pull, and maybe a new anchor.
-
-    ``begin`` makes the first anchor of the means at the start; ``memory`` is what must survive a restart.
+    Attributes
+    ----------
+    name, known, recipe : what theory says of it
+    identity : numbers that, with the coins, determine its iterates: a checkpoint is good for these only
+    begin, move : what a node does; ``begin`` makes its state of the coefficients at the start
+    guide : how the coordinator answers
+    merge : whether a run of heads needs one exchange only
+    pace : iterations in which the distance shrinks by e, by its theorem
+    needed : iterations to a tolerance, by its theorem
+    advice : for a run that did not get there
     """
 
-    @property
-    def memory(self) -> dict[str, Floats]: ...
-
-    def begin(self, means: Floats) -> Floats | None: ...
-    def answer(self, means: Floats, turn: Round) -> tuple[Pull, Floats | None]: ...
-    def recipe(self) -> dict[str, Any]: ...
-
-
-class Network(Protocol):
-    """All nodes at once, wherever they are; ``d`` coefficients a client."""
-
-    d: int
-
-    def move(self, move: Move) -> Sums: ...
-    def sums(self) -> Sums: ...
-    def check(self, w: Floats) -> Check: ...
-    def culprit(self) -> str: ...
-    def save(self) -> dict[str, Floats]: ...
-    def restore(self, arrays: dict[str, Floats]) -> None: ...
-
-
-@dataclass(frozen=True)
-class Run:
-    """What theory and user settle before the first iteration; ``advice`` is for a run that does not get there."""
-
-    solver: str
-    schedule: Schedule
-    links: Links
-    mu: float
-    largest_step: float
-    every: int
-    growing: bool
-    max_iter: int
-    tol: float
-    minimum: float | None
-    note: str
+    name: str
+    known: Constants
+    recipe: Recipe
+    identity: dict[str, Any]
+    begin: Callable[[Floats], Any]
+    move: Callable[[Any, Move], tuple[Any, Sums]]
+    guide: Guide
+    merge: bool
+    pace: float
+    needed: Callable[[float], int]
     advice: str
 
 
-def coordinate(
-    network: Network, guide: Guide, top: Top, run: Run, checkpoint: Checkpoint, progress: Progress | None = None
-) -> tuple[Floats, Floats, Convergence, pl.DataFrame, Ledger]:
-    """Iterate until the gap is certified, or ``max_iter``; ``w``, ``wbar``, the account, the history and what it cost."""
-    t, ledger, rows = 0, run.links.nothing, []
-    found = checkpoint.read()
-    if found is not None:
-        t, ledger, rows = found.iteration, found.ledger, found.history
-        network.restore(found.nodes)
-        guide.memory.update(found.guide)
-    while True:
-        means = top.means(network.sums())
-        w, wbar = top.centres(means)
-        seen = network.check(w)
-        value, norm = seen.value + top.tie(means), float(np.sqrt(seen.gradient_squared))
-        if not np.isfinite(value + norm):
-            raise _diverged(network, t, run, checkpoint)
-        gap = certified_gap(norm, run.mu)
-        done = gap is not None and gap <= run.tol * max(1.0, abs(value))
-        anchor = guide.begin(means) if t == 0 else None
-        if not rows or rows[-1]["iteration"] < t:
-            ledger = ledger + run.links.check
-            rows.append(entry(t, value, norm, run.mu, ledger, run.minimum))
-            checkpoint.write(t, ledger, rows, network.save(), guide.memory)
-        if progress is not None:
-            progress(t, value, norm)
-        if done or t >= run.max_iter:
-            break
-        stop = min(run.max_iter, t + (max(run.every, t // 20) if run.growing else run.every))
-        ledger, t = ledger + _advance(network, guide, top, run, t, stop, anchor, checkpoint), stop
-    message = f"gradient norm {norm:.1e} after {t:,} iterations and {ledger.exchanges:,} exchanges{run.note}"
-    if not done:
-        bound = "" if gap is None else f" with a certified gap of {gap:.1e}"
-        message = f"stopped{bound}, above the tolerance: {message}; {run.advice}"
-        warnings.warn(message, ConvergenceWarning, stacklevel=4)
-    account = Convergence(run.solver, done, t, ledger.exchanges, value, norm, gap, message)
-    return w, wbar, account, pl.DataFrame(rows, schema=HISTORY), ledger
+@dataclass(frozen=True)
+class Loop:
+    """One run."""
+
+    algorithm: Algorithm
+    control: Control
+    network: Network
+    top: Top
+    links: Links
+    checkpoint: Checkpoint
+
+    @property
+    def schedule(self) -> Schedule:
+        return Schedule(self.algorithm.recipe.coins, int(self.control.seed), self.algorithm.merge, self.control.vote)
+
+    @property
+    def max_iter(self) -> int:
+        if self.control.max_iter is not None:
+            return int(self.control.max_iter)
+        return int(min(max(2 * self.algorithm.needed(max(self.control.tol, 1e-16)), 1000), _MOST_ITERATIONS))
+
+    def next_check(self, t: int) -> int:
+        """A function of ``t`` and the algorithm alone, whatever ``max_iter`` is: the cuts of a run are part of its bits."""
+        if self.control.every is not None:
+            return t + int(self.control.every)
+        return t + max(16, int(min(self.algorithm.pace / 4, 1e6)), t // 20)
+
+    def run(self) -> tuple[Floats, Floats, Convergence, pl.DataFrame, Ledger]:
+        """Iterate until the gap is certified, or ``max_iter``; ``w``, ``wbar``, the account, the history and what it cost."""
+        control, mu, max_iter = self.control, self.algorithm.known.mu, self.max_iter
+        proved = self.algorithm.known.proved
+        perfect = self.network.perfect()
+        t, ledger, rows, anchor, regular = 0, self.links.nothing, [], None, True
+        found = self.checkpoint.read()
+        if found is not None and found.iteration <= max_iter:
+            t, ledger, rows, anchor = found.iteration, found.ledger, found.history, found.anchor
+            self.network.restore(found.nodes)
+        while True:
+            means = self.top.means(self.network.sums())
+            w, wbar = self.top.centres(means)
+            seen = self.network.check(w)
+            value, norm = seen.value + self.top.tie(means), float(np.sqrt(seen.gradient_squared))
+            if not np.isfinite(value + norm):
+                raise self._diverged(t)
+            gap = certified_gap(norm, mu)
+            # Where a fit is perfect no share of it is small enough; rounding of the gradient hides a smaller gap than this.
+            least = 1e-22 * max(1.0, abs(value)) if control.tol > 0 else 0.0
+            target = max(control.tol * (value - perfect), least)
+            done = gap is not None and gap <= target
+            if not proved and (done or t >= max_iter):
+                # What was taken for mu is no bound: judge by the curvature here, and go on if that is not enough.
+                gap, here = self.network.certify(norm)
+                done, mu = gap <= target, min(mu, here) or mu
+            anchor = means if anchor is None else anchor
+            if not rows or rows[-1]["iteration"] < t:
+                ledger = ledger + self.links.check
+                rows.append(entry(t, value, norm, gap if proved or done else None, ledger, control.minimum))
+                if regular:
+                    self.checkpoint.write(t, ledger, rows, anchor, self.network.save())
+            if control.progress is not None:
+                control.progress(t, value, norm)
+            if done or t >= max_iter:
+                break
+            stop = self.next_check(t)
+            regular = stop <= max_iter
+            stop = min(stop, max_iter)
+            cost, anchor = self._advance(t, stop, anchor)
+            ledger, t = ledger + cost, stop
+        note = f" ({self.algorithm.known.note})" if self.algorithm.known.note else ""
+        message = f"gradient norm {norm:.1e} after {t:,} iterations and {ledger.exchanges:,} exchanges{note}"
+        if not done:
+            bound = "" if gap is None or np.isinf(gap) else f" with a certified gap of {gap:.1e}"
+            worse = rows[0]["objective"] < value
+            advice = "the objective has grown: give a smaller step eta" if worse else self.algorithm.advice
+            message = f"stopped{bound}, above the tolerance: {message}; {advice}"
+            warn(message)
+        certain = gap if gap is not None and np.isfinite(gap) else None
+        account = Convergence(self.algorithm.name, done, t, ledger.exchanges, value, norm, certain, message)
+        return w, wbar, account, pl.DataFrame(rows, schema=HISTORY), ledger
+
+    def _advance(self, start: int, stop: int, anchor: Floats) -> tuple[Ledger, Floats]:
+        """Iterations ``start`` to ``stop - 1``: what they cost, and the anchor after them."""
+        cost, stretch = self.links.nothing, max(16, _STRETCH // (1 + len(self.top.alpha)))
+        for first in range(start, stop, stretch):
+            last = min(stop, first + stretch)
+            rounds = self.schedule.rounds(first, last)
+            anchor, lost = play(self.network, self.algorithm.guide, self.top, rounds, anchor, announce=first == 0)
+            if lost is not None:
+                raise self._diverged(lost)
+            cost = cost + self.links.of(rounds, last - first) + expected(self.schedule, last - first)
+        return cost, anchor
+
+    def _diverged(self, t: int) -> SolverError:
+        kept, known = self.checkpoint.kept(), self.algorithm.known
+        who = f"client {self.network.culprit()}"
+        if t == 0:
+            return SolverError(f"The objective is not finite at the start, at {who} above all; give a smaller start.")
+        saved = "" if kept is None else f" Iteration {kept:,} is kept in {self.checkpoint.path}."
+        bound = f"{self.algorithm.recipe.largest_step:.3g}" + (f"; {known.note}" if known.note else "")
+        return SolverError(
+            f"The iterate of {who} is no longer finite by iteration {t:,}; give a smaller step eta (theory: at most {bound}) "
+            f"or start nearer.{saved}"
+        )
 
 
-def _advance(
-    network: Network, guide: Guide, top: Top, run: Run, start: int, stop: int, anchor: Floats | None, checkpoint: Checkpoint
-) -> Ledger:
-    """Iterations ``start`` to ``stop - 1``; what they cost."""
-    cost, stretch = run.links.nothing, max(16, _STRETCH // (1 + len(top.alpha)))
-    for first in range(start, stop, stretch):
-        last = min(stop, first + stretch)
-        rounds = run.schedule.rounds(first, last)
-        lost = play(network, guide, top, rounds, anchor)
-        if lost is not None:
-            raise _diverged(network, lost, run, checkpoint)
-        cost, anchor = cost + run.links.of(rounds, last - first), None
-    return cost
+def play(
+    network: Network, guide: Guide, top: Top, rounds: Rounds, anchor: Floats, announce: bool = False
+) -> tuple[Floats, int | None]:
+    """Some rounds: the means of the anchor after them, and the iteration by which something is no longer finite, if so.
 
-
-def play(network: Network, guide: Guide, top: Top, rounds: Rounds, anchor: Floats | None = None) -> int | None:
-    """Some rounds; the iteration by which something is no longer finite, if that happens."""
+    ``announce`` tells the nodes the centres of the first anchor, which they cannot know.
+    """
     k = len(top.alpha)
     pull, heads = Pull.none(k, network.d), np.zeros(k, dtype=bool)
+    centres = top.centres(anchor)[0] if announce else None
     for turn in rounds:
         part = turn.takes_part
-        sums = network.move(Move(pull, heads, turn.start, turn.steps, part, turn.refresh, anchor))
+        sums = network.move(Move(pull, heads, turn.start, turn.steps, part, turn.refresh, centres))
         if not np.isfinite(sums.total).all():
-            return int((turn.start + turn.steps).max())
-        pull, anchor = guide.answer(top.means(sums), turn)
-        heads = part & (not turn.refresh)
-    return None
-
-
-def _diverged(network: Network, t: int, run: Run, checkpoint: Checkpoint) -> SolverError:
-    kept = checkpoint.kept()
-    saved = "" if kept is None else f" Iteration {kept:,} is kept in {checkpoint.path}."
-    return SolverError(
-        f"The iterate of client {network.culprit()} is not finite at iteration {t:,}; give a smaller step eta (convergence is "
-        f"proved up to {run.largest_step:.3g}).{saved}"
-    )
-
-
-def settle(
-    watch: Watch,
-    solver: str,
-    schedule: Schedule,
-    links: Links,
-    known: Constants,
-    largest_step: float,
-    *,
-    pace: float,
-    needed: Callable[[float], int],
-    advice: str,
-) -> Run:
-    """A run by what the user said, else by theory: ``pace`` iterations for a factor of e, ``needed`` ones for a tolerance."""
-    seed, tol = watch.get("seed", 0), watch.get("tol", 1e-8)
-    if not (isinstance(seed, int | np.integer) and seed >= 0):
-        raise SolverError(f"The 'seed' parameter must be a whole number >= 0. Got {seed!r} instead.")
-    if not (isinstance(tol, int | float) and tol >= 0):
-        raise SolverError(f"The 'tol' parameter must be a number >= 0. Got {tol!r} instead.")
-    for name in ("max_iter", "every"):
-        given = watch.get(name)
-        if not (given is None or (isinstance(given, int | np.integer) and given >= 1)):
-            raise SolverError(f"The {name!r} parameter must be a whole number >= 1. Got {given!r} instead.")
-    max_iter = watch.get("max_iter") or int(min(max(2 * needed(max(tol, 1e-16)), 1000), _MOST_ITERATIONS))
-    every = watch.get("every") or int(np.clip(pace / 4, 16, max(16, max_iter // 20)))
-    growing, note = watch.get("every") is None, f" ({known.note})" if known.note else ""
-    return Run(
-        solver, schedule, links, known.mu, largest_step, every, growing, max_iter, tol, watch.get("minimum"), note, advice
-    )  # fmt: skip
-
-
-def beginning(data: GroupedData, watch: Watch) -> Floats:
-    """The clients' coefficients before the first iteration."""
-    start, shape = watch.get("start"), (data.n_clients, data.n_terms)
-    if start is None:
-        return np.zeros(shape)
-    theta = np.array(start, dtype=np.float64)
-    if theta.shape != shape or not np.isfinite(theta).all():
-        raise SolverError(
-            f"The 'start' parameter must hold {shape[0]} x {shape[1]} finite coefficients. Got shape {theta.shape}."
-        )
-    return theta
+            return anchor, int((turn.start + turn.steps).max())
+        means, centres = top.means(sums), None
+        if turn.refresh:
+            anchor, centres, pull, heads = means, top.centres(means)[0], Pull.none(k, network.d), ~part
+        else:
+            pull, heads = guide.answer(means, turn, anchor), part
+    return anchor, None
 
 
 # In memory: one node that holds everybody
 
 
 class InMemory:
-    """A network of one node. ``move`` is the algorithm's own ``node_move``; its state is a frozen dataclass of arrays."""
+    """A network of one node. ``move`` is the algorithm's own; the state is a frozen dataclass of arrays."""
 
-    def __init__(
-        self, data: GroupedData, loss: Loss, gamma: Floats, state: Any, move: Callable[[Any, Move], tuple[Any, Sums]]
-    ) -> None:
-        self._data, self._loss, self._gamma, self._move = data, loss, gamma, move
-        self.d = data.n_terms
+    def __init__(self, objective: Objective, state: Any, move: Callable[[Any, Move], tuple[Any, Sums]]) -> None:
+        self._objective, self._move = objective, move
+        self.d = objective.data.n_terms
         self.state = state
 
     def move(self, move: Move) -> Sums:
@@ -375,37 +289,39 @@ class InMemory:
         return sums
 
     def sums(self) -> Sums:
-        return node_sums(self._data.hierarchy, self._gamma, self.state.theta)
+        return node_sums(self._objective.data.hierarchy, self._objective.penalty.gamma, self.state.theta)
 
     def check(self, w: Floats) -> Check:
-        return node_check(self._data, self._loss, self._gamma, self.state.theta, w)
+        return node_check(self._objective, self.state.theta, w)
+
+    def perfect(self) -> float:
+        return self._objective.loss.perfect(self._objective.data)
+
+    def certify(self, norm: float) -> tuple[float, float]:
+        return certificate(self._objective, self.state.theta, norm)
 
     def culprit(self) -> str:
-        lost = np.flatnonzero(~np.isfinite(self.state.theta).all(axis=1))
-        return repr(self._data.hierarchy.client_ids[int(lost[0]) if len(lost) else 0])
+        size = np.abs(self.state.theta).max(axis=1)
+        worst = int(np.where(np.isfinite(size), size, np.inf).argmax())
+        return repr(self._objective.data.hierarchy.client_ids[worst])
 
     def save(self) -> dict[str, Floats]:
         return {part.name: getattr(self.state, part.name) for part in fields(self.state)}
 
-    def restore(self, arrays: dict[str, Floats]) -> None:
+    def restore(self, arrays: dict[str, Any]) -> None:
         self.state = type(self.state)(**arrays)
 
 
-def solve_in_memory(
-    data: GroupedData,
-    loss: Loss,
-    penalty: Penalty,
-    state: Any,
-    move: Callable[[Any, Move], tuple[Any, Sums]],
-    guide: Guide,
-    run: Run,
-    watch: Watch,
-) -> Fit:
+def solve_in_memory(objective: Objective, algorithm: Algorithm, control: Control) -> Fit:
     """Run an algorithm with all clients on one node."""
-    recipe = {"solver": run.solver, "schedule": asdict(run.schedule), "every": run.every, **guide.recipe()}
-    checkpoint = Checkpoint.at(watch.get("checkpoint"), recipe, data, penalty)
-    network, top = InMemory(data, loss, penalty.gamma, state, move), Top.of(penalty)
+    data, start = objective.data, control.beginning(objective)
+    network = InMemory(objective, algorithm.begin(start), algorithm.move)
+    identity = {"solver": algorithm.name, "seed": int(control.seed), "vote": control.vote, "every": control.every}
+    checkpoint = Checkpoint.at(control.checkpoint, {**identity, **algorithm.identity}, objective, start)
+    top = Top.of(objective.penalty)
+    wires = links(data.hierarchy.sizes, data.n_terms, control.vote, tied=bool(top.alpha.any()))
+    loop = Loop(algorithm, control, network, top, wires, checkpoint)
     # What is not finite is reported by client and iteration, not by numpy.
     with threads_for(data), np.errstate(over="ignore", invalid="ignore"):
-        w, wbar, account, history, ledger = coordinate(network, guide, top, run, checkpoint, watch.get("progress"))
+        w, wbar, account, history, ledger = loop.run()
     return Fit(network.state.theta, w, wbar, account, history, ledger)

@@ -18,7 +18,6 @@ to its parent.
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +26,7 @@ from numba import njit, prange
 
 from covey._typing import Floats, Ints
 from covey.data import GroupedData
-from covey.errors import ConvergenceWarning, SolverError
+from covey.errors import SolverError, warn
 from covey.hierarchy import segment_sum
 from covey.ledger import quadratic_links
 from covey.losses import Loss
@@ -211,9 +210,9 @@ def sweep(data: GroupedData, loss: Loss, penalty: Penalty) -> Fit:
             f"the gradient norm is {norm:.1e} where rounding alone leaves about {_WORKING_PRECISION * size:.1e}; the "
             "columns are badly scaled: standardise them, or refine with solver='newton'"
         )
-        warnings.warn(message, ConvergenceWarning, stacklevel=2)
+        warn(message)
     ledger = quadratic_links(data.hierarchy.sizes, data.n_terms).count(np.ones(data.n_clusters, dtype=np.int64), 1)
-    history = pl.DataFrame([entry(1, objective, norm, account.mu, ledger)], schema=HISTORY)
+    history = pl.DataFrame([entry(1, objective, norm, certified_gap(norm, account.mu), ledger)], schema=HISTORY)
     end = Convergence("sweep", exact, 1, 1, objective, norm, certified_gap(norm, account.mu), message)
     return Fit(theta, w, wbar, end, history, ledger)
 
