@@ -12,8 +12,9 @@ from scipy.optimize import minimize
 
 from covey import ConvergenceWarning, GroupedData, Objective, Penalty, newton, sweep
 from covey.datasets import simulate
+from covey.errors import SolverError
 from covey.losses import Bernoulli, Gaussian, Poisson, loss_of
-from covey.solvers.newton import Node, Top, coordinate, node_move, node_start
+from covey.solvers.newton import Node, Stage, Top, coordinate, node_move, node_start
 from tests.conftest import random_problem, seeds
 
 FAMILIES = ("gaussian", "bernoulli", "poisson")
@@ -107,14 +108,13 @@ def test_nodes_add_up_to_the_same_fit(family, seed):
         states[:] = [state for state, _ in answers]
         return add([report for _, report in answers])
 
-    top, account, _ = coordinate(
-        ask, add(reports), Top(zeros, zeros, np.zeros(data.n_terms)), penalty.lam, tol=1e-8, max_iter=100
-    )
+    begin = Stage(Top(zeros, zeros, np.zeros(data.n_terms)), mu=0.0)
+    stage, account, _ = coordinate(ask, add(reports), begin, penalty.lam, tol=1e-8, max_iter=100)
     theta = np.empty_like(whole.theta)
     theta[np.concatenate(order)] = np.concatenate([state.now.theta for state in states])
     assert account.converged
     np.testing.assert_allclose(theta, whole.theta, atol=1e-10)
-    np.testing.assert_allclose(top.wbar, whole.wbar, atol=1e-10)
+    np.testing.assert_allclose(stage.top.wbar, whole.wbar, atol=1e-10)
 
 
 def _shard(data, clients):
@@ -272,3 +272,22 @@ def test_threads_change_no_bit(family):
         numba.set_num_threads(before)
     assert (many.theta == one.theta).all()
     assert (many.wbar == one.wbar).all()
+
+
+@pytest.mark.parametrize("family", ["gaussian", "bernoulli", "poisson"])
+def test_a_run_stopped_after_any_step_resumes_to_the_same_bits(family, tmp_path):
+    problem = random_problem(5, family)
+    data, penalty, loss = problem.data, problem.penalty, loss_of(family)
+    straight = newton(data, loss, penalty)
+    for steps in range(1, straight.convergence.iterations):
+        path = tmp_path / f"{steps}.npz"
+        with pytest.warns(ConvergenceWarning, match="raise max_iter"):
+            newton(data, loss, penalty, max_iter=steps, checkpoint=path)
+        resumed = newton(data, loss, penalty, checkpoint=path)
+        np.testing.assert_array_equal(resumed.theta, straight.theta)
+        np.testing.assert_array_equal(resumed.wbar, straight.wbar)
+        assert resumed.convergence == straight.convergence
+        assert resumed.history.equals(straight.history)
+    newton(data, loss, penalty, checkpoint=tmp_path / "done.npz")
+    with pytest.raises(SolverError, match=r"of another run \(other penalties\)"):
+        newton(data, loss, Penalty.of(data.hierarchy, gamma=7.0), checkpoint=tmp_path / "done.npz")

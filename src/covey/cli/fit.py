@@ -24,7 +24,7 @@ def fit(
     ridge: Annotated[float, typer.Option(help="Pull of every client's coefficients to zero.")] = 0.0,
     solver: Annotated[str, typer.Option(help="auto, sweep, newton, l2gd, al2sgd_plus or one_coin.")] = "auto",
     option: Annotated[list[str] | None, typer.Option(help="Of l2gd, al2sgd_plus or one_coin, as name=value: p0=0.1.")] = None,
-    checkpoint: Annotated[Path | None, typer.Option(help="File that these write as they go, and resume from.")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="File that these and newton write, and resume from.")] = None,
     tol: Annotated[float, typer.Option(help="Gradient norm at which Newton stops; certified gap for these.")] = 1e-8,
     max_iter: Annotated[int | None, typer.Option(help="Most iterations.")] = None,
     holdout: Annotated[float, typer.Option(help="Share of each client's rows to compare models on; 0 skips it.")] = 0.2,

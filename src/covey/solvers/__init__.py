@@ -59,8 +59,9 @@ def solve(
     """Minimise the objective.
 
     ``auto`` takes what a network would finish first: the sweep for a Gaussian loss and Newton for any other, unless their d x d
-    messages are so large that algorithm 2, by its theorem, is done earlier. ``options`` are keywords of the solvers by
-    coins; ``tol`` is the gradient norm at which Newton stops, and the certified gap (relative) at which those do.
+    messages are so large that an algorithm by coins, by its theorem, is done earlier. ``options`` are keywords of those
+    algorithms, and ``checkpoint`` of Newton. ``tol`` is the gradient norm at which Newton stops, and the share of the objective
+    to which the others have to be certified.
     """
     check_options(solver, options)
     if solver == "auto":
@@ -75,7 +76,7 @@ def solve(
     if solver == "sweep":
         return _refined(data, loss, penalty, tol)
     if solver == "newton":
-        return newton(data, loss, penalty, start=start, tol=tol, max_iter=max_iter or 100, progress=progress)
+        return newton(data, loss, penalty, start=start, tol=tol, max_iter=max_iter or 100, progress=progress, **(options or {}))
     watch: Watch = {"seed": seed, "tol": tol, "max_iter": max_iter, "progress": progress}
     watch["start"] = None if start is None else start.theta
     return BY_COINS[solver](data, loss, penalty, **{**watch, **(options or {})})
@@ -87,7 +88,7 @@ def check_options(solver: str, options: Mapping[str, Any] | None) -> None:
         raise one_of("solver", solver, SOLVERS)
     if options is not None and not isinstance(options, Mapping):
         raise SolverError(f"The 'options' parameter must map names to values. Got {options!r} instead.")
-    known: set[str] = set()
+    known = {"checkpoint"} if solver == "newton" else set()
     if solver in BY_COINS:
         named = inspect.signature(BY_COINS[solver]).parameters.values()
         known = {each.name for each in named if each.kind is each.KEYWORD_ONLY}

@@ -26,7 +26,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Found:
-    """Where a run was: the account so far, the means of the anchor, and the nodes' arrays."""
+    """Where a run was: the account so far, what the coordinator remembers (the anchor's means), and the nodes' arrays."""
 
     iteration: int
     ledger: Ledger

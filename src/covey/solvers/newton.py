@@ -22,6 +22,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
@@ -31,7 +33,8 @@ from covey.data import GroupedData
 from covey.errors import ConvergenceWarning, SolverError, listing, warn
 from covey.ledger import Ledger, quadratic_links
 from covey.losses import Expansion, Gaussian, Loss
-from covey.objective import Penalty
+from covey.objective import Objective, Penalty
+from covey.solvers.checkpoint import Checkpoint, Found
 from covey.solvers.result import HISTORY, Convergence, Fit, Progress, certified_gap, entry
 from covey.solvers.sweep import Quadratic, Spread, descend, eliminate, solve_top, sweep
 
@@ -167,28 +170,49 @@ class Top:
         return Top(self.w + length * step.w, self.v + length * step.v, self.wbar + length * step.wbar)
 
 
+class Step(NamedTuple):
+    """One point of the way: exchanges are those so far."""
+
+    iteration: int
+    value: float
+    norm: float
+    exchanges: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where the coordinator is: the upper levels, a bound on the curvature, the way so far, and what decides when to stop."""
+
+    top: Top
+    mu: float
+    path: tuple[Step, ...] = ()
+    stalled: int = 0
+    adrift: int = 0
+
+
 def coordinate(
     ask: Callable[[Move], Report],
     report: Report,
-    top: Top,
+    stage: Stage,
     lam: Floats,
     *,
     tol: float,
     max_iter: int,
-    progress: Progress | None = None,
-) -> tuple[Top, Convergence, Anything, list[tuple[int, float, float, int]]]:
+    keep: Callable[[Stage], None] | None = None,
+) -> tuple[Stage, Convergence, Anything]:
     """Run Newton against ``ask``, which sends a request to all nodes and adds up their reports.
 
-    Returns the upper levels, the account, which terms have no finite optimum, and the way there: iteration, value, gradient
-    norm and exchanges at each step.
+    Returns the last stage, the account, and which terms have no finite optimum. ``keep`` is told each stage on the way; a run
+    can go on from any of them.
     """
+    top, mu, stalled, adrift = stage.top, stage.mu, stage.stalled, stage.adrift
     spread = Spread.of_penalty(lam, len(top.wbar))
     scale = np.where(np.isinf(spread.scale), 0.0, spread.scale)[:, None]
-    mu, exchanges, iterations, stalled, adrift = report.mu, 1, 0, 0, 0
     value = report.value + 0.5 * float((scale * top.v**2).sum())
     norm = _gradient_norm(report, top)
     step = _newton_step(report, top, spread)
-    path = [(0, value, norm, exchanges)]
+    path = list(stage.path) or [Step(0, value, norm, 1)]
+    iterations, exchanges = path[-1].iteration, path[-1].exchanges
 
     # Where classes are separated the gradient vanishes while the coefficients go on growing: a few more steps will tell.
     while (norm > tol or _runaway(step, top).any()) and stalled < 2 and adrift < 3 and iterations < max_iter:
@@ -215,9 +239,9 @@ def coordinate(
         step = _newton_step(report, top, spread)
         adrift = adrift + 1 if norm <= tol else 0
         iterations += 1
-        path.append((iterations, value, norm, exchanges))
-        if progress is not None:
-            progress(iterations, value, norm)
+        path.append(Step(iterations, value, norm, exchanges))
+        if keep is not None:
+            keep(Stage(top, mu, tuple(path), stalled, adrift))
 
     message = f"gradient norm {norm:.1e} after {iterations} Newton steps"
     if norm > tol:
@@ -230,7 +254,8 @@ def coordinate(
     # The bound is one on the clients' gradient, with the levels above at their best; else it would bound too little.
     balanced = _upper_residual(report, top) <= 1e-10 * (1.0 + float(np.linalg.norm(report.force)))
     gap = certified_gap(norm, mu) if balanced else None
-    return top, Convergence("newton", converged, iterations, exchanges, value, norm, gap, message), runaway, path
+    account = Convergence("newton", converged, iterations, exchanges, value, norm, gap, message)
+    return Stage(top, mu, tuple(path), stalled, adrift), account, runaway
 
 
 def _newton_step(report: Report, top: Top, spread: Spread) -> Top:
@@ -281,6 +306,7 @@ def newton(
     start: Fit | None = None,
     tol: float = 1e-8,
     max_iter: int = 100,
+    checkpoint: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Fit:
     """The minimiser for any loss, to a gradient norm below ``tol``.
@@ -288,6 +314,7 @@ def newton(
     Parameters
     ----------
     start : coefficients to begin at, such as those of a nearby penalty; by default zero, or for counts their logs
+    checkpoint : file to write after each step; a run that finds its own goes on from it, to the same bits
     progress : called after each step with the iteration, the objective and the gradient norm
 
     >>> from covey import GroupedData, Penalty
@@ -297,28 +324,41 @@ def newton(
     >>> fit.convergence.converged, fit.theta.ravel().round(3).tolist()
     (True, [0.645, -0.291, 2.133])
     """
-    before = 0
+    before, objective = 0, Objective(data, loss, penalty)
     if start is None and loss.name == "poisson":
         start, before = _from_the_counts(data, loss, penalty), 1
     k, d = data.n_clusters, data.n_terms
     nowhere = np.zeros((data.n_clients, d)), np.zeros((k, d)), np.zeros(d)
     theta, w, wbar = nowhere if start is None else (start.theta, start.w, start.wbar)
     w = np.where(np.isinf(penalty.lam)[:, None], wbar, w)
-    node = Node(data, loss, penalty.gamma)
-    state, report = node_start(node, theta, w)
+    node, place = Node(data, loss, penalty.gamma), Checkpoint.at(checkpoint, {"solver": "newton"}, objective, theta)
+    found = place.read()
+    if found is None:
+        state, report = node_start(node, theta, w)
+        with np.errstate(invalid="ignore"):
+            v = np.where(np.isinf(penalty.lam)[:, None], report.force, penalty.lam[:, None] * (w - wbar))
+        stage = Stage(Top(w, v, wbar), report.mu)
+    else:
+        state, report, stage = _resumed(node, found, before)
 
     def ask(move: Move) -> Report:
         nonlocal state
         state, answer = node_move(node, state, move)
         return answer
 
-    with np.errstate(invalid="ignore"):
-        v = np.where(np.isinf(penalty.lam)[:, None], report.force, penalty.lam[:, None] * (w - wbar))
-    top, account, runaway, path = coordinate(
-        ask, report, Top(w, v, wbar), penalty.lam, tol=tol, max_iter=max_iter, progress=progress
-    )
+    def keep(stage: Stage) -> None:
+        end = stage.path[-1]
+        if place.path is not None:
+            levels = {"theta": state.now.theta, "u": state.now.u, "w": stage.top.w, "v": stage.top.v, "wbar": stage.top.wbar}
+            told = _told(data, stage, before)
+            counts = np.array([stage.mu, stage.stalled, stage.adrift])
+            place.write(end.iteration, told[1], told[0].to_dicts(), counts, levels)
+        if progress is not None:
+            progress(end.iteration, end.value, end.norm)
+
+    stage, account, runaway = coordinate(ask, report, stage, penalty.lam, tol=tol, max_iter=max_iter, keep=keep)
     account = replace(account, exchanges=account.exchanges + before)
-    history, ledger = _told(data, path, before, report.mu)
+    history, ledger = _told(data, stage, before)
     separated = runaway.any() and loss.curvature[0] == 0.0
     if separated:
         terms = listing(np.array(data.terms)[runaway].tolist(), 3)
@@ -329,15 +369,27 @@ def newton(
         account = replace(account, message=f"{account.message}; {sentence}")
     if separated or not account.converged:
         warn(account.message)
-    return Fit(state.now.theta, top.w, top.wbar, account, history, ledger)
+    return Fit(state.now.theta, stage.top.w, stage.top.wbar, account, history, ledger)
 
 
-def _told(data: GroupedData, path: list[tuple[int, float, float, int]], before: int, mu: float) -> tuple[pl.DataFrame, Ledger]:
+def _resumed(node: Node, found: Found, before: int) -> tuple[NodeState, Report, Stage]:
+    """The node and the coordinator as they were after a step."""
+    at = found.nodes
+    point, still = _point(node, at["theta"], at["u"]), np.zeros_like(at["theta"])
+    mu, stalled, adrift = found.anchor.tolist()
+    path = tuple(
+        Step(row["iteration"], row["objective"], row["gradient_norm"], row["exchanges"] - before) for row in found.history
+    )
+    stage = Stage(Top(at["w"], at["v"], at["wbar"]), mu, path, int(stalled), int(adrift))
+    return NodeState(point, point, still, still), _report(node, point, still, still, point, mu), stage
+
+
+def _told(data: GroupedData, stage: Stage, before: int) -> tuple[pl.DataFrame, Ledger]:
     """The way as a history, and what it cost; every exchange is one of the whole network."""
     network = quadratic_links(data.hierarchy.sizes, data.n_terms)
     everybody = np.ones(data.n_clusters, dtype=np.int64)
-    spent = [network.count((exchanges + before) * everybody, exchanges + before) for *_, exchanges in path]
-    rows = [
-        entry(t, value, norm, certified_gap(norm, mu), ledger) for (t, value, norm, _), ledger in zip(path, spent, strict=True)
-    ]
-    return pl.DataFrame(rows, schema=HISTORY), spent[-1]
+    rows, ledger = [], network.nothing
+    for step in stage.path:
+        ledger = network.count((step.exchanges + before) * everybody, step.exchanges + before)
+        rows.append(entry(step.iteration, step.value, step.norm, certified_gap(step.norm, stage.mu), ledger))
+    return pl.DataFrame(rows, schema=HISTORY), ledger
