@@ -194,14 +194,15 @@ class Loop:
             least = 1e-22 * max(1.0, abs(value)) if control.tol > 0 else 0.0
             target = max(control.tol * (value - perfect), least)
             done = gap is not None and gap <= target
-            if not proved and (done or t >= max_iter):
+            if done and not proved:
                 # What was taken for mu is no bound: judge by the curvature here, and go on if that is not enough.
                 gap, here = self.network.certify(norm)
                 done, mu = gap <= target, min(mu, here) or mu
+            certain = gap if gap is not None and (done or (proved and np.isfinite(gap))) else None
             anchor = means if anchor is None else anchor
             if not rows or rows[-1]["iteration"] < t:
                 ledger = ledger + self.links.check
-                rows.append(entry(t, value, norm, gap if proved or done else None, ledger, control.minimum))
+                rows.append(entry(t, value, norm, certain, ledger, control.minimum))
                 if regular:
                     self.checkpoint.write(t, ledger, rows, anchor, self.network.save())
             if control.progress is not None:
@@ -216,12 +217,11 @@ class Loop:
         note = f" ({self.algorithm.known.note})" if self.algorithm.known.note else ""
         message = f"gradient norm {norm:.1e} after {t:,} iterations and {ledger.exchanges:,} exchanges{note}"
         if not done:
-            bound = "" if gap is None or np.isinf(gap) else f" with a certified gap of {gap:.1e}"
+            bound = "" if certain is None else f" with a certified gap of {certain:.1e}"
             worse = rows[0]["objective"] < value
             advice = "the objective has grown: give a smaller step eta" if worse else self.algorithm.advice
-            message = f"stopped{bound}, above the tolerance: {message}; {advice}"
+            message = f"stopped{bound} above the tolerance: {message}; {advice}"
             warn(message)
-        certain = gap if gap is not None and np.isfinite(gap) else None
         account = Convergence(self.algorithm.name, done, t, ledger.exchanges, value, norm, certain, message)
         return w, wbar, account, pl.DataFrame(rows, schema=HISTORY), ledger
 
