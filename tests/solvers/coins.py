@@ -87,7 +87,7 @@ def conditioned(kappa, common):
     return data, Penalty.of(data.hierarchy, gamma=0.1, alpha=0.4)
 
 
-def many_clients(family):
-    drawn = simulate(family, clusters=3, clients=400, rows=5, d=3, equal_rows=False, client_sd=0.5, cluster_sd=0.5, seed=1)
+def many_clients(family, clients=400):
+    drawn = simulate(family, clusters=3, clients=clients, rows=5, d=3, equal_rows=False, client_sd=0.5, cluster_sd=0.5, seed=1)
     data = drawn.data
     return data, Penalty.of(data.hierarchy, gamma=2.0, lam=2.0)
