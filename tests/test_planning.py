@@ -118,7 +118,7 @@ def test_auto_follows_the_cost_model(monkeypatch):
     wide = problem("bernoulli", d=400, clusters=2, clients=3, rows=30)
     penalty, loss = Penalty.of(wide.hierarchy, gamma=5.0), loss_of("bernoulli", "mean", 10.0)
     objective = Objective(wide, loss, penalty)
-    assert surely_direct(objective, accuracy=1e-3)
+    assert surely_direct(objective, accuracy=1e-8)
     thin = {"latency": 0.0, "bandwidth": 1.0}
     assert not surely_direct(objective, accuracy=1e-3, **thin)
     marked = min(costs(objective, [newton(wide, loss, penalty)], accuracy=1e-3, **thin)[0], key=lambda cost: cost.seconds)

@@ -145,6 +145,11 @@ class Algorithm:
     advice: str
 
 
+def spacing(pace: float) -> int:
+    """Iterations between the first checks: a quarter of those in which the distance shrinks by e."""
+    return max(1, int(min(pace / 4, 1e6)))
+
+
 @dataclass(frozen=True)
 class Loop:
     """One run."""
@@ -170,7 +175,7 @@ class Loop:
         """A function of ``t`` and the algorithm alone, whatever ``max_iter`` is: the cuts of a run are part of its bits."""
         if self.control.every is not None:
             return t + int(self.control.every)
-        return t + max(16, int(min(self.algorithm.pace / 4, 1e6)), t // 20)
+        return t + max(spacing(self.algorithm.pace), t // 20)
 
     def run(self) -> tuple[Floats, Floats, Convergence, pl.DataFrame, Ledger]:
         """Iterate until the gap is certified, or ``max_iter``; ``w``, ``wbar``, the account, the history and what it cost."""
