@@ -86,11 +86,20 @@ def exponentials(x: Floats, m: int, whole: Floats, power: Floats) -> None:
     for r in range(m):
         n = whole[r] - _ROUNDER
         f = (x[r] - n * _LOG_2_HIGH) - n * _LOG_2_LOW
-        g = f * f
-        low = (1 / 2 + f * (1 / 6)) + g * ((1 / 24 + f * (1 / 120)) + g * (1 / 720 + f * (1 / 5040)))
-        top = (1 / 3628800 + f * (1 / 39916800)) + g * (1 / 479001600 + f * (1 / 6227020800))
-        high = (1 / 40320 + f * (1 / 362880)) + g * top
-        power[r] *= 1.0 + (f + g * (low + g * g * g * high))
+        s = 1.0 / 6227020800.0
+        s = s * f + 1.0 / 479001600.0
+        s = s * f + 1.0 / 39916800.0
+        s = s * f + 1.0 / 3628800.0
+        s = s * f + 1.0 / 362880.0
+        s = s * f + 1.0 / 40320.0
+        s = s * f + 1.0 / 5040.0
+        s = s * f + 1.0 / 720.0
+        s = s * f + 1.0 / 120.0
+        s = s * f + 1.0 / 24.0
+        s = s * f + 1.0 / 6.0
+        s = s * f + 0.5
+        s = s * f + 1.0
+        power[r] *= s * f + 1.0
 
 
 @njit(parallel=True, cache=True, fastmath=FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
