@@ -45,7 +45,7 @@ def test_a_killed_run_resumes_to_the_same_bits(solver, tmp_path):
     """Killed wherever it is, with checks as theory spaces them, then taken further than it was asked to go at first."""
     path = tmp_path / "run.npz"
     with subprocess.Popen([sys.executable, "-W", "ignore", "-c", KILLED, solver.__name__, str(path)]) as process:
-        for _ in range(600):
+        for _ in range(1800):
             time.sleep(0.1)
             if path.exists() and kept(path) >= 300:
                 break
