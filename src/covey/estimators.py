@@ -26,8 +26,8 @@ from covey.solvers import Convergence, Solver
 
 # What an estimator and a specification say in the same words.
 _SETTINGS = (
-    "formula", "fit_intercept", "gamma", "lam", "alpha", "reduction", "ridge", "baseline", "solver", "options", "tol",
-    "max_iter",
+    "formula", "fit_intercept", "gamma", "lam", "alpha", "reduction", "ridge", "james_stein", "baseline", "solver",
+    "options", "tol", "max_iter",
 )  # fmt: skip
 
 _PARAMETERS = """
@@ -54,6 +54,10 @@ _PARAMETERS = """
         Fit one of the models the hierarchy is compared with, through the same interface.
     ridge : float
         Pull of every client's coefficients to zero, on top of that to its cluster.
+    james_stein : bool
+        Shrink the global model to zero by as much as its own uncertainty tells (James-Stein, positive part), the clusters and
+        clients being the best given it. Lowers the expected error where there are more than two coefficients whose
+        true global values are near zero; on a network it costs nothing more for the Gaussian loss.
     solver : {"auto", "sweep", "newton", "l2gd", "al2sgd_plus", "one_coin"}
         ``sweep`` is exact for the Gaussian loss, ``newton`` serves any; the others are the paper's algorithms by coins.
         ``auto`` takes what a network would finish first; ``covey.plan`` shows what each would cost.
@@ -94,6 +98,7 @@ class _Hierarchical(BaseEstimator):
         alpha: Any = None,
         reduction: Reduction = "sum",
         ridge: float = 0.0,
+        james_stein: bool = False,
         fit_intercept: bool = True,
         weights: str | int | None = None,
         offset: str | int | None = None,
@@ -113,6 +118,7 @@ class _Hierarchical(BaseEstimator):
         self.alpha = alpha
         self.reduction = reduction
         self.ridge = ridge
+        self.james_stein = james_stein
         self.fit_intercept = fit_intercept
         self.weights = weights
         self.offset = offset

@@ -45,6 +45,7 @@ class Spec:
     alpha: Any = None
     reduction: Reduction = "sum"
     ridge: float = 0.0
+    james_stein: bool = False
     baseline: str | None = None
     solver: Solver = "auto"
     options: Mapping[str, Any] | None = None
@@ -69,6 +70,9 @@ class Spec:
             raise one_of("baseline", self.baseline, BASELINES)
         if self.baseline is not None and self.solver in BY_COINS:
             raise SolverError(f"A baseline is solved exactly; leave out solver={self.solver!r} and its options.")
+        if self.james_stein and (self.baseline is not None or self.solver in BY_COINS):
+            other = f"baseline={self.baseline!r}" if self.baseline is not None else f"solver={self.solver!r}"
+            raise SolverError(f"james_stein=True shrinks the global model of an exact hierarchical fit; leave out {other}.")
         if not (isinstance(self.tol, int | float) and self.tol > 0):
             raise SolverError(f"The 'tol' parameter must be a positive number. Got {self.tol!r} instead.")
         if not (isinstance(self.seed, int) and self.seed >= 0):
@@ -341,6 +345,7 @@ def fit_data(data: GroupedData, spec: Spec, progress: Progress | None = None) ->
         max_iter=spec.max_iter,
         seed=spec.seed,
         options=spec.options,
+        james_stein=spec.james_stein,
         progress=progress,
     )
     if not np.isfinite(fit.theta).all():

@@ -95,7 +95,7 @@ def test_matrix_valued_covariances(seed):
     S = factor @ factor.transpose(0, 2, 1)
     S[:, 0, :] = S[:, :, 0] = 0.0
     t, force = descend(A, b, Spread(np.ones(m), S), np.zeros(m, dtype=np.int64), x)
-    seen = eliminate(A, b, Spread(np.ones(m), S), np.array([0, m]))
+    seen = eliminate(A, b, np.zeros(m), Spread(np.ones(m), S), np.array([0, m]))
     np.testing.assert_allclose(t[:, 0], x[0, 0])
     C, r = np.zeros((d, d)), np.zeros(d)
     for i in range(m):

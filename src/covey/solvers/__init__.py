@@ -14,14 +14,15 @@ from covey.data import GroupedData
 from covey.errors import ConvergenceWarning, SolverError, listing, one_of, warn
 from covey.losses import Loss
 from covey.objective import Objective, Penalty
+from covey.solvers import james_stein as js
 from covey.solvers.al2sgd_plus import al2sgd_plus
 from covey.solvers.costs import costs, surely_direct
 from covey.solvers.l2gd import l2gd
 from covey.solvers.newton import newton
 from covey.solvers.one_coin import one_coin
-from covey.solvers.result import Convergence, Fit, Progress
+from covey.solvers.result import Convergence, Fit, Progress, after
 from covey.solvers.rounds import Control, Watch
-from covey.solvers.sweep import sweep
+from covey.solvers.sweep import Settle, sweep
 
 Solver = Literal["auto", "sweep", "newton", "l2gd", "al2sgd_plus", "one_coin"]
 SOLVERS = ("auto", "sweep", "newton", "l2gd", "al2sgd_plus", "one_coin")
@@ -54,6 +55,7 @@ def solve(
     max_iter: int | None = None,
     seed: int = 0,
     options: Mapping[str, Any] | None = None,
+    james_stein: bool = False,
     progress: Progress | None = None,
 ) -> Fit:
     """Minimise the objective.
@@ -61,9 +63,16 @@ def solve(
     ``auto`` takes what a network would finish first: the sweep for a Gaussian loss and Newton for any other, unless their d x d
     messages are so large that an algorithm by coins, by its theorem, is done earlier. ``options`` are keywords of those
     algorithms, and ``checkpoint`` of Newton. ``tol`` is the gradient norm at which Newton stops, and the share of the objective
-    to which the others have to be certified.
+    to which the others have to be certified. With ``james_stein`` the global model is shrunk (see :mod:`.james_stein`) and the
+    others are the best given that; it needs the sweep or Newton.
     """
     check_options(solver, options)
+    if james_stein:
+        js.check(loss, penalty)
+        if solver in BY_COINS:
+            raise SolverError(f"james_stein=True needs the curvature that {solver!r} never sees; use solver='auto'.")
+        if solver == "auto":
+            solver = "sweep" if loss.name == "gaussian" else "newton"
     if solver == "auto":
         objective, accuracy = Objective(data, loss, penalty), min(max(tol, 1e-16), 0.5)
         solver = "sweep" if loss.name == "gaussian" else "newton"
@@ -74,12 +83,23 @@ def solve(
                 return trial
             solver = best.solver  # type: ignore[assignment]
     if solver == "sweep":
-        return _refined(data, loss, penalty, tol)
+        fit = _refined(data, loss, penalty, tol, js.settle(data) if james_stein else None)
+        return _shrunk(fit) if james_stein else fit
     if solver == "newton":
-        return newton(data, loss, penalty, start=start, tol=tol, max_iter=max_iter or 100, progress=progress, **(options or {}))
+        limits: dict[str, Any] = {"tol": tol, "max_iter": max_iter or 100, "progress": progress}
+        fit = newton(data, loss, penalty, start=start, **limits, **(options or {}))
+        if not james_stein:
+            return fit
+        centre = js.factor_of(data, loss, penalty, fit) * fit.wbar
+        return _shrunk(after(fit, newton(data, loss, penalty, start=fit, centre=centre, **limits)))
     watch: Watch = {"seed": seed, "tol": tol, "max_iter": max_iter, "progress": progress}
     watch["start"] = None if start is None else start.theta
     return BY_COINS[solver](data, loss, penalty, **{**watch, **(options or {})})
+
+
+def _shrunk(fit: Fit) -> Fit:
+    message = f"{fit.convergence.message}; the global model shrunk to zero by James-Stein"
+    return replace(fit, convergence=replace(fit.convergence, message=message))
 
 
 def check_options(solver: str, options: Mapping[str, Any] | None) -> None:
@@ -102,18 +122,18 @@ def check_options(solver: str, options: Mapping[str, Any] | None) -> None:
         raise SolverError(f"The solver {solver!r} has no option {unknown[0]!r}; it {takes}.")
 
 
-def _refined(data: GroupedData, loss: Loss, penalty: Penalty, tol: float) -> Fit:
+def _refined(data: GroupedData, loss: Loss, penalty: Penalty, tol: float, settle: Settle | None) -> Fit:
     """One sweep; where columns on very different scales leave a residual, further sweeps for it until rounding stops them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
-        fit = sweep(data, loss, penalty)
+        fit = sweep(data, loss, penalty, settle=settle)
         if fit.convergence.converged:
             return fit
-        finer = newton(data, loss, penalty, start=fit, tol=tol, max_iter=20)
+        finer = newton(data, loss, penalty, start=fit, centre=None if settle is None else fit.wbar, tol=tol, max_iter=20)
+    finer = after(fit, finer)
     end = finer.convergence
-    exchanges = fit.convergence.exchanges + end.exchanges
-    message = f"solved in {exchanges} exchanges, rounding of the first refined away, gradient norm {end.gradient_norm:.1e}"
+    message = f"solved in {end.exchanges} exchanges, rounding of the first refined away, gradient norm {end.gradient_norm:.1e}"
     if not end.converged:
         message = f"{end.message}; the columns are on very different scales: standardise them"
         warn(message)
-    return replace(finer, convergence=replace(end, solver="sweep", exchanges=exchanges, message=message))
+    return replace(finer, convergence=replace(end, solver="sweep", message=message))

@@ -115,11 +115,11 @@ def objective_curvature(data: GroupedData, penalty: Penalty, A: Floats) -> float
     """The smallest eigenvalue of the objective's Hessian, the clients' own being ``A (n, d, d)``; 0 where it is singular."""
     tree, top, (n, d) = data.hierarchy, Top.of(penalty), A.shape[:2]
     lam = penalty.lam if len(penalty.lam) > 1 else np.array([np.inf])  # one cluster: the same objective whatever its lam
-    below, above = Spread.of_penalty(penalty.gamma, d), Spread.of_penalty(lam, d)
+    below, above, none = Spread.of_penalty(penalty.gamma, d), Spread.of_penalty(lam, d), np.zeros(n)
 
     def inverse(b: Floats) -> Floats:
         b = b.reshape(n, d)
-        w, _, _ = solve_top(eliminate(A, b, below, tree.cluster_ptr), above)
+        w, _, _ = solve_top(eliminate(A, b, none, below, tree.cluster_ptr), above)
         solved: Floats = descend(A, b, below, tree.parent, w)[0].ravel()
         return solved
 

@@ -146,7 +146,7 @@ def _report(node: Node, point: Point, dtheta: Floats, du: Floats, origin: Point,
     tied = 0.5 * float((scale * point.u**2).sum())
     slope = float((origin.here.gradient * dtheta).sum() + (scale * origin.u * du).sum())
     return Report(
-        eliminate(point.here.hessian, -point.residual, node.spread, tree.cluster_ptr),
+        eliminate(point.here.hessian, -point.residual, point.here.value, node.spread, tree.cluster_ptr),
         tree.sum_up(point.u),
         float(point.here.value.sum()) + tied,
         slope,
@@ -198,19 +198,20 @@ def coordinate(
     *,
     tol: float,
     max_iter: int,
+    fixed: bool = False,
     keep: Callable[[Stage], None] | None = None,
 ) -> tuple[Stage, Convergence, Anything]:
     """Run Newton against ``ask``, which sends a request to all nodes and adds up their reports.
 
-    Returns the last stage, the account, and which terms have no finite optimum. ``keep`` is told each stage on the way; a run
-    can go on from any of them.
+    Returns the last stage, the account, and which terms have no finite optimum. With ``fixed`` the global model stays where it
+    is. ``keep`` is told each stage on the way; a run can go on from any of them.
     """
     top, mu, stalled, adrift = stage.top, stage.mu, stage.stalled, stage.adrift
     spread = Spread.of_penalty(lam, len(top.wbar))
     scale = np.where(np.isinf(spread.scale), 0.0, spread.scale)[:, None]
     value = report.value + 0.5 * float((scale * top.v**2).sum())
-    norm = _gradient_norm(report, top)
-    step = _newton_step(report, top, spread)
+    norm = _gradient_norm(report, top, fixed)
+    step = _newton_step(report, top, spread, fixed)
     path = list(stage.path) or [Step(0, value, norm, 1)]
     iterations, exchanges = path[-1].iteration, path[-1].exchanges
 
@@ -233,10 +234,10 @@ def coordinate(
                     "columns are probably on very different scales: standardise them."
                 )
         # Once a step changes the objective by no more than its rounding, only a falling gradient counts as progress.
-        reached_norm = _gradient_norm(trial, there)
+        reached_norm = _gradient_norm(trial, there, fixed)
         stalled = stalled + 1 if abs(slope) <= noise and reached_norm > 0.5 * norm else 0
         report, top, value, norm = trial, there, reached, reached_norm
-        step = _newton_step(report, top, spread)
+        step = _newton_step(report, top, spread, fixed)
         adrift = adrift + 1 if norm <= tol else 0
         iterations += 1
         path.append(Step(iterations, value, norm, exchanges))
@@ -249,28 +250,29 @@ def coordinate(
         message = f"{message}, {limit}"
     converged = norm <= tol or stalled >= 2
     runaway = _runaway(step, top) if norm <= tol else np.zeros_like(top.wbar, dtype=bool)
-    if np.isinf(spread.scale).all():
+    if np.isinf(spread.scale).all() and not fixed:
         top = replace(top, wbar=top.w.mean(axis=0))
     # The bound is one on the clients' gradient, with the levels above at their best; else it would bound too little.
-    balanced = _upper_residual(report, top) <= 1e-10 * (1.0 + float(np.linalg.norm(report.force)))
-    gap = certified_gap(norm, mu) if balanced else None
+    balanced = _upper_residual(report, top, fixed) <= 1e-10 * (1.0 + float(np.linalg.norm(report.force)))
+    gap = certified_gap(norm, mu) if balanced and not fixed else None
     account = Convergence("newton", converged, iterations, exchanges, value, norm, gap, message)
     return Stage(top, mu, tuple(path), stalled, adrift), account, runaway
 
 
-def _newton_step(report: Report, top: Top, spread: Spread) -> Top:
-    seen = Quadratic(report.seen.C, report.seen.r + report.force - top.v)
-    dw, dv, dwbar = solve_top(seen, spread, own=top.v.sum(axis=0))
+def _newton_step(report: Report, top: Top, spread: Spread, fixed: bool) -> Top:
+    seen = Quadratic(report.seen.C, report.seen.r + report.force - top.v, report.seen.c)
+    stay = (lambda step, _: 0.0 * step) if fixed else None
+    dw, dv, dwbar = solve_top(seen, spread, own=top.v.sum(axis=0), settle=stay)
     return Top(dw, dv, dwbar)
 
 
-def _gradient_norm(report: Report, top: Top) -> float:
-    return float(np.sqrt(report.gradient_squared + _upper_residual(report, top) ** 2))
+def _gradient_norm(report: Report, top: Top, fixed: bool) -> float:
+    return float(np.sqrt(report.gradient_squared + _upper_residual(report, top, fixed) ** 2))
 
 
-def _upper_residual(report: Report, top: Top) -> float:
-    """The norm of the gradient in ``w`` and ``wbar``."""
-    clusters, whole = top.v - report.force, top.v.sum(axis=0)
+def _upper_residual(report: Report, top: Top, fixed: bool) -> float:
+    """The norm of the gradient in ``w`` and, unless it is fixed, ``wbar``."""
+    clusters, whole = top.v - report.force, top.v.sum(axis=0) * (not fixed)
     return float(np.sqrt((clusters**2).sum() + (whole**2).sum()))
 
 
@@ -304,6 +306,7 @@ def newton(
     penalty: Penalty,
     *,
     start: Fit | None = None,
+    centre: Floats | None = None,
     tol: float = 1e-8,
     max_iter: int = 100,
     checkpoint: str | Path | None = None,
@@ -314,6 +317,7 @@ def newton(
     Parameters
     ----------
     start : coefficients to begin at, such as those of a nearby penalty; by default zero, or for counts their logs
+    centre : (d,) the global model, if it is known; the others are then the best given it
     checkpoint : file to write after each step; a run that finds its own goes on from it, to the same bits
     progress : called after each step with the iteration, the objective and the gradient norm
 
@@ -330,6 +334,7 @@ def newton(
     k, d = data.n_clusters, data.n_terms
     nowhere = np.zeros((data.n_clients, d)), np.zeros((k, d)), np.zeros(d)
     theta, w, wbar = nowhere if start is None else (start.theta, start.w, start.wbar)
+    wbar = wbar if centre is None else np.asarray(centre, dtype=np.float64)
     w = np.where(np.isinf(penalty.lam)[:, None], wbar, w)
     node, place = Node(data, loss, penalty.gamma), Checkpoint.at(checkpoint, {"solver": "newton"}, objective, theta)
     found = place.read()
@@ -356,7 +361,9 @@ def newton(
         if progress is not None:
             progress(end.iteration, end.value, end.norm)
 
-    stage, account, runaway = coordinate(ask, report, stage, penalty.lam, tol=tol, max_iter=max_iter, keep=keep)
+    stage, account, runaway = coordinate(
+        ask, report, stage, penalty.lam, tol=tol, max_iter=max_iter, fixed=centre is not None, keep=keep
+    )
     account = replace(account, exchanges=account.exchanges + before)
     history, ledger = _told(data, stage, before)
     separated = runaway.any() and loss.curvature[0] == 0.0

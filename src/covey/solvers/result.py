@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import polars as pl
@@ -66,6 +66,19 @@ HISTORY = {
     "bytes": pl.Int64,
 }
 """A row for each check: ``gap`` is to the minimum where that is known, the last three are what it cost so far."""
+
+
+def after(first: Fit, second: Fit) -> Fit:
+    """The second of two fits, the second begun where the first ended, with the iterations and costs of both."""
+    spent, end = first.convergence, second.convergence
+    end = replace(end, iterations=spent.iterations + end.iterations, exchanges=spent.exchanges + end.exchanges)
+    history, ledger = second.history, second.ledger
+    if first.history is not None and history is not None:
+        cost = first.history[-1].select("iteration", "exchanges", "exchanges_between", "bytes").row(0, named=True)
+        history = pl.concat([first.history, history.with_columns(pl.col(name) + cost[name] for name in cost)])
+    if first.ledger is not None and ledger is not None:
+        ledger = first.ledger + ledger
+    return replace(second, convergence=end, history=history, ledger=ledger)
 
 
 def entry(

@@ -5,8 +5,8 @@ with loss ``1/2 t'At - b't``, tied to its parent's ``x`` by a covariance ``S`` (
 
     K = I + A S        C = K^-1 A        r = K^-1 b        t = x + S (r - C x)
 
-where ``1/2 x'Cx - r'x`` is what the parent sees of it and adds up. Nothing cancels when a penalty goes to
-infinity (``S = 0``: the child is its parent) or to zero, and ``S`` may be any positive semi-definite matrix, so the
+where ``1/2 x'Cx - r'x + c``, ``c = -1/2 b'S r``, is what the parent sees of it and adds up. Nothing cancels when a penalty goes
+to infinity (``S = 0``: the child is its parent) or to zero, and ``S`` may be any positive semi-definite matrix, so the
 same functions serve scalar, diagonal and full covariances, shared coefficients (a zero on the diagonal) and deeper
 trees. An infinite ``S`` (penalty 0) is a detached child: it passes nothing up and takes its own minimiser nearest
 to its parent.
@@ -18,6 +18,7 @@ to its parent.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,13 +60,18 @@ class Spread:
 
 @dataclass(frozen=True)
 class Quadratic:
-    """``1/2 x'Cx - r'x`` for each parent, ``C (k, d, d)`` and ``r (k, d)``: what travels up. Adds over nodes."""
+    """``1/2 x'Cx - r'x + c`` for each parent, ``C (k, d, d)``, ``r (k, d)``, ``c (k,)``: what travels up. Adds over nodes."""
 
     C: Floats
     r: Floats
+    c: Floats
 
     def __add__(self, other: Quadratic) -> Quadratic:
-        return Quadratic(self.C + other.C, self.r + other.r)
+        return Quadratic(self.C + other.C, self.r + other.r, self.c + other.c)
+
+
+Settle = Callable[[Floats, Quadratic], Floats]
+"""What becomes of the global model: told the minimiser ``wbar`` and what the server sees of the whole network."""
 
 
 @dataclass(frozen=True)
@@ -92,14 +98,18 @@ class Account:
         )
 
 
-def eliminate(A: Floats, b: Floats, spread: Spread, ptr: Ints) -> Quadratic:
-    """What each parent sees of its children ``ptr[j]:ptr[j + 1]``; ``A (m, d, d)``, ``b (m, d)``."""
+def eliminate(A: Floats, b: Floats, c: Floats, spread: Spread, ptr: Ints) -> Quadratic:
+    """What each parent sees of its children ``ptr[j]:ptr[j + 1]``; ``A (m, d, d)``, ``b (m, d)``, ``c (m,)``."""
     blocks, owner = blocks_of(ptr)
     d = b.shape[1]
-    C, r = np.zeros((len(blocks) - 1, d, d)), np.zeros((len(blocks) - 1, d))
-    _eliminate(A, b, spread.scale, spread.shape, blocks, C, r)
+    C, r, left = np.zeros((len(blocks) - 1, d, d)), np.zeros((len(blocks) - 1, d)), c.copy()
+    _eliminate(A, b, spread.scale, spread.shape, blocks, C, r, left)
+    detached = np.flatnonzero(np.isinf(spread.scale))
+    if len(detached):
+        own = solve_symmetric(A[detached], b[detached])
+        left[detached] -= 0.5 * np.einsum("ia,ia->i", b[detached], own)
     by_parent = np.searchsorted(owner, np.arange(len(ptr)))
-    return Quadratic(segment_sum(C, by_parent), segment_sum(r, by_parent))
+    return Quadratic(segment_sum(C, by_parent), segment_sum(r, by_parent), segment_sum(left, ptr))
 
 
 def descend(A: Floats, b: Floats, spread: Spread, parent: Ints, x: Floats) -> tuple[Floats, Floats]:
@@ -136,17 +146,22 @@ def solve_symmetric(A: Floats, b: Floats) -> Floats:
     return x
 
 
-def solve_top(seen: Quadratic, spread: Spread, own: Floats | float = 0.0) -> tuple[Floats, Floats, Floats]:
+def solve_top(
+    seen: Quadratic, spread: Spread, own: Floats | float = 0.0, settle: Settle | None = None
+) -> tuple[Floats, Floats, Floats]:
     """The two upper levels: ``w (k, d)``, the force on each cluster, and ``wbar (d,)``.
 
-    ``own`` is the linear term of the global model itself, zero but inside Newton.
+    ``own`` is the linear term of the global model itself, zero but inside Newton; ``settle`` may put another global model in
+    place of the minimiser before it goes down the tree.
     Without any tie between clusters (all ``lam = 0``) the global model is the plain mean of theirs.
     """
     k = len(seen.r)
-    whole = eliminate(seen.C, seen.r, spread, np.array([0, k]))
+    whole = eliminate(seen.C, seen.r, seen.c, spread, np.array([0, k]))
     wbar = solve_symmetric(whole.C, whole.r + own)[0]
+    if settle is not None:
+        wbar = settle(wbar, whole)
     w, force = descend(seen.C, seen.r, spread, np.zeros(k, dtype=np.int64), wbar[None])
-    if np.isinf(spread.scale).all():
+    if settle is None and np.isinf(spread.scale).all():
         wbar = w.mean(axis=0)
     return w, force, wbar
 
@@ -154,11 +169,11 @@ def solve_top(seen: Quadratic, spread: Spread, own: Floats | float = 0.0) -> tup
 def node_up(data: GroupedData, loss: Loss, gamma: Floats) -> Quadratic:
     """What a node sends: its clients eliminated and summed, for each cluster."""
     k, d = data.n_clusters, data.n_terms
-    total = Quadratic(np.zeros((k, d, d)), np.zeros((k, d)))
+    total = Quadratic(np.zeros((k, d, d)), np.zeros((k, d)), np.zeros(k))
     for start, part in _parts(data):
-        A, b = _normal_equations(part, loss)
+        A, b, c = _normal_equations(part, loss)
         spread = Spread.of_penalty(gamma[start : start + part.n_clients], d)
-        total += eliminate(A, b, spread, part.hierarchy.cluster_ptr)
+        total += eliminate(A, b, c, spread, part.hierarchy.cluster_ptr)
     return total
 
 
@@ -169,7 +184,7 @@ def node_down(data: GroupedData, loss: Loss, gamma: Floats, w: Floats) -> tuple[
     for start, part in _parts(data):
         at = slice(start, start + part.n_clients)
         tree = part.hierarchy
-        A, b = _normal_equations(part, loss)
+        A, b, _ = _normal_equations(part, loss)
         spread = Spread.of_penalty(gamma[at], data.n_terms)
         theta[at], force = descend(A, b, spread, tree.parent, w)
         here = loss.expand(part, theta[at], order=1)
@@ -179,8 +194,8 @@ def node_down(data: GroupedData, loss: Loss, gamma: Floats, w: Floats) -> tuple[
     return theta, account
 
 
-def sweep(data: GroupedData, loss: Loss, penalty: Penalty) -> Fit:
-    """The exact minimiser for a Gaussian loss.
+def sweep(data: GroupedData, loss: Loss, penalty: Penalty, *, settle: Settle | None = None) -> Fit:
+    """The exact minimiser for a Gaussian loss; with ``settle``, the minimiser given the global model that it chooses.
 
     >>> from covey import GroupedData, Penalty
     >>> from covey.losses import Gaussian
@@ -195,16 +210,17 @@ def sweep(data: GroupedData, loss: Loss, penalty: Penalty) -> Fit:
             "sweep at each of its few steps."
         )
     seen = node_up(data, loss, penalty.gamma)
-    w, force, wbar = solve_top(seen, Spread.of_penalty(penalty.lam, data.n_terms))
+    w, force, wbar = solve_top(seen, Spread.of_penalty(penalty.lam, data.n_terms), settle=settle)
     theta, account = node_down(data, loss, penalty.gamma, w)
 
     objective = account.value + 0.5 * float((force * (w - wbar)).sum())
     # Clients solve for whatever w they are sent; whether w and wbar are right shows in the balance of forces above them.
-    upper = ((force - account.force) ** 2).sum() + (force.sum(axis=0) ** 2).sum()
+    upper = ((force - account.force) ** 2).sum() + ((force.sum(axis=0) ** 2).sum() if settle is None else 0.0)
     norm = float(np.sqrt(account.gradient_squared + upper))
     size = float(np.sqrt(account.size_squared)) + 1.0
     exact = norm <= _WORKING_PRECISION * size
     message = f"solved exactly in one exchange, gradient norm {norm:.1e}"
+    mu = account.mu if settle is None else 0.0  # below a global model of one's own choice no gap to the minimum is certain
     if not exact:
         message = (
             f"the gradient norm is {norm:.1e} where rounding alone leaves about {_WORKING_PRECISION * size:.1e}; the "
@@ -212,15 +228,15 @@ def sweep(data: GroupedData, loss: Loss, penalty: Penalty) -> Fit:
         )
         warn(message)
     ledger = quadratic_links(data.hierarchy.sizes, data.n_terms).count(np.ones(data.n_clusters, dtype=np.int64), 1)
-    history = pl.DataFrame([entry(1, objective, norm, certified_gap(norm, account.mu), ledger)], schema=HISTORY)
-    end = Convergence("sweep", exact, 1, 1, objective, norm, certified_gap(norm, account.mu), message)
+    history = pl.DataFrame([entry(1, objective, norm, certified_gap(norm, mu), ledger)], schema=HISTORY)
+    end = Convergence("sweep", exact, 1, 1, objective, norm, certified_gap(norm, mu), message)
     return Fit(theta, w, wbar, end, history, ledger)
 
 
-def _normal_equations(data: GroupedData, loss: Loss) -> tuple[Floats, Floats]:
-    """``A_i = X_i'W_i X_i`` and ``b_i = X_i'W_i (y_i - offset_i)``: the loss expanded at zero."""
+def _normal_equations(data: GroupedData, loss: Loss) -> tuple[Floats, Floats, Floats]:
+    """``A_i = X_i'W_i X_i``, ``b_i = X_i'W_i (y_i - offset_i)`` and half the sum of squares: the loss expanded at zero."""
     here = loss.expand(data, np.zeros((data.n_clients, data.n_terms)))
-    return here.hessian, -here.gradient
+    return here.hessian, -here.gradient, here.value
 
 
 def _parts(data: GroupedData) -> list[tuple[int, GroupedData]]:
@@ -286,18 +302,25 @@ def _absorb(A: Floats, b: Floats, scale: float, shape: Floats, M: Floats) -> Non
 
 
 @njit(parallel=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
-def _eliminate(A: Floats, b: Floats, scale: Floats, shape: Floats, blocks: Ints, C: Floats, r: Floats) -> None:
+def _eliminate(A: Floats, b: Floats, scale: Floats, shape: Floats, blocks: Ints, C: Floats, r: Floats, c: Floats) -> None:
     d = b.shape[1]
     for block in prange(len(blocks) - 1):
         M, identity = np.empty((d, 2 * d + 1)), np.empty((0, 0))
         for i in range(blocks[block], blocks[block + 1]):
             if np.isinf(scale[i]):
                 continue
-            _absorb(A[i], b[i], scale[i], _shape_of(shape, i, identity), M)
+            S = _shape_of(shape, i, identity)
+            _absorb(A[i], b[i], scale[i], S, M)
             for a in range(d):
-                for c in range(d):
-                    C[block, a, c] += M[a, d + c]
+                for e in range(d):
+                    C[block, a, e] += M[a, d + e]
                 r[block, a] += M[a, 2 * d]
+                moved = M[a, 2 * d]
+                if len(S):
+                    moved = 0.0
+                    for e in range(d):
+                        moved += S[a, e] * M[e, 2 * d]
+                c[i] -= 0.5 * scale[i] * b[i, a] * moved
 
 
 @njit(parallel=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
