@@ -13,7 +13,7 @@ from covey.baselines import BASELINES
 from covey.data import GroupedData
 from covey.errors import ConvergenceWarning, DataError
 from covey.model import Spec, fit_data
-from covey.selection import Count, choose_penalty, held_out_loss
+from covey.selection import Count, held_out_loss, search
 from covey.solvers import Fit
 
 TEST_SHARE = 0.2
@@ -70,5 +70,5 @@ def choose_on_training_rows(data: GroupedData, spec: Spec, *, test: float, progr
 
 def chosen(data: GroupedData, spec: Spec, *, progress: Count | None = None) -> Spec:
     """The same specification with both penalties set by cross-validation."""
-    gamma, lam = choose_penalty(data, spec.loss, seed=spec.seed, progress=progress)
-    return replace(spec, gamma=gamma, lam=lam)
+    found = search(data, spec.loss, seed=spec.seed, progress=progress)
+    return replace(spec, gamma=found.gamma, lam=found.lam)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
 from covey._typing import Floats
 from covey.data import GroupedData
 from covey.errors import ConvergenceWarning
+from covey.hierarchy import segment_sum
 from covey.losses import Loss
 from covey.objective import Penalty
 from covey.solvers import Fit, solve
@@ -24,19 +26,45 @@ GAMMAS = np.geomspace(1e-2, 1e3, 16)
 LAMS = np.geomspace(1e-1, 1e2, 7)
 
 
+Score = Literal["row", "client"]
+"""What is averaged: the loss of all rows left out, or of each client's (so that small clients count as much as large ones)."""
+
+_TRIAL_TOL = 1e-9  # of the gradient at zero: a score needs fewer digits than a fit that is kept
+
+
 @dataclass(frozen=True)
 class Choice:
-    """The penalty that did best, its position in the grid, and the score of each (mean loss of the rows left out)."""
+    """The penalty that did best, its position among those tried, and the score of each (mean loss of the rows left out)."""
 
     penalty: Penalty
     index: int
     scores: Floats
 
 
-def held_out_loss(fit: Fit, data: GroupedData, loss: Loss) -> float:
-    """Mean loss per row (by weight) of the clients' own models on rows they were not fitted to."""
-    values = loss.pointwise(data.margin(fit.theta), data.y)
-    return float(np.average(values, weights=data.weights))
+@dataclass(frozen=True)
+class Search:
+    """A grid of penalties with their scores ``(gammas, lams)``, and the pair that did best."""
+
+    gammas: Floats
+    lams: Floats
+    scores: Floats
+    gamma: float
+    lam: float
+
+
+def client_losses(theta: Floats, data: GroupedData, loss: Loss) -> Floats:
+    """Each client's mean loss on rows it was not fitted to, ``(n,)``; NaN where it has none."""
+    total = replace(loss, reduction="sum", ridge=0.0).value(data, theta)
+    weight = _weights(data)
+    mean: Floats = np.divide(total, weight, out=np.full(data.n_clients, np.nan), where=weight > 0)
+    return mean
+
+
+def held_out_loss(fit: Fit, data: GroupedData, loss: Loss, score: Score = "row") -> float:
+    """Mean loss of the clients' own models on rows they were not fitted to."""
+    each, weight = client_losses(fit.theta, data, loss), _weights(data)
+    told = weight > 0
+    return float(np.average(each[told], weights=weight[told] if score == "row" else None))
 
 
 def cross_validate(
@@ -45,39 +73,65 @@ def cross_validate(
     penalties: Sequence[Penalty],
     *,
     folds: int = FOLDS,
+    score: Score = "row",
     seed: int | np.random.Generator = 0,
     progress: Count | None = None,
 ) -> Choice:
     """Score each penalty by its mean held-out loss; each fit starts where the one before it ended."""
     fold = data.folds(folds, seed)
-    totals = np.zeros(len(penalties))
+    totals, shares = np.zeros(len(penalties)), 0.0
     for left_out in range(folds):
         train, test = data.rows(fold != left_out), data.rows(fold == left_out)
-        if test.n_rows == 0 or (test.weights is not None and not test.weights.any()):
+        weight = _weights(test)
+        if not weight.any():
             continue
-        share = test.n_rows if test.weights is None else test.weights.sum()
+        share = float(weight.sum()) if score == "row" else float((weight > 0).sum())
+        at_zero = loss.gradient(train, np.zeros((data.n_clients, data.n_terms)))
+        tol = max(_TRIAL_TOL * float(np.linalg.norm(at_zero)), 1e-12)
         fit = None
         for index, penalty in enumerate(penalties):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", ConvergenceWarning)  # of a trial; the fit that is kept speaks for itself
-                fit = solve(train, loss, penalty, start=fit)
-            totals[index] += share * held_out_loss(fit, test, loss)
+                fit = solve(train, loss, penalty, start=fit, tol=tol)
+            totals[index] += share * held_out_loss(fit, test, loss, score)
             if progress is not None:
                 progress(left_out * len(penalties) + index + 1, folds * len(penalties))
+        shares += share
     best = int(totals.argmin())
-    return Choice(penalties[best], best, totals / (data.n_rows if data.weights is None else data.weights.sum()))
+    return Choice(penalties[best], best, totals / shares)
 
 
-def choose_penalty(
+def search(
     data: GroupedData,
     loss: Loss,
     *,
     gammas: Floats = GAMMAS,
     lams: Floats = LAMS,
+    folds: int = FOLDS,
+    score: Score = "row",
     seed: int | np.random.Generator = 0,
     progress: Count | None = None,
-) -> tuple[float, float]:
-    """The pair ``(gamma, lam)`` of a grid that predicts left-out rows best."""
-    pairs = [(float(gamma), float(lam)) for lam in lams for gamma in gammas]
-    penalties = [Penalty.of(data.hierarchy, gamma=gamma, lam=lam) for gamma, lam in pairs]
-    return pairs[cross_validate(data, loss, penalties, seed=seed, progress=progress).index]
+) -> Search:
+    """Every pair of a grid, from the strongest ties to the weakest, so that equal scores go to the simpler model.
+
+    The path goes up and down the columns in turn: each pair is a neighbour of the one before, and its fit a short way from it.
+    """
+    path = [
+        (i, j)
+        for turn, i in enumerate(np.argsort(-gammas, kind="stable"))
+        for j in (np.argsort(-lams, kind="stable") if turn % 2 == 0 else np.argsort(lams, kind="stable"))
+    ]
+    penalties = [Penalty.of(data.hierarchy, gamma=float(gammas[i]), lam=float(lams[j])) for i, j in path]
+    choice = cross_validate(data, loss, penalties, folds=folds, score=score, seed=seed, progress=progress)
+    scores = np.empty((len(gammas), len(lams)))
+    for (i, j), value in zip(path, choice.scores, strict=True):
+        scores[i, j] = value
+    i, j = path[choice.index]
+    return Search(gammas, lams, scores, float(gammas[i]), float(lams[j]))
+
+
+def _weights(data: GroupedData) -> Floats:
+    """The weight of each client's rows together, their number where they have none, ``(n,)``."""
+    if data.weights is None:
+        return data.rows_per_client.astype(np.float64)
+    return segment_sum(data.weights, data.client_ptr)

@@ -6,7 +6,7 @@ knows both. So it can shrink ``wbar`` and send that down the tree; no client has
     max(0, 1 - (e - 2) noise / (wbar' V^-1 wbar))        e = trace V / largest eigenvalue of V
 
 where ``e`` is ``d`` when ``V`` is a multiple of the identity (Bock 1975 for any other ``V``). With ``e <= 2`` nothing is
-to be gained and ``wbar`` stays. The noise of a Gaussian response is estimated from what the fit leaves over, twice its objective
+to be gained and ``wbar`` stays. The noise of a Gaussian response is estimated from what the fit leaves, twice its objective
 on ``N - d`` degrees of freedom (the divisor of least risk is two more); for counts and classes it is 1.
 """
 
@@ -65,7 +65,7 @@ def check(loss: Loss, penalty: Penalty) -> None:
     """Refuse what the distribution of ``wbar`` is not known for."""
     if loss.reduction != "sum" or loss.ridge > 0:
         raise SolverError(
-            "james_stein=True needs the likelihood itself to tell how sure the global model is; use reduction='sum' and ridge=0."
+            "james_stein=True needs the likelihood itself to say how sure the global model is; use reduction='sum' and ridge=0."
         )
     if not penalty.lam.any() or not penalty.gamma.any():
         raise SolverError("james_stein=True shrinks the global model, but no client is tied to it; give lam and gamma above 0.")
