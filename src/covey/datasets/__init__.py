@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from covey.datasets.donors import DonorTables, simulate_donors
 from covey.datasets.radon import load_radon
 from covey.datasets.simulate import Simulation, simulate
 
-__all__ = ["Simulation", "load_radon", "simulate"]
+__all__ = ["DonorTables", "Simulation", "load_radon", "simulate", "simulate_donors"]

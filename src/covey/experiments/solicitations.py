@@ -1,0 +1,327 @@
+"""From the raw tables of a charity to rows a model can learn from: one row for each appeal, by as-of joins.
+
+The tables are ``appeals(id, date)``, ``gifts(id, date, zip)`` and ``zips(zip, cluster)``; ``id`` is a donor. All
+comparisons are by whole days, and no row looks at a day after its appeal except for ``success``.
+
+- success: a gift answers the donor's latest appeal on or before its day, hence exactly one appeal; an appeal is a success
+  if any gift answers it. Gifts before the first appeal are history and answer none.
+- frequency: the gifts strictly before the day of the appeal, each of several on one day.
+- recency: the days since the last of them, so at least 1.
+- zip: the ZIP of that last gift, or of the latest earlier one whose ZIP is known. Of several gifts on that last day with
+  different ZIPs the greatest ZIP is taken, so that the order of the rows does not matter.
+- cluster: that of the ZIP in ``zips``, else "unknown".
+
+Two appeals to a donor on one day are one. Appeals without an earlier gift or without a known ZIP, and those of ZIPs with
+fewer than ``at_least`` appeals, are left out. Everything left out or put right is counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from covey.errors import DataError, unknown_column
+
+_ISO = r"^\d{4}-\d{2}-\d{2}([T ]\d{2}:\d{2}(:\d{2}(\.\d+)?)?(Z|[+-]\d{2}:?\d{2})?)?$"
+_ZIP_PLUS_FOUR = r"^\d{5}-\d{4}$"
+_TEXT = (pl.String, pl.Categorical, pl.Enum)
+
+# Donor and day in one integer: a join on one sorted column is a plain merge, and a donor's days stay side by side.
+_DONOR = 1 << 32
+_DAY_0 = 1 << 31
+
+_SENTENCES = {
+    "appeals": ("appeal was read", "appeals were read"),
+    "gifts": ("gift was read", "gifts were read"),
+    "appeals_out_of_order": (
+        "appeal came after a later one of the same donor; the table was sorted",
+        "appeals came after a later one of the same donor; the table was sorted",
+    ),
+    "gifts_out_of_order": (
+        "gift came after a later one of the same donor; the table was sorted",
+        "gifts came after a later one of the same donor; the table was sorted",
+    ),
+    "appeals_same_day": (
+        "appeal repeated another to the same donor on the same day and was left out",
+        "appeals repeated another to the same donor on the same day and were left out",
+    ),
+    "appeals_never_gave": (
+        "appeal went to someone with no gift at all and was left out",
+        "appeals went to people with no gift at all and were left out",
+    ),
+    "appeals_before_first_gift": (
+        "appeal came before any gift on an earlier day and was left out",
+        "appeals came before any gift on an earlier day and were left out",
+    ),
+    "appeals_without_zip": (
+        "appeal had no known ZIP at the time and was left out",
+        "appeals had no known ZIP at the time and were left out",
+    ),
+    "gifts_before_first_appeal": (
+        "gift came before its donor's first appeal: it is history and answers no appeal",
+        "gifts came before their donor's first appeal: they are history and answer no appeal",
+    ),
+    "gifts_never_appealed": (
+        "gift of a donor who got no appeal was ignored",
+        "gifts of donors who got no appeal were ignored",
+    ),
+    "donors_moved": (
+        "donor changed ZIP between appeals; each appeal goes to the ZIP of the time",
+        "donors changed ZIP between appeals; each appeal goes to the ZIP of the time",
+    ),
+    "small_zips": (
+        "ZIP had fewer than {at_least} appeals and was left out",
+        "ZIPs had fewer than {at_least} appeals and were left out",
+    ),
+    "small_zip_appeals": ("appeal was left out with such a ZIP", "appeals were left out with such ZIPs"),
+    "unknown_zips": (
+        'of the ZIPs kept has no cluster in the zips table; its cluster is "unknown"',
+        'of the ZIPs kept have no cluster in the zips table; their cluster is "unknown"',
+    ),
+    "unknown_zip_appeals": ("of the appeals kept went to such a ZIP", "of the appeals kept went to such ZIPs"),
+    "rows": ("appeal was kept", "appeals were kept"),
+    "zips": ("ZIP was kept", "ZIPs were kept"),
+    "clusters": ("cluster was kept", "clusters were kept"),
+    "successes": ("of the appeals kept was answered by a gift", "of the appeals kept were answered by a gift"),
+}
+
+
+@dataclass(frozen=True)
+class Solicitations:
+    """Rows ``zip, cluster, id, date, success, recency, frequency``, and what became of every row read.
+
+    ``rows`` is sorted by cluster, ZIP, id and date. In ``counts`` the appeals add up: ``rows`` is ``appeals`` less those
+    of the same day, of people who never gave, before the first gift, without a ZIP and in small ZIPs.
+    """
+
+    rows: pl.DataFrame
+    counts: dict[str, int]
+    at_least: int = 5
+
+    def lines(self) -> list[str]:
+        """A sentence for each count that is not zero.
+
+        >>> Solicitations(pl.DataFrame(), {"appeals": 1200, "gifts": 0, "small_zips": 1}).lines()
+        ['1,200 appeals were read.', '1 ZIP had fewer than 5 appeals and was left out.']
+        """
+        words = {name: _SENTENCES[name][count != 1].format(at_least=self.at_least) for name, count in self.counts.items()}
+        return [f"{count:,} {words[name]}." for name, count in self.counts.items() if count]
+
+
+def solicitations(appeals: pl.DataFrame, gifts: pl.DataFrame, zips: pl.DataFrame, *, at_least: int = 5) -> Solicitations:
+    """One row for each appeal that a model can learn from; see the module for the definitions.
+
+    Parameters
+    ----------
+    appeals : ``id``, ``date``
+    gifts : ``id``, ``date``, ``zip``
+    zips : ``zip``, ``cluster``
+    at_least : the fewest appeals of a ZIP that is kept
+
+    Dates are dates, datetimes or ISO text; ids and ZIPs are text or whole numbers. ZIPs are compared as text: numbers are
+    padded to five digits, and ZIP+4 (``60637-1234``) is cut to its first five.
+
+    >>> appeals = pl.DataFrame({"id": [1, 1], "date": ["2024-03-01", "2024-06-01"]})
+    >>> gifts = pl.DataFrame({"id": [1, 1], "date": ["2024-02-28", "2024-03-09"], "zip": [2139, 2139]})
+    >>> zips = pl.DataFrame({"zip": ["02139"], "cluster": ["middle"]})
+    >>> solicitations(appeals, gifts, zips, at_least=1).rows.select("zip", "success", "recency", "frequency").rows()
+    [('02139', 1, 2, 1), ('02139', 0, 84, 2)]
+    """
+    if isinstance(at_least, bool) or not isinstance(at_least, int) or at_least < 1:
+        raise DataError(f"The 'at_least' parameter must be a whole number >= 1. Got {at_least!r} instead.")
+    cluster_of = _clusters(zips)
+    asked, given = _table(appeals, "appeals"), _table(gifts, "gifts").with_columns(_zip(gifts, "gifts"))
+    counts = {"appeals": asked.height, "gifts": given.height}
+    donors, (asked, given) = _number_donors(asked, given)
+    counts["appeals_out_of_order"], counts["gifts_out_of_order"] = _out_of_order(asked), _out_of_order(given)
+
+    asked = asked.drop("id").unique("key").sort("key").with_row_index("appeal")
+    counts["appeals_same_day"] = counts["appeals"] - asked.height
+    given = _history(given)
+    answered = _answered(given, asked)
+    counts_of_gifts = _count_unanswering(given, asked, answered)
+    success = np.zeros(asked.height, dtype=np.int8)
+    success[answered.drop_nulls().to_numpy()] = 1
+    rows = _last_gift_before(asked.with_columns(success=pl.Series(success)), given)
+
+    without = rows["frequency"].is_null()
+    counts["appeals_never_gave"] = rows.filter(without).join(given, on="donor", how="anti").height
+    counts["appeals_before_first_gift"] = int(without.sum()) - counts["appeals_never_gave"]
+    del given, asked
+    rows = rows.filter(~without)
+    counts["appeals_without_zip"] = rows["zip"].null_count()
+    rows = rows.drop_nulls("zip")
+    counts |= counts_of_gifts
+    if rows.is_empty():
+        raise DataError(
+            f"None of the {counts['appeals']} appeals follows a gift of the same donor with a known ZIP; check that the ids of "
+            "the two tables match and that the gifts start before the appeals."
+        )
+    moved = (pl.col("donor") == pl.col("donor").shift(1)) & (pl.col("zip") != pl.col("zip").shift(1))
+    counts["donors_moved"] = rows.filter(moved)["donor"].n_unique()
+
+    places = _places(rows, cluster_of)
+    kept = places.filter(pl.col("len") >= at_least)
+    counts["small_zips"] = places.height - kept.height
+    counts["small_zip_appeals"] = rows.height - int(kept["len"].sum())
+    if kept.is_empty():
+        raise DataError(
+            f"No ZIP has {at_least} appeals or more (the largest has {places['len'].max()!r}); lower the 'at_least' parameter."
+        )
+    # Rows are in order of donor and day; a stable sort by place is the whole order.
+    rows = rows.join(kept.select("zip", "place"), on="zip", maintain_order="left").sort("place", maintain_order=True)
+    unknown = kept.filter(pl.col("cluster") == "unknown")
+    counts |= {"unknown_zips": unknown.height, "unknown_zip_appeals": int(unknown["len"].sum())}
+    counts |= {"rows": rows.height, "zips": kept.height, "clusters": kept["cluster"].n_unique()}
+    counts["successes"] = int(rows["success"].sum())
+    rows = rows.select(
+        "zip",
+        places["cluster"].gather(rows["place"]),
+        donors.gather(rows["donor"]),
+        pl.col("day").alias("date"),
+        "success",
+        "recency",
+        "frequency",
+    )
+    return Solicitations(rows, counts, at_least)
+
+
+def _number_donors(*tables: pl.DataFrame) -> tuple[pl.Series, list[pl.DataFrame]]:
+    """The sorted ids of all donors, and the tables with ``donor`` (the place among them) and ``key`` (donor and day)."""
+    kinds = [table.schema["id"] for table in tables]
+    if kinds[0] != kinds[1]:
+        if not all(kind.is_integer() for kind in kinds):
+            raise DataError(f"The ids are {kinds[0]} in the appeals table but {kinds[1]} in the gifts table; cast them alike.")
+        tables = tuple(table.with_columns(pl.col("id").cast(pl.Int64)) for table in tables)
+    ids = pl.concat([table["id"].unique() for table in tables]).unique().sort()
+    codes = pl.DataFrame({"id": ids}).with_columns(donor=pl.int_range(pl.len(), dtype=pl.Int64))
+    key = pl.col("donor") * _DONOR + (pl.col("day").to_physical().cast(pl.Int64) + _DAY_0)
+    return ids, [table.join(codes, on="id", how="left", maintain_order="left").with_columns(key=key) for table in tables]
+
+
+def _out_of_order(table: pl.DataFrame) -> int:
+    """How many rows are of an earlier day than the row of the same donor before them."""
+    by_donor = table.select(pl.col("key").sort_by("donor", maintain_order=True)).to_series()
+    return int((by_donor < by_donor.shift(1)).sum())
+
+
+def _history(given: pl.DataFrame) -> pl.DataFrame:
+    """The gifts in order, each with ``frequency``, the gifts of its donor so far, and the latest known ``zip``."""
+    given = given.drop("id").sort("key", "zip", nulls_last=False).with_row_index("gift")
+    first = (pl.col("donor") != pl.col("donor").shift(1)).fill_null(True)
+    start = pl.when(first).then("gift").forward_fill().cast(pl.Int64)
+    known = pl.when(first | pl.col("zip").is_not_null()).then("gift").forward_fill()
+    return given.with_columns(frequency=pl.col("gift").cast(pl.Int64) - start + 1, zip=pl.col("zip").gather(known)).drop("gift")
+
+
+def _answered(given: pl.DataFrame, asked: pl.DataFrame) -> pl.Series:
+    """The appeal that each gift answers, null if none: the donor's latest on or before its day."""
+    latest = given.select("key", "donor").join_asof(asked.select("key", "appeal", asked="donor"), on="key", strategy="backward")
+    return latest.select(pl.when(pl.col("asked") == pl.col("donor")).then("appeal").alias("appeal")).to_series()
+
+
+def _count_unanswering(given: pl.DataFrame, asked: pl.DataFrame, answered: pl.Series) -> dict[str, int]:
+    idle = given.filter(answered.is_null())
+    history = idle.join(asked, on="donor", how="semi").height
+    return {"gifts_before_first_appeal": history, "gifts_never_appealed": idle.height - history}
+
+
+def _last_gift_before(asked: pl.DataFrame, given: pl.DataFrame) -> pl.DataFrame:
+    """The appeals with ``zip``, ``recency`` and ``frequency`` at the donor's last gift before the day, null if none."""
+    last = given.filter((pl.col("key") != pl.col("key").shift(-1)).fill_null(True))  # of each day, all its gifts counted
+    last = last.select("zip", "frequency", before="key", giver="donor", gift_day="day")
+    rows = asked.with_columns(before=pl.col("key") - 1).drop("key").join_asof(last, on="before", strategy="backward")
+    own = pl.when(pl.col("giver") == pl.col("donor"))
+    recency = (pl.col("day") - pl.col("gift_day")).dt.total_days()
+    return rows.select(
+        "donor", "day", "success", zip=own.then("zip"), recency=own.then(recency), frequency=own.then("frequency")
+    )
+
+
+def _places(rows: pl.DataFrame, cluster_of: pl.DataFrame) -> pl.DataFrame:
+    """The ZIPs by cluster and ZIP, with the number of appeals ``len`` and their place in this order."""
+    places = rows.group_by("zip").len().join(cluster_of, on="zip", how="left")
+    return places.with_columns(pl.col("cluster").fill_null("unknown")).sort("cluster", "zip").with_row_index("place")
+
+
+def _clusters(zips: pl.DataFrame) -> pl.DataFrame:
+    """Each ZIP with its one cluster; ZIPs whose cluster is not given are not in it."""
+    _require(zips, "zips", "zip", "cluster")
+    pairs = zips.select(_zip(zips, "zips"), pl.col("cluster").cast(pl.String).str.strip_chars().replace("", None))
+    pairs = pairs.drop_nulls().unique()
+    twice = pairs.filter(pl.col("zip").is_duplicated()).sort("zip", "cluster")
+    if not twice.is_empty():
+        (place, one), (_, other) = twice.rows()[:2]
+        raise DataError(
+            f"The ZIP {_short(place)} of the zips table is in clusters {_short(one)} and {_short(other)}; give it one cluster."
+        )
+    return pairs
+
+
+def _table(frame: pl.DataFrame, name: str) -> pl.DataFrame:
+    """The ``id`` and the ``day`` of each row, all there."""
+    _require(frame, name, "id", "date", *(["zip"] if name == "gifts" else []))
+    if frame.is_empty():
+        raise DataError(f"The {name} table has no rows; it needs at least one.")
+    ids = frame["id"].cast(pl.String) if frame["id"].dtype in _TEXT else frame["id"]
+    _refuse_missing(ids, name)
+    if not (ids.dtype == pl.String or ids.dtype.is_integer()):
+        raise DataError(f"The 'id' column of the {name} table holds {ids.dtype}; cast it to text or whole numbers.")
+    return pl.DataFrame({"id": ids, "day": _days(frame["date"], name)})
+
+
+def _days(dates: pl.Series, name: str) -> pl.Series:
+    _refuse_missing(dates, name)
+    if dates.dtype == pl.Date:
+        return dates
+    if isinstance(dates.dtype, pl.Datetime):
+        return dates.dt.date()
+    if dates.dtype not in _TEXT:
+        raise _not_a_date(dates[0], 0, name)
+    text = dates.cast(pl.String).str.strip_chars()
+    days = text.str.slice(0, 10).str.to_date("%Y-%m-%d", strict=False)
+    bad = (days.is_null() | ~text.str.contains(_ISO)).arg_true()
+    if len(bad):
+        raise _not_a_date(dates[int(bad[0])], int(bad[0]), name)
+    return days
+
+
+def _zip(frame: pl.DataFrame, name: str) -> pl.Series:
+    """ZIPs as text of five digits where they are numbers or ZIP+4; blank text is missing."""
+    zips = frame["zip"]
+    if zips.dtype.is_integer():
+        return zips.cast(pl.String).str.zfill(5)
+    if not (zips.dtype in _TEXT or zips.dtype == pl.Null):
+        raise DataError(f"The 'zip' column of the {name} table holds {zips.dtype}; cast it to text or whole numbers.")
+    zip_ = pl.col("zip").cast(pl.String).str.strip_chars()
+    cut = pl.when(zip_.str.contains(_ZIP_PLUS_FOUR)).then(zip_.str.slice(0, 5)).when(zip_ != "").then(zip_)
+    return frame.select(cut.alias("zip")).to_series()
+
+
+def _require(frame: pl.DataFrame, name: str, *columns: str) -> None:
+    for column in columns:
+        if column not in frame.columns:
+            raise DataError(f"In the {name} table: {unknown_column(column, frame.columns)}")
+
+
+def _refuse_missing(values: pl.Series, name: str) -> None:
+    missing = values.is_null()
+    if values.dtype in _TEXT:
+        missing |= values.cast(pl.String).str.strip_chars() == ""
+    if missing.any():
+        rows = missing.arg_true()
+        more = f" and {len(rows) - 1:,} more" if len(rows) > 1 else ""
+        raise DataError(
+            f"The {values.name!r} column of the {name} table is missing in row {rows[0]}{more}; fill it or leave the row out."
+        )
+
+
+def _not_a_date(value: object, row: int, name: str) -> DataError:
+    return DataError(f"The date {_short(value)} in row {row} of the {name} table is not a date; write it as 2024-01-31.")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:36]}...{text[-1]}"
