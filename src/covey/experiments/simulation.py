@@ -1,0 +1,275 @@
+"""The paper's simulation (table sum_n, figure sim_mse_n): 20 clusters of 20 clients, 20 coefficients, all variances 1.
+
+Each method's distance to the true coefficients, by rows a client. The paper runs the one-coin variant with p = 0.1 and a step
+of 1e-4 for 50,000 iterations; beside that iterate stands the minimiser it is on the way to, and beyond the paper the James-Stein
+variant and an oracle that knows the true global model.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import polars as pl
+
+from covey._typing import Floats
+from covey.baselines import locally_trained, single_cluster, single_model
+from covey.data import GroupedData
+from covey.datasets import Simulation, simulate
+from covey.errors import ConvergenceWarning
+from covey.experiments import paper
+from covey.experiments.study import Claim, Say, Study, Table, generator, silent, whole
+from covey.losses import Gaussian
+from covey.objective import Penalty
+from covey.solvers import one_coin, solve, sweep
+
+SIZES = (1, 5, 10, 25, 50, 100, 200)
+RUNS = 5
+ITERATIONS = 50_000
+GRID = np.linspace(0.01, 2.0, 20)  # the paper's, for the penalty of the single-cluster model
+
+OF_THE_PAPER = ("locally-trained", "single-model", "single-cluster", "one-coin iterate", "minimiser")
+BEYOND = ("James-Stein", "oracle wbar", "single-cluster (authors' code)")
+
+FURTHER_RUNS = 100  # by which the spread between runs is known; five runs would leave it uncertain by half
+
+
+def draw(m: int, seed: int, run: int) -> Simulation:
+    """The clients of one run: the same true coefficients for every number of rows ``m``."""
+    return simulate(clusters=20, clients=20, rows=m, d=20, seed=generator(seed, run))
+
+
+def estimates(drawn: Simulation, *, iterations: int = ITERATIONS, seed: int = 0) -> dict[str, Floats]:
+    """Every method's coefficients, ``(n, d)`` each."""
+    data, loss, penalty = drawn.data, Gaussian(), Penalty.of(drawn.data.hierarchy, gamma=1.0, lam=1.0)
+    rng = generator(seed, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # the paper's iterate is not meant to have converged
+        return {
+            "locally-trained": locally_trained(data, loss).theta,
+            "single-model": single_model(data, loss).theta,
+            "single-cluster": single_cluster(data, loss, grid=GRID, seed=whole(rng)).theta,
+            "one-coin iterate": paper_iterate(data, iterations, seed=whole(rng)),
+            "minimiser": solve(data, loss, penalty).theta,
+            "James-Stein": solve(data, loss, penalty, james_stein=True).theta,
+            "oracle wbar": sweep(data, loss, penalty, settle=lambda *_: drawn.wbar).theta,
+            "single-cluster (authors' code)": as_published(data, drawn.theta),
+        }
+
+
+def paper_iterate(data: GroupedData, iterations: int, seed: int) -> Floats:
+    """Where the paper's algorithm is after so many iterations, with the paper's settings."""
+    penalty = Penalty.of(data.hierarchy, gamma=1.0, lam=1.0)
+    watch = {"tol": 0.0, "max_iter": iterations, "every": iterations, "seed": seed}
+    return one_coin(data, Gaussian(), penalty, p=0.1, eta=1e-4, **watch).theta  # type: ignore[arg-type]
+
+
+def as_published(data: GroupedData, truth: Floats) -> Floats:
+    """The single-cluster baseline of the authors' public code, with its two slips (errata 8).
+
+    It adds ``lambda * centre`` where ``lambda (A_i + lambda I)^-1 centre`` is meant, and takes the penalty with the least
+    true error, which nobody with real data could know.
+    """
+    n, d = truth.shape
+    A = Gaussian().hessian(data, np.zeros((n, d)))
+    b = -Gaussian().gradient(data, np.zeros((n, d)))
+    best, least = truth, np.inf
+    for lam in GRID:
+        inverse = np.linalg.inv(A + lam * np.eye(d))
+        own = np.einsum("iab,ib->ia", inverse, b)
+        centre = np.linalg.solve(np.eye(d) - lam * inverse.mean(axis=0), own.mean(axis=0))
+        theta = own + lam * centre
+        error = float(np.linalg.norm(theta - truth, axis=1).mean())
+        if error < least:
+            best, least = theta, error
+    return best
+
+
+def measure(estimate: Floats, truth: Floats) -> dict[str, float]:
+    """Average, sd and maximum over clients of the distance, and of the squared distance."""
+    distance = np.linalg.norm(estimate - truth, axis=1)
+    squared = distance**2
+    return {
+        "average": float(distance.mean()),
+        "sd": float(distance.std()),
+        "max": float(distance.max()),
+        "average_squared": float(squared.mean()),
+        "sd_squared": float(squared.std()),
+        "max_squared": float(squared.max()),
+    }
+
+
+def study(*, seed: int = 0, quick: bool = False, say: Say = silent) -> Study:
+    """All sizes and runs; quick: three sizes, two runs."""
+    sizes, runs = ((1, 10, 100), 2) if quick else (SIZES, RUNS)
+    rows = []
+    for run in range(runs):
+        for m in sizes:
+            drawn = draw(m, seed, run)
+            for method, theta in estimates(drawn, seed=seed + run).items():
+                rows.append({"rows": m, "run": run, "method": method, **measure(theta, drawn.theta)})
+            say("simulation", len(rows) // (len(OF_THE_PAPER) + len(BEYOND)), runs * len(sizes))
+    each = pl.DataFrame(rows)
+    table, stopped = summary(each), early(seed, say)
+    between = spread(sorted({m for m, _ in paper.SIMULATION} & set(sizes)), 20 if quick else FURTHER_RUNS, seed, say)
+    return Study(
+        "simulation",
+        "Simulation: distance of every client's coefficients to the truth",
+        {
+            "rows": list(sizes),
+            "runs": runs,
+            "iterations": ITERATIONS,
+            "p": 0.1,
+            "eta": 1e-4,
+            "gamma": 1,
+            "lam": 1,
+            "seed": seed,
+        },
+        findings(each, table),
+        claims(table, between, runs),
+        (
+            Table(
+                "distance", "Distance to the truth, |theta_hat - theta*|, as the paper's table reports it", _distances(table)
+            ),
+            Table("squared", "Squared distance, as the paper's caption says", _squared(table)),
+            Table(
+                "early",
+                "10 rows a client: the one-coin iterate on its way to the minimiser (run 0)",
+                stopped,
+                "No iteration has an average of 3.46 and a maximum of 8.68 at the same time.",
+            ),
+            Table(
+                "spread",
+                f"What one run may give by chance: {between['runs'][0]} further draws, each method in closed form",
+                between,
+                "The single-cluster model has its best penalty here, 1/2, and the minimiser stands for its iterate.",
+            ),
+            Table("runs", "Every run", each, shown=False),
+        ),
+        (
+            "A number of the paper agrees if it lies within two standard deviations between runs (of the difference of one run "
+            "and our average of several) of ours. The standard deviations in the paper's table are those over clients, and so "
+            "are ours.",
+        ),
+    )
+
+
+def summary(each: pl.DataFrame) -> pl.DataFrame:
+    """Averages over runs, and the standard deviation between runs of what the paper prints."""
+    statistics = ("average", "sd", "max", "average_squared", "sd_squared", "max_squared")
+    return each.group_by("rows", "method", maintain_order=True).agg(
+        *(pl.col(name).mean() for name in statistics),
+        *(pl.col(name).std().alias(f"{name}_between") for name in statistics),
+        pl.col("max").max().alias("max_of_runs"),
+    )
+
+
+def early(seed: int, say: Say) -> pl.DataFrame:
+    """The paper's algorithm, looked at before its 50,000 iterations are over, at 10 rows a client."""
+    drawn, rows = draw(10, seed, 0), []
+    counts = (500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 200_000)
+    coins = whole(generator(seed, 1))
+    for at, iterations in enumerate(counts):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            theta = paper_iterate(drawn.data, iterations, coins)
+        told = measure(theta, drawn.theta)
+        rows.append({"iterations": f"{iterations:,}", "average": told["average"], "max": told["max"]})
+        say("stopping early", at + 1, len(counts))
+    told = measure(solve(drawn.data, Gaussian(), Penalty.of(drawn.data.hierarchy)).theta, drawn.theta)
+    return pl.DataFrame([*rows, {"iterations": "minimiser", "average": told["average"], "max": told["max"]}])
+
+
+def spread(sizes: list[int], runs: int, seed: int, say: Say) -> pl.DataFrame:
+    """How average, sd and maximum vary from run to run: mean, standard deviation, and the range of the maximum."""
+    rows = []
+    for m in sizes:
+        told: dict[str, list[dict[str, float]]] = {}
+        for run in range(runs):
+            drawn = simulate(clusters=20, clients=20, rows=m, d=20, seed=generator(seed, 2, m, run))
+            data, merged, loss = drawn.data, drawn.data.one_cluster(), Gaussian()
+            fits = {
+                "locally-trained": locally_trained(data, loss),
+                "single-model": single_model(data, loss),
+                "single-cluster": sweep(merged, loss, Penalty.of(merged.hierarchy, gamma=0.5, lam=np.inf)),
+                "one-coin iterate": sweep(data, loss, Penalty.of(data.hierarchy)),
+            }
+            for method, fit in fits.items():
+                told.setdefault(method, []).append(measure(fit.theta, drawn.theta))
+            say("spread between runs", sizes.index(m) * runs + run + 1, len(sizes) * runs)
+        for method, each in told.items():
+            frame = pl.DataFrame(each).select("average", "sd", "max")
+            means = frame.mean().row(0, named=True)
+            between = frame.select(pl.all().std().name.suffix("_between")).row(0, named=True)
+            ends = {"least_max": frame["max"].min(), "largest_max": frame["max"].max()}
+            rows.append({"rows": m, "method": method, "runs": runs, **means, **between, **ends})
+    return pl.DataFrame(rows)
+
+
+def claims(table: pl.DataFrame, between: pl.DataFrame, runs: int) -> tuple[Claim, ...]:
+    """The paper's table, number by number."""
+    found = []
+    for (m, method), printed in paper.SIMULATION.items():
+        here = (pl.col("rows") == m, pl.col("method") == method)
+        for ours, chance in zip(table.filter(*here).to_dicts(), between.filter(*here).to_dicts(), strict=True):
+            for name, value in zip(("average", "sd", "max"), printed, strict=True):
+                within = 2 * np.sqrt(1 + 1 / runs) * chance[f"{name}_between"]
+                claim = Claim(f"{m} rows, {method}: {name} of the distance", value, ours[name], float(within))
+                found.append(claim if claim.verdict == "agrees" else replace(claim, why=_why(m, method, name, chance)))
+    return tuple(found)
+
+
+def _why(m: int, method: str, name: str, chance: dict[str, float]) -> str:
+    """Which of two numbers that differ is wrong, and what shows it."""
+    if (m, method, name) == (10, "one-coin iterate", "max"):
+        return (
+            f"the paper's is too large (errata 9): in {chance['runs']} further draws the minimiser's worst client is between "
+            f"{chance['least_max']:.2f} and {chance['largest_max']:.2f}, and no iterate on the way has both 3.46 and 8.68 "
+            "(table 'early')"
+        )
+    return f"outside what chance allows; in {chance['runs']} further draws it is {chance[name]:.3f} on average"
+
+
+def findings(each: pl.DataFrame, table: pl.DataFrame) -> tuple[str, ...]:
+    """What the tables say, with the numbers that say it."""
+    said = []
+    worse = exceptions(each)
+    rivals = [name for name in OF_THE_PAPER if name != "minimiser"]
+    if worse:
+        said.append("The minimiser is not the best everywhere: " + "; ".join(worse) + ".")
+    else:
+        said.append(f"At every size the exact minimiser is at least as close to the truth as {', '.join(rivals)}.")
+    ten = {row["method"]: row for row in table.filter(pl.col("rows") == 10).to_dicts()}
+    said.append(
+        f"At 10 rows a client the minimiser's average distance is {ten['minimiser']['average']:.3f} and its worst client's "
+        f"{ten['minimiser']['max']:.2f}; the paper's algorithm after 50,000 iterations is at "
+        f"{ten['one-coin iterate']['average']:.3f} and {ten['one-coin iterate']['max']:.2f} (the paper prints 3.46 and 8.676)."
+    )
+    few = table["rows"].min()
+    first = {row["method"]: row["average"] for row in table.filter(pl.col("rows") == few).to_dicts()}
+    said.append(
+        f"James-Stein gains where rows are few: {first['James-Stein']:.3f} against {first['minimiser']:.3f} at {few} row a "
+        f"client, of {first['oracle wbar']:.3f} for an oracle that knows the true global model; from 10 rows on nothing changes."
+    )
+    return tuple(said)
+
+
+def exceptions(each: pl.DataFrame) -> list[str]:
+    """Where a method of the paper's table beats the minimiser on average over the runs."""
+    means = each.group_by("rows", "method", maintain_order=True).agg(pl.col("average").mean())
+    worse = []
+    for m in means["rows"].unique(maintain_order=True).to_list():
+        here: dict[str, float] = dict(means.filter(pl.col("rows") == m).select("method", "average").iter_rows())
+        for name in OF_THE_PAPER:
+            if here[name] < here["minimiser"]:
+                worse.append(f"{name} by {here['minimiser'] - here[name]:.2g} at {m} rows")
+    return worse
+
+
+def _distances(table: pl.DataFrame) -> pl.DataFrame:
+    return table.select("rows", "method", "average", "average_between", "sd", "max", "max_of_runs")
+
+
+def _squared(table: pl.DataFrame) -> pl.DataFrame:
+    return table.select("rows", "method", "average_squared", "average_squared_between", "sd_squared", "max_squared")
