@@ -1,4 +1,4 @@
-"""The numbers that the paper prints (Lyu, Hanzely, Kolar 2022): tables sum_n, cross_tab and acc_tab, and the text beside them."""
+"""The numbers that the paper prints (Lyu, Hanzely, Kolar 2022): tables sum_n, cross_tab, acc_tab, and the text beside them."""
 
 from __future__ import annotations
 
@@ -31,4 +31,5 @@ ACCURACY: dict[str, tuple[float, float, float, float, float, float]] = {
 ABOVE_ONE = {"hierarchical": 183, "single-model": 202}
 """ZIP codes with a cross-entropy above 1."""
 
-DONORS = {"clients": 29_490, "clusters": 5, "lam": 0.01, "gamma": 1.360}
+CLIENTS, CLUSTERS = 29_490, 5
+LAM, GAMMA = 0.01, 1.360
