@@ -118,30 +118,19 @@ def accuracy_table(scores: dict[str, Scores]) -> pl.DataFrame:
 def unconverged(train: GroupedData, held: GroupedData, iterations: int, seed: int, say: Say) -> pl.DataFrame:
     """The paper's conjecture: its model's cross-entropy is above the single model's because it was stopped too early.
 
-    The paper's settings, lam = 0.01, gamma = 1.36, p = 0.1, a step of 1e-3 and 5000 iterations, on each client's mean loss (with
-    the sum, that step diverges on large clients), beside the minimum of the same objective.
+    The paper's settings, lam = 0.01, gamma = 1.36, p = 0.1, a step of 1e-3 and 5000 iterations, on each client's mean loss
+    (with the sum, that step diverges on large clients), beside the minimum of the same objective.
     """
     loss, penalty = loss_of("bernoulli", "mean"), Penalty.of(train.hierarchy, gamma=paper.GAMMA, lam=paper.LAM)
 
     def progress(t: int, *_: float) -> None:
         say("the paper's iterate", t, iterations)
 
-    watch: Watch = {"max_iter": iterations, "every": max(1, iterations // 20), "seed": seed, "progress": progress}
+    every = max(1, iterations // 20)
+    watch: Watch = {"tol": 0.0, "max_iter": iterations, "every": every, "seed": seed, "progress": progress}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
-        stopped = one_coin(
-            train,
-            loss,
-            penalty,
-            p=0.1,
-            eta=1e-3,
-            mu=1e-3,
-            tol=0.0,
-            max_iter=iterations,
-            every=checks,
-            seed=seed,
-            progress=progress,
-        )
+        stopped = one_coin(train, loss, penalty, p=0.1, eta=1e-3, mu=1e-3, **watch)
         fits = {f"after {iterations:,} iterations": stopped.theta, "minimum": solve(train, loss, penalty).theta}
         fits["single-model"] = single_model(train, Bernoulli()).theta
     scores = {name: Scores.of(theta, held) for name, theta in fits.items()}

@@ -73,7 +73,7 @@ def karlan_list(path: Path) -> Mailing:
     complete = table.select(needed).drop_nulls()
     gave = complete["gave"].cast(pl.Float64, strict=False)
     months, gifts = (complete[name].cast(pl.Float64, strict=False) for name in ("months_since_last", "n_prior_gifts"))
-    if not gave.is_in([0, 1]).all():
+    if not ((gave == 0) | (gave == 1)).all():
         raise DataError(f"The column 'gave' of {path.name!r} must hold 0 and 1 only; is it the file of openICPSR 113224?")
     if complete.is_empty() or months.has_nulls() or gifts.has_nulls() or not (months.min() >= 0 and gifts.min() >= 1):  # type: ignore[operator]
         raise DataError(
