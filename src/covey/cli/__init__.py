@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from covey.cli import demo, fit, plan, predict, show
+from covey.cli import demo, fit, plan, predict, reproduce, show
 from covey.errors import CoveyError
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ app.command("predict")(predict.predict)
 app.command("show")(show.show)
 app.command("plan")(plan.plan)
 app.command("demo")(demo.demo)
+app.command("reproduce")(reproduce.reproduce)
 
 _ClickError: Any = typer.BadParameter.__mro__[2]  # the base of all usage errors; click or typer's own copy of it
 

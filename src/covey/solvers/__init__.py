@@ -23,6 +23,7 @@ from covey.solvers.one_coin import one_coin
 from covey.solvers.result import Convergence, Fit, Progress, after
 from covey.solvers.rounds import Control, Watch
 from covey.solvers.sweep import Settle, sweep
+from covey.solvers.threads import threads_for
 
 Solver = Literal["auto", "sweep", "newton", "l2gd", "al2sgd_plus", "one_coin"]
 SOLVERS = ("auto", "sweep", "newton", "l2gd", "al2sgd_plus", "one_coin")
@@ -83,15 +84,17 @@ def solve(
                 return trial
             solver = best.solver  # type: ignore[assignment]
     if solver == "sweep":
-        fit = _refined(data, loss, penalty, tol, js.settle(data) if james_stein else None)
+        with threads_for(data):
+            fit = _refined(data, loss, penalty, tol, js.settle(data) if james_stein else None)
         return _shrunk(fit) if james_stein else fit
     if solver == "newton":
         limits: dict[str, Any] = {"tol": tol, "max_iter": max_iter or 100, "progress": progress}
-        fit = newton(data, loss, penalty, start=start, **limits, **(options or {}))
-        if not james_stein:
-            return fit
-        centre = js.factor_of(data, loss, penalty, fit) * fit.wbar
-        return _shrunk(after(fit, newton(data, loss, penalty, start=fit, centre=centre, **limits)))
+        with threads_for(data):
+            fit = newton(data, loss, penalty, start=start, **limits, **(options or {}))
+            if not james_stein:
+                return fit
+            centre = js.factor_of(data, loss, penalty, fit) * fit.wbar
+            return _shrunk(after(fit, newton(data, loss, penalty, start=fit, centre=centre, **limits)))
     watch: Watch = {"seed": seed, "tol": tol, "max_iter": max_iter, "progress": progress}
     watch["start"] = None if start is None else start.theta
     return BY_COINS[solver](data, loss, penalty, **{**watch, **(options or {})})

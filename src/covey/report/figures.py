@@ -1,0 +1,248 @@
+"""The figures of the studies, each drawn from the study's own tables and saved as PNG and SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import polars as pl
+from matplotlib.colors import PowerNorm
+from matplotlib.figure import Figure
+
+from covey.experiments.study import Study
+
+# Okabe and Ito's colours, which everybody can tell apart, each with a marker and a line of its own for print in grey.
+_STYLES: list[dict[str, Any]] = [
+    {"color": "#0072b2", "marker": "o", "linestyle": "-"},
+    {"color": "#d55e00", "marker": "s", "linestyle": "--"},
+    {"color": "#009e73", "marker": "^", "linestyle": "-."},
+    {"color": "#cc79a7", "marker": "D", "linestyle": ":"},
+    {"color": "#000000", "marker": "v", "linestyle": "-"},
+    {"color": "#e69f00", "marker": "P", "linestyle": "--"},
+    {"color": "#56b4e9", "marker": "X", "linestyle": "-."},
+]
+_PRINT: Any = {
+    "font.size": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "svg.hashsalt": "covey",  # else every run would name the parts of a drawing anew
+    "svg.fonttype": "none",
+}
+
+
+def draw(study: Study, folder: Path) -> list[tuple[str, str]]:
+    """All figures of a study into a folder; the file name of each without its ending, and its title."""
+    kind = "donors" if study.name.startswith("donors") else study.name
+    drawn = []
+    for name, make in _FIGURES[kind].items():
+        with mpl.rc_context(_PRINT):
+            figure, title = make(study)
+            figure.suptitle("\n".join(wrap(title, 92)), fontsize=12.5, x=0.01, ha="left")
+            figure.savefig(folder / f"{name}.png", dpi=150, metadata={"Software": None})
+            figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+        drawn.append((name, title))
+    return drawn
+
+
+def _distance(study: Study) -> tuple[Figure, str]:
+    """Figure sim_mse_n, and how far each method is from the minimiser."""
+    runs = study.table("runs")
+    figure = Figure(figsize=(11.5, 5.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    methods = ["locally-trained", "single-model", "single-cluster", "one-coin iterate", "minimiser"]
+    for name, style in zip(methods, _STYLES, strict=False):
+        told = _by(runs.filter(pl.col("method") == name), "rows", "average")
+        left.errorbar(*told, capsize=3, linewidth=1.5, markersize=5, label=name, **style)
+    best = runs.filter(pl.col("method") == "minimiser").select("rows", "run", least="average")
+    beside = runs.join(best, on=["rows", "run"]).with_columns(above=100 * (pl.col("average") / pl.col("least") - 1))
+    shown = ["locally-trained", "single-cluster", "one-coin iterate", "James-Stein", "oracle wbar"]
+    for name in shown:
+        style = _STYLES[[*methods, "James-Stein", "oracle wbar"].index(name)]
+        told = _by(beside.filter(pl.col("method") == name), "rows", "above")
+        right.errorbar(*told, capsize=3, linewidth=1.5, markersize=5, label=name, **style)
+    right.axhline(0, color="#000000", linewidth=0.8)
+    right.set_yscale("symlog", linthresh=1)
+    right.yaxis.set_major_formatter("{x:g}")
+    left.set_yscale("log")
+    left.yaxis.set_major_formatter("{x:g}")
+    left.yaxis.set_minor_formatter("")
+    left.set_ylabel("average distance to the true coefficients (log scale)")
+    right.set_ylabel("percent farther from the truth than the minimiser")
+    for panel in (left, right):
+        panel.set_xscale("log")
+        panel.set_xticks(sorted(runs["rows"].unique().to_list()))
+        panel.xaxis.set_major_formatter("{x:g}")
+        panel.xaxis.set_minor_formatter("")
+        panel.set_xlabel("rows of each client (log scale)")
+        panel.legend(frameon=False, fontsize=9.5)
+    table = study.table("distance")
+    ten = {row["method"]: row["average"] for row in table.filter(pl.col("rows") == 10).to_dicts()}
+    title = (
+        f"The hierarchy is closest to the truth at every size: {ten['minimiser']:.2f} at 10 rows a client, against "
+        f"{ten['single-cluster']:.2f} for one cluster and {ten['locally-trained']:.2f} alone (bars: sd between runs)"
+    )
+    return figure, title
+
+
+def _by(frame: pl.DataFrame, x: str, y: str) -> tuple[Any, Any, Any]:
+    told = frame.group_by(x).agg(pl.col(y).mean().alias("mean"), pl.col(y).std().alias("sd")).sort(x)
+    return told[x].to_numpy(), told["mean"].to_numpy(), told["sd"].to_numpy()
+
+
+def _wrong_clusters(study: Study) -> tuple[Figure, str]:
+    wrong = study.table("clusters")
+    figure = Figure(figsize=(8.5, 5.2), layout="constrained")
+    panel = figure.subplots()
+    share = 100 * wrong["wrong share"].to_numpy()
+    for name, style in zip(wrong.columns[1:], _STYLES, strict=False):
+        panel.plot(share, wrong[name].to_numpy(), linewidth=1.6, markersize=5, label=name, **style)
+    panel.set_xlabel("clients put into a cluster at random (percent)")
+    panel.set_ylabel("average distance to the true coefficients")
+    panel.legend(frameon=False, fontsize=10)
+    one, told = wrong["single-cluster"].to_numpy(), wrong["hierarchy, penalties of the truth"].to_numpy()
+    losing = share[told > one]
+    until = f"until {losing.min():.0f}% of them are wrong" if len(losing) else "however many of them are wrong"
+    return figure, f"Known clusters help {until}; penalties by cross-validation keep the harm away"
+
+
+def _james_stein(study: Study) -> tuple[Figure, str]:
+    gain = study.table("james-stein")
+    figure = Figure(figsize=(11.5, 5.2), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for panel, design in zip(panels, ("one cluster", "five clusters"), strict=True):
+        for d, style in zip(gain["d"].unique(maintain_order=True).to_list(), _STYLES, strict=False):
+            here = gain.filter(pl.col("design") == design, pl.col("d") == d)
+            size, ratio, error = (here[name].to_numpy() for name in ("|wbar*|", "clients", "standard error"))
+            panel.errorbar(size, ratio, 2 * error, capsize=3, linewidth=1.5, markersize=5, label=f"d = {d}", **style)
+        panel.axhline(1, color="#606060", linewidth=0.8)
+        panel.set_title(
+            "10 clients in one cluster (prop. JS)" if design == "one cluster" else "5 clusters of 4 clients", fontsize=11
+        )
+        panel.set_xlabel("|wbar*|, length of the true global model (in sd of a client)")
+    panels[0].set_ylabel("clients' mean squared error, James-Stein / plain")
+    panels[1].legend(frameon=False, fontsize=10, loc="lower right")
+    best = gain.sort("clients").row(0, named=True)
+    title = (
+        f"James-Stein gains up to {100 * (1 - best['clients']):.0f}% where the global model is near zero, more with more "
+        "coefficients (bars: two standard errors)"
+    )
+    return figure, title
+
+
+def _race(study: Study) -> tuple[Figure, str]:
+    curves = study.table("curves")
+    figure = Figure(figsize=(11.5, 5.6), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for panel, axis, words in zip(
+        panels,
+        ("exchanges", "bytes"),
+        ("exchanges of a client (log scale)", "bytes of the whole network (log scale)"),
+        strict=True,
+    ):
+        for name, style in zip(curves["solver"].unique(maintain_order=True).to_list(), _STYLES, strict=False):
+            here = curves.filter(pl.col("solver") == name, pl.col("gap") < 100, pl.col(axis) > 0)
+            told, theory = here.filter(pl.col("kind") == "measured"), here.filter(pl.col("kind") == "promised")
+            marker = style["marker"] if name in ("sweep", "newton") else ""
+            gap = np.maximum(told["gap"].to_numpy(), 1e-12)
+            panel.plot(told[axis].to_numpy(), gap, color=style["color"], marker=marker, linewidth=1.6, label=name)
+            panel.plot(theory[axis].to_numpy(), theory["gap"].to_numpy(), color=style["color"], linewidth=1.4, linestyle=":")
+        panel.set_xscale("log")
+        panel.set_yscale("log")
+        panel.set_ylim(3e-13, 30)
+        panel.set_xlabel(words)
+    panels[0].set_ylabel("objective above its minimum, share of that at zero")
+    panels[0].plot([], [], color="#606060", linestyle=":", label="bound of the theorem")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=7, frameon=False, fontsize=10)
+    rows = {row["solver"]: row["exchanges to 1e-06"] for row in study.table("race").to_dicts()}
+    reached = ", ".join(f"{name} {count:,.0f}" for name, count in rows.items() if count is not None)
+    return figure, f"Exchanges to a gap of 1e-6: {reached}; constant steps stay in a neighbourhood"
+
+
+def _settings(study: Study) -> tuple[Figure, str]:
+    chance, tau = study.table("chance"), study.table("tau")
+    figure = Figure(figsize=(11.5, 5.0), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    multiple = chance["multiple of the best"].to_numpy()
+    for name, style in zip(("iterations", "iterations, promised", "exchanges"), _STYLES, strict=False):
+        left.plot(multiple, chance[name].to_numpy(), linewidth=1.6, markersize=5, label=name, **style)
+    left.set_xscale("log")
+    left.set_yscale("log")
+    left.xaxis.set_major_formatter("{x:g}")
+    left.set_xlabel("chance of an exchange, multiple of cor. opt_conv_rate (log scale)")
+    left.set_ylabel("number to a gap of 1e-6 (log scale)")
+    left.legend(frameon=False, fontsize=10)
+    places = np.arange(len(tau))
+    right.bar(places, tau["iterations"].to_numpy(), width=0.6, color="#0072b2")
+    right.set_xticks(places, [f"tau = {name}" if not name.startswith("tau") else name for name in tau["tau"].to_list()])
+    right.set_ylabel("iterations to a gap of 1e-6")
+    right.set_xlabel("share of the cluster term in global exchanges")
+    best = chance.sort("exchanges").row(0, named=True)["multiple of the best"]
+    worst, least = max(tau["iterations"].to_list()), min(tau["iterations"].to_list())
+    title = (
+        f"al2sgd_plus needs fewest exchanges at {best:g} x the theorem's chances, and {100 * (worst / least - 1):.0f}% more "
+        "iterations with tau = 0 or 1 than with tau*"
+    )
+    return figure, title
+
+
+def _histograms(study: Study) -> tuple[Figure, str]:
+    """Figure cross_hist: the distribution of the clients' cross-entropy under each model."""
+    counts = study.table("histogram")
+    table = {row["model"]: row for row in study.table("cross-entropy").to_dicts()}
+    figure = Figure(figsize=(11.5, 4.6), layout="constrained")
+    panels = figure.subplots(1, 3, sharey=True)
+    for panel, model in zip(panels, ("hierarchical", "locally-trained", "single-model"), strict=True):
+        values = counts[model].to_numpy()
+        panel.bar(
+            counts["from"].to_numpy(), values, width=0.05, align="edge", color="#0072b2", edgecolor="white", linewidth=0.2
+        )
+        panel.axvline(1, color="#d55e00", linewidth=1.2, linestyle="--")
+        panel.set_yscale("log")
+        panel.set_title(f"{model}: average {table[model]['average']:.3f}", fontsize=11)
+        panel.set_xlabel("cross-entropy of a ZIP code (last bar: 3 and more)")
+        panel.text(
+            0.98, 0.95, f"{table[model]['above 1']:,} above 1", transform=panel.transAxes, ha="right", va="top", fontsize=10
+        )
+    panels[0].set_ylabel("ZIP codes (log scale)")
+    ours, single, alone = (table[name]["average"] for name in ("hierarchical", "single-model", "locally-trained"))
+    title = f"Mean client cross-entropy: hierarchical {ours:.4f}, single model {single:.4f}, trained alone {alone:.4f}"
+    return figure, title
+
+
+def _penalties(study: Study) -> tuple[Figure, str]:
+    """The cross-validated score over the grid."""
+    grid = study.table("penalties")
+    gammas = grid["gamma"].to_numpy()
+    lams = np.array([float(name.removeprefix("lam=")) for name in grid.columns[1:]])
+    scores = grid.select(grid.columns[1:]).to_numpy()
+    figure = Figure(figsize=(8.5, 5.6), layout="constrained")
+    panel = figure.subplots()
+    drawn = panel.pcolormesh(lams, gammas, scores, shading="nearest", cmap="viridis_r", norm=PowerNorm(0.5), rasterized=True)
+    i, j = np.unravel_index(scores.argmin(), scores.shape)
+    panel.plot(lams[j], gammas[i], marker="*", markersize=15, color="white", markeredgecolor="black", clip_on=False)
+    panel.set_xscale("log")
+    panel.set_yscale("log")
+    panel.set_xlabel("lam, pull of clusters to the global model (log scale)")
+    panel.set_ylabel("gamma, pull of ZIP codes to their cluster (log scale)")
+    figure.colorbar(drawn, label="cross-validated mean client cross-entropy")
+    low, high = scores.min(axis=1).min(), scores.max()
+    across = float((scores[i].max() - scores[i].min()) / (high - low)) if high > low else 0.0
+    title = (
+        f"Cross-validation takes gamma = {gammas[i]:.3g}, lam = {lams[j]:.3g} (star); along lam the score moves by "
+        f"{100 * across:.2g}% of its range"
+    )
+    return figure, title
+
+
+_FIGURES: dict[str, dict[str, Callable[[Study], tuple[Figure, str]]]] = {
+    "simulation": {"distance": _distance},
+    "robustness": {"clusters": _wrong_clusters},
+    "limits": {"james-stein": _james_stein},
+    "communication": {"race": _race, "settings": _settings},
+    "donors": {"cross-entropy": _histograms, "penalties": _penalties},
+}
