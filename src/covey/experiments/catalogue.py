@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from covey.errors import one_of
 from covey.experiments import communication, donors, limits, robustness, simulation
-from covey.experiments.mailings import from_tables, karlan_list, simulated
+from covey.experiments.mailings import Mailing, from_tables, karlan_list, simulated
 from covey.experiments.paper import CLIENTS
 from covey.experiments.study import Say, Study, silent
 
@@ -37,13 +38,24 @@ def run(
     True
     """
     if name in _DRAWN:
-        return _DRAWN[name](seed=seed, quick=quick, say=say)
-    if name != "donors":
+        study = _DRAWN[name](seed=seed, quick=quick, say=say)
+    elif name == "donors":
+        called, mailing = _mailing(data, tables, seed, quick, say)
+        study = donors.study(mailing, name=called, seed=seed, quick=quick, say=say)
+    else:
         raise one_of("study", name, STUDIES)
+    return replace(study, quick=quick)
+
+
+def _mailing(
+    data: Path | None, tables: tuple[Path, Path, Path] | None, seed: int, quick: bool, say: Say
+) -> tuple[str, Mailing]:
     if data is not None:
-        return donors.study(karlan_list(data), name="donors-karlan-list", seed=seed, quick=quick, say=say)
+        return "donors-karlan-list", karlan_list(data)
     if tables is not None:
-        return donors.study(from_tables(*tables), name="donors-tables", seed=seed, quick=quick, say=say)
-    say("drawing appeals and gifts", 0, 1)
+        return "donors-tables", from_tables(*tables)
     zips, appeals = (1500, 150_000) if quick else (CLIENTS, APPEALS)
-    return donors.study(simulated(zips=zips, appeals=appeals, seed=seed), seed=seed, quick=quick, say=say)
+    say("drawing appeals and gifts", 0, 1)
+    drawn = simulated(zips=zips, appeals=appeals, seed=seed)
+    say("drawing appeals and gifts", 1, 1)
+    return "donors", drawn

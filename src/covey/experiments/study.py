@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -71,7 +71,8 @@ class Study:
     findings: tuple[str, ...]
     claims: tuple[Claim, ...] = ()
     tables: tuple[Table, ...] = ()
-    remarks: tuple[str, ...] = field(default=())
+    remarks: tuple[str, ...] = ()
+    quick: bool = False
 
     def table(self, name: str) -> pl.DataFrame:
         """The frame of one table."""

@@ -57,6 +57,8 @@ def save(study: Study, folder: Path, command: str) -> list[Path]:
 def section(study: Study, figures: list[tuple[str, str]], command: str) -> str:
     """A study in Markdown."""
     lines = [f"## {study.title}", "", *(f"- {said}" for said in study.findings), ""]
+    if study.quick:
+        lines += ["*A quick look, on smaller problems with fewer runs; leave out `--quick` for the numbers that count.*", ""]
     if study.claims:
         lines += [f"{tally(study.claims)}", "", *_markdown(claims_frame(study.claims), 3), ""]
     for name, title in figures:
