@@ -111,8 +111,8 @@ def study(*, seed: int = 0, quick: bool = False, say: Say = silent) -> Study:
                 rows.append({"rows": m, "run": run, "method": method, **measure(theta, drawn.theta)})
             say("simulation", len(rows) // (len(OF_THE_PAPER) + len(BEYOND)), runs * len(sizes))
     each = pl.DataFrame(rows)
-    table, stopped = summary(each), early(seed, say)
-    between = spread(sorted({m for m, _ in paper.SIMULATION} & set(sizes)), 20 if quick else FURTHER_RUNS, seed, say)
+    table, stopped = summary(each), early(seed, quick, say)
+    between = spread(sorted({m for m, _ in paper.SIMULATION} & set(sizes)), 15 if quick else FURTHER_RUNS, seed, say)
     return Study(
         "simulation",
         "Simulation: distance of every client's coefficients to the truth",
@@ -165,10 +165,10 @@ def summary(each: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def early(seed: int, say: Say) -> pl.DataFrame:
+def early(seed: int, quick: bool, say: Say) -> pl.DataFrame:
     """The paper's algorithm, looked at before its 50,000 iterations are over, at 10 rows a client."""
     drawn, rows = draw(10, seed, 0), []
-    counts = (500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 200_000)
+    counts = (500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 200_000)[: 6 if quick else 8]
     coins = whole(generator(seed, 1))
     for at, iterations in enumerate(counts):
         with warnings.catch_warnings():
