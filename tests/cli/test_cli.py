@@ -321,3 +321,91 @@ def test_fit_by_coins_with_a_checkpoint(folder):
         assert wrong.returncode == 2
         assert message in wrong.stderr
         assert wrong.stderr.count("\n") == 1
+
+
+# covey reproduce
+
+
+def charity(folder):
+    from covey.datasets import simulate_donors
+
+    drawn = simulate_donors(zips=60, appeals=2400, seed=2)
+    for name in ("appeals", "gifts", "zips"):
+        getattr(drawn, name).write_csv(folder / f"{name}.csv")
+    return ["--appeals", "appeals.csv", "--gifts", "gifts.csv", "--zips", "zips.csv"]
+
+
+def test_reproduce_is_the_same_to_the_digit_whatever_the_threads(tmp_path):
+    tables = charity(tmp_path)
+    for threads in ("1", "2"):
+        environment = {**os.environ, "NUMBA_NUM_THREADS": threads, "COLUMNS": "100"}
+        command = [*COVEY, "reproduce", "donors", *tables, "--quick", "--seed", "3", "--out", f"by-{threads}"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, check=False)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == "", "no progress in a pipe"
+        assert "60 ZIPs were kept." in done.stdout
+        assert "page   by-" in done.stdout
+    files = sorted(path.relative_to(tmp_path / "by-1") for path in (tmp_path / "by-1").rglob("*.*"))
+    assert {path.suffix for path in files} == {".md", ".csv", ".png", ".svg"}
+    for path in files:
+        assert (tmp_path / "by-1" / path).read_bytes() == (tmp_path / "by-2" / path).read_bytes(), path
+
+
+def test_reproduce_writes_one_page_for_several_studies(tmp_path):
+    tables = charity(tmp_path)
+    run("reproduce", "donors", *tables, "--quick", "--out", "r", cwd=tmp_path)
+    run("reproduce", "limits", "--quick", "--out", "r", cwd=tmp_path)
+    page = (tmp_path / "r" / "README.md").read_text()
+    assert page.index("## Donors") < page.index("## Limits")
+    for link in re.findall(r"\]\(([^)]+)\)", page):
+        assert (tmp_path / "r" / link).exists(), link
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["figures"], "'study' parameter must be one of 'simulation'"),
+        (["donors", "--appeals", "a.csv"], "--appeals, --gifts and --zips"),
+        (["limits", "--data", "k.csv"], "draws its own data"),
+        (["donors", "--data", "nowhere.csv"], "no file 'nowhere.csv'"),
+        (["donors", "--data", "k.csv", "--appeals", "a", "--gifts", "b", "--zips", "c"], "not both"),
+        (["limits", "--out", "file.txt"], "is a file"),
+        (["limits", "--seed", "-1"], "seed must be a whole number"),
+    ],
+)
+def test_reproduce_refuses_in_a_sentence(tmp_path, arguments, sentence):
+    (tmp_path / "file.txt").write_text("")
+    done = run("reproduce", *arguments, cwd=tmp_path, check=False)
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_reproduce_counts_what_is_wrong_with_a_charitys_tables(tmp_path):
+    charity(tmp_path)
+    appeals = pl.read_csv(tmp_path / "appeals.csv")
+    pl.concat([appeals.reverse(), appeals[:5]]).write_csv(tmp_path / "appeals.csv")
+    zips = pl.read_csv(tmp_path / "zips.csv", schema_overrides={"zip": pl.String})
+    zips[5:].write_csv(tmp_path / "zips.csv")
+    done = run(
+        "reproduce", "donors", "--appeals", "appeals.csv", "--gifts", "gifts.csv", "--zips", "zips.csv", "--quick", cwd=tmp_path
+    )
+    for line in ("the table was sorted", "5 appeals repeated another", "history and answer no appeal", '"unknown"'):
+        assert line in done.stdout
+    gifts = pl.read_csv(tmp_path / "gifts.csv", schema_overrides={"zip": pl.String})
+    gifts.with_columns(date=pl.lit("last week")).write_csv(tmp_path / "gifts.csv")
+    done = run(
+        "reproduce",
+        "donors",
+        "--appeals",
+        "appeals.csv",
+        "--gifts",
+        "gifts.csv",
+        "--zips",
+        "zips.csv",
+        cwd=tmp_path,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "last week" in done.stderr

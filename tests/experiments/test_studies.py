@@ -1,0 +1,331 @@
+"""The studies: that what they compute is right, and that what they say follows from it."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import polars as pl
+import pytest
+
+from covey import GroupedData, Penalty
+from covey.datasets import simulate
+from covey.errors import CoveyError, DataError
+from covey.experiments import communication, donors, limits, paper, robustness, simulation
+from covey.experiments.catalogue import run
+from covey.experiments.mailings import Mailing, from_tables, karlan_list, simulated
+from covey.experiments.study import Claim, generator
+from covey.losses import Gaussian
+from covey.solvers import sweep
+
+# Claims
+
+
+@pytest.mark.parametrize(
+    ("ours", "spread", "comparable", "verdict"),
+    [
+        (1.05, 0.1, True, "agrees"),
+        (1.2, 0.1, True, "differs"),
+        (1.0, None, True, "agrees"),
+        (9.0, None, False, "not comparable"),
+    ],
+)
+def test_a_claim_agrees_within_its_spread(ours, spread, comparable, verdict):
+    assert Claim("x", 1.0, ours, spread, comparable=comparable).verdict == verdict
+
+
+# Simulation
+
+
+def test_every_run_has_the_same_truth_at_every_size():
+    few, many = simulation.draw(5, 3, 1), simulation.draw(25, 3, 1)
+    np.testing.assert_array_equal(few.theta, many.theta)
+    assert few.theta.shape == (400, 20)
+    assert not np.array_equal(few.theta, simulation.draw(5, 3, 2).theta)
+
+
+def test_methods_are_what_they_are_called():
+    drawn = simulate(clusters=4, clients=5, rows=6, d=3, seed=0)
+    told = simulation.estimates(drawn, iterations=200, seed=0)
+    assert set(told) == {*simulation.OF_THE_PAPER, *simulation.BEYOND}
+    for i in (0, 7):
+        rows = drawn.client == i
+        np.testing.assert_allclose(told["locally-trained"][i], np.linalg.pinv(drawn.X[rows]) @ drawn.y[rows], atol=1e-9)
+    pooled = np.linalg.lstsq(drawn.X, drawn.y, rcond=None)[0]
+    np.testing.assert_allclose(told["single-model"], np.tile(pooled, (20, 1)), atol=1e-9)
+    exact = sweep(drawn.data, Gaussian(), Penalty.of(drawn.data.hierarchy, gamma=1.0, lam=1.0))
+    np.testing.assert_allclose(told["minimiser"], exact.theta, atol=1e-12)
+    shift = 5 + drawn.X @ np.ones(3)
+    moved = replace(drawn, y=drawn.y + shift - 5, wbar=np.ones(3), theta=drawn.theta + 1)
+    # An oracle that knows wbar moves with it; the minimiser does so too, James-Stein does not.
+    again = simulation.estimates(moved, iterations=200, seed=0)
+    np.testing.assert_allclose(again["oracle wbar"], told["oracle wbar"] + 1, atol=1e-9)
+    np.testing.assert_allclose(again["minimiser"], told["minimiser"] + 1, atol=1e-9)
+    assert np.abs(again["James-Stein"] - told["James-Stein"] - 1).max() > 1e-6
+
+
+def test_the_iterate_goes_to_the_minimiser():
+    drawn = simulation.draw(50, 0, 0)
+    exact = sweep(drawn.data, Gaussian(), Penalty.of(drawn.data.hierarchy)).theta
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        apart = [np.abs(simulation.paper_iterate(drawn.data, t, seed=1) - exact).max() for t in (1000, 10_000)]
+    assert apart[1] < 0.5 * apart[0]
+
+
+def test_findings_name_a_rival_that_wins():
+    rows = [
+        {"rows": 10, "run": run, "method": name, "average": 1.0 + (name != "one-coin iterate")}
+        for run in range(2)
+        for name in simulation.OF_THE_PAPER
+    ]
+    assert simulation.exceptions(pl.DataFrame(rows)) == ["one-coin iterate by 1 at 10 rows"]
+    assert simulation.exceptions(pl.DataFrame([{**row, "average": 1.0} for row in rows])) == []
+
+
+def test_measures_are_over_clients():
+    truth = np.zeros((2, 2))
+    told = simulation.measure(np.array([[3.0, 4.0], [0.0, 1.0]]), truth)
+    assert told == {
+        "average": 3.0, "sd": 2.0, "max": 5.0, "average_squared": 13.0, "sd_squared": 12.0, "max_squared": 25.0
+    }  # fmt: skip
+
+
+# Robustness
+
+
+def test_wrong_labels_move_clients_and_nothing_else():
+    drawn = simulation.draw(5, 0, 0)
+    data, who = robustness.mislabelled(drawn, 0.3, np.random.default_rng(0))
+    truth = np.repeat(np.arange(20), 20)[who]
+    assert 0.2 < (data.hierarchy.cluster_ids.to_numpy()[data.hierarchy.parent] != truth).mean() <= 0.3
+    at = int(np.flatnonzero(who == 37)[0])
+    rows = slice(data.client_ptr[at], data.client_ptr[at + 1])
+    np.testing.assert_array_equal(data.y[rows], drawn.y[drawn.client == 37])
+    same, who = robustness.mislabelled(drawn, 0.0, np.random.default_rng(0))
+    assert (same.hierarchy.parent == np.repeat(np.arange(20), 20)).all()
+    assert (who == np.arange(400)).all()
+
+
+def test_right_penalties_are_the_best_of_those_off_by_ten():
+    off = robustness.wrong_penalties(1, 0, lambda *_: None)
+    assert off.sort("average").row(0, named=True)["gamma"] == 1.0
+    assert off.height == 9
+
+
+# Limits
+
+
+@pytest.mark.parametrize("name", limits.DESIGNS)
+def test_dense_generalised_least_squares_is_the_minimiser(name):
+    design, sizes, unequal = limits.DESIGNS[name]
+    data, penalty = limits._problem(np.random.default_rng(3), design, sizes, unequal)
+    theta = sweep(data, Gaussian(), penalty).theta
+    dense = np.array([limits.gls(data, penalty, i) for i in range(data.n_clients)])
+    np.testing.assert_allclose(dense, theta, atol=1e-9 * np.abs(theta).max())
+    other = Penalty.of(data.hierarchy, gamma=3 * penalty.gamma, lam=penalty.lam)
+    assert np.abs(dense - sweep(data, Gaussian(), other).theta).max() > 1e-4, "with other variances it is another estimator"
+
+
+def test_james_stein_gains_at_zero_and_does_nothing_with_two_coefficients():
+    gain = limits.james_stein_table((2, 20), 20, 0, lambda *_: None)
+    two, twenty = gain.filter(pl.col("d") == 2), gain.filter(pl.col("d") == 20)
+    assert two["clients"].to_list() == [1.0] * two.height
+    for design in ("one cluster", "five clusters"):
+        here = twenty.filter(pl.col("design") == design)
+        assert here["clients"][0] < 1 - 3 * here["standard error"][0]
+        assert here["clients"][0] < here["clients"][-1]
+
+
+# Communication
+
+
+@pytest.fixture(scope="module")
+def network():
+    return communication.problem(0)
+
+
+def test_the_best_chances_and_tau_are_the_best(network):
+    seeds = [1, 2]
+    chance = communication.effect_of_chance(network, seeds, lambda *_: None)
+    assert chance.sort("iterations, promised").row(0, named=True)["multiple of the best"] == 1.0
+    assert chance.sort("exchanges").row(0, named=True)["multiple of the best"] == 1.0
+    tau = communication.effect_of_tau(network, seeds, lambda *_: None)
+    assert tau.sort("iterations").row(0, named=True)["tau"].startswith("tau*")
+    for table in (chance, tau):
+        assert (table["iterations"] <= table["iterations, promised"]).all(), "the theorem's bound holds"
+
+
+def test_slow_clusters_exchange_less_often(network):
+    told = communication.unequal_schedules(network, [1, 2], lambda *_: None)
+    inside = told["exchanges within a slow cluster"].to_list()
+    assert inside[-1] < 0.5 * inside[0]
+    assert told["exchanges within a fast cluster"][-1] > 2 * inside[-1]
+
+
+def test_measured_curves_stay_below_the_promised_ones(network):
+    curves = communication.race(network, 2000, 1, lambda *_: None)
+    assert set(curves["solver"]) == {"sweep", "newton", "al2sgd_plus", "l2gd", "l2gd switching", "one_coin"}
+    for name in ("al2sgd_plus", "l2gd", "one_coin"):
+        measured = curves.filter(pl.col("solver") == name, pl.col("kind") == "measured")
+        promised = curves.filter(pl.col("solver") == name, pl.col("kind") == "promised")
+        bound = np.interp(measured["iteration"], promised["iteration"], promised["gap"], left=np.inf)
+        assert np.mean(measured["gap"].to_numpy() <= bound) > 0.99
+    told = communication.arrivals(network, curves)
+    assert told.row(0, named=True)["exchanges to 1e-06"] == 1.0
+    assert (curves["exchanges"] >= 0).all()
+
+
+# Donors
+
+
+@pytest.fixture(scope="module")
+def mailing():
+    return simulated(zips=120, appeals=6000, seed=1)
+
+
+@pytest.fixture(scope="module")
+def study(mailing):
+    return donors.study(mailing, quick=True)
+
+
+def test_the_grid_is_the_papers():
+    assert len(donors.GRID) == 33
+    assert donors.GRID[0] == pytest.approx(1e-2)
+    assert donors.GRID[-1] == pytest.approx(1e2)
+    assert pytest.approx(donors.GRID[17], rel=0.03) == paper.GAMMA, "the paper's choice is a point of it, rounded"
+
+
+def test_scores_of_each_client_by_hand():
+    X = np.array([[1.0], [1.0], [1.0], [1.0], [1.0]])
+    held = GroupedData.from_arrays(X, [1, 0, 0, 1, 1], ["a", "a", "a", "b", "b"]).rows(np.array([1, 1, 1, 0, 0], dtype=bool))
+    told = donors.Scores.of(np.array([[-1.0], [2.0]]), held)
+    p = 1 / (1 + np.exp(1.0))
+    np.testing.assert_allclose(told.entropy, [-(np.log(p) + 2 * np.log(1 - p)) / 3])
+    np.testing.assert_allclose(told.accuracy, [2 / 3])
+    far = donors.Scores.of(np.array([[-1e4], [0.0]]), held)
+    assert far.entropy.tolist() == [donors.WORST]
+
+
+def test_tables_have_the_papers_columns(study):
+    entropy, accuracy = study.table("cross-entropy"), study.table("accuracy")
+    assert entropy["model"].to_list() == list(donors.MODELS)
+    assert {"average", "sd", "25%", "50%", "75%", "max", "above 1"} <= set(entropy.columns)
+    assert accuracy.filter(pl.col("model") == "hierarchical")["ratio"][0] == 1.0
+    assert study.table("histogram").select(pl.col("hierarchical", "single-model").sum()).row(0) == (120, 120)
+    verdicts = {claim.verdict for claim in study.claims}
+    assert verdicts == {"not comparable"}
+    assert all(claim.why for claim in study.claims)
+    assert any("ZIPs were kept" in line for line in study.remarks)
+
+
+def test_a_client_that_vanishes_in_the_split_is_counted():
+    rows = pl.DataFrame(
+        {
+            "zip": ["1"] * 10 + ["2"] + ["3"] * 10,
+            "cluster": ["a"] * 21,
+            "success": [0, 1] * 10 + [1],
+            "recency": list(range(1, 22)),
+            "frequency": [1, 2, 3] * 7,
+        }
+    )
+    told = donors.study(Mailing(rows, "three ZIPs", ()), quick=True)
+    assert "1 ZIPs are too small to have a held-out row; they are trained on and not scored." in told.remarks
+    assert told.table("cross-entropy")["ZIPs"].to_list() == [2, 2, 2]
+    lone = rows.unique("zip", maintain_order=True)
+    with pytest.raises(DataError, match="leaves none to test on"):
+        donors.study(Mailing(lone, "three rows", ()), quick=True)
+
+
+def test_from_files_as_from_frames(tmp_path, mailing):
+    from covey.datasets import simulate_donors
+
+    drawn = simulate_donors(zips=120, appeals=6000, seed=1)
+    paths = []
+    for name in ("appeals", "gifts", "zips"):
+        paths.append(tmp_path / f"{name}.csv")
+        getattr(drawn, name).write_csv(paths[-1])
+    told = from_tables(*paths)
+    assert told.rows.drop("id").equals(mailing.rows.drop("id"))
+
+
+# The public experiment
+
+
+def letters(**columns):
+    table = {
+        "zip_area": [0, 0, 1, 1],
+        "income_bracket": ["<25k", "<25k", ">100k", ">100k"],
+        "months_since_last": [0, 3, 12, 1],
+        "n_prior_gifts": [1, 2, 3, 4],
+        "gave": [0, 1, 0, 0],
+    }
+    return pl.DataFrame({**table, **columns})
+
+
+def test_karlan_list_from_a_table(tmp_path):
+    letters(gave=[0, 1, None, 0]).write_csv(tmp_path / "letters.csv")
+    told = karlan_list(tmp_path / "letters.csv")
+    assert told.rows["recency"].to_list() == pytest.approx([15.21875, 106.53125, 45.65625])
+    assert told.lines[1] == "1 had a missing value and were left out."
+    assert np.isfinite(told.data.X).all()
+
+
+def test_karlan_list_from_stata(tmp_path):
+    census = {
+        name: [0.1, 0.1, 0.2, np.nan]
+        for name in ("pwhite", "pblack", "page18_39", "ave_hh_sz", "powner", "psch_atlstba", "pop_propurban")
+    }
+    frame = pd.DataFrame(
+        {
+            "mrm2": [0, 3, 12, 1],
+            "freq": [1, 2, 3, 4],
+            "gave": [0, 1, 0, 1],
+            "median_hhincome": [20e3, 20e3, 80e3, 30e3],
+            **census,
+        }
+    )
+    frame.to_stata(tmp_path / "data.dta", write_index=False)
+    told = karlan_list(tmp_path / "data.dta").rows
+    assert told["cluster"].to_list() == ["<25k", "<25k", "75-100k"]
+    assert told["zip"].n_unique() == 2
+    assert told["frequency"].to_list() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"gave": [0, 1, 2, 0]}, "must hold 0 and 1 only"),
+        ({"months_since_last": [0, -3, 1, 2]}, "'months_since_last' >= 0"),
+        ({"n_prior_gifts": [0, 1, 2, 3]}, "'n_prior_gifts' >= 1"),
+        ({"gave": [None] * 4}, "must have rows"),
+    ],
+)
+def test_karlan_list_refuses(tmp_path, change, sentence):
+    letters(**change).write_csv(tmp_path / "letters.csv")
+    with pytest.raises(DataError, match=sentence):
+        karlan_list(tmp_path / "letters.csv")
+
+
+def test_karlan_list_names_a_column_that_is_missing(tmp_path):
+    letters().drop("gave").write_csv(tmp_path / "letters.csv")
+    with pytest.raises(DataError, match="no column 'gave'"):
+        karlan_list(tmp_path / "letters.csv")
+    (tmp_path / "bad.dta").write_text("no Stata file")
+    with pytest.raises(DataError, match="no Stata file"):
+        karlan_list(tmp_path / "bad.dta")
+
+
+# All of them
+
+
+def test_an_unknown_study_is_named():
+    with pytest.raises(CoveyError, match="'simulation', 'donors'"):
+        run("figures")
+
+
+def test_streams_of_a_study_do_not_depend_on_each_other():
+    assert generator(0, 1).random() != generator(0, 2).random() != generator(1, 1).random()
+    assert generator(4, 2, 1).random() == generator(4, 2, 1).random()
