@@ -19,7 +19,7 @@ bench: $(VENV)/.installed-dev
 	for script in benchmarks/bench_*.py; do $(BIN)/python $$script || exit 1; done
 
 clean:
-	rm -rf $(VENV) covey-demo
+	rm -rf $(VENV) covey-demo covey-results
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "covey needs Python 3.11 or newer; run 'make PYTHON=/path/to/python3.11'"; exit 2; }

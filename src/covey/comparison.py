@@ -45,9 +45,11 @@ def compare(
     for name in (*BASELINES, "hierarchical"):
         if progress is not None:
             progress(name)
+        own = name == "hierarchical"
+        trial = replace(spec, baseline=None if own else name, james_stein=own and spec.james_stein)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # of a trial; the fit that is kept speaks for itself
-            fit, _ = fit_data(train, replace(spec, baseline=None if name == "hierarchical" else name))
+            fit, _ = fit_data(train, trial)
         errors[name] = held_out_error(fit, held, spec)
     return Comparison(errors, train.n_rows, held.n_rows)
 

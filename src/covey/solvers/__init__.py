@@ -84,24 +84,26 @@ def solve(
                 return trial
             solver = best.solver  # type: ignore[assignment]
     if solver == "sweep":
+        shrink = js.Shrink(data) if james_stein else None
         with threads_for(data):
-            fit = _refined(data, loss, penalty, tol, js.settle(data) if james_stein else None)
-        return _shrunk(fit) if james_stein else fit
+            fit = _refined(data, loss, penalty, tol, shrink)
+        return fit if shrink is None else _shrunk(fit, shrink.factor)
     if solver == "newton":
         limits: dict[str, Any] = {"tol": tol, "max_iter": max_iter or 100, "progress": progress}
         with threads_for(data):
             fit = newton(data, loss, penalty, start=start, **limits, **(options or {}))
             if not james_stein:
                 return fit
-            centre = js.factor_of(data, loss, penalty, fit) * fit.wbar
-            return _shrunk(after(fit, newton(data, loss, penalty, start=fit, centre=centre, **limits)))
+            factor = js.factor_of(data, loss, penalty, fit)
+            again = newton(data, loss, penalty, start=fit, centre=factor * fit.wbar, **limits)
+            return _shrunk(after(fit, again), factor)
     watch: Watch = {"seed": seed, "tol": tol, "max_iter": max_iter, "progress": progress}
     watch["start"] = None if start is None else start.theta
     return BY_COINS[solver](data, loss, penalty, **{**watch, **(options or {})})
 
 
-def _shrunk(fit: Fit) -> Fit:
-    message = f"{fit.convergence.message}; the global model shrunk to zero by James-Stein"
+def _shrunk(fit: Fit, factor: float) -> Fit:
+    message = f"{fit.convergence.message}; of the global model James-Stein keeps {100 * factor:.3g}%"
     return replace(fit, convergence=replace(fit.convergence, message=message))
 
 

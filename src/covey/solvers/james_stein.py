@@ -12,6 +12,8 @@ on ``N - d`` degrees of freedom (the divisor of least risk is two more); for cou
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from covey._typing import Floats
@@ -20,7 +22,7 @@ from covey.errors import SolverError
 from covey.losses import Loss
 from covey.objective import Penalty
 from covey.solvers.result import Fit
-from covey.solvers.sweep import Quadratic, Settle, Spread, eliminate
+from covey.solvers.sweep import Quadratic, Spread, eliminate
 
 
 def factor(wbar: Floats, precision: Floats, noise: float = 1.0) -> float:
@@ -39,15 +41,17 @@ def factor(wbar: Floats, precision: Floats, noise: float = 1.0) -> float:
     return max(0.0, 1.0 - (effective - 2) * noise / size)
 
 
-def settle(data: GroupedData) -> Settle:
-    """For the sweep: the shrunk global model, from nothing but what the server sees."""
-    n_rows = _rows(data)
+@dataclass
+class Shrink:
+    """For the sweep, to ``settle`` the global model from nothing but what the server sees; remembers the factor it found."""
 
-    def shrink(wbar: Floats, whole: Quadratic) -> Floats:
+    data: GroupedData
+    factor: float = 1.0
+
+    def __call__(self, wbar: Floats, whole: Quadratic) -> Floats:
         minimum = float(whole.c[0] - 0.5 * whole.r[0] @ wbar)
-        return factor(wbar, whole.C[0], _noise(minimum, n_rows, len(wbar))) * wbar
-
-    return shrink
+        self.factor = factor(wbar, whole.C[0], _noise(minimum, _rows(self.data), len(wbar)))
+        return self.factor * wbar
 
 
 def factor_of(data: GroupedData, loss: Loss, penalty: Penalty, fit: Fit) -> float:
