@@ -102,14 +102,15 @@ def _from_stata(path: Path) -> pl.DataFrame:
     needed = {"mrm2": "months_since_last", "freq": "n_prior_gifts", "gave": "gave"}
     try:
         frame = pd.read_stata(path, convert_categoricals=False)
-    except (ValueError, OSError):
+    except Exception:  # a damaged file fails in as many ways as it can be damaged
         raise DataError(f"The file {str(path)!r} is no Stata file that can be read; download it again.") from None
     for name in (*needed, *_CENSUS):
         if name not in frame.columns:
             raise unknown_column(name, list(frame.columns))
     table = pl.DataFrame({name: frame[name].to_numpy() for name in (*needed, *_CENSUS)}).fill_nan(None)
     known = pl.all_horizontal(pl.col(name).is_not_null() for name in _CENSUS)
-    income = pl.col("median_hhincome").cut(list(_BRACKETS), labels=list(_BRACKET_NAMES)).cast(pl.String)
+    bracket = np.searchsorted(_BRACKETS, table["median_hhincome"].fill_null(0).to_numpy())
+    income = pl.Series(np.array(_BRACKET_NAMES)[bracket])
     area = pl.struct(_CENSUS).rank("dense").cast(pl.Int64)
     return table.with_columns(zip_area=pl.when(known).then(area), income_bracket=pl.when(known).then(income)).rename(
         {old: new for old, new in needed.items() if old != new}

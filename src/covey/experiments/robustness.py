@@ -113,7 +113,7 @@ def _about_clusters(wrong: pl.DataFrame) -> list[str]:
         f"With all labels right the hierarchy's average distance is {first[told]:.2f}, against {first[one]:.2f} for a single "
         f"cluster; with the same penalties {upto} the single cluster ({last[told]:.2f} when all labels are random).",
         f"Penalties by cross-validation on the same wrong labels give {first[cv]:.2f} with all labels right and {last[cv]:.2f} "
-        f"with none ({last[one]:.2f} for a single cluster): the data say when clusters are of no use.",
+        f"with none ({last[one]:.2f} for a single cluster).",
     ]
 
 

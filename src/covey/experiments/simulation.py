@@ -249,9 +249,9 @@ def findings(each: pl.DataFrame, table: pl.DataFrame) -> tuple[str, ...]:
     few = min(table["rows"].to_list())
     first = {row["method"]: row["average"] for row in table.filter(pl.col("rows") == few).to_dicts()}
     said.append(
-        f"James-Stein gains where rows are few: {first['James-Stein']:.3f} against {first['minimiser']:.3f} at {few} row a "
-        f"client, and {first['oracle wbar']:.3f} for an oracle that knows the true global model. At 10 rows the three lie "
-        f"within {_apart(ten):.1g} of each other."
+        f"With {few} row a client James-Stein is at {first['James-Stein']:.3f}, the minimiser at {first['minimiser']:.3f}, an "
+        f"oracle that knows the true global model at {first['oracle wbar']:.3f}; with 10 rows the three lie within "
+        f"{_apart(ten):.1g} of each other."
     )
     return tuple(said)
 
