@@ -25,14 +25,14 @@ def test_scores_are_those_of_cold_fits_scored_row_by_row(family, score):
     fold = data.folds(3, 1)
     for i, gamma in enumerate(GRID):
         for j, lam in enumerate(GRID[:2]):
-            rows, clients = [], []
+            rows, owners = [], []
             for left_out in range(3):
                 train, test = data.rows(fold != left_out), data.rows(fold == left_out)
                 fit = solve(train, loss, Penalty.of(data.hierarchy, gamma=gamma, lam=lam))
                 each = loss.pointwise(test.margin(fit.theta), test.y)
                 rows.extend(each)
-                owner = test.client_of_row
-                clients.extend(each[owner == i].mean() for i in np.unique(owner))
+                owners.extend(test.client_of_row)
+            clients = [np.mean([value for value, owner in zip(rows, owners, strict=True) if owner == i]) for i in set(owners)]
             assert found.scores[i, j] == pytest.approx(np.mean(rows if score == "row" else clients), rel=1e-6)
     i, j = np.unravel_index(found.scores.argmin(), found.scores.shape)
     assert (found.gamma, found.lam) == (GRID[i], GRID[j])
@@ -57,6 +57,8 @@ def test_equal_scores_go_to_the_strongest_ties():
     data = replace(drawn.data, y=np.zeros(drawn.data.n_rows))
     found = search(data, loss_of("gaussian"), gammas=GRID, lams=GRID, folds=2)
     assert (found.gamma, found.lam) == (10.0, 10.0)
+    alone = search(drawn.data.one_cluster(), loss_of("gaussian"), gammas=GRID, lams=GRID, folds=2)
+    np.testing.assert_allclose(alone.scores[:, 0], alone.scores[:, 2], rtol=1e-9)
 
 
 def test_progress_counts_every_fit():

@@ -17,7 +17,7 @@ import polars as pl
 
 from covey._typing import Anything, Floats, Ints
 from covey.errors import DataError
-from covey.hierarchy import Hierarchy
+from covey.hierarchy import Hierarchy, segment_sum
 from covey.labels import encode
 
 Place = Callable[[int], str]  # names a row for the person who has to mend it
@@ -133,6 +133,13 @@ class GroupedData:
     @property
     def rows_per_client(self) -> Ints:
         return np.diff(self.client_ptr)
+
+    @property
+    def rows_that_count(self) -> Floats:
+        """How many rows of each client have a weight above zero."""
+        if self.weights is None:
+            return self.rows_per_client.astype(np.float64)
+        return segment_sum((self.weights > 0).astype(np.float64), self.client_ptr)
 
     def margin(self, theta: Floats) -> Floats:
         """``x'theta_i + offset`` of each row, ``theta (n, d)``."""

@@ -119,8 +119,8 @@ def links(clients: Ints, d: int, vote: Vote = "central", tied: bool = True) -> L
 
 
 def quadratic_links(clients: Ints, d: int) -> Links:
-    """The network of the sweep and of Newton: a symmetric matrix, two vectors and five numbers up, a vector and two down."""
-    return Links(clients, d * (d + 1) // 2 + 2 * d + 5, d + 2)
+    """The network of the sweep and of Newton: a symmetric matrix, two vectors and six numbers up, a vector and two down."""
+    return Links(clients, d * (d + 1) // 2 + 2 * d + 6, d + 2)
 
 
 def paper_rates(schedule: Schedule) -> tuple[Floats, float]:

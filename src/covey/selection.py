@@ -54,17 +54,14 @@ class Search:
 
 def client_losses(theta: Floats, data: GroupedData, loss: Loss) -> Floats:
     """Each client's mean loss on rows it was not fitted to, ``(n,)``; NaN where it has none."""
-    total = replace(loss, reduction="sum", ridge=0.0).value(data, theta)
     weight = _weights(data)
-    mean: Floats = np.divide(total, weight, out=np.full(data.n_clients, np.nan), where=weight > 0)
+    mean: Floats = np.divide(_totals(theta, data, loss), weight, out=np.full(data.n_clients, np.nan), where=weight > 0)
     return mean
 
 
 def held_out_loss(fit: Fit, data: GroupedData, loss: Loss, score: Score = "row") -> float:
     """Mean loss of the clients' own models on rows they were not fitted to."""
-    each, weight = client_losses(fit.theta, data, loss), _weights(data)
-    told = weight > 0
-    return float(np.average(each[told], weights=weight[told] if score == "row" else None))
+    return _mean(_totals(fit.theta, data, loss), _weights(data), score)
 
 
 def cross_validate(
@@ -79,13 +76,13 @@ def cross_validate(
 ) -> Choice:
     """Score each penalty by its mean held-out loss; each fit starts where the one before it ended."""
     fold = data.folds(folds, seed)
-    totals, shares = np.zeros(len(penalties)), 0.0
+    totals, weights = np.zeros((len(penalties), data.n_clients)), np.zeros(data.n_clients)
     for left_out in range(folds):
         train, test = data.rows(fold != left_out), data.rows(fold == left_out)
         weight = _weights(test)
         if not weight.any():
             continue
-        share = float(weight.sum()) if score == "row" else float((weight > 0).sum())
+        weights += weight
         at_zero = loss.gradient(train, np.zeros((data.n_clients, data.n_terms)))
         tol = max(_TRIAL_TOL * float(np.linalg.norm(at_zero)), 1e-12)
         fit = None
@@ -93,12 +90,12 @@ def cross_validate(
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", ConvergenceWarning)  # of a trial; the fit that is kept speaks for itself
                 fit = solve(train, loss, penalty, start=fit, tol=tol)
-            totals[index] += share * held_out_loss(fit, test, loss, score)
+            totals[index] += _totals(fit.theta, test, loss)
             if progress is not None:
                 progress(left_out * len(penalties) + index + 1, folds * len(penalties))
-        shares += share
-    best = int(totals.argmin())
-    return Choice(penalties[best], best, totals / shares)
+    scores = np.array([_mean(total, weights, score) for total in totals])
+    best = int(scores.argmin())
+    return Choice(penalties[best], best, scores)
 
 
 def search(
@@ -112,7 +109,7 @@ def search(
     seed: int | np.random.Generator = 0,
     progress: Count | None = None,
 ) -> Search:
-    """Every pair of a grid, from the strongest ties to the weakest, so that equal scores go to the simpler model.
+    """Every pair of a grid; equal scores go to the strongest ties, the simpler model.
 
     The path goes up and down the columns in turn: each pair is a neighbour of the one before, and its fit a short way from it.
     """
@@ -126,8 +123,20 @@ def search(
     scores = np.empty((len(gammas), len(lams)))
     for (i, j), value in zip(path, choice.scores, strict=True):
         scores[i, j] = value
-    i, j = path[choice.index]
-    return Search(gammas, lams, scores, float(gammas[i]), float(lams[j]))
+    tied = np.argwhere(scores == scores.min())
+    gamma, lam = max((float(gammas[i]), float(lams[j])) for i, j in tied)
+    return Search(gammas, lams, scores, gamma, lam)
+
+
+def _totals(theta: Floats, data: GroupedData, loss: Loss) -> Floats:
+    """The sum of each client's losses, ``(n,)``."""
+    return replace(loss, reduction="sum", ridge=0.0).value(data, theta)
+
+
+def _mean(total: Floats, weight: Floats, score: Score) -> float:
+    """Over all rows, or over clients' own means; clients with nothing held out do not count."""
+    told = weight > 0
+    return float(total[told].sum() / weight[told].sum() if score == "row" else (total[told] / weight[told]).mean())
 
 
 def _weights(data: GroupedData) -> Floats:

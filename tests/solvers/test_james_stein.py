@@ -14,7 +14,7 @@ from covey.datasets import simulate
 from covey.errors import SolverError
 from covey.losses import Gaussian, loss_of
 from covey.solvers import newton, solve
-from covey.solvers.james_stein import factor
+from covey.solvers.james_stein import factor, noise
 from covey.solvers.sweep import Spread, eliminate, node_up
 from tests.conftest import random_problem, seeds
 
@@ -57,11 +57,29 @@ def test_the_server_knows_the_minimum_before_anybody_answers(seed):
     data, penalty, loss = problem.data, problem.penalty, Gaussian()
     seen = node_up(data, loss, penalty.gamma)
     above = Spread.of_penalty(penalty.lam, data.n_terms)
-    whole = eliminate(seen.C, seen.r, seen.c, above, np.array([0, data.n_clusters]))
+    whole = eliminate(seen, above, np.array([0, data.n_clusters]))
     fit = sweep(data, loss, penalty)
     told = whole.c[0] - 0.5 * whole.r[0] @ fit.wbar
     size = 1 + 0.5 * float((data.y**2).sum())
     assert told == pytest.approx(fit.convergence.objective, rel=1e-9, abs=1e-9 * size)
+
+
+@pytest.mark.parametrize("how", ["tied", "clients", "clusters"])
+def test_noise_is_estimated_on_the_rows_that_no_free_coefficient_used_up(how):
+    """A client with gamma = 0 fits its rows by itself, a cluster with lam = 0 its clients'."""
+    told = []
+    for seed in range(20):
+        drawn = simulate(clusters=4, clients=5, rows=8, d=4, noise_sd=2.0, client_sd=2.0, cluster_sd=2.0, seed=seed)
+        gamma, lam = np.ones(20), np.ones(4)
+        gamma[np.arange(20) % 5 > 0] = 0.0 if how == "clients" else 1.0
+        lam[:3] = 0.0 if how == "clusters" else 1.0
+        penalty = Penalty.of(drawn.data.hierarchy, gamma=gamma, lam=lam)
+        seen = node_up(drawn.data, Gaussian(), penalty.gamma)
+        above = Spread.of_penalty(penalty.lam, 4)
+        whole = eliminate(seen, above, np.array([0, 4]))
+        told.append(noise(np.linalg.solve(whole.C[0], whole.r[0]), whole))
+    left = 160 - 4 - {"tied": 0, "clients": 64, "clusters": 12}[how]
+    assert np.mean(told) == pytest.approx(4.0 * left / (left + 2), rel=0.1)
 
 
 @pytest.mark.parametrize("family", ["gaussian", "bernoulli", "poisson"])

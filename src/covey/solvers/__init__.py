@@ -84,7 +84,7 @@ def solve(
                 return trial
             solver = best.solver  # type: ignore[assignment]
     if solver == "sweep":
-        shrink = js.Shrink(data) if james_stein else None
+        shrink = js.Shrink() if james_stein else None
         with threads_for(data):
             fit = _refined(data, loss, penalty, tol, shrink)
         return fit if shrink is None else _shrunk(fit, shrink.factor)
@@ -96,7 +96,10 @@ def solve(
                 return fit
             factor = js.factor_of(data, loss, penalty, fit)
             again = newton(data, loss, penalty, start=fit, centre=factor * fit.wbar, **limits)
-            return _shrunk(after(fit, again), factor)
+            both = after(fit, again)
+            end = both.convergence
+            message = f"gradient norm {end.gradient_norm:.1e} after {end.iterations} Newton steps"
+            return _shrunk(replace(both, convergence=replace(end, message=message)) if end.converged else both, factor)
     watch: Watch = {"seed": seed, "tol": tol, "max_iter": max_iter, "progress": progress}
     watch["start"] = None if start is None else start.theta
     return BY_COINS[solver](data, loss, penalty, **{**watch, **(options or {})})

@@ -20,7 +20,7 @@ from covey.losses import Loss
 from covey.objective import Objective, Penalty
 from covey.solvers.newton import newton
 from covey.solvers.protocol import Top, node_sums
-from covey.solvers.sweep import Spread, descend, eliminate, solve_top
+from covey.solvers.sweep import Quadratic, Spread, descend, eliminate, solve_top
 from covey.solvers.threads import threads_for
 from covey.theory import Constants, number
 
@@ -119,7 +119,7 @@ def objective_curvature(data: GroupedData, penalty: Penalty, A: Floats) -> float
 
     def inverse(b: Floats) -> Floats:
         b = b.reshape(n, d)
-        w, _, _ = solve_top(eliminate(A, b, none, below, tree.cluster_ptr), above)
+        w, _, _ = solve_top(eliminate(Quadratic(A, b, none, none), below, tree.cluster_ptr), above)
         solved: Floats = descend(A, b, below, tree.parent, w)[0].ravel()
         return solved
 

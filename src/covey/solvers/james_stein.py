@@ -7,7 +7,10 @@ knows both. So it can shrink ``wbar`` and send that down the tree; no client has
 
 where ``e`` is ``d`` when ``V`` is a multiple of the identity (Bock 1975 for any other ``V``). With ``e <= 2`` nothing is
 to be gained and ``wbar`` stays. The noise of a Gaussian response is estimated from what the fit leaves, twice its objective
-on ``N - d`` degrees of freedom (the divisor of least risk is two more); for counts and classes it is 1.
+on ``N - d`` degrees of freedom (the divisor of least risk is two more); for counts and classes it is 1. Weights are precisions.
+
+What is proved is that the *global model's* expected squared error falls. Clients take their share of ``wbar`` through their own
+data, so with very unequal columns theirs may rise a little; ``covey reproduce limits`` measures both.
 """
 
 from __future__ import annotations
@@ -45,24 +48,28 @@ def factor(wbar: Floats, precision: Floats, noise: float = 1.0) -> float:
 class Shrink:
     """For the sweep, to ``settle`` the global model from nothing but what the server sees; remembers the factor it found."""
 
-    data: GroupedData
     factor: float = 1.0
 
     def __call__(self, wbar: Floats, whole: Quadratic) -> Floats:
-        minimum = float(whole.c[0] - 0.5 * whole.r[0] @ wbar)
-        self.factor = factor(wbar, whole.C[0], _noise(minimum, _rows(self.data), len(wbar)))
+        self.factor = factor(wbar, whole.C[0], noise(wbar, whole))
         return self.factor * wbar
+
+
+def noise(wbar: Floats, whole: Quadratic) -> float:
+    """The variance of a Gaussian response: what the fit leaves, over the rows less the coefficients that nothing holds."""
+    left = float(2 * whole.c[0] - whole.r[0] @ wbar)
+    return max(left, 0.0) / max(float(whole.n[0]) - len(wbar) + 2, 1.0)
 
 
 def factor_of(data: GroupedData, loss: Loss, penalty: Penalty, fit: Fit) -> float:
     """The factor for a fit at its minimum, whatever the loss: ``V`` is that of its Hessians there."""
     d, tree = data.n_terms, data.hierarchy
-    here = loss.expand(data, fit.theta)
+    # A Gaussian loss is its own expansion, taken at zero to be the one of the sweep.
+    here = loss.expand(data, np.zeros_like(fit.theta) if loss.name == "gaussian" else fit.theta)
+    own = Quadratic(here.hessian, -here.gradient, here.value, data.rows_that_count)
     below, above = Spread.of_penalty(penalty.gamma, d), Spread.of_penalty(penalty.lam, d)
-    seen = eliminate(here.hessian, -here.gradient, here.value, below, tree.cluster_ptr)
-    precision = eliminate(seen.C, seen.r, seen.c, above, np.array([0, tree.n_clusters])).C[0]
-    noise = _noise(fit.convergence.objective, _rows(data), d) if loss.name == "gaussian" else 1.0
-    return factor(fit.wbar, precision, noise)
+    whole = eliminate(eliminate(own, below, tree.cluster_ptr), above, np.array([0, tree.n_clusters]))
+    return factor(fit.wbar, whole.C[0], noise(fit.wbar, whole) if loss.name == "gaussian" else 1.0)
 
 
 def check(loss: Loss, penalty: Penalty) -> None:
@@ -73,12 +80,3 @@ def check(loss: Loss, penalty: Penalty) -> None:
         )
     if not penalty.lam.any() or not penalty.gamma.any():
         raise SolverError("james_stein=True shrinks the global model, but no client is tied to it; give lam and gamma above 0.")
-
-
-def _rows(data: GroupedData) -> int:
-    """Rows that say anything."""
-    return data.n_rows if data.weights is None else int((data.weights > 0).sum())
-
-
-def _noise(minimum: float, n_rows: int, d: int) -> float:
-    return max(2 * minimum, 0.0) / max(n_rows - d + 2, 1)

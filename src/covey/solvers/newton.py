@@ -92,6 +92,12 @@ class Node:
     def spread(self) -> Spread:
         return Spread.of_penalty(self.gamma, self.data.n_terms)
 
+    @property
+    def aside(self) -> tuple[Floats, Floats]:
+        """A step needs neither the constant of a quadratic nor the rows behind it."""
+        nothing = np.zeros(self.data.n_clients)
+        return nothing, nothing
+
 
 @dataclass(frozen=True)
 class Point:
@@ -146,7 +152,7 @@ def _report(node: Node, point: Point, dtheta: Floats, du: Floats, origin: Point,
     tied = 0.5 * float((scale * point.u**2).sum())
     slope = float((origin.here.gradient * dtheta).sum() + (scale * origin.u * du).sum())
     return Report(
-        eliminate(point.here.hessian, -point.residual, point.here.value, node.spread, tree.cluster_ptr),
+        eliminate(Quadratic(point.here.hessian, -point.residual, *node.aside), node.spread, tree.cluster_ptr),
         tree.sum_up(point.u),
         float(point.here.value.sum()) + tied,
         slope,
@@ -260,7 +266,7 @@ def coordinate(
 
 
 def _newton_step(report: Report, top: Top, spread: Spread, fixed: bool) -> Top:
-    seen = Quadratic(report.seen.C, report.seen.r + report.force - top.v, report.seen.c)
+    seen = replace(report.seen, r=report.seen.r + report.force - top.v)
     stay = (lambda step, _: 0.0 * step) if fixed else None
     dw, dv, dwbar = solve_top(seen, spread, own=top.v.sum(axis=0), settle=stay)
     return Top(dw, dv, dwbar)

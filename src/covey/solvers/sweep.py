@@ -60,14 +60,18 @@ class Spread:
 
 @dataclass(frozen=True)
 class Quadratic:
-    """``1/2 x'Cx - r'x + c`` for each parent, ``C (k, d, d)``, ``r (k, d)``, ``c (k,)``: what travels up. Adds over nodes."""
+    """``1/2 x'Cx - r'x + c`` for each unit, ``C (k, d, d)``, ``r (k, d)``, ``c (k,)``: what travels up. Adds over nodes.
+
+    ``n (k,)`` counts the rows behind it, less the coefficients that were fitted to them without any tie to the parent.
+    """
 
     C: Floats
     r: Floats
     c: Floats
+    n: Floats
 
     def __add__(self, other: Quadratic) -> Quadratic:
-        return Quadratic(self.C + other.C, self.r + other.r, self.c + other.c)
+        return Quadratic(self.C + other.C, self.r + other.r, self.c + other.c, self.n + other.n)
 
 
 Settle = Callable[[Floats, Quadratic], Floats]
@@ -98,18 +102,20 @@ class Account:
         )
 
 
-def eliminate(A: Floats, b: Floats, c: Floats, spread: Spread, ptr: Ints) -> Quadratic:
-    """What each parent sees of its children ``ptr[j]:ptr[j + 1]``; ``A (m, d, d)``, ``b (m, d)``, ``c (m,)``."""
+def eliminate(children: Quadratic, spread: Spread, ptr: Ints) -> Quadratic:
+    """What each parent sees of its children ``ptr[j]:ptr[j + 1]``."""
     blocks, owner = blocks_of(ptr)
-    d = b.shape[1]
-    C, r, left = np.zeros((len(blocks) - 1, d, d)), np.zeros((len(blocks) - 1, d)), c.copy()
-    _eliminate(A, b, spread.scale, spread.shape, blocks, C, r, left)
+    d = children.r.shape[1]
+    C, r, c, n = np.zeros((len(blocks) - 1, d, d)), np.zeros((len(blocks) - 1, d)), children.c.copy(), children.n
+    _eliminate(children.C, children.r, spread.scale, spread.shape, blocks, C, r, c)
     detached = np.flatnonzero(np.isinf(spread.scale))
     if len(detached):
-        own = solve_symmetric(A[detached], b[detached])
-        left[detached] -= 0.5 * np.einsum("ia,ia->i", b[detached], own)
+        A, b = children.C[detached], children.r[detached]
+        c[detached] -= 0.5 * np.einsum("ia,ia->i", b, solve_symmetric(A, b))
+        n = n.copy()
+        n[detached] -= np.linalg.matrix_rank(A, hermitian=True)
     by_parent = np.searchsorted(owner, np.arange(len(ptr)))
-    return Quadratic(segment_sum(C, by_parent), segment_sum(r, by_parent), segment_sum(left, ptr))
+    return Quadratic(segment_sum(C, by_parent), segment_sum(r, by_parent), segment_sum(c, ptr), segment_sum(n, ptr))
 
 
 def descend(A: Floats, b: Floats, spread: Spread, parent: Ints, x: Floats) -> tuple[Floats, Floats]:
@@ -156,7 +162,7 @@ def solve_top(
     Without any tie between clusters (all ``lam = 0``) the global model is the plain mean of theirs.
     """
     k = len(seen.r)
-    whole = eliminate(seen.C, seen.r, seen.c, spread, np.array([0, k]))
+    whole = eliminate(seen, spread, np.array([0, k]))
     wbar = solve_symmetric(whole.C, whole.r + own)[0]
     if settle is not None:
         wbar = settle(wbar, whole)
@@ -169,11 +175,10 @@ def solve_top(
 def node_up(data: GroupedData, loss: Loss, gamma: Floats) -> Quadratic:
     """What a node sends: its clients eliminated and summed, for each cluster."""
     k, d = data.n_clusters, data.n_terms
-    total = Quadratic(np.zeros((k, d, d)), np.zeros((k, d)), np.zeros(k))
+    total = Quadratic(np.zeros((k, d, d)), np.zeros((k, d)), np.zeros(k), np.zeros(k))
     for start, part in _parts(data):
-        A, b, c = _normal_equations(part, loss)
         spread = Spread.of_penalty(gamma[start : start + part.n_clients], d)
-        total += eliminate(A, b, c, spread, part.hierarchy.cluster_ptr)
+        total += eliminate(_normal_equations(part, loss), spread, part.hierarchy.cluster_ptr)
     return total
 
 
@@ -184,13 +189,14 @@ def node_down(data: GroupedData, loss: Loss, gamma: Floats, w: Floats) -> tuple[
     for start, part in _parts(data):
         at = slice(start, start + part.n_clients)
         tree = part.hierarchy
-        A, b, _ = _normal_equations(part, loss)
+        own = _normal_equations(part, loss)
         spread = Spread.of_penalty(gamma[at], data.n_terms)
-        theta[at], force = descend(A, b, spread, tree.parent, w)
+        theta[at], force = descend(own.C, own.r, spread, tree.parent, w)
         here = loss.expand(part, theta[at], order=1)
         value = here.value.sum() + 0.5 * (force * (theta[at] - tree.down(w))).sum()
         squared = ((here.gradient + force) ** 2).sum()
-        account += Account(float(value), float(squared), tree.sum_up(force), float((b**2).sum()), loss.smallest_curvature(A))
+        size, mu = float((own.r**2).sum()), loss.smallest_curvature(own.C)
+        account += Account(float(value), float(squared), tree.sum_up(force), size, mu)
     return theta, account
 
 
@@ -233,10 +239,10 @@ def sweep(data: GroupedData, loss: Loss, penalty: Penalty, *, settle: Settle | N
     return Fit(theta, w, wbar, end, history, ledger)
 
 
-def _normal_equations(data: GroupedData, loss: Loss) -> tuple[Floats, Floats, Floats]:
+def _normal_equations(data: GroupedData, loss: Loss) -> Quadratic:
     """``A_i = X_i'W_i X_i``, ``b_i = X_i'W_i (y_i - offset_i)`` and half the sum of squares: the loss expanded at zero."""
     here = loss.expand(data, np.zeros((data.n_clients, data.n_terms)))
-    return here.hessian, -here.gradient, here.value
+    return Quadratic(here.hessian, -here.gradient, here.value, data.rows_that_count)
 
 
 def _parts(data: GroupedData) -> list[tuple[int, GroupedData]]:
