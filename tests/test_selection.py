@@ -64,6 +64,6 @@ def test_equal_scores_go_to_the_strongest_ties():
 def test_progress_counts_every_fit():
     drawn = simulate(clusters=2, clients=2, rows=6, d=1, seed=0)
     told = []
-    penalties = [Penalty.of(drawn.data.hierarchy, gamma=gamma) for gamma in GRID]
-    cross_validate(drawn.data, loss_of("gaussian"), penalties, folds=2, progress=lambda done, todo: told.append((done, todo)))
+    pairs = [(gamma, 1.0) for gamma in GRID]
+    cross_validate(drawn.data, loss_of("gaussian"), pairs, folds=2, progress=lambda done, todo: told.append((done, todo)))
     assert told == [(at + 1, 6) for at in range(6)]

@@ -71,10 +71,9 @@ def single_cluster(
 ) -> Fit:
     """The one-cluster model of L2GD, pFedMe and Ditto, its penalty chosen from ``grid`` by cross-validation."""
     merged = data.one_cluster()
-    penalties = [Penalty.of(merged.hierarchy, gamma=gamma, lam=np.inf) for gamma in grid]
-    choice = cross_validate(merged, loss, penalties, seed=seed)
-    fit = solve(merged, loss, choice.penalty, progress=progress)
-    message = f"{fit.convergence.message}; gamma = {grid[choice.index]:.3g} by cross-validation"
+    choice = cross_validate(merged, loss, [(float(gamma), np.inf) for gamma in grid], seed=seed)
+    fit = solve(merged, loss, Penalty.of(merged.hierarchy, gamma=choice.gamma, lam=np.inf), progress=progress)
+    message = f"{fit.convergence.message}; gamma = {choice.gamma:.3g} by cross-validation"
     fit = replace(fit, convergence=replace(fit.convergence, message=message))
     return _everywhere(fit, fit.wbar, data, theta=fit.theta)
 

@@ -56,8 +56,9 @@ _PARAMETERS = """
         Pull of every client's coefficients to zero, on top of that to its cluster.
     james_stein : bool
         Shrink the global model to zero by as much as its own uncertainty tells (James-Stein, positive part), the clusters and
-        clients being the best given it. Lowers the expected error where there are more than two coefficients whose
-        true global values are near zero; on a network it costs nothing more for the Gaussian loss.
+        clients being the best given it. It lowers the expected error of the global model where there are more than two
+        coefficients whose true values are near zero, the intercept among them, if the penalties are about right; row
+        weights count as precisions. For the Gaussian loss it costs a network no further exchange.
     solver : {"auto", "sweep", "newton", "l2gd", "al2sgd_plus", "one_coin"}
         ``sweep`` is exact for the Gaussian loss, ``newton`` serves any; the others are the paper's algorithms by coins.
         ``auto`` takes what a network would finish first; ``covey.plan`` shows what each would cost.

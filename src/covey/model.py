@@ -70,6 +70,8 @@ class Spec:
             raise one_of("baseline", self.baseline, BASELINES)
         if self.baseline is not None and self.solver in BY_COINS:
             raise SolverError(f"A baseline is solved exactly; leave out solver={self.solver!r} and its options.")
+        if not isinstance(self.james_stein, bool | np.bool_):
+            raise SolverError(f"The 'james_stein' parameter must be True or False. Got {self.james_stein!r} instead.")
         if self.james_stein and (self.baseline is not None or self.solver in BY_COINS):
             other = f"baseline={self.baseline!r}" if self.baseline is not None else f"solver={self.solver!r}"
             raise SolverError(f"james_stein=True shrinks the global model of an exact hierarchical fit; leave out {other}.")

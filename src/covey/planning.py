@@ -127,7 +127,7 @@ def race(
     minimum = min(fit.convergence.objective for fit in trials)
     start = objective.value(np.zeros((data.n_clients, data.n_terms)))
     tol = accuracy * (start - minimum) / max(1.0, abs(minimum))
-    at_zero = pl.DataFrame([{"iteration": 0, "exchanges": 0, "bytes": 0, "objective": start}])
+    at_zero = pl.DataFrame([{"exchanges": 0, "objective": start}])
     told = {fit.convergence.solver: pl.concat([at_zero, _history(fit)]) for fit in trials}
     for name, options in _STARTERS.items():
         if progress is not None:
@@ -156,7 +156,7 @@ def _direct(objective: Objective) -> list[Fit]:
 
 
 def _history(fit: Fit) -> pl.DataFrame:
-    return pl.DataFrame() if fit.history is None else fit.history.select("iteration", "exchanges", "bytes", "objective")
+    return pl.DataFrame() if fit.history is None else fit.history.select("exchanges", "objective")
 
 
 _STARTERS: dict[str, dict[str, Any]] = {

@@ -34,9 +34,10 @@ _TRIAL_TOL = 1e-9  # of the gradient at zero: a score needs fewer digits than a 
 
 @dataclass(frozen=True)
 class Choice:
-    """The penalty that did best, its position among those tried, and the score of each (mean loss of the rows left out)."""
+    """The pair that did best, its position among those tried, and the score of each (mean loss of the rows left out)."""
 
-    penalty: Penalty
+    gamma: float
+    lam: float
     index: int
     scores: Floats
 
@@ -67,16 +68,16 @@ def held_out_loss(fit: Fit, data: GroupedData, loss: Loss, score: Score = "row")
 def cross_validate(
     data: GroupedData,
     loss: Loss,
-    penalties: Sequence[Penalty],
+    pairs: Sequence[tuple[float, float]],
     *,
     folds: int = FOLDS,
     score: Score = "row",
     seed: int | np.random.Generator = 0,
     progress: Count | None = None,
 ) -> Choice:
-    """Score each penalty by its mean held-out loss; each fit starts where the one before it ended."""
+    """Score each pair ``(gamma, lam)`` by its mean held-out loss; each fit starts where the one before it ended."""
     fold = data.folds(folds, seed)
-    totals, weights = np.zeros((len(penalties), data.n_clients)), np.zeros(data.n_clients)
+    totals, weights = np.zeros((len(pairs), data.n_clients)), np.zeros(data.n_clients)
     for left_out in range(folds):
         train, test = data.rows(fold != left_out), data.rows(fold == left_out)
         weight = _weights(test)
@@ -86,16 +87,17 @@ def cross_validate(
         at_zero = loss.gradient(train, np.zeros((data.n_clients, data.n_terms)))
         tol = max(_TRIAL_TOL * float(np.linalg.norm(at_zero)), 1e-12)
         fit = None
-        for index, penalty in enumerate(penalties):
+        for index, (gamma, lam) in enumerate(pairs):
+            penalty = Penalty.of(data.hierarchy, gamma=gamma, lam=lam)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", ConvergenceWarning)  # of a trial; the fit that is kept speaks for itself
                 fit = solve(train, loss, penalty, start=fit, tol=tol)
             totals[index] += _totals(fit.theta, test, loss)
             if progress is not None:
-                progress(left_out * len(penalties) + index + 1, folds * len(penalties))
+                progress(left_out * len(pairs) + index + 1, folds * len(pairs))
     scores = np.array([_mean(total, weights, score) for total in totals])
     best = int(scores.argmin())
-    return Choice(penalties[best], best, scores)
+    return Choice(*pairs[best], best, scores)
 
 
 def search(
@@ -118,8 +120,8 @@ def search(
         for turn, i in enumerate(np.argsort(-gammas, kind="stable"))
         for j in (np.argsort(-lams, kind="stable") if turn % 2 == 0 else np.argsort(lams, kind="stable"))
     ]
-    penalties = [Penalty.of(data.hierarchy, gamma=float(gammas[i]), lam=float(lams[j])) for i, j in path]
-    choice = cross_validate(data, loss, penalties, folds=folds, score=score, seed=seed, progress=progress)
+    pairs = [(float(gammas[i]), float(lams[j])) for i, j in path]
+    choice = cross_validate(data, loss, pairs, folds=folds, score=score, seed=seed, progress=progress)
     scores = np.empty((len(gammas), len(lams)))
     for (i, j), value in zip(path, choice.scores, strict=True):
         scores[i, j] = value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,7 @@ def reproduce(
         str, typer.Argument(help="simulation, donors, limits, communication, robustness, or all of them.")
     ] = "all",
     out: Annotated[Path, typer.Option(help="Folder for README.md, tables and figures.")] = Path("covey-results"),
-    quick: Annotated[bool, typer.Option("--quick", help="Smaller and fewer runs: a look in about a minute.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Smaller and fewer runs, for a first look.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of all draws; the same seed gives the same digits.")] = 0,
     data: Annotated[
         Path | None, typer.Option(help="Donors: the mailing of Karlan and List (openICPSR 113224), .dta or a table.")
@@ -43,12 +44,14 @@ def reproduce(
     if study not in ("donors", "all") and (own or data is not None):
         raise DataError(f"The study {study!r} draws its own data; leave out --data, --appeals, --gifts and --zips.")
     check_folder(out)
-    command = " ".join(["covey reproduce", study, *(["--quick"] if quick else []), f"--seed {seed}"])
+    given = {"--data": data, "--appeals": appeals, "--gifts": gifts, "--zips": zips}
+    files = [f"{option} {shlex.quote(path.name)}" for option, path in given.items() if path is not None]
+    command = " ".join(["covey reproduce", study, *files, *(["--quick"] if quick else []), f"--seed {seed}"])
     screen = console()
     for name in STUDIES if study == "all" else (study,):
         with bars() as say:
             result = run(name, seed=seed, quick=quick, data=data, tables=own, say=say)
-        files = save(result, out, command)
+        written = save(result, out, command)
         screen.print(summary(result), markup=False)
-        screen.print(f"  figures {', '.join(str(file) for file in files[1:])}\n", markup=False)
+        screen.print(f"  figures {', '.join(str(file) for file in written[1:])}\n", markup=False)
     screen.print(f"page   {out / 'README.md'}", markup=False)

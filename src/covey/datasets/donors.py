@@ -112,6 +112,8 @@ def simulate_donors(
     (['id', 'date'], ['id', 'date', 'zip'], ['zip', 'cluster'])
     """
     _refuse_bad_arguments(zips, appeals, success, zip_sd)
+    if not isinstance(seed, np.random.Generator) and not (isinstance(seed, int | np.integer) and seed >= 0):
+        raise DataError(f"The 'seed' parameter must be a whole number >= 0. Got {seed!r} instead.")
     rng = np.random.default_rng(seed)
     counts = _appeals_by_zip(rng, zips, appeals)
     names = pl.Series("zip", rng.choice(np.arange(501, 99_951), size=len(counts), replace=False)).cast(pl.String).str.zfill(5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from covey.errors import one_of
@@ -44,7 +43,7 @@ def run(
         study = donors.study(mailing, name=called, seed=seed, quick=quick, say=say)
     else:
         raise one_of("study", name, STUDIES)
-    return replace(study, quick=quick)
+    return study
 
 
 def _mailing(

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import polars as pl
 
 from covey.data import GroupedData, read_table
 from covey.datasets import simulate_donors
 from covey.errors import DataError, unknown_column
+from covey.experiments.paper import CLIENTS
 from covey.experiments.solicitations import solicitations
 
 TERMS = ("Intercept", "log(recency)", "log(frequency)")
@@ -32,11 +32,15 @@ _DAYS_A_MONTH = 365.25 / 12
 
 @dataclass(frozen=True)
 class Mailing:
-    """Rows ``zip, cluster, success, recency, frequency``, where they come from, and what was left out or put right."""
+    """Rows ``zip, cluster, success, recency, frequency``, where they come from, and what was left out or put right.
+
+    ``why`` says why the paper's numbers need not be those of these rows; None if there is no reason to set them side by side.
+    """
 
     rows: pl.DataFrame
     source: str
     lines: tuple[str, ...]
+    why: str | None = None
 
     @property
     def data(self) -> GroupedData:
@@ -58,7 +62,9 @@ def simulated(*, zips: int, appeals: int, seed: int) -> Mailing:
     """Simulated tables of the paper's shape, through the same joins."""
     drawn = simulate_donors(zips=zips, appeals=appeals, seed=seed)
     found = solicitations(drawn.appeals, drawn.gifts, drawn.zips)
-    return Mailing(found.rows, "simulated tables", tuple(found.lines()))
+    shape = "of its shape" if zips == CLIENTS else "and few"
+    why = f"the paper's data are private, these are simulated {shape}; the numbers of ZIP codes and brackets are set, not found"
+    return Mailing(found.rows, "simulated tables", tuple(found.lines()), why)
 
 
 def karlan_list(path: Path) -> Mailing:
@@ -71,15 +77,13 @@ def karlan_list(path: Path) -> Mailing:
         if name not in table.columns:
             raise unknown_column(name, table.columns)
     complete = table.select(needed).drop_nulls()
-    gave = complete["gave"].cast(pl.Float64, strict=False)
-    months, gifts = (complete[name].cast(pl.Float64, strict=False) for name in ("months_since_last", "n_prior_gifts"))
+    if complete.is_empty():
+        raise DataError(f"The file {path.name!r} has no row in which {', '.join(map(repr, needed))} are all there.")
+    least = {"gave": 0, "months_since_last": 0, "n_prior_gifts": 1}
+    gave, months, gifts = (_number(complete[name], path, least[name]) for name in least)
     if not ((gave == 0) | (gave == 1)).all():
-        raise DataError(f"The column 'gave' of {path.name!r} must hold 0 and 1 only; is it the file of openICPSR 113224?")
-    if complete.is_empty() or months.has_nulls() or gifts.has_nulls() or not (months.min() >= 0 and gifts.min() >= 1):  # type: ignore[operator]
-        raise DataError(
-            f"The file {path.name!r} must have rows with 'months_since_last' >= 0 and 'n_prior_gifts' >= 1; is it the file of "
-            "openICPSR 113224?"
-        )
+        odd = gave.filter((gave != 0) & (gave != 1))[0]
+        raise DataError(f"The column 'gave' of {path.name!r} must hold 0 and 1 only; got {odd:g}.")
     rows = pl.DataFrame(
         {
             "zip": complete["zip_area"].cast(pl.String),
@@ -91,12 +95,25 @@ def karlan_list(path: Path) -> Mailing:
     )
     lines = [f"{table.height:,} letters were read."]
     if table.height > complete.height:
-        lines.append(f"{table.height - complete.height:,} had a missing value and were left out.")
+        lines.append(f"{table.height - complete.height:,} with a missing value left out.")
     lines.append(f"{rows.height:,} letters to {rows['zip'].n_unique():,} ZIP areas were kept, {gave.sum():,.0f} were answered.")
-    return Mailing(rows, "the mailing experiment of Karlan and List (2007)", tuple(lines))
+    return Mailing(rows, "the mailing experiment of Karlan and List (2007)", tuple(lines), "another charity, another mailing")
+
+
+def _number(values: pl.Series, path: Path, least: float) -> pl.Series:
+    numbers = values.cast(pl.Float64, strict=False)
+    bad = (numbers.is_null() | ~numbers.is_finite() | (numbers < least)).arg_true()
+    if len(bad):
+        raise DataError(
+            f"The column {values.name!r} of {path.name!r} must hold numbers >= {least:g}; got {values[int(bad[0])]!r}: is it "
+            "the file of openICPSR 113224?"
+        )
+    return numbers
 
 
 def _from_stata(path: Path) -> pl.DataFrame:
+    import pandas as pd  # for this file only
+
     if not path.exists():
         raise DataError(f"There is no file {str(path)!r}; check the path.")
     needed = {"mrm2": "months_since_last", "freq": "n_prior_gifts", "gave": "gave"}

@@ -37,13 +37,13 @@ FURTHER_RUNS = 100  # by which the spread between runs is known; five runs would
 
 def draw(m: int, seed: int, run: int) -> Simulation:
     """The clients of one run: the same true coefficients for every number of rows ``m``."""
-    return simulate(clusters=20, clients=20, rows=m, d=20, seed=generator(seed, run))
+    return simulate(clusters=20, clients=20, rows=m, d=20, seed=generator(seed, 0, run))
 
 
-def estimates(drawn: Simulation, *, iterations: int = ITERATIONS, seed: int = 0) -> dict[str, Floats]:
+def estimates(drawn: Simulation, *, iterations: int = ITERATIONS, seed: int = 0, run: int = 0) -> dict[str, Floats]:
     """Every method's coefficients, ``(n, d)`` each."""
     data, loss, penalty = drawn.data, Gaussian(), Penalty.of(drawn.data.hierarchy, gamma=1.0, lam=1.0)
-    rng = generator(seed, 1)
+    rng = generator(seed, 1, run)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # the paper's iterate is not meant to have converged
         return {
@@ -101,13 +101,13 @@ def measure(estimate: Floats, truth: Floats) -> dict[str, float]:
 
 
 def study(*, seed: int = 0, quick: bool = False, say: Say = silent) -> Study:
-    """All sizes and runs; quick: three sizes, two runs."""
-    sizes, runs = ((1, 10, 100), 2) if quick else (SIZES, RUNS)
+    """All sizes and runs; quick: two sizes, two runs."""
+    sizes, runs = ((1, 10), 2) if quick else (SIZES, RUNS)
     rows = []
     for run in range(runs):
         for m in sizes:
             drawn = draw(m, seed, run)
-            for method, theta in estimates(drawn, seed=seed + run).items():
+            for method, theta in estimates(drawn, seed=seed, run=run).items():
                 rows.append({"rows": m, "run": run, "method": method, **measure(theta, drawn.theta)})
             say("simulation", len(rows) // (len(OF_THE_PAPER) + len(BEYOND)), runs * len(sizes))
     each = pl.DataFrame(rows)
@@ -130,14 +130,18 @@ def study(*, seed: int = 0, quick: bool = False, say: Say = silent) -> Study:
         claims(table, between, runs),
         (
             Table(
-                "distance", "Distance to the truth, |theta_hat - theta*|, as the paper's table reports it", _distances(table)
+                "distance",
+                "Distance to the truth, |theta_hat - theta*|, as the paper's table reports it",
+                _distances(table),
+                "Average, sd and max over clients, each averaged over runs; 'average between': sd of the average between runs; "
+                "'max of runs': the largest distance of all. Oracle wbar: the minimiser if the true global model were known.",
             ),
             Table("squared", "Squared distance, as the paper's caption says", _squared(table)),
             Table(
                 "early",
                 "10 rows a client: the one-coin iterate on its way to the minimiser (run 0)",
                 stopped,
-                "No iteration has an average of 3.46 and a maximum of 8.68 at the same time.",
+                "The paper prints an average of 3.46 and a maximum of 8.676.",
             ),
             Table(
                 "spread",
@@ -148,10 +152,12 @@ def study(*, seed: int = 0, quick: bool = False, say: Say = silent) -> Study:
             Table("runs", "Every run", each, shown=False),
         ),
         (
-            "A number of the paper agrees if it lies within two standard deviations between runs (of the difference of one run "
-            "and our average of several) of ours. The standard deviations in the paper's table are those over clients, and so "
-            "are ours.",
+            "A number of the paper agrees if it differs from ours by at most two standard deviations of the difference of two "
+            "averages over runs, of five there and as many as we made. Where it does not, but one run in twenty or more would "
+            "differ as much from our average, it agrees as that of one run: the paper says that results are averages of five, "
+            "but not how its maxima and standard deviations (over clients, as ours) were put together.",
         ),
+        quick=quick,
     )
 
 
@@ -168,8 +174,8 @@ def summary(each: pl.DataFrame) -> pl.DataFrame:
 def early(seed: int, quick: bool, say: Say) -> pl.DataFrame:
     """The paper's algorithm, looked at before its 50,000 iterations are over, at 10 rows a client."""
     drawn, rows = draw(10, seed, 0), []
-    counts = (500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 200_000)[: 6 if quick else 8]
-    coins = whole(generator(seed, 1))
+    counts = (500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 200_000)[: 5 if quick else 8]
+    coins = whole(generator(seed, 1, 0, 1))
     for at, iterations in enumerate(counts):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)
@@ -214,9 +220,9 @@ def claims(table: pl.DataFrame, between: pl.DataFrame, runs: int) -> tuple[Claim
         here = (pl.col("rows") == m, pl.col("method") == method)
         for ours, chance in zip(table.filter(*here).to_dicts(), between.filter(*here).to_dicts(), strict=True):
             for name, value in zip(("average", "sd", "max"), printed, strict=True):
-                within = 2 * np.sqrt(1 + 1 / runs) * chance[f"{name}_between"]
-                claim = Claim(f"{m} rows, {method}: {name} of the distance", value, ours[name], float(within))
-                found.append(claim if claim.verdict == "agrees" else replace(claim, why=_why(m, method, name, chance)))
+                strict, loose = (float(2 * np.sqrt(1 / n + 1 / runs) * chance[f"{name}_between"]) for n in (RUNS, 1))
+                claim = Claim(f"{m} rows, {method}: {name} of the distance", value, ours[name], strict, loose=loose)
+                found.append(claim if claim.verdict != "differs" else replace(claim, why=_why(m, method, name, chance)))
     return tuple(found)
 
 
@@ -225,8 +231,8 @@ def _why(m: int, method: str, name: str, chance: dict[str, float]) -> str:
     if (m, method, name) == (10, "one-coin iterate", "max"):
         return (
             f"the paper's is too large (errata 9): in {chance['runs']} further draws the minimiser's worst client is between "
-            f"{chance['least_max']:.2f} and {chance['largest_max']:.2f}, and no iterate on the way has both 3.46 and 8.68 "
-            "(table 'early')"
+            f"{chance['least_max']:.2f} and {chance['largest_max']:.2f}, and iterates on the way with a larger maximum have a "
+            "larger average too (table 'early')"
         )
     return f"outside what chance allows; in {chance['runs']} further draws it is {chance[name]:.3f} on average"
 
@@ -239,7 +245,7 @@ def findings(each: pl.DataFrame, table: pl.DataFrame) -> tuple[str, ...]:
     if worse:
         said.append("The minimiser is not the best everywhere: " + "; ".join(worse) + ".")
     else:
-        said.append(f"At every size the exact minimiser is at least as close to the truth as {', '.join(rivals)}.")
+        said.append(f"At every size the exact minimiser is on average at least as close to the truth as {', '.join(rivals)}.")
     ten = {row["method"]: row for row in table.filter(pl.col("rows") == 10).to_dicts()}
     said.append(
         f"At 10 rows a client the minimiser's average distance is {ten['minimiser']['average']:.3f} and its worst client's "

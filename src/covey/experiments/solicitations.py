@@ -18,14 +18,16 @@ fewer than ``at_least`` appeals, are left out. Everything left out or put right 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import narwhals as nw
 import numpy as np
 import polars as pl
 
 from covey.errors import DataError, unknown_column
 
 _ISO = r"^\d{4}-\d{2}-\d{2}([T ]\d{2}:\d{2}(:\d{2}(\.\d+)?)?(Z|[+-]\d{2}:?\d{2})?)?$"
-_ZIP_PLUS_FOUR = r"^\d{5}-\d{4}$"
+_ZIP_PLUS_FOUR = r"^\d{5}-?\d{4}$"
 _TEXT = (pl.String, pl.Categorical, pl.Enum)
 
 # Donor and day in one integer: a join on one sorted column is a plain merge, and a donor's days stay side by side.
@@ -110,7 +112,7 @@ class Solicitations:
         return [f"{count:,} {words[name]}." for name, count in self.counts.items() if count]
 
 
-def solicitations(appeals: pl.DataFrame, gifts: pl.DataFrame, zips: pl.DataFrame, *, at_least: int = 5) -> Solicitations:
+def solicitations(appeals: Any, gifts: Any, zips: Any, *, at_least: int = 5) -> Solicitations:
     """One row for each appeal that a model can learn from; see the module for the definitions.
 
     Parameters
@@ -120,8 +122,8 @@ def solicitations(appeals: pl.DataFrame, gifts: pl.DataFrame, zips: pl.DataFrame
     zips : ``zip``, ``cluster``
     at_least : the fewest appeals of a ZIP that is kept
 
-    Dates are dates, datetimes or ISO text; ids and ZIPs are text or whole numbers. ZIPs are compared as text: numbers are
-    padded to five digits, and ZIP+4 (``60637-1234``) is cut to its first five.
+    Frames may be of pandas, polars or pyarrow. Dates are dates, datetimes or ISO text; ids and ZIPs are text or whole numbers.
+    ZIPs are compared as text: three or four digits are padded to five, and ZIP+4 (``60637-1234``) is cut to its first five.
 
     >>> appeals = pl.DataFrame({"id": [1, 1], "date": ["2024-03-01", "2024-06-01"]})
     >>> gifts = pl.DataFrame({"id": [1, 1], "date": ["2024-02-28", "2024-03-09"], "zip": [2139, 2139]})
@@ -129,8 +131,9 @@ def solicitations(appeals: pl.DataFrame, gifts: pl.DataFrame, zips: pl.DataFrame
     >>> solicitations(appeals, gifts, zips, at_least=1).rows.select("zip", "success", "recency", "frequency").rows()
     [('02139', 1, 2, 1), ('02139', 0, 84, 2)]
     """
-    if isinstance(at_least, bool) or not isinstance(at_least, int) or at_least < 1:
+    if isinstance(at_least, bool) or not isinstance(at_least, int | np.integer) or at_least < 1:
         raise DataError(f"The 'at_least' parameter must be a whole number >= 1. Got {at_least!r} instead.")
+    appeals, gifts, zips = (_as_polars(table, name) for table, name in ((appeals, "appeals"), (gifts, "gifts"), (zips, "zips")))
     cluster_of = _clusters(zips)
     asked, given = _table(appeals, "appeals"), _table(gifts, "gifts").with_columns(_zip(gifts, "gifts"))
     counts = {"appeals": asked.height, "gifts": given.height}
@@ -173,6 +176,12 @@ def solicitations(appeals: pl.DataFrame, gifts: pl.DataFrame, zips: pl.DataFrame
     # Rows are in order of donor and day; a stable sort by place is the whole order.
     rows = rows.join(kept.select("zip", "place"), on="zip", maintain_order="left").sort("place", maintain_order=True)
     unknown = kept.filter(pl.col("cluster") == "unknown")
+    if unknown.height == kept.height:
+        example = "has no rows with a cluster" if cluster_of.is_empty() else f"has {_short(cluster_of['zip'][0])}, for one"
+        raise DataError(
+            f"None of the {kept.height:,} ZIPs of the gifts, {_short(kept['zip'][0])} for one, is in the zips table, which "
+            f"{example}; check that both write ZIPs alike."
+        )
     counts |= {"unknown_zips": unknown.height, "unknown_zip_appeals": int(unknown["len"].sum())}
     counts |= {"rows": rows.height, "zips": kept.height, "clusters": kept["cluster"].n_unique()}
     counts["successes"] = int(rows["success"].sum())
@@ -186,6 +195,13 @@ def solicitations(appeals: pl.DataFrame, gifts: pl.DataFrame, zips: pl.DataFrame
         "frequency",
     )
     return Solicitations(rows, counts, at_least)
+
+
+def _as_polars(table: Any, name: str) -> pl.DataFrame:
+    frame = nw.from_native(table, eager_only=True, pass_through=True)
+    if not isinstance(frame, nw.DataFrame):
+        raise DataError(f"The {name} table must be a data frame (pandas, polars, pyarrow); got {type(table).__name__}.")
+    return frame.to_polars()
 
 
 def _number_donors(*tables: pl.DataFrame) -> tuple[pl.Series, list[pl.DataFrame]]:
@@ -289,13 +305,18 @@ def _days(dates: pl.Series, name: str) -> pl.Series:
 
 
 def _zip(frame: pl.DataFrame, name: str) -> pl.Series:
-    """ZIPs as text of five digits where they are numbers or ZIP+4; blank text is missing."""
+    """ZIPs as text of five digits where they are numbers or ZIP+4; blank text is missing.
+
+    Zeros that a spreadsheet took from the front are put back, and the ``.0`` taken off that it put behind.
+    """
     zips = frame["zip"]
     if zips.dtype.is_integer():
-        return zips.cast(pl.String).str.zfill(5)
+        zips = zips.cast(pl.String)
+        frame = frame.with_columns(zips)
     if not (zips.dtype in _TEXT or zips.dtype == pl.Null):
         raise DataError(f"The 'zip' column of the {name} table holds {zips.dtype}; cast it to text or whole numbers.")
-    zip_ = pl.col("zip").cast(pl.String).str.strip_chars()
+    zip_ = pl.col("zip").cast(pl.String).str.strip_chars().str.replace(r"^(\d{3,9})\.0$", "$1")
+    zip_ = pl.when(zip_.str.contains(r"^\d{3,5}$")).then(zip_.str.zfill(5)).otherwise(zip_)
     cut = pl.when(zip_.str.contains(_ZIP_PLUS_FOUR)).then(zip_.str.slice(0, 5)).when(zip_ != "").then(zip_)
     return frame.select(cut.alias("zip")).to_series()
 

@@ -13,6 +13,8 @@ import polars as pl
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
+from covey.experiments.limits import JAMES_STEIN_DESIGNS
+from covey.experiments.robustness import turning_point
 from covey.experiments.simulation import exceptions
 from covey.experiments.study import Study
 
@@ -107,33 +109,31 @@ def _wrong_clusters(study: Study) -> tuple[Figure, str]:
     panel.set_xlabel("clients put into a cluster at random (percent)")
     panel.set_ylabel("average distance to the true coefficients")
     panel.legend(frameon=False, fontsize=10)
-    one, told = wrong["single-cluster"].to_numpy(), wrong["hierarchy, penalties of the truth"].to_numpy()
-    losing, cost = share[told > one], 100 * float((wrong["hierarchy, penalties by CV"].to_numpy() / one - 1).max())
-    until = f"until {losing.min():.0f}% of the labels are wrong" if len(losing) else "however many labels are wrong"
-    harm = "never worse than one cluster" if cost <= 0 else f"at worst {cost:.1f}% worse than one cluster"
-    return figure, f"Known clusters help {until}; with penalties by cross-validation they are {harm}"
+    cost = 100 * float((wrong["hierarchy, penalties by CV"].to_numpy() / wrong["single-cluster"].to_numpy() - 1).max())
+    harm = "never worse than it" if cost <= 0 else f"at worst {cost:.1f}% worse"
+    return figure, f"The hierarchy is {turning_point(wrong)}; with penalties by cross-validation {harm}"
 
 
 def _james_stein(study: Study) -> tuple[Figure, str]:
     gain = study.table("james-stein")
-    figure = Figure(figsize=(11.5, 5.2), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    for panel, design in zip(panels, ("one cluster", "five clusters"), strict=True):
+    figure = Figure(figsize=(12.5, 5.2), layout="constrained")
+    panels = figure.subplots(1, 3, sharey=True)
+    words = ("10 clients in one cluster (prop. JS)", "5 clusters of 4 clients", "3 clients, unequal columns")
+    for panel, design, name in zip(panels, JAMES_STEIN_DESIGNS, words, strict=True):
         for d, style in zip(gain["d"].unique(maintain_order=True).to_list(), _STYLES, strict=False):
             here = gain.filter(pl.col("design") == design, pl.col("d") == d)
             size, ratio, error = (here[name].to_numpy() for name in ("|wbar*|", "clients", "standard error"))
             panel.errorbar(size, ratio, 2 * error, capsize=3, linewidth=1.5, markersize=5, label=f"d = {d}", **style)
         panel.axhline(1, color="#606060", linewidth=0.8)
-        panel.set_title(
-            "10 clients in one cluster (prop. JS)" if design == "one cluster" else "5 clusters of 4 clients", fontsize=11
-        )
-        panel.set_xlabel("|wbar*|, length of the true global model (in sd of a client)")
+        panel.set_title(name, fontsize=11)
+    figure.supxlabel("|wbar*|, length of the true global model, in standard deviations of a client", fontsize=11)
     panels[0].set_ylabel("clients' mean squared error, James-Stein / plain")
     panels[1].legend(frameon=False, fontsize=10, loc="lower right")
     best = gain.sort("clients").row(0, named=True)
+    worst = gain.sort("clients").row(-1, named=True)
     title = (
-        f"James-Stein gains up to {100 * (1 - best['clients']):.0f}% where the global model is near zero, more with more "
-        "coefficients (bars: two standard errors)"
+        f"James-Stein lowers the clients' squared error by up to {100 * (1 - best['clients']):.0f}%, where the global model "
+        f"is near zero; at worst it raises it by {100 * (worst['clients'] - 1):.1f}% (bars: two standard errors)"
     )
     return figure, title
 
@@ -151,9 +151,12 @@ def _race(study: Study) -> tuple[Figure, str]:
         for name, style in zip(curves["solver"].unique(maintain_order=True).to_list(), _STYLES, strict=False):
             here = curves.filter(pl.col("solver") == name, pl.col("gap") < 100, pl.col(axis) > 0)
             told, theory = here.filter(pl.col("kind") == "measured"), here.filter(pl.col("kind") == "promised")
-            marker = style["marker"] if name in ("sweep", "newton") else ""
+            line = "-" if name in ("sweep", "newton") else style["linestyle"] if style["linestyle"] != ":" else (0, (5, 1))
             x, gap = _smoothed(told[axis].to_numpy(), told["gap"].to_numpy())
-            panel.plot(x, np.maximum(gap, 1e-12), color=style["color"], marker=marker, linewidth=1.6, label=name)
+            panel.plot(
+                x, np.maximum(gap, 1e-12), color=style["color"], marker=style["marker"], markersize=4, markevery=3,
+                linestyle=line, linewidth=1.4, label=name,
+            )  # fmt: skip
             panel.plot(theory[axis].to_numpy(), theory["gap"].to_numpy(), color=style["color"], linewidth=1.4, linestyle=":")
         panel.set_xscale("log")
         panel.set_yscale("log")
@@ -161,7 +164,7 @@ def _race(study: Study) -> tuple[Figure, str]:
         panel.set_xlim(left=0.7 if axis == "exchanges" else 5e3)
         panel.set_xlabel(words)
     panels[0].set_ylabel("objective above its minimum, share of that at zero")
-    panels[0].plot([], [], color="#606060", linestyle=":", label="bound of the theorem")
+    panels[0].plot([], [], color="#606060", linestyle=":", label="promised, same colour")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=7, frameon=False, fontsize=10)
     rows = {row["solver"]: row["exchanges to 1e-06"] for row in study.table("race").to_dicts()}
@@ -197,11 +200,8 @@ def _settings(study: Study) -> tuple[Figure, str]:
     right.set_ylabel("iterations to a gap of 1e-6")
     right.set_xlabel("share of the cluster term in global exchanges")
     best = chance.sort("exchanges").row(0, named=True)["multiple of the best"]
-    worst, least = max(tau["iterations"].to_list()), min(tau["iterations"].to_list())
-    title = (
-        f"al2sgd_plus needs fewest exchanges at {best:g} x the theorem's chances, and {100 * (worst / least - 1):.0f}% more "
-        "iterations with tau = 0 or 1 than with tau*"
-    )
+    counts = ", ".join(f"{count:,.0f} with tau = {name}" for name, count in tau.select("tau", "iterations").iter_rows())
+    title = f"al2sgd_plus needs fewest exchanges at {best:g} x the theorem's chances; iterations: {counts}"
     return figure, title
 
 
@@ -217,18 +217,19 @@ def _histograms(study: Study) -> tuple[Figure, str]:
             counts["from"].to_numpy(), values, width=0.05, align="edge", color="#0072b2", edgecolor="white", linewidth=0.2
         )
         panel.axvline(1, color="#d55e00", linewidth=1.2, linestyle="--")
-        panel.set_yscale("log")
+        if table[model]["ZIPs"] >= 50:
+            panel.set_yscale("log")
         panel.set_title(f"{model}: average {table[model]['average']:.3f}", fontsize=11)
-        panel.set_ylim(bottom=0.7)
+        panel.set_ylim(bottom=0.7 if table[model]["ZIPs"] >= 50 else 0)
         panel.text(
             0.98, 0.95, f"{table[model]['above 1']:,} above 1", transform=panel.transAxes, ha="right", va="top", fontsize=10
         )
-    panels[0].set_ylabel("ZIP codes (log scale)")
+    panels[0].set_ylabel("ZIP codes" + (" (log scale)" if table["hierarchical"]["ZIPs"] >= 50 else ""))
     figure.supxlabel("cross-entropy of a ZIP code on held-out rows, in nats a row (last bar: 3 and more)", fontsize=11)
     ours, single, alone = (table[name] for name in ("hierarchical", "single-model", "locally-trained"))
     title = (
-        f"Trained alone, {alone['above 1']:,} of {alone['ZIPs']:,} ZIP codes have a cross-entropy above 1; with one model "
-        f"for all {single['above 1']:,}, with the hierarchy {ours['above 1']:,}"
+        f"Of {alone['ZIPs']:,} ZIP codes {alone['above 1']:,} have a cross-entropy above 1 when trained alone, "
+        f"{single['above 1']:,} under a single model, {ours['above 1']:,} under the hierarchy"
     )
     return figure, title
 
@@ -249,13 +250,13 @@ def _penalties(study: Study) -> tuple[Figure, str]:
     panel.set_xlabel("lam, pull of clusters to the global model (log scale)")
     panel.set_ylabel("gamma, pull of ZIP codes to their cluster (log scale)")
     figure.colorbar(drawn, label="cross-validated mean client cross-entropy")
-    low, high = scores.min(axis=1).min(), scores.max()
-    across = float((scores[i].max() - scores[i].min()) / (high - low)) if high > low else 0.0
-    title = (
-        f"Cross-validation takes gamma = {gammas[i]:.3g}, lam = {lams[j]:.3g} (star); along lam the score moves by "
-        f"{100 * across:.2g}% of its range"
+    across, whole = float(np.ptp(scores[i])), float(np.ptp(scores))
+    along = (
+        "lam hardly matters"
+        if across < 0.01 * whole
+        else f"along lam the score moves by {100 * across / whole:.0f}% of its range"
     )
-    return figure, title
+    return figure, f"Cross-validation takes gamma = {gammas[i]:.3g}, lam = {lams[j]:.3g} (star); {along}"
 
 
 _FIGURES: dict[str, dict[str, Callable[[Study], tuple[Figure, str]]]] = {

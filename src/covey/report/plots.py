@@ -1,4 +1,4 @@
-"""Figures. Matplotlib is imported here only."""
+"""Figures of a model and of a plan; those of the studies are in ``figures``."""
 
 from __future__ import annotations
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import polars as pl
@@ -27,13 +29,25 @@ from the seed.
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a place where results cannot be written, before anything runs."""
+    """Refuse a place where results cannot be written, or where they would replace something else, before anything runs."""
     if folder.exists() and not folder.is_dir():
         raise DataError(f"{str(folder)!r} is a file; give a folder for the results with --out.")
+    page = folder / "README.md"
+    if page.exists() and not (page.is_file() and page.read_bytes().startswith(_HEAD.splitlines()[0].encode())):
+        raise DataError(f"{str(page)!r} was not written by covey and would be replaced; give another folder with --out.")
+    in_the_way = [name for name in ORDER if (folder / name).exists() and not (folder / name).is_dir()]
+    if in_the_way:
+        raise DataError(
+            f"{str(folder / in_the_way[0])!r} is a file where a folder of results belongs; move it, or give another --out."
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
     except OSError as problem:
-        raise DataError(f"The folder {str(folder)!r} cannot be made ({problem.strerror}); give another with --out.") from None
+        raise DataError(
+            f"Nothing can be written to {str(folder)!r} ({problem.strerror}); give another folder with --out."
+        ) from None
 
 
 def save(study: Study, folder: Path, command: str) -> list[Path]:
@@ -50,7 +64,9 @@ def save(study: Study, folder: Path, command: str) -> list[Path]:
     sections = dict(_SECTION.findall(page.read_text(encoding="utf-8"))) if page.exists() else {}
     sections[study.name] = section(study, figures, command)
     known = [name for name in ORDER if name in sections]
-    page.write_text(_HEAD + "".join(f"{_MARK.format(name)}\n{sections[name]}" for name in known), encoding="utf-8")
+    aside = page.with_suffix(".part")
+    aside.write_text(_HEAD + "".join(f"{_MARK.format(name)}\n{sections[name]}" for name in known), encoding="utf-8")
+    aside.replace(page)
     return [page, *(inner / f"{name}.png" for name, _ in figures)]
 
 
@@ -60,7 +76,7 @@ def section(study: Study, figures: list[tuple[str, str]], command: str) -> str:
     if study.quick:
         lines += ["*A quick look, on smaller problems with fewer runs; leave out `--quick` for the numbers that count.*", ""]
     if study.claims:
-        lines += [f"{tally(study.claims)}", "", *_markdown(claims_frame(study.claims), 3), ""]
+        lines += [tally(study.claims), "", *_claims(study.claims), ""]
     for name, title in figures:
         lines += [f"![{title}]({study.name}/{name}.png)", ""]
     for table in study.tables:
@@ -81,6 +97,20 @@ def section(study: Study, figures: list[tuple[str, str]], command: str) -> str:
     return "\n".join([*lines, f"`{command}`, covey {__version__}; {settings}.", "", ""])
 
 
+def _claims(claims: tuple[Claim, ...]) -> list[str]:
+    """As a table; a reason that all rows share stands once, above it."""
+    reasons = {claim.why for claim in claims}
+    shared = [f"Throughout: {claims[0].why}.", ""] if len(reasons) == 1 and claims[0].why else []
+    lines = ["| number | covey | paper | difference | chance allows | verdict | why |", "|---|---:|---:|---:|---:|---|---|"]
+    for claim in claims:
+        digits = 0 if all(float(value).is_integer() and abs(value) >= 2 for value in (claim.ours, claim.paper)) else 3
+        numbers = [f"{value:,.{digits}f}" for value in (claim.ours, claim.paper, claim.difference)]
+        allowed = "" if claim.spread is None else f"{claim.spread:.3f}"
+        why = "" if shared else claim.why
+        lines.append(f"| {' | '.join([claim.what, *numbers, allowed, claim.verdict, why])} |")
+    return [*shared, *lines]
+
+
 def claims_frame(claims: tuple[Claim, ...]) -> pl.DataFrame:
     """Ours, the paper's and the difference in one row each."""
     rows = [
@@ -90,44 +120,53 @@ def claims_frame(claims: tuple[Claim, ...]) -> pl.DataFrame:
             "paper": float(claim.paper),
             "difference": float(claim.difference),
             "chance allows": claim.spread,
+            "chance allows one run": claim.loose,
             "verdict": claim.verdict,
             "why": claim.why,
         }
         for claim in claims
     ]
-    return pl.DataFrame(rows, infer_schema_length=None, schema_overrides={"chance allows": pl.Float64})
+    return pl.DataFrame(
+        rows, infer_schema_length=None, schema_overrides={"chance allows": pl.Float64, "chance allows one run": pl.Float64}
+    )
 
 
 def tally(claims: tuple[Claim, ...]) -> str:
     """How many agree."""
     verdicts = [claim.verdict for claim in claims]
-    counts = {verdict: verdicts.count(verdict) for verdict in ("agrees", "differs", "not comparable")}
-    words = {"agrees": "agree", "differs": "differ", "not comparable": "cannot be compared"}
-    told = ", ".join(f"{count} {words[verdict]}" for verdict, count in counts.items() if count)
-    return f"Of {len(claims)} numbers of the paper: {told}."
+    words = {
+        "agrees": ("agrees", "agree"),
+        "agrees as one run": ("agrees as that of one run", "agree as those of one run"),
+        "differs": ("differs", "differ"),
+        "not comparable": ("cannot be compared", "cannot be compared"),
+    }
+    counts = {verdict: verdicts.count(verdict) for verdict in words}  # type: ignore[arg-type]
+    told = ", ".join(f"{count} {words[verdict][count != 1]}" for verdict, count in counts.items() if count)
+    return f"Of {len(claims)} number{'s' * (len(claims) != 1)} of the paper: {told}."
 
 
 def _markdown(frame: pl.DataFrame, digits: int) -> list[str]:
     numeric = [dtype.is_numeric() for dtype in frame.dtypes]
     head = [name.replace("_", " ").replace("|", "\\|") for name in frame.columns]
     lines = [f"| {' | '.join(head)} |", f"| {' | '.join('---:' if right else '---' for right in numeric)} |"]
+    formats = [_format(frame[name].drop_nulls().to_list(), digits) for name in frame.columns]
     for row in frame.iter_rows():
-        lines.append(f"| {' | '.join(_cell(value, digits) for value in row)} |")
+        cells = ["" if value is None else shown(value) for value, shown in zip(row, formats, strict=True)]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
-def _cell(value: Any, digits: int) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, int):
-        return f"{value:,}"
-    if not isinstance(value, float):
-        return str(value).replace("|", "\\|")
-    if digits < 0:
-        return f"{value:.1e}"
-    if abs(value) >= 1000 or (value == int(value) and abs(value) >= 10):
-        return f"{value:,.0f}"
-    return f"{value:.{digits}f}" if abs(value) >= 0.5 * 10.0**-digits or value == 0 else f"{value:.1g}"
+def _format(values: list[Any], digits: int) -> Callable[[Any], str]:
+    """One way to print a column: counts with separators, settings as they are, measurements with so many digits."""
+    if not all(isinstance(value, int | float) for value in values):
+        return lambda value: str(value).replace("|", "\\|")
+    if digits < 0 and any(0 < abs(value) < 1e-3 for value in values):
+        return lambda value: f"{value:.1e}"
+    if all(float(value).is_integer() for value in values) or any(abs(value) >= 1000 for value in values):
+        return lambda value: f"{value:,.0f}"
+    if all(value == float(f"{value:.2g}") for value in values):
+        return lambda value: f"{value:g}"
+    return lambda value: f"{value:.{max(digits, 0)}f}" if abs(value) >= 0.5 * 10.0**-digits or value == 0 else f"{value:.1g}"
 
 
 def summary(study: Study) -> str:

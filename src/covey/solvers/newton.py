@@ -234,6 +234,8 @@ def coordinate(
             if reached <= value + _ARMIJO * length * slope + noise:
                 break
             length, retry = 0.5 * length, True
+            if length < _SHORTEST and norm <= tol:
+                break  # the gradient has vanished and nothing is left to gain, in classes that are separated
             if length < _SHORTEST:
                 raise SolverError(
                     f"Newton found no decrease along its direction (objective {value:.6g}, gradient norm {norm:.1e}); the "
