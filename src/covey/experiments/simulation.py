@@ -222,6 +222,8 @@ def claims(table: pl.DataFrame, between: pl.DataFrame, runs: int) -> tuple[Claim
             for name, value in zip(("average", "sd", "max"), printed, strict=True):
                 strict, loose = (float(2 * np.sqrt(1 / n + 1 / runs) * chance[f"{name}_between"]) for n in (RUNS, 1))
                 claim = Claim(f"{m} rows, {method}: {name} of the distance", value, ours[name], strict, loose=loose)
+                if runs < RUNS:
+                    claim = replace(claim, comparable=False, why=f"{runs} runs are too few to judge by")
                 found.append(claim if claim.verdict != "differs" else replace(claim, why=_why(m, method, name, chance)))
     return tuple(found)
 
