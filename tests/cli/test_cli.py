@@ -338,13 +338,16 @@ def charity(folder):
 def test_reproduce_is_the_same_to_the_digit_whatever_the_threads(tmp_path):
     tables = charity(tmp_path)
     for threads in ("1", "2"):
-        environment = {**os.environ, "NUMBA_NUM_THREADS": threads, "COLUMNS": "100"}
+        limits = dict.fromkeys(("NUMBA_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "POLARS_MAX_THREADS"), threads)
+        environment = {**os.environ, **limits, "COLUMNS": "100"}
         command = [*COVEY, "reproduce", "donors", *tables, "--quick", "--seed", "3", "--out", f"by-{threads}"]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, check=False)
         assert done.returncode == 0, done.stderr
         assert done.stderr == "", "no progress in a pipe"
         assert "60 ZIPs were kept." in done.stdout
         assert "page   by-" in done.stdout
+    page = (tmp_path / "by-1" / "README.md").read_text()
+    assert "`covey reproduce donors --appeals appeals.csv --gifts gifts.csv --zips zips.csv --quick --seed 3`" in page
     files = sorted(path.relative_to(tmp_path / "by-1") for path in (tmp_path / "by-1").rglob("*.*"))
     assert {path.suffix for path in files} == {".md", ".csv", ".png", ".svg"}
     for path in files:
@@ -371,10 +374,13 @@ def test_reproduce_writes_one_page_for_several_studies(tmp_path):
         (["donors", "--data", "k.csv", "--appeals", "a", "--gifts", "b", "--zips", "c"], "not both"),
         (["limits", "--out", "file.txt"], "is a file"),
         (["limits", "--seed", "-1"], "seed must be a whole number"),
+        (["limits", "--out", "mine"], "not written by covey"),
     ],
 )
 def test_reproduce_refuses_in_a_sentence(tmp_path, arguments, sentence):
     (tmp_path / "file.txt").write_text("")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "README.md").write_text("# Mine")
     done = run("reproduce", *arguments, cwd=tmp_path, check=False)
     assert done.returncode == 2
     assert sentence in done.stderr

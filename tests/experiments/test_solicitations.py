@@ -149,9 +149,10 @@ def test_zips_are_compared_as_text_of_five_digits():
 
 
 def test_blank_zips_and_clusters_are_missing():
-    gifts = gifts_of((1, -3, " 60637 "), (1, -2, " "))
-    result = solicitations(appeals_of((1, 0)), gifts, pl.DataFrame({"zip": ["60637"], "cluster": [""]}), at_least=1)
-    assert result.rows.select("zip", "cluster", "recency").rows() == [("60637", "unknown", 2)]
+    gifts = gifts_of((1, -3, " 60637 "), (1, -2, " "), (2, -5, "60601"))
+    zips = pl.DataFrame({"zip": ["60637", "60601"], "cluster": ["", "middle"]})
+    result = solicitations(appeals_of((1, 0), (2, 0)), gifts, zips, at_least=1)
+    assert result.rows.select("zip", "cluster", "recency").rows() == [("60601", "middle", 5), ("60637", "unknown", 2)]
 
 
 FORMS = {
@@ -260,7 +261,7 @@ def test_joins_agree_with_loops(seed):
     rows, counts = by_loops(*tables, at_least)
     result = left(*tables, at_least)
     if result is None:
-        assert rows == []
+        assert all(row[1] == "unknown" for row in rows), "nothing left, or no ZIP in the table of ZIPs"
         return
     assert result.rows.columns == ROW_COLUMNS
     assert result.rows.rows() == rows
@@ -388,3 +389,36 @@ def test_at_least_is_a_positive_whole_number(at_least):
 def test_a_zip_twice_with_the_same_cluster_is_one():
     zips = pl.DataFrame({"zip": ["60637", "60637", "60637"], "cluster": ["middle", None, "middle"]})
     assert solicitations(APPEALS, GIFTS, zips, at_least=1).rows["cluster"].to_list() == ["middle", "middle"]
+
+
+def small(zips, gift_zip):
+    dates = [f"2024-0{month}-01" for month in range(2, 8)]
+    appeals = pl.DataFrame({"id": [1] * 6, "date": dates})
+    gifts = pl.DataFrame({"id": [1], "date": ["2024-01-01"], "zip": [gift_zip]})
+    return solicitations(appeals, gifts, pl.DataFrame({"zip": zips, "cluster": ["middle"] * len(zips)}))
+
+
+@pytest.mark.parametrize("written", ["2139", "02139", "2139.0", "02139-1234", "021391234", 2139])
+def test_a_zip_that_a_spreadsheet_changed_is_still_that_zip(written):
+    assert small(["02139"], written).rows["cluster"].unique().to_list() == ["middle"]
+    assert small([written], "02139").rows["zip"].unique().to_list() == ["02139"]
+
+
+def test_tables_that_share_no_zip_are_refused():
+    with pytest.raises(DataError, match=r"None of the 1 ZIPs .*'02139' for one.*which has '60637'"):
+        small(["60637"], "02139")
+    with pytest.raises(DataError, match="has no rows with a cluster"):
+        solicitations(
+            pl.DataFrame({"id": [1] * 5, "date": [f"2024-0{month}-01" for month in range(2, 7)]}),
+            pl.DataFrame({"id": [1], "date": ["2024-01-01"], "zip": ["02139"]}),
+            pl.DataFrame({"zip": [], "cluster": []}, schema={"zip": pl.String, "cluster": pl.String}),
+        )
+
+
+def test_frames_of_any_library_and_nothing_else():
+    pandas = [frame.to_pandas() for frame in (pl.DataFrame({"id": [1] * 5, "date": ["2024-02-01"] * 5}),)]
+    gifts = pl.DataFrame({"id": [1], "date": ["2024-01-01"], "zip": ["02139"]})
+    zips = pl.DataFrame({"zip": ["02139"], "cluster": ["middle"]})
+    assert solicitations(pandas[0], gifts.to_pandas(), zips.to_arrow(), at_least=1).rows.height == 1
+    with pytest.raises(DataError, match=r"gifts table must be a data frame .* got str"):
+        solicitations(pandas[0], "gifts.csv", zips)

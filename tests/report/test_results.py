@@ -21,7 +21,7 @@ def study():
     gain = limits.james_stein_table((2, 5), 3, 0, lambda *_: None)
     claims = (
         Claim("a number", 1.0, 1.01, 0.1),
-        Claim("another", 2.0, 5.0, 0.1, "the paper's is wrong"),
+        Claim("another", 2.0, 5.25, 0.1, "the paper's is wrong"),
         Claim("a third", 2.0, 5.0, None, "other data", comparable=False),
     )
     tables = (Table("james-stein", "Ratio of |errors|", gain), Table("more", "More", gain, shown=False))
@@ -31,8 +31,8 @@ def study():
 def test_a_row_has_ours_the_papers_and_the_difference(study, tmp_path):
     save(study, tmp_path, "covey reproduce limits")
     page = (tmp_path / "README.md").read_text()
-    assert "| another | 5.000 | 2.000 | 3.000 | 0.100 | differs | the paper's is wrong |" in page
-    assert "Of 3 numbers of the paper: 1 agree, 1 differ, 1 cannot be compared." in page
+    assert "| another | 5.250 | 2.000 | 3.250 | 0.100 | differs | the paper's is wrong |" in page
+    assert "Of 3 numbers of the paper: 1 agrees, 1 differs, 1 cannot be compared." in page
     assert "![" in page
     assert "`covey reproduce limits`" in page
     assert pl.read_csv(tmp_path / "limits" / "james-stein.csv").equals(study.table("james-stein"))
@@ -66,9 +66,16 @@ def test_the_same_study_gives_the_same_bytes(study, tmp_path):
 
 
 def test_numbers_print_with_sensible_digits():
-    told = [results._cell(value, 3) for value in (None, 1234567, 0.12345, 1e-7, 12345.6, 29490.0, 0.0, "a|b")]
-    assert told == ["", "1,234,567", "0.123", "1e-07", "12,346", "29,490", "0.000", "a\\|b"]
-    assert results._cell(3.2e-15, -1) == "3.2e-15"
+    columns = {
+        "count": [1234567, 3],
+        "setting": [0.01, 10.0],
+        "measured": [0.12345, 1e-7],
+        "large": [12345.6, 0.5],
+        "words": ["a|b", None],
+    }
+    rows = results._markdown(pl.DataFrame(columns), 3)[2:]
+    assert rows == ["| 1,234,567 | 0.01 | 0.123 | 12,346 | a\\|b |", "| 3 | 10 | 1e-07 | 0 |  |"]
+    assert results._markdown(pl.DataFrame({"tiny": [3.2e-15]}), -1)[2] == "| 3.2e-15 |"
 
 
 def test_quick_looks_are_marked(study):
@@ -79,23 +86,46 @@ def test_quick_looks_are_marked(study):
 def test_the_screen_says_what_differs(study):
     text = summary(study)
     assert "It gains." in text
-    assert "another: 5.000, the paper 2.000; the paper's is wrong" in text
-    assert tally(study.claims[:1]) == "Of 1 numbers of the paper: 1 agree."
+    assert "another: 5.250, the paper 2.000; the paper's is wrong" in text
+    assert tally(study.claims[:1]) == "Of 1 number of the paper: 1 agrees."
+    assert "1 agrees as that of one run" in tally((Claim("x", 1.0, 1.2, 0.1, loose=0.3),))
 
 
 def test_a_file_in_the_way_is_refused(tmp_path):
     (tmp_path / "results").write_text("")
     with pytest.raises(DataError, match="is a file"):
         results.check_folder(tmp_path / "results")
+    (tmp_path / "limits").write_text("")
+    with pytest.raises(DataError, match="is a file where a folder"):
+        results.check_folder(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["donors", "simulation", "robustness"])
+@pytest.mark.parametrize("content", [b"# My own project\n", b"caf\xe9", b""])
+def test_a_readme_of_somebody_else_is_never_replaced(study, tmp_path, content):
+    (tmp_path / "README.md").write_bytes(content)
+    with pytest.raises(DataError, match="not written by covey"):
+        save(study, tmp_path, "x")
+    assert (tmp_path / "README.md").read_bytes() == content
+
+
+def test_a_reason_that_all_share_stands_once(study):
+    claims = tuple(Claim(f"number {i}", 1.0, 2.0, None, "other data", comparable=False) for i in range(3))
+    page = section(replace(study, claims=claims), [], "x")
+    assert page.count("other data") == 1
+    assert "| number 0 | 2.000 | 1.000 | 1.000 |  | not comparable |  |" in page
+    counts = section(replace(study, claims=(Claim("ZIP codes", 29490, 29490, None),)), [], "x")
+    assert "| ZIP codes | 29,490 | 29,490 | 0 |" in counts
+
+
+@pytest.mark.parametrize("kind", ["donors", "simulation", "robustness", "limits", "communication"])
 def test_every_figure_has_labels_a_title_and_no_empty_panel(kind, tmp_path, monkeypatch):
     from covey.report import figures
 
     kept = []
     monkeypatch.setattr(figures.Figure, "savefig", lambda self, *_, **__: kept.append(self))
-    draw(STUDIES[kind](), tmp_path)
+    told = draw(STUDIES[kind](), tmp_path)
+    for title in TITLES[kind]:
+        assert any(title in each for _, each in told), told
     for figure in kept:
         assert figure.get_suptitle()
         labels = [panel.get_xlabel() for panel in figure.axes] + [figure.get_supxlabel()]
@@ -118,19 +148,68 @@ def small_simulation():
         for run in range(2)
         for name in (*simulation.OF_THE_PAPER, *simulation.BEYOND)
     ]
-    each = pl.DataFrame(rows)
+    best = pl.when(pl.col("method") == "minimiser").then(pl.col("average") - 0.5).otherwise(pl.col("average"))
+    each = pl.DataFrame(rows).with_columns(average=best)
     table = simulation._distances(simulation.summary(each))
     return Study("simulation", "S", {}, (), (), (Table("runs", "", each), Table("distance", "", table)))
 
 
 def small_robustness():
     names = ["locally-trained", "single-cluster", "hierarchy, penalties of the truth", "hierarchy, penalties by CV"]
-    wrong = pl.DataFrame({"wrong share": [0.0, 1.0], **{name: [1.0, 2.0] for name in names}})
+    values = [[3.0, 3.0, 3.0], [2.0, 2.0, 2.0], [1.0, 1.5, 2.5], [1.0, 1.5, 2.1]]
+    wrong = pl.DataFrame({"wrong share": [0.0, 0.4, 1.0], **dict(zip(names, values, strict=True))})
     return Study("robustness", "R", {}, (), (), (Table("clusters", "", wrong),))
+
+
+def small_limits():
+    gain = pl.DataFrame(
+        [
+            {
+                "design": design,
+                "d": d,
+                "|wbar*|": size,
+                "clients": 0.9 + 0.025 * size,
+                "standard error": 0.01,
+                "global model": 0.5,
+            }
+            for design in limits.JAMES_STEIN_DESIGNS
+            for d in (2, 5)
+            for size in (0.0, 8.0)
+        ]
+    )
+    return Study("limits", "L", {}, (), (), (Table("james-stein", "", gain),))
+
+
+def small_communication():
+    names = ("sweep", "newton", "al2sgd_plus", "l2gd", "l2gd switching", "one_coin")
+    points = [
+        {"solver": name, "kind": kind, "exchanges": float(count), "bytes": 1e4 * count, "gap": 1.0 / count}
+        for name in names
+        for kind in ("measured", "promised")
+        for count in (1, 2, 50)
+    ]
+    race = pl.DataFrame({"solver": names, "exchanges to 1e-06": [1.0, 2.0, 84.0, None, None, None]})
+    counts = {"iterations": [9.0, 5.0], "iterations, promised": [20.0, 9.0], "exchanges": [3.0, 2.0]}
+    chance = pl.DataFrame({"multiple of the best": [0.1, 1.0], **counts})
+    tau = pl.DataFrame({"tau": ["0", "tau* = 0.50"], "iterations": [9.0, 5.0]})
+    tables = {"curves": pl.DataFrame(points), "race": race, "chance": chance, "tau": tau}
+    return Study("communication", "C", {}, (), (), tuple(Table(name, "", frame) for name, frame in tables.items()))
 
 
 STUDIES = {
     "donors": lambda: donors.study(simulated(zips=40, appeals=1500, seed=0), quick=True),
     "simulation": small_simulation,
     "robustness": small_robustness,
+    "limits": small_limits,
+    "communication": small_communication,
+}
+TITLES = {
+    "donors": ["Of 40 ZIP codes", "Cross-validation takes gamma ="],
+    "simulation": ["closest to the truth at every size: 1.00 at 10 rows a client, against 1.50 for one cluster and 1.50 alone"],
+    "robustness": ["better than a single cluster up to 40% and worse from 100% on", "at worst 5.0% worse"],
+    "limits": ["by up to 10%", "at worst it raises it by 10.0%"],
+    "communication": [
+        "Exchanges to a gap of 1e-6: sweep 1, newton 2, al2sgd_plus 84; not reached by l2gd, l2gd switching, one_coin",
+        "fewest exchanges at 1 x the theorem's chances; iterations: 9 with tau = 0, 5 with tau = tau* = 0.50",
+    ],
 }

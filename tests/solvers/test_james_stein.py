@@ -7,9 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 from scipy.stats import poisson
 
-from covey import HierarchicalClassifier, HierarchicalRegressor, Objective, Penalty, sweep
+from covey import GroupedData, HierarchicalClassifier, HierarchicalRegressor, Objective, Penalty, sweep
 from covey.datasets import simulate
 from covey.errors import SolverError
 from covey.losses import Gaussian, loss_of
@@ -51,14 +52,19 @@ def test_factor_is_that_of_dense_generalised_least_squares(seed):
     assert 0 <= expected < 1
 
 
-@given(seeds)
-def test_the_server_knows_the_minimum_before_anybody_answers(seed):
+@given(seeds, st.booleans())
+def test_the_server_knows_the_minimum_before_anybody_answers(seed, loosely):
     problem = random_problem(seed)
     data, penalty, loss = problem.data, problem.penalty, Gaussian()
+    if loosely and data.n_clusters > 1:
+        # Clients and clusters that nothing ties to their parent: all but the first of each cluster, and the last cluster.
+        first = np.isin(np.arange(data.n_clients), data.hierarchy.cluster_ptr)
+        lam = np.append(penalty.lam[:-1], 0.0)
+        penalty = Penalty.of(data.hierarchy, gamma=np.where(first, penalty.gamma, 0.0), lam=lam)
     seen = node_up(data, loss, penalty.gamma)
     above = Spread.of_penalty(penalty.lam, data.n_terms)
     whole = eliminate(seen, above, np.array([0, data.n_clusters]))
-    fit = sweep(data, loss, penalty)
+    fit = solve(data, loss, penalty, solver="sweep")
     told = whole.c[0] - 0.5 * whole.r[0] @ fit.wbar
     size = 1 + 0.5 * float((data.y**2).sum())
     assert told == pytest.approx(fit.convergence.objective, rel=1e-9, abs=1e-9 * size)
@@ -107,6 +113,10 @@ def test_newton_and_the_sweep_agree():
         np.testing.assert_allclose(a, b, atol=1e-9)
     assert one.convergence.exchanges == 1, "it costs no exchange"
     assert two.history["exchanges"].to_list() == list(range(1, two.convergence.exchanges + 1))
+    plain = solve(drawn.data, Gaussian(), penalty, solver="newton")
+    assert two.convergence.exchanges > plain.convergence.exchanges, "those of the first fit count too"
+    assert two.ledger.bytes == pytest.approx(two.convergence.exchanges * plain.ledger.bytes / plain.convergence.exchanges)
+    assert f"after {two.convergence.iterations} Newton steps" in two.convergence.message
 
 
 def test_a_known_global_model_is_kept():
@@ -154,6 +164,23 @@ def test_the_units_of_the_response_do_not_matter():
     one = solve(drawn.data, Gaussian(), penalty, james_stein=True)
     thousand = solve(replace(drawn.data, y=1000 * drawn.data.y), Gaussian(), penalty, james_stein=True)
     np.testing.assert_allclose(thousand.theta, 1000 * one.theta, rtol=1e-9, atol=1e-9)
+
+
+def test_rows_without_weight_say_nothing():
+    drawn = simulate(clusters=4, clients=3, rows=6, d=5, wbar=0.3, seed=4)
+    penalty = Penalty.of(drawn.data.hierarchy)
+    one = solve(drawn.data, Gaussian(), penalty, james_stein=True)
+    X, y = np.vstack([drawn.X, drawn.X]), np.append(drawn.y, 99 + drawn.y)
+    client, cluster = np.tile(drawn.client, 2), np.tile(drawn.cluster, 2)
+    weights = np.repeat([1.0, 0.0], len(drawn.y))
+    again = solve(GroupedData.from_arrays(X, y, client, cluster, weights=weights), Gaussian(), penalty, james_stein=True)
+    np.testing.assert_allclose(again.theta, one.theta, atol=1e-10)
+
+
+@pytest.mark.parametrize("given_", ["yes", 1, 0.5, None])
+def test_must_be_true_or_false(given_):
+    with pytest.raises(SolverError, match="True or False"):
+        HierarchicalRegressor(james_stein=given_).fit(np.eye(3), np.arange(3.0), client=[0, 0, 1])
 
 
 def test_is_refused_where_it_means_nothing():

@@ -123,7 +123,7 @@ def solicitations(appeals: Any, gifts: Any, zips: Any, *, at_least: int = 5) -> 
     at_least : the fewest appeals of a ZIP that is kept
 
     Frames may be of pandas, polars or pyarrow. Dates are dates, datetimes or ISO text; ids and ZIPs are text or whole numbers.
-    ZIPs are compared as text: three or four digits are padded to five, and ZIP+4 (``60637-1234``) is cut to its first five.
+    ZIPs are compared as text: fewer than five digits are padded, and ZIP+4 (``60637-1234``) is cut to its first five.
 
     >>> appeals = pl.DataFrame({"id": [1, 1], "date": ["2024-03-01", "2024-06-01"]})
     >>> gifts = pl.DataFrame({"id": [1, 1], "date": ["2024-02-28", "2024-03-09"], "zip": [2139, 2139]})
@@ -315,8 +315,8 @@ def _zip(frame: pl.DataFrame, name: str) -> pl.Series:
         frame = frame.with_columns(zips)
     if not (zips.dtype in _TEXT or zips.dtype == pl.Null):
         raise DataError(f"The 'zip' column of the {name} table holds {zips.dtype}; cast it to text or whole numbers.")
-    zip_ = pl.col("zip").cast(pl.String).str.strip_chars().str.replace(r"^(\d{3,9})\.0$", "$1")
-    zip_ = pl.when(zip_.str.contains(r"^\d{3,5}$")).then(zip_.str.zfill(5)).otherwise(zip_)
+    zip_ = pl.col("zip").cast(pl.String).str.strip_chars().str.replace(r"^(\d{1,9})\.0$", "$1")
+    zip_ = pl.when(zip_.str.contains(r"^\d{1,5}$")).then(zip_.str.zfill(5)).otherwise(zip_)
     cut = pl.when(zip_.str.contains(_ZIP_PLUS_FOUR)).then(zip_.str.slice(0, 5)).when(zip_ != "").then(zip_)
     return frame.select(cut.alias("zip")).to_series()
 

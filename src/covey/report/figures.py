@@ -154,8 +154,8 @@ def _race(study: Study) -> tuple[Figure, str]:
             line = "-" if name in ("sweep", "newton") else style["linestyle"] if style["linestyle"] != ":" else (0, (5, 1))
             x, gap = _smoothed(told[axis].to_numpy(), told["gap"].to_numpy())
             panel.plot(
-                x, np.maximum(gap, 1e-12), color=style["color"], marker=style["marker"], markersize=4, markevery=1 if name in ("sweep", "newton") else 3,
-                linestyle=line, linewidth=1.4, label=name,
+                x, np.maximum(gap, 1e-12), color=style["color"], marker=style["marker"], markersize=4,
+                markevery=1 if name in ("sweep", "newton") else 3, linestyle=line, linewidth=1.4, label=name,
             )  # fmt: skip
             panel.plot(theory[axis].to_numpy(), theory["gap"].to_numpy(), color=style["color"], linewidth=1.4, linestyle=":")
         panel.set_xscale("log")
