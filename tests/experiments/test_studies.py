@@ -82,8 +82,13 @@ def test_findings_name_a_rival_that_wins():
         for run in range(2)
         for name in simulation.OF_THE_PAPER
     ]
-    assert simulation.exceptions(pl.DataFrame(rows)) == ["one-coin iterate by 1 at 10 rows"]
+    assert simulation.exceptions(pl.DataFrame(rows)) == ["one-coin iterate by 1 at 10 rows (standard error 0)"]
     assert simulation.exceptions(pl.DataFrame([{**row, "average": 1.0} for row in rows])) == []
+    chance = pl.DataFrame(rows).with_columns(
+        average=pl.when(pl.col("method") == "one-coin iterate").then(1.9 + 0.19 * pl.col("run")).otherwise(2.0)
+    )
+    assert simulation.exceptions(chance) == []
+    assert simulation.deficits(chance) == [("one-coin iterate by 0.005 at 10 rows (standard error 0.09)", False)]
 
 
 def test_the_minimiser_beats_the_papers_methods_on_a_real_run():
@@ -120,13 +125,15 @@ def test_each_number_is_judged_by_the_spread_of_its_own_kind():
     here = {"rows": 10, "method": "locally-trained"}
     table = pl.DataFrame([{**here, "average": 4.4, "sd": 0.9, "max": 8.9}])
     known = {"average": 4.5, "average_between": 0.2, "sd": 0.95, "sd_between": 0.05, "max": 7.6, "max_between": 0.3}
-    between = pl.DataFrame([{**here, "runs": 9, **known, "least_max": 7.0, "largest_max": 9.0}])
+    between = pl.DataFrame([{**here, "runs": 9, **known, "least_max": 7.0, "largest_max": 8.1}])
     average, sd, most = simulation.claims(table, between, 5)
     assert (average.ours, sd.ours, most.ours) == (4.4, 0.9, 8.9)
     assert average.spread == pytest.approx(2 * 0.2 * np.sqrt(2 / 5))
     assert average.loose == pytest.approx(2 * 0.2 * np.sqrt(6 / 5))
     assert (average.verdict, sd.verdict, most.verdict) == ("agrees", "agrees as one run", "differs")
-    assert "outside what chance allows" in simulation.claims(table.with_columns(max=pl.lit(20.0)), between, 5)[2].why
+    assert most.why.startswith("the paper's is wrong: in 9 further draws single runs lie between 7 and 8.1")
+    wider = between.with_columns(largest_max=pl.lit(9.0))
+    assert "may be that of one run" in simulation.claims(table, wider, 5)[2].why
     assert {claim.verdict for claim in simulation.claims(table, between, 2)} == {"not comparable"}
 
 
