@@ -17,6 +17,7 @@ from covey.experiments.limits import JAMES_STEIN_DESIGNS
 from covey.experiments.robustness import turning_point
 from covey.experiments.simulation import exceptions
 from covey.experiments.study import Study
+from covey.report.plots import RACERS
 
 # Okabe and Ito's colours, which everybody can tell apart, each with a marker and a line of its own for print in grey.
 _STYLES: list[dict[str, Any]] = [
@@ -150,14 +151,15 @@ def _race(study: Study) -> tuple[Figure, str]:
     ):
         for name, style in zip(curves["solver"].unique(maintain_order=True).to_list(), _STYLES, strict=False):
             here = curves.filter(pl.col("solver") == name, pl.col("gap") < 100, pl.col(axis) > 0)
+            color = RACERS[name][0]  # as in the figure of a plan
             told, theory = here.filter(pl.col("kind") == "measured"), here.filter(pl.col("kind") == "promised")
             line = "-" if name in ("sweep", "newton") else style["linestyle"] if style["linestyle"] != ":" else (0, (5, 1))
             x, gap = _smoothed(told[axis].to_numpy(), told["gap"].to_numpy())
             panel.plot(
-                x, np.maximum(gap, 1e-12), color=style["color"], marker=style["marker"], markersize=4,
+                x, np.maximum(gap, 1e-12), color=color, marker=style["marker"], markersize=4,
                 markevery=1 if name in ("sweep", "newton") else 3, linestyle=line, linewidth=1.4, label=name,
             )  # fmt: skip
-            panel.plot(theory[axis].to_numpy(), theory["gap"].to_numpy(), color=style["color"], linewidth=1.4, linestyle=":")
+            panel.plot(theory[axis].to_numpy(), theory["gap"].to_numpy(), color=color, linewidth=1.4, linestyle=":")
         panel.set_xscale("log")
         panel.set_yscale("log")
         panel.set_ylim(3e-13, 30)

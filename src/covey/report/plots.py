@@ -53,7 +53,7 @@ def shrinkage_figure(model: Model, local: Floats, path: Path, *, term: int = 0, 
     return path
 
 
-_RACERS = {
+RACERS = {
     "sweep": ("#1f6fb4", "o", "-"),
     "newton": ("#2a9d8f", "s", "-"),
     "al2sgd_plus": ("#d1495b", "", "-"),
@@ -70,7 +70,7 @@ def race_figure(told: Mapping[str, pl.DataFrame], path: Path, *, accuracy: float
         figure = Figure(figsize=(8.5, 5.2), layout="constrained")
         panel = figure.subplots()
         for name, history in told.items():
-            color, marker, line = _RACERS.get(name, ("#606060", "", ":"))
+            color, marker, line = RACERS.get(name, ("#606060", "", ":"))
             exchanges, gap = history["exchanges"].to_numpy(), history["gap"].to_numpy()
             # A gap below rounding has no logarithm worth drawing; an exchange is counted from one to have a place on the axis.
             kept = np.maximum(gap, _SMALLEST_GAP)
