@@ -47,7 +47,7 @@ def study(*, seed: int = 0, quick: bool = False, say: Say = silent) -> Study:
                 gain,
                 "Clients, global model: whose error. One cluster: ten clients as in prop. JS. Five clusters: of 4 clients with "
                 "10 rows each. Unequal columns: three clients in one cluster whose data hardly tell the first coefficient "
-                "(precision 0.3, of the others 100), along which wbar* lies; clients may lose while the global model gains.",
+                "(precision 0.3, of the others 100), along which wbar* lies.",
             ),
         ),
         quick=quick,

@@ -129,7 +129,7 @@ def _james_stein(study: Study) -> tuple[Figure, str]:
         panel.set_title(name, fontsize=11)
     figure.supxlabel("|wbar*|, length of the true global model, in standard deviations of a client", fontsize=11)
     panels[0].set_ylabel("clients' mean squared error, James-Stein / plain")
-    panels[1].legend(frameon=False, fontsize=10, loc="lower right")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=10)
     best = gain.sort("clients").row(0, named=True)
     worst = gain.sort("clients").row(-1, named=True)
     title = (

@@ -84,7 +84,7 @@ def solve(
                 return trial
             solver = best.solver  # type: ignore[assignment]
     if solver == "sweep":
-        shrink = js.Shrink() if james_stein else None
+        shrink = js.Shrink(penalty, data.hierarchy) if james_stein else None
         with threads_for(data):
             fit = _refined(data, loss, penalty, tol, shrink)
         return fit if shrink is None else _shrunk(fit, shrink.factor)

@@ -3,14 +3,15 @@
 Under the hierarchical model ``wbar ~ N(wbar*, noise V)`` with ``V^-1 = sum_j D_j``, and the server, which solves for ``wbar``,
 knows both. So it can shrink ``wbar`` and send that down the tree; no client has to tell it more. The positive-part factor is
 
-    max(0, 1 - (e - 2) noise / (wbar' V^-1 wbar))        e = trace V / largest eigenvalue of V
+    max(0, 1 - (e - 2) noise / (wbar' V^-1 wbar))        e = trace(Q V) / largest eigenvalue of Q V
 
-where ``e`` is ``d`` when ``V`` is a multiple of the identity (Bock 1975 for any other ``V``). With ``e <= 2`` nothing is
-to be gained and ``wbar`` stays. The noise of a Gaussian response is estimated from what the fit leaves, twice its objective
-on ``N - d`` degrees of freedom (the divisor of least risk is two more); for counts and classes it is 1. Weights are precisions.
+(Bock 1975), which lowers the expected error ``(wbar - wbar*)' Q (wbar - wbar*)``; for ``Q = I`` and ``V`` a multiple of it
+``e = d``. Clients take their share ``M_i`` of ``wbar`` through their own data, so their error is that with ``Q = sum_i M_i' M_i``,
+and what helps the global model may harm them: the smaller ``e`` of the two is taken. The server knows the mean share of each
+cluster's clients, and uses that for each of them. With ``e <= 2`` nothing is to be gained and ``wbar`` stays.
 
-What is proved is that the *global model's* expected squared error falls. Clients take their share of ``wbar`` through their own
-data, so with very unequal columns theirs may rise a little; ``covey reproduce limits`` measures both.
+The noise of a Gaussian response is estimated from what the fit leaves, twice its objective on ``N - d`` degrees of freedom (the
+divisor of least risk is two more); for counts and classes it is 1. Weights are precisions.
 """
 
 from __future__ import annotations
@@ -22,36 +23,63 @@ import numpy as np
 from covey._typing import Floats
 from covey.data import GroupedData
 from covey.errors import SolverError
+from covey.hierarchy import Hierarchy
 from covey.losses import Loss
 from covey.objective import Penalty
 from covey.solvers.result import Fit
 from covey.solvers.sweep import Quadratic, Spread, eliminate
 
 
-def factor(wbar: Floats, precision: Floats, noise: float = 1.0) -> float:
-    """What to multiply ``wbar`` by, given the matrix ``V^-1 (d, d)``.
+def factor(wbar: Floats, precision: Floats, noise: float = 1.0, shares: Floats | None = None) -> float:
+    """What to multiply ``wbar`` by, given the matrix ``V^-1 (d, d)`` and the clients' ``Q (d, d)``.
 
     >>> factor(np.array([1.0, 1.0, 1.0, 1.0]), np.eye(4))
     0.5
     """
-    eigenvalues = np.linalg.eigvalsh(precision)
+    eigenvalues, vectors = np.linalg.eigh(precision)
     if not eigenvalues[0] > 1e-12 * eigenvalues[-1]:
         return 1.0  # some direction of wbar is not determined at all
-    effective = float(eigenvalues[0] * (1.0 / eigenvalues).sum())
+    root = vectors / np.sqrt(eigenvalues)  # root root' = V
+    effective = min(_effective(root.T @ Q @ root) for Q in (np.eye(len(wbar)), shares) if Q is not None)
     size = float(wbar @ precision @ wbar)
     if effective <= 2 or size <= 0:
         return 1.0
     return max(0.0, 1.0 - (effective - 2) * noise / size)
 
 
+def _effective(spread: Floats) -> float:
+    """Trace over largest eigenvalue; 0 where there is nothing."""
+    largest = float(np.linalg.eigvalsh(spread)[-1])
+    return float(np.trace(spread)) / largest if largest > 0 else 0.0
+
+
+def client_shares(seen: Quadratic, penalty: Penalty, tree: Hierarchy) -> Floats:
+    """``Q``: how much clients move with ``wbar``, squared and summed, from what the server sees of each cluster.
+
+    A client moves by ``M_i = gamma_i (A_i + gamma_i)^-1 = I - C_i / gamma_i`` with its cluster, which moves by
+    ``(I + C_j / lam_j)^-1`` with ``wbar``; the mean over a cluster's clients, by ``gamma``, is ``I - C_j / sum gamma_i``.
+    """
+    d = seen.r.shape[1]
+    tied = penalty.lam > 0
+    C, identity = seen.C[tied], np.eye(d)
+    with np.errstate(divide="ignore"):
+        cluster = np.linalg.inv(identity + C / penalty.lam[tied, None, None])
+    share = (identity - C / penalty.cluster_gamma[tied, None, None]) @ cluster
+    clients = tree.sum_up((penalty.gamma > 0).astype(np.float64)[:, None])[tied, 0]
+    Q: Floats = np.einsum("j,jab,jac->bc", clients, share, share)
+    return Q
+
+
 @dataclass
 class Shrink:
     """For the sweep, to ``settle`` the global model from nothing but what the server sees; remembers the factor it found."""
 
+    penalty: Penalty
+    tree: Hierarchy
     factor: float = 1.0
 
-    def __call__(self, wbar: Floats, whole: Quadratic) -> Floats:
-        self.factor = factor(wbar, whole.C[0], noise(wbar, whole))
+    def __call__(self, wbar: Floats, seen: Quadratic, whole: Quadratic) -> Floats:
+        self.factor = factor(wbar, whole.C[0], noise(wbar, whole), client_shares(seen, self.penalty, self.tree))
         return self.factor * wbar
 
 
@@ -68,8 +96,10 @@ def factor_of(data: GroupedData, loss: Loss, penalty: Penalty, fit: Fit) -> floa
     here = loss.expand(data, np.zeros_like(fit.theta) if loss.name == "gaussian" else fit.theta)
     own = Quadratic(here.hessian, -here.gradient, here.value, data.rows_that_count)
     below, above = Spread.of_penalty(penalty.gamma, d), Spread.of_penalty(penalty.lam, d)
-    whole = eliminate(eliminate(own, below, tree.cluster_ptr), above, np.array([0, tree.n_clusters]))
-    return factor(fit.wbar, whole.C[0], noise(fit.wbar, whole) if loss.name == "gaussian" else 1.0)
+    seen = eliminate(own, below, tree.cluster_ptr)
+    whole = eliminate(seen, above, np.array([0, tree.n_clusters]))
+    dispersion = noise(fit.wbar, whole) if loss.name == "gaussian" else 1.0
+    return factor(fit.wbar, whole.C[0], dispersion, client_shares(seen, penalty, tree))
 
 
 def check(loss: Loss, penalty: Penalty) -> None:

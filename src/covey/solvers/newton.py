@@ -269,7 +269,7 @@ def coordinate(
 
 def _newton_step(report: Report, top: Top, spread: Spread, fixed: bool) -> Top:
     seen = replace(report.seen, r=report.seen.r + report.force - top.v)
-    stay = (lambda step, _: 0.0 * step) if fixed else None
+    stay = (lambda step, *_: 0.0 * step) if fixed else None
     dw, dv, dwbar = solve_top(seen, spread, own=top.v.sum(axis=0), settle=stay)
     return Top(dw, dv, dwbar)
 

@@ -74,8 +74,8 @@ class Quadratic:
         return Quadratic(self.C + other.C, self.r + other.r, self.c + other.c, self.n + other.n)
 
 
-Settle = Callable[[Floats, Quadratic], Floats]
-"""What becomes of the global model: told the minimiser ``wbar`` and what the server sees of the whole network."""
+Settle = Callable[[Floats, Quadratic, Quadratic], Floats]
+"""What becomes of the global model: told the minimiser ``wbar`` and what the server sees, of each cluster and of the whole."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def solve_top(
     whole = eliminate(seen, spread, np.array([0, k]))
     wbar = solve_symmetric(whole.C, whole.r + own)[0]
     if settle is not None:
-        wbar = settle(wbar, whole)
+        wbar = settle(wbar, seen, whole)
     w, force = descend(seen.C, seen.r, spread, np.zeros(k, dtype=np.int64), wbar[None])
     if settle is None and np.isinf(spread.scale).all():
         wbar = w.mean(axis=0)
