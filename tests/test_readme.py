@@ -8,7 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import polars as pl
 import pytest
+
+from covey.report.results import ORDER
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -49,3 +52,17 @@ def test_the_error_table_is_the_demos(tmp_path):
         r"^\| \**(single-model|locally-trained|single-cluster|hierarchical).*?\| \**([\d.]+)", README.read_text(), re.M
     ):
         assert re.search(rf"{name} +\S +{re.escape(error)}", printed), (name, error)
+
+
+def test_the_committed_results_are_whole_and_what_the_readme_says():
+    results = README.parent / "docs" / "results"
+    page = (results / "README.md").read_text()
+    for name in ORDER:
+        assert (f"<!-- study: {name} -->" in page) == (name != "donors-tables")
+    for link in re.findall(r"\]\(([^)]+)\)", page):
+        assert (results / link).exists(), link
+    assert "quick look" not in page
+    claims = pl.read_csv(results / "simulation" / "claims.csv")
+    agree = claims.filter(pl.col("verdict").str.starts_with("agrees")).height
+    said = re.search(r"In the simulation (\d+) of the paper's (\d+) numbers agree", README.read_text())
+    assert (agree, claims.height) == tuple(map(int, said.groups()))
