@@ -7,8 +7,9 @@ knows both. So it can shrink ``wbar`` and send that down the tree; no client has
 
 (Bock 1975), which lowers the expected error ``(wbar - wbar*)' Q (wbar - wbar*)``; for ``Q = I`` and ``V`` a multiple of it
 ``e = d``. Clients take their share ``M_i`` of ``wbar`` through their own data, so theirs is the error with
-``Q = sum_i M_i' M_i``, and what helps the global model may harm them: the smaller ``e`` of the two is taken. The server knows the
-mean share of each cluster's clients, and uses that for each of them. With ``e <= 2`` nothing is to be gained and ``wbar`` stays.
+``Q = sum_i M_i' M_i``, and what helps the global model may harm them: the smaller ``e`` of the two is taken. The server
+knows the mean share of each cluster's clients, and uses that for each of them. With ``e <= 2`` nothing is to be gained and
+``wbar`` stays.
 
 The noise of a Gaussian response is estimated from what the fit leaves, twice its objective on ``N - d`` degrees of freedom (the
 divisor of least risk is two more); for counts and classes it is 1. Weights are precisions.
