@@ -48,7 +48,7 @@ def test_every_run_has_the_same_truth_at_every_size():
 
 
 def test_methods_are_what_they_are_called():
-    drawn = simulate(clusters=4, clients=5, rows=6, d=3, seed=0)
+    drawn = simulate(clusters=4, clients=5, rows=12, d=6, seed=0)
     told = simulation.estimates(drawn, iterations=200, seed=0)
     assert set(told) == {*simulation.OF_THE_PAPER, *simulation.BEYOND}
     for i in (0, 7):
@@ -58,8 +58,7 @@ def test_methods_are_what_they_are_called():
     np.testing.assert_allclose(told["single-model"], np.tile(pooled, (20, 1)), atol=1e-9)
     exact = sweep(drawn.data, Gaussian(), Penalty.of(drawn.data.hierarchy, gamma=1.0, lam=1.0))
     np.testing.assert_allclose(told["minimiser"], exact.theta, atol=1e-12)
-    shift = 5 + drawn.X @ np.ones(3)
-    moved = replace(drawn, y=drawn.y + shift - 5, wbar=np.ones(3), theta=drawn.theta + 1)
+    moved = replace(drawn, y=drawn.y + drawn.X @ np.ones(6), wbar=np.ones(6), theta=drawn.theta + 1)
     # An oracle that knows wbar moves with it; the minimiser does so too, James-Stein does not.
     again = simulation.estimates(moved, iterations=200, seed=0)
     np.testing.assert_allclose(again["oracle wbar"], told["oracle wbar"] + 1, atol=1e-9)
