@@ -22,7 +22,10 @@ def fit(
     offset: Annotated[str | None, typer.Option(help="Column with a known part of the linear predictor.")] = None,
     baseline: Annotated[str | None, typer.Option(help="single-model, locally-trained or single-cluster.")] = None,
     ridge: Annotated[float, typer.Option(help="Pull of every client's coefficients to zero.")] = 0.0,
-    james_stein: Annotated[bool, typer.Option("--james-stein", help="Shrink the global model to zero.")] = False,
+    james_stein: Annotated[
+        bool,
+        typer.Option("--james-stein", help="Shrink the global model towards zero by its uncertainty (more than two terms)."),
+    ] = False,
     solver: Annotated[str, typer.Option(help="auto, sweep, newton, l2gd, al2sgd_plus or one_coin.")] = "auto",
     option: Annotated[list[str] | None, typer.Option(help="Of l2gd, al2sgd_plus or one_coin, as name=value: p0=0.1.")] = None,
     checkpoint: Annotated[Path | None, typer.Option(help="File that these and newton write, and resume from.")] = None,
