@@ -80,7 +80,7 @@ from covey import datasets, sweep, newton, GroupedData, Penalty
 from covey.data import _counting_sort, _find_parents
 from covey.labels import _rank_in_table
 from covey.losses import Gaussian, Bernoulli, kernels
-from covey.solvers.sweep import _eliminate, _descend
+from covey.solvers.elimination import _eliminate, _descend
 homes = datasets.load_radon().sample(fraction=1.0, shuffle=True, seed=0)
 for loss, y in ((Gaussian(), homes["log_radon"]), (Bernoulli(), homes["radon"] > 4)):
     data = GroupedData.from_arrays(homes[["floor"]].to_numpy(), y, homes["fips"].rank("dense"), homes["state"])

@@ -15,8 +15,9 @@ from covey.datasets import simulate
 from covey.errors import SolverError
 from covey.losses import Gaussian, loss_of
 from covey.solvers import newton, solve
+from covey.solvers.elimination import Spread, eliminate
 from covey.solvers.james_stein import factor, noise
-from covey.solvers.sweep import Spread, eliminate, node_up
+from covey.solvers.sweep import node_up
 from tests.conftest import random_problem, seeds
 
 

@@ -14,6 +14,7 @@ from covey import ConvergenceWarning, GroupedData, Objective, Penalty, newton, s
 from covey.datasets import simulate
 from covey.errors import SolverError
 from covey.losses import Bernoulli, Gaussian, Poisson, loss_of
+from covey.solvers.elimination import Spread
 from covey.solvers.newton import Node, Stage, Top, coordinate, node_move, node_start
 from tests.conftest import random_problem, seeds
 
@@ -91,11 +92,11 @@ def test_nodes_add_up_to_the_same_fit(family, seed):
         mine = np.flatnonzero(owner == site)
         if len(mine):
             order.append(mine)
-            nodes.append(Node(_shard(data, mine), loss, penalty.gamma[mine]))
+            nodes.append(Node(_shard(data, mine), loss, Spread.of_penalty(penalty.gamma[mine], data.n_terms)))
     zeros = np.zeros((data.n_clusters, data.n_terms))
-    states, reports = map(
-        list, zip(*(node_start(node, np.zeros((len(node.gamma), data.n_terms)), zeros) for node in nodes), strict=True)
-    )
+    still = [np.zeros((node.data.n_clients, data.n_terms)) for node in nodes]
+    begun = [node_start(node, here, here) for node, here in zip(nodes, still, strict=True)]
+    states, reports = [state for state, _ in begun], [report for _, report in begun]
 
     def add(messages):
         total = messages[0]
@@ -109,7 +110,8 @@ def test_nodes_add_up_to_the_same_fit(family, seed):
         return add([report for _, report in answers])
 
     begin = Stage(Top(zeros, zeros, np.zeros(data.n_terms)), mu=0.0)
-    stage, account, _ = coordinate(ask, add(reports), begin, penalty.lam, tol=1e-8, max_iter=100)
+    spread = Spread.of_penalty(penalty.lam, data.n_terms)
+    stage, account, _ = coordinate(ask, add(reports), begin, spread, tol=1e-8, max_iter=100)
     theta = np.empty_like(whole.theta)
     theta[np.concatenate(order)] = np.concatenate([state.now.theta for state in states])
     assert account.converged

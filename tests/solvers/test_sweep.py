@@ -13,7 +13,8 @@ from covey import ConvergenceWarning, GroupedData, Objective, Penalty, sweep
 from covey.datasets import simulate
 from covey.losses import Bernoulli, Gaussian
 from covey.solvers import solve
-from covey.solvers.sweep import Quadratic, Spread, descend, eliminate, node_down, node_up, solve_symmetric, solve_top
+from covey.solvers.elimination import Quadratic, Spread, descend, eliminate, solve_symmetric
+from covey.solvers.sweep import node_down, node_up, solve_top
 from tests.conftest import Problem, dense_solution, gls_solution, random_problem, seeds
 
 
@@ -94,8 +95,8 @@ def test_matrix_valued_covariances(seed):
     factor = rng.normal(size=(m, d, d))
     S = factor @ factor.transpose(0, 2, 1)
     S[:, 0, :] = S[:, :, 0] = 0.0
-    t, force = descend(A, b, Spread(np.ones(m), S), np.zeros(m, dtype=np.int64), x)
-    seen = eliminate(Quadratic(A, b, np.zeros(m), np.zeros(m)), Spread(np.ones(m), S), np.array([0, m]))
+    t, force = descend(A, b, Spread.of_covariances(S, m), np.zeros(m, dtype=np.int64), x)
+    seen = eliminate(Quadratic(A, b, np.zeros(m), np.zeros(m)), Spread.of_covariances(S, m), np.array([0, m]))
     np.testing.assert_allclose(t[:, 0], x[0, 0])
     C, r = np.zeros((d, d)), np.zeros(d)
     for i in range(m):

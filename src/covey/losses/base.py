@@ -55,6 +55,10 @@ class Loss(ABC):
         """The expected response at a margin."""
 
     @abstractmethod
+    def draw(self, margin: Floats, rng: np.random.Generator) -> Floats:
+        """Responses at given margins (of a linear model: with a residual of 1)."""
+
+    @abstractmethod
     def check(self, y: Floats, place: Place) -> None:
         """Refuse responses that the family cannot have; ``place`` names a row."""
 
@@ -88,6 +92,18 @@ class Loss(ABC):
     def hessian(self, data: GroupedData, theta: Floats) -> Floats:
         """Each client's Hessian, ``(n, d, d)``."""
         return self.expand(data, theta, order=2).hessian
+
+    def bend(self, data: GroupedData, theta: Floats, P: Floats) -> Floats:
+        """The gradient in ``theta`` of each client's ``trace(P_i H_i(theta_i))``, ``(n, d)``; of a sum over rows only."""
+        out = np.zeros_like(theta)
+        if self.curvature[0] < self.curvature[1]:
+            family, X, y, weights, offset, *_ = self.operands(data)
+            kernels.bend(family, X, y, weights, offset, data.client_ptr, theta, P, out)
+        return out
+
+    def constant(self, data: GroupedData) -> float:
+        """What the losses of all rows leave out of the negative log-likelihood, whatever the coefficients."""
+        return 0.0
 
     def scale(self, data: GroupedData) -> Floats:
         """What each client's sum is multiplied by."""

@@ -24,6 +24,9 @@ class Bernoulli(Loss):
     def mean(self, margin: Floats) -> Floats:
         return np.asarray(expit(margin))
 
+    def draw(self, margin: Floats, rng: np.random.Generator) -> Floats:
+        return (rng.uniform(size=len(margin)) < self.mean(margin)).astype(np.float64)
+
     def check(self, y: Floats, place: Place) -> None:
         bad = (y != 0) & (y != 1)
         if bad.any():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import numpy as np
+
 from covey._typing import Floats
 from covey.data import Place
 from covey.losses import kernels
@@ -26,6 +28,9 @@ class Gaussian(Loss):
 
     def mean(self, margin: Floats) -> Floats:
         return margin
+
+    def draw(self, margin: Floats, rng: np.random.Generator) -> Floats:
+        return margin + rng.standard_normal(len(margin))
 
     def check(self, y: Floats, place: Place) -> None:
         """Every finite response will do."""

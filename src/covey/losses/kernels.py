@@ -181,6 +181,34 @@ def expand(
 
 
 @njit(parallel=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
+def bend(
+    family: int, X: Floats, y: Floats, weights: Floats, offset: Floats, client_ptr: Ints, theta: Floats, P: Floats, out: Floats
+) -> None:
+    """``out[i] = sum_l f'''(margin_l) (x_l' P_i x_l) x_l``: how ``trace(P_i H_i)`` answers to ``theta_i``."""
+    n, d = theta.shape
+    for block in prange((n + _BLOCK - 1) // _BLOCK):
+        for i in range(block * _BLOCK, min(n, (block + 1) * _BLOCK)):
+            out[i] = 0.0
+            for row in range(client_ptr[i], client_ptr[i + 1]):
+                margin = offset[row] if len(offset) else 0.0
+                size = 0.0
+                for a in range(d):
+                    margin += theta[i, a] * X[row, a]
+                    inner = 0.5 * P[i, a, a] * X[row, a]
+                    for b in range(a):
+                        inner += P[i, a, b] * X[row, b]
+                    size += 2.0 * inner * X[row, a]
+                power = math.exp(exponent(family, margin))
+                third = power if margin <= LARGEST_LOG_MEAN else 0.0
+                if family == BERNOULLI:
+                    share = 1.0 / (1.0 + power)
+                    third = power * share * share * (power - 1.0) * share * (1.0 if margin >= 0.0 else -1.0)
+                third *= size * (weights[row] if len(weights) else 1.0)
+                for a in range(d):
+                    out[i, a] += third * X[row, a]
+
+
+@njit(parallel=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def curvature_floor(A: Floats, floor: Floats) -> None:
     """A lower bound on the smallest eigenvalue of each ``A (n, d, d)``: ``1 / trace(A^-1)``, within a factor ``d`` of it.
 

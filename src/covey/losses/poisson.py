@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import numpy as np
+from scipy.special import gammaln
 
 from covey._typing import Floats
 from covey.data import GroupedData, Place
@@ -29,6 +30,13 @@ class Poisson(Loss):
     def perfect(self, data: GroupedData) -> float:
         scale = self.scale(data)[data.client_of_row] * (1.0 if data.weights is None else data.weights)
         return float((scale * (data.y - data.y * np.log(np.where(data.y > 0, data.y, 1.0)))).sum())
+
+    def constant(self, data: GroupedData) -> float:
+        factorials = gammaln(data.y + 1.0)
+        return float((factorials if data.weights is None else data.weights * factorials).sum())
+
+    def draw(self, margin: Floats, rng: np.random.Generator) -> Floats:
+        return rng.poisson(self.mean(margin)).astype(np.float64)
 
     def check(self, y: Floats, place: Place) -> None:
         bad = y < 0

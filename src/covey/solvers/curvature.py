@@ -18,9 +18,10 @@ from covey.errors import ConvergenceWarning, DataError, SolverError
 from covey.hierarchy import segment_sum
 from covey.losses import Loss
 from covey.objective import Objective, Penalty
+from covey.solvers.elimination import Quadratic, Spread, descend, eliminate
 from covey.solvers.newton import newton
 from covey.solvers.protocol import Top, node_sums
-from covey.solvers.sweep import Quadratic, Spread, descend, eliminate, solve_top
+from covey.solvers.sweep import solve_top
 from covey.solvers.threads import threads_for
 from covey.theory import Constants, number
 

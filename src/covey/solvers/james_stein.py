@@ -27,8 +27,8 @@ from covey.errors import SolverError
 from covey.hierarchy import Hierarchy
 from covey.losses import Loss
 from covey.objective import Penalty
+from covey.solvers.elimination import Quadratic, Spread, eliminate
 from covey.solvers.result import Fit
-from covey.solvers.sweep import Quadratic, Spread, eliminate
 
 
 def factor(wbar: Floats, precision: Floats, noise: float = 1.0, shares: Floats | None = None) -> float:

@@ -35,8 +35,9 @@ from covey.ledger import Ledger, quadratic_links
 from covey.losses import Expansion, Gaussian, Loss
 from covey.objective import Objective, Penalty
 from covey.solvers.checkpoint import Checkpoint, Found
+from covey.solvers.elimination import Quadratic, Spread, descend, eliminate
 from covey.solvers.result import HISTORY, Convergence, Fit, Progress, certified_gap, entry
-from covey.solvers.sweep import Quadratic, Spread, descend, eliminate, solve_top, sweep
+from covey.solvers.sweep import solve_top, sweep
 
 _ARMIJO = 1e-4
 _EPS = float(np.finfo(float).eps)
@@ -82,15 +83,11 @@ class Report:
 
 @dataclass(frozen=True)
 class Node:
-    """What a node holds for the whole run: its clients' rows, loss and penalties."""
+    """What a node holds for the whole run: its clients' rows, their loss and what ties them to their clusters."""
 
     data: GroupedData
     loss: Loss
-    gamma: Floats
-
-    @property
-    def spread(self) -> Spread:
-        return Spread.of_penalty(self.gamma, self.data.n_terms)
+    spread: Spread
 
     @property
     def aside(self) -> tuple[Floats, Floats]:
@@ -122,10 +119,9 @@ class NodeState:
     du: Floats
 
 
-def node_start(node: Node, theta: Floats, w: Floats) -> tuple[NodeState, Report]:
-    """Begin at given coefficients."""
-    tree = node.data.hierarchy
-    point = _point(node, theta, node.gamma[:, None] * (theta - tree.down(w)))
+def node_start(node: Node, theta: Floats, u: Floats) -> tuple[NodeState, Report]:
+    """Begin at given coefficients, each client held by a force ``u`` from its cluster: ``theta - w = S u``."""
+    point = _point(node, theta, u)
     still = np.zeros_like(theta)
     mu = node.loss.smallest_curvature(point.here.hessian)
     return NodeState(point, point, still, still), _report(node, point, still, still, point, mu)
@@ -148,9 +144,8 @@ def _point(node: Node, theta: Floats, u: Floats) -> Point:
 
 def _report(node: Node, point: Point, dtheta: Floats, du: Floats, origin: Point, mu: float) -> Report:
     tree = node.data.hierarchy
-    scale = np.where(np.isinf(node.spread.scale), 0.0, node.spread.scale)[:, None]
-    tied = 0.5 * float((scale * point.u**2).sum())
-    slope = float((origin.here.gradient * dtheta).sum() + (scale * origin.u * du).sum())
+    tied = 0.5 * float((node.spread.moved(point.u) * point.u).sum())
+    slope = float((origin.here.gradient * dtheta).sum() + (node.spread.moved(origin.u) * du).sum())
     return Report(
         eliminate(Quadratic(point.here.hessian, -point.residual, *node.aside), node.spread, tree.cluster_ptr),
         tree.sum_up(point.u),
@@ -200,7 +195,7 @@ def coordinate(
     ask: Callable[[Move], Report],
     report: Report,
     stage: Stage,
-    lam: Floats,
+    spread: Spread,
     *,
     tol: float,
     max_iter: int,
@@ -213,9 +208,7 @@ def coordinate(
     is. ``keep`` is told each stage on the way; a run can go on from any of them.
     """
     top, mu, stalled, adrift = stage.top, stage.mu, stage.stalled, stage.adrift
-    spread = Spread.of_penalty(lam, len(top.wbar))
-    scale = np.where(np.isinf(spread.scale), 0.0, spread.scale)[:, None]
-    value = report.value + 0.5 * float((scale * top.v**2).sum())
+    value = report.value + 0.5 * float((spread.moved(top.v) * top.v).sum())
     norm = _gradient_norm(report, top, fixed)
     step = _newton_step(report, top, spread, fixed)
     path = list(stage.path) or [Step(0, value, norm, 1)]
@@ -228,8 +221,8 @@ def coordinate(
             trial = ask(Move(step.w, length, retry))
             exchanges += 1
             there = top.moved(step, length)
-            slope = trial.slope + float((scale * top.v * step.v).sum())
-            reached = trial.value + 0.5 * float((scale * there.v**2).sum())
+            slope = trial.slope + float((spread.moved(top.v) * step.v).sum())
+            reached = trial.value + 0.5 * float((spread.moved(there.v) * there.v).sum())
             noise = 16 * _EPS * abs(value)
             if reached <= value + _ARMIJO * length * slope + noise:
                 break
@@ -258,7 +251,7 @@ def coordinate(
         message = f"{message}, {limit}"
     converged = norm <= tol or stalled >= 2
     runaway = _runaway(step, top) if norm <= tol else np.zeros_like(top.wbar, dtype=bool)
-    if np.isinf(spread.scale).all() and not fixed:
+    if spread.detached.all() and not fixed:
         top = replace(top, wbar=top.w.mean(axis=0))
     # The bound is one on the clients' gradient, with the levels above at their best; else it would bound too little.
     balanced = _upper_residual(report, top, fixed) <= 1e-10 * (1.0 + float(np.linalg.norm(report.force)))
@@ -344,10 +337,11 @@ def newton(
     theta, w, wbar = nowhere if start is None else (start.theta, start.w, start.wbar)
     wbar = wbar if centre is None else np.asarray(centre, dtype=np.float64)
     w = np.where(np.isinf(penalty.lam)[:, None], wbar, w)
-    node, place = Node(data, loss, penalty.gamma), Checkpoint.at(checkpoint, {"solver": "newton"}, objective, theta)
+    node = Node(data, loss, Spread.of_penalty(penalty.gamma, d))
+    place = Checkpoint.at(checkpoint, {"solver": "newton"}, objective, theta)
     found = place.read()
     if found is None:
-        state, report = node_start(node, theta, w)
+        state, report = node_start(node, theta, penalty.gamma[:, None] * (theta - data.hierarchy.down(w)))
         with np.errstate(invalid="ignore"):
             v = np.where(np.isinf(penalty.lam)[:, None], report.force, penalty.lam[:, None] * (w - wbar))
         stage = Stage(Top(w, v, wbar), report.mu)
@@ -370,7 +364,7 @@ def newton(
             progress(end.iteration, end.value, end.norm)
 
     stage, account, runaway = coordinate(
-        ask, report, stage, penalty.lam, tol=tol, max_iter=max_iter, fixed=centre is not None, keep=keep
+        ask, report, stage, Spread.of_penalty(penalty.lam, d), tol=tol, max_iter=max_iter, fixed=centre is not None, keep=keep
     )
     account = replace(account, exchanges=account.exchanges + before)
     history, ledger = _told(data, stage, before)

@@ -16,7 +16,7 @@ from covey._typing import Anything, Floats, Ints
 from covey.hierarchy import Hierarchy, segment_sum
 from covey.objective import Objective, Penalty
 from covey.schedule import Round
-from covey.solvers.sweep import blocks_of
+from covey.solvers.elimination import blocks_of
 from covey.theory import mixing
 
 # What travels

@@ -1,15 +1,10 @@
 """The sweep: eliminate clients, then clusters, solve the global block, go back down. Exact, in one exchange.
 
-PAPER.md's closed form of the hierarchical linear model, written with covariances instead of penalties. A child
-with loss ``1/2 t'At - b't``, tied to its parent's ``x`` by a covariance ``S`` (the paper: ``S = I / gamma``), is
+PAPER.md's closed form of the hierarchical linear model, in the covariances of :mod:`.elimination` instead of penalties:
 
-    K = I + A S        C = K^-1 A        r = K^-1 b        t = x + S (r - C x)
-
-where ``1/2 x'Cx - r'x + c``, ``c = -1/2 b'S r``, is what the parent sees of it and adds up. Nothing cancels when a penalty goes
-to infinity (``S = 0``: the child is its parent) or to zero, and ``S`` may be any positive semi-definite matrix, so the
-same functions serve scalar, diagonal and full covariances, shared coefficients (a zero on the diagonal) and deeper
-trees. An infinite ``S`` (penalty 0) is a detached child: it passes nothing up and takes its own minimiser nearest
-to its parent.
+    for each client    C_i, r_i = what its cluster sees of it     C_j, r_j = sums over the cluster
+    for each cluster   D_j, q_j = what the whole sees of it       wbar = (sum D_j)^-1 sum q_j
+    and back down      w_j = wbar + S (q_j - D_j wbar)            theta_i = w_j + S_i (r_i - C_i w_j)
 
     node          sends   Quadratic: sum of (C_i, r_i) over its clients, for each cluster
     coordinator   solves  w, wbar from the sum over nodes
@@ -23,55 +18,18 @@ from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
-from numba import njit, prange
 
-from covey._typing import Floats, Ints
+from covey._typing import Floats
 from covey.data import GroupedData
 from covey.errors import SolverError, warn
-from covey.hierarchy import segment_sum
 from covey.ledger import quadratic_links
 from covey.losses import Loss
 from covey.objective import Penalty
+from covey.solvers.elimination import Quadratic, Spread, descend, eliminate, solve_symmetric
 from covey.solvers.result import HISTORY, Convergence, Fit, certified_gap, entry
 
 _CHUNK = 1 << 15  # clients whose matrices exist at the same time: a million clients need no more memory than this
-_BLOCK = 256  # clients summed by one thread before blocks are added in order: the same bits with any number of threads
 _WORKING_PRECISION = 1e-13
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Covariances of children about their parents: child ``i`` has ``scale[i] * shape[i]``.
-
-    Parameters
-    ----------
-    scale : (m,) in [0, inf]; ``1 / penalty`` in the paper's case
-    shape : (m, d, d), or (1, d, d) for all children alike, or empty for the identity, as in the paper
-    """
-
-    scale: Floats
-    shape: Floats
-
-    @classmethod
-    def of_penalty(cls, penalty: Floats, d: int) -> Spread:
-        with np.errstate(divide="ignore"):
-            return cls(1.0 / penalty, np.empty((0, d, d)))
-
-
-@dataclass(frozen=True)
-class Quadratic:
-    """``1/2 x'Cx - r'x + c`` for each unit, ``C (k, d, d)``, ``r (k, d)``, ``c (k,)``: what travels up. Adds over nodes.
-
-    ``n (k,)`` counts the rows behind it, less the coefficients that were fitted to them without any tie to the parent.
-    """
-
-    C: Floats
-    r: Floats
-    c: Floats
-    n: Floats
-
-    def __add__(self, other: Quadratic) -> Quadratic:
-        return Quadratic(self.C + other.C, self.r + other.r, self.c + other.c, self.n + other.n)
 
 
 Settle = Callable[[Floats, Quadratic, Quadratic], Floats]
@@ -102,56 +60,6 @@ class Account:
         )
 
 
-def eliminate(children: Quadratic, spread: Spread, ptr: Ints) -> Quadratic:
-    """What each parent sees of its children ``ptr[j]:ptr[j + 1]``."""
-    blocks, owner = blocks_of(ptr)
-    d = children.r.shape[1]
-    C, r, c, n = np.zeros((len(blocks) - 1, d, d)), np.zeros((len(blocks) - 1, d)), children.c.copy(), children.n
-    _eliminate(children.C, children.r, spread.scale, spread.shape, blocks, C, r, c)
-    detached = np.flatnonzero(np.isinf(spread.scale))
-    if len(detached):
-        A, b = children.C[detached], children.r[detached]
-        c[detached] -= 0.5 * np.einsum("ia,ia->i", b, solve_symmetric(A, b))
-        n = n.copy()
-        n[detached] -= np.linalg.matrix_rank(A, hermitian=True)
-    by_parent = np.searchsorted(owner, np.arange(len(ptr)))
-    return Quadratic(segment_sum(C, by_parent), segment_sum(r, by_parent), segment_sum(c, ptr), segment_sum(n, ptr))
-
-
-def descend(A: Floats, b: Floats, spread: Spread, parent: Ints, x: Floats) -> tuple[Floats, Floats]:
-    """Each child's solution given its parent's ``x[parent]``, and the force ``r - C x`` that its parent exerts on it."""
-    t, force = np.empty_like(b), np.empty_like(b)
-    _descend(A, b, spread.scale, spread.shape, parent, x, t, force)
-    detached = np.flatnonzero(np.isinf(spread.scale))
-    if len(detached):
-        at, A, b = x[parent[detached]], A[detached], b[detached]
-        t[detached] = at + solve_symmetric(A, b - np.einsum("iab,ib->ia", A, at))
-        force[detached] = 0.0
-    return t, force
-
-
-def solve_symmetric(A: Floats, b: Floats) -> Floats:
-    """``A^+ b`` for positive semi-definite ``A (m, d, d)``: the shortest solution where there are many.
-
-    The rank is judged after scaling to a unit diagonal, so that columns in different units do not look dependent.
-    """
-    size = np.sqrt(np.maximum(np.einsum("...aa->...a", A), 0.0))
-    unit = np.where(size > 0, size, 1.0)
-    scaled = A / (unit[..., :, None] * unit[..., None, :])
-    d = A.shape[-1]
-    values, vectors = np.linalg.eigh(scaled)
-    cut = 16 * d * np.finfo(float).eps * np.maximum(values[..., -1:], 0.0)
-    inverse = np.where(values > cut, 1.0 / np.where(values > cut, values, 1.0), 0.0)
-    x: Floats = np.einsum("...ab,...b,...cb,...c->...a", vectors, inverse, vectors, b / unit) / unit
-    deficient = (values[..., 0] <= cut[..., 0]).ravel()
-    if deficient.any():
-        flat_A, flat_b, flat_x = A.reshape(-1, d, d), b.reshape(-1, d), x.reshape(-1, d)
-        pseudo = np.linalg.pinv(flat_A[deficient], rcond=16 * d * np.finfo(float).eps, hermitian=True)
-        flat_x[deficient] = np.einsum("iab,ib->ia", pseudo, flat_b[deficient])
-        x = flat_x.reshape(b.shape)
-    return x
-
-
 def solve_top(
     seen: Quadratic, spread: Spread, own: Floats | float = 0.0, settle: Settle | None = None
 ) -> tuple[Floats, Floats, Floats]:
@@ -167,7 +75,7 @@ def solve_top(
     if settle is not None:
         wbar = settle(wbar, seen, whole)
     w, force = descend(seen.C, seen.r, spread, np.zeros(k, dtype=np.int64), wbar[None])
-    if settle is None and np.isinf(spread.scale).all():
+    if settle is None and spread.detached.all():
         wbar = w.mean(axis=0)
     return w, force, wbar
 
@@ -248,107 +156,3 @@ def _normal_equations(data: GroupedData, loss: Loss) -> Quadratic:
 def _parts(data: GroupedData) -> list[tuple[int, GroupedData]]:
     starts = range(0, data.n_clients, _CHUNK)
     return [(start, data.clients(start, min(start + _CHUNK, data.n_clients))) for start in starts]
-
-
-def blocks_of(ptr: Ints) -> tuple[Ints, Ints]:
-    """Cut each parent's children into blocks of at most ``_BLOCK``; the cuts, and the parent of each block."""
-    counts = -(-np.diff(ptr) // _BLOCK)
-    owner = np.repeat(np.arange(len(counts)), counts)
-    first = np.repeat(np.cumsum(counts) - counts, counts)
-    starts = ptr[:-1][owner] + _BLOCK * (np.arange(len(owner)) - first)
-    return np.append(starts, ptr[-1]), owner
-
-
-@njit(inline="always", error_model="numpy")  # type: ignore[untyped-decorator]
-def _shape_of(shape: Floats, i: int, identity: Floats) -> Floats:
-    if len(shape) == 0:
-        return identity
-    own: Floats = shape[i] if len(shape) > 1 else shape[0]
-    return own
-
-
-@njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def _absorb(A: Floats, b: Floats, scale: float, shape: Floats, M: Floats) -> None:
-    """Solve ``(I + scale A shape) [C | r] = [A | b]`` by elimination with row pivots; leaves ``[C | r]`` in ``M[:, d:]``."""
-    d = len(b)
-    for a in range(d):
-        for c in range(d):
-            product = A[a, c]
-            if len(shape):
-                product = 0.0
-                for e in range(d):
-                    product += A[a, e] * shape[e, c]
-            M[a, c] = scale * product
-            M[a, d + c] = A[a, c]
-        M[a, a] += 1.0
-        M[a, 2 * d] = b[a]
-    for p in range(d):
-        best = p
-        for a in range(p + 1, d):
-            if abs(M[a, p]) > abs(M[best, p]):
-                best = a
-        if best != p:
-            for c in range(p, 2 * d + 1):
-                M[p, c], M[best, c] = M[best, c], M[p, c]
-        for a in range(p + 1, d):
-            factor = M[a, p] / M[p, p]
-            for c in range(p + 1, 2 * d + 1):
-                M[a, c] -= factor * M[p, c]
-    for p in range(d - 1, -1, -1):
-        for c in range(d, 2 * d + 1):
-            rest = M[p, c]
-            for a in range(p + 1, d):
-                rest -= M[p, a] * M[a, c]
-            M[p, c] = rest / M[p, p]
-    for a in range(d):
-        for c in range(a):
-            middle = 0.5 * (M[a, d + c] + M[c, d + a])
-            M[a, d + c] = middle
-            M[c, d + a] = middle
-
-
-@njit(parallel=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
-def _eliminate(A: Floats, b: Floats, scale: Floats, shape: Floats, blocks: Ints, C: Floats, r: Floats, c: Floats) -> None:
-    d = b.shape[1]
-    for block in prange(len(blocks) - 1):
-        M, identity = np.empty((d, 2 * d + 1)), np.empty((0, 0))
-        for i in range(blocks[block], blocks[block + 1]):
-            if np.isinf(scale[i]):
-                continue
-            S = _shape_of(shape, i, identity)
-            _absorb(A[i], b[i], scale[i], S, M)
-            for a in range(d):
-                for e in range(d):
-                    C[block, a, e] += M[a, d + e]
-                r[block, a] += M[a, 2 * d]
-                moved = M[a, 2 * d]
-                if len(S):
-                    moved = 0.0
-                    for e in range(d):
-                        moved += S[a, e] * M[e, 2 * d]
-                c[i] -= 0.5 * scale[i] * b[i, a] * moved
-
-
-@njit(parallel=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
-def _descend(A: Floats, b: Floats, scale: Floats, shape: Floats, parent: Ints, x: Floats, t: Floats, force: Floats) -> None:
-    m, d = b.shape
-    for block in prange((m + _BLOCK - 1) // _BLOCK):
-        M, identity = np.empty((d, 2 * d + 1)), np.empty((0, 0))
-        for i in range(block * _BLOCK, min((block + 1) * _BLOCK, m)):
-            j = parent[i]
-            if np.isinf(scale[i]):
-                continue
-            S = _shape_of(shape, i, identity)
-            _absorb(A[i], b[i], scale[i], S, M)
-            for a in range(d):
-                pull = M[a, 2 * d]
-                for c in range(d):
-                    pull -= M[a, d + c] * x[j, c]
-                force[i, a] = pull
-            for a in range(d):
-                moved = force[i, a]
-                if len(S):
-                    moved = 0.0
-                    for c in range(d):
-                        moved += S[a, c] * force[i, c]
-                t[i, a] = x[j, a] + scale[i] * moved

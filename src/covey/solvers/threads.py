@@ -9,18 +9,19 @@ import numba
 
 from covey.data import GroupedData
 
-_WORTH_SHARING = 1 << 18  # numbers in X
+_WORTH_SHARING = 1 << 18  # numbers to read
 
 
 @contextmanager
-def threads_for(data: GroupedData) -> Iterator[None]:
+def threads_for(work: GroupedData | int) -> Iterator[None]:
     """One thread for a small problem: where a call takes microseconds, threads mostly wait for each other.
 
     On a machine that is busy with other work that wait is a time slice of the system, and a run of thousands of such calls
     takes sixty times as long with two threads as with one.
     """
+    numbers = work if isinstance(work, int) else work.n_rows * work.n_terms
     before = numba.get_num_threads()
-    numba.set_num_threads(1 if data.n_rows * data.n_terms < _WORTH_SHARING else before)
+    numba.set_num_threads(1 if numbers < _WORTH_SHARING else before)
     try:
         yield
     finally:

@@ -1,0 +1,132 @@
+"""How sure the models are: covariances at every level, given the variance components, and the intervals made of them.
+
+Going down the tree, what is not known of a child is its own spread, as far as its data leaves that open, and what is not known
+of its parent, as far as it leans on it:
+
+    V = s2 (sum D_j)^-1       V_j = s2 (I + S C_j)^-1 S + J_j V J_j'       V_i = s2 (I + S_i A_i)^-1 S_i + J_i V_j J_i'
+
+A client that was not seen has its cluster's model and the whole spread of clients about it: ``V_j + s2 S_i``; one of an unseen
+cluster ``V + s2 S + s2 S_i``. Variance components count as known: with few clusters intervals are a little short.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from scipy import stats
+
+from covey._typing import Floats, Ints
+from covey.errors import SolverError
+from covey.hierarchy import Hierarchy, Level, Resolved
+from covey.solvers.elimination import eliminate, posterior
+from covey.variance.components import Learned
+from covey.variance.gaussian import below
+
+_ROWS = 1 << 16  # rows whose covariances exist at the same time
+
+
+@dataclass(frozen=True)
+class Posterior:
+    """What is not known of the coefficients of a fitted hierarchy, in the units of the response."""
+
+    learned: Learned
+    tree: Hierarchy
+
+    @property
+    def whole(self) -> Floats:
+        """The covariance of the global coefficients, ``(d, d)``."""
+        return self.learned.covariance
+
+    @cached_property
+    def clusters(self) -> Floats:
+        """The covariance of each cluster's coefficients, ``(k, d, d)``."""
+        learned = self.learned
+        seen = eliminate(learned.units, learned.client, self.tree.cluster_ptr)
+        return learned.dispersion * below(seen.C, learned.cluster.shape[0], learned.covariance / learned.dispersion)
+
+    @cached_property
+    def clients(self) -> Floats:
+        """The covariance of each client's coefficients, ``(n, d, d)``."""
+        learned = self.learned
+        above = self.clusters / learned.dispersion
+        return learned.dispersion * posterior(learned.units.C, learned.client, self.tree.parent, above)
+
+    @cached_property
+    def new_clients(self) -> Floats:
+        """The covariance of a client that was not seen, about its cluster's model ``(k, d, d)``, the global one last."""
+        learned, s2 = self.learned, self.learned.dispersion
+        own = learned.client.shape
+        each = own if len(own) == 1 else own[self.tree.cluster_ptr[:-1]]
+        anywhere = self.whole + s2 * learned.cluster.shape[0] + s2 * each.mean(axis=0)
+        return np.concatenate([self.clusters + s2 * each, anywhere[None]])
+
+    def standard_errors(self, level: Level) -> Floats:
+        """Of every coefficient of a level: ``(n, d)``, ``(k, d)`` or ``(d,)``."""
+        covariance = {"client": lambda: self.clients, "cluster": lambda: self.clusters, "global": lambda: self.whole[None]}[
+            level
+        ]()
+        errors = np.sqrt(np.maximum(np.einsum("iaa->ia", covariance), 0.0))
+        return np.asarray(errors[0] if level == "global" else errors)
+
+    def margin_variance(self, X: Floats, chosen: Resolved, level: Level) -> Floats:
+        """The variance of ``x'theta`` for rows whose models are ``chosen``; new clients' own spread included."""
+        table, which = self._table(chosen, level)
+        out = np.empty(len(X))
+        for start in range(0, len(X), _ROWS):
+            rows = slice(start, start + _ROWS)
+            out[rows] = np.einsum("la,lab,lb->l", X[rows], table[which[rows]], X[rows])
+        return np.maximum(out, 0.0)
+
+    def _table(self, chosen: Resolved, level: Level) -> tuple[Floats, Ints]:
+        if level == "global":
+            return self.whole[None], np.zeros(len(chosen.client), dtype=np.int64)
+        if level == "cluster":
+            return np.concatenate([self.clusters, self._new_cluster()]), chosen.cluster
+        known = chosen.client >= 0
+        if not known.any():
+            return self.new_clients, chosen.cluster
+        table = np.concatenate([self.clients, self.new_clients])
+        return table, np.where(known, chosen.client, np.where(chosen.cluster >= 0, chosen.cluster + self.tree.n_clients, -1))
+
+    def _new_cluster(self) -> Floats:
+        return (self.whole + self.learned.dispersion * self.learned.cluster.shape[0])[None]
+
+    @cached_property
+    def reliability(self) -> Floats:
+        """How much of each coefficient's spread among clients a client's own rows resolve, ``(n, d)``.
+
+        0: it is its cluster's model; 1: it stands on its own data. NaN where a coefficient does not vary.
+        """
+        learned, d = self.learned, len(self.whole)
+        alone = posterior(learned.units.C, learned.client, self.tree.parent, np.zeros((self.tree.n_clusters, d, d)))
+        before = np.einsum("iaa->ia", learned.client.shape)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return np.where(before > 0, 1.0 - np.einsum("iaa->ia", alone) / before, np.nan)
+
+
+def quantile(coverage: float) -> float:
+    """How many standard errors to either side an interval reaches."""
+    if not 0 < coverage < 1:
+        raise SolverError(f"The 'coverage' parameter must lie between 0 and 1. Got {coverage!r} instead.")
+    return float(stats.norm.ppf(0.5 + coverage / 2))
+
+
+def count_interval(margin: Floats, sd: Floats, coverage: float) -> Floats:
+    """Quantiles of Poisson counts whose log-mean is normal, ``(rows, 2)``: the smallest counts that reach each tail."""
+    z = quantile(coverage)
+    nodes, weights = np.polynomial.hermite_e.hermegauss(24)
+    means = np.exp(np.minimum(margin[:, None] + sd[:, None] * nodes, 300.0))
+    share = weights / weights.sum()
+    tails = stats.norm.cdf([-z, z])
+    out = np.empty((len(margin), 2))
+    for side, tail in enumerate(tails):
+        low = np.full(len(margin), -1.0)
+        high = stats.poisson.ppf(1 - 1e-12, means.max(axis=1))
+        while (high - low > 1).any():
+            middle = np.floor((low + high) / 2)
+            enough = stats.poisson.cdf(middle[:, None], means) @ share >= tail
+            high, low = np.where(enough, middle, high), np.where(enough, low, middle)
+        out[:, side] = high
+    return out

@@ -1,0 +1,1 @@
+"""Penalties learned from the data."""

@@ -1,0 +1,125 @@
+"""Parametric bootstrap: how far estimated variances stray when the fitted model is the truth.
+
+A linear model needs no rows for it. Given ``A_i = X_i'X_i`` the sums of a client whose coefficients are ``theta`` are normal,
+``b_i ~ N(A_i theta, s2 A_i)``, and what its rows leave over is ``s2`` times a chi-squared: so sums are drawn, not responses.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import polars as pl
+
+from covey._typing import Floats
+from covey.data import GroupedData
+from covey.errors import ConvergenceWarning, SolverError
+from covey.hierarchy import Hierarchy
+from covey.losses import Loss
+from covey.solvers.elimination import Quadratic, Spread
+from covey.solvers.threads import threads_for
+from covey.variance.components import Components, Learned
+from covey.variance.estimate import estimate, search
+from covey.variance.problem import Linear, Sums
+from covey.variance.structure import Shape
+
+Count = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Bootstrap:
+    """Components of the fitted model, and of each fit to data drawn from it."""
+
+    fitted: Components
+    draws: tuple[Components, ...]
+
+    def intervals(self, coverage: float = 0.95) -> pl.DataFrame:
+        """Standard deviations with percentile intervals: a row for each level and term, and cluster where they differ."""
+        rows = []
+        tail = (1 - coverage) / 2
+        for level in ("client", "cluster"):
+            fitted = getattr(self.fitted, level)
+            drawn = np.array([getattr(each, level).sd for each in self.draws])
+            for m in range(len(fitted.covariance)):
+                for a, term in enumerate(fitted.terms):
+                    rows.append((level, m if len(fitted.covariance) > 1 else None, term, fitted.sd[m, a], drawn[:, m, a]))
+        if self.fitted.residual is not None:
+            rows.append(("residual", None, None, np.sqrt(self.fitted.residual), _residual_sds(self.draws)))
+        schema = {"level": pl.String, "cluster": pl.Int64, "term": pl.String, "sd": pl.Float64}
+        table = pl.DataFrame([row[:4] for row in rows], schema=schema, orient="row")
+        low, high = (np.array([np.quantile(row[4], at) for row in rows]) for at in (tail, 1 - tail))
+        return table.with_columns(
+            std_error=pl.Series([row[4].std(ddof=1) for row in rows]), lower=pl.Series(low), upper=pl.Series(high)
+        )
+
+
+def _residual_sds(draws: tuple[Components, ...]) -> Floats:
+    return np.sqrt(np.array([each.residual for each in draws], dtype=np.float64))
+
+
+def bootstrap(
+    learned: Learned,
+    shape: Shape,
+    tree: Hierarchy,
+    terms: tuple[str, ...],
+    wbar: Floats,
+    *,
+    data: GroupedData | None = None,
+    loss: Loss | None = None,
+    draws: int = 200,
+    seed: int = 0,
+    progress: Count | None = None,
+) -> Bootstrap:
+    """Draw from the fitted model and estimate again; a model of counts or classes needs its rows, ``data`` and ``loss``."""
+    if draws < 2:
+        raise SolverError(f"A bootstrap needs at least 2 draws to say anything of their spread. Got {draws!r} instead.")
+    rng, reml = np.random.default_rng(seed), learned.components.method == "REML"
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        for theta in _clients(learned, tree, wbar, rng, draws):
+            if data is not None and loss is not None and loss.name != "gaussian":
+                y = loss.draw(data.margin(theta), rng)
+                components = estimate(replace(data, y=y), loss, shape)[1].components
+            else:
+                sums = _sums(learned, theta, rng)
+                with threads_for(tree.n_clients * len(terms) ** 2):
+                    problem = Linear(sums, tree, terms, shape, reml=reml)
+                    components = problem.finish(*search(problem))[1].components
+            found.append(components)
+            if progress is not None:
+                progress(len(found), draws)
+    return Bootstrap(learned.components, tuple(found))
+
+
+def _clients(learned: Learned, tree: Hierarchy, wbar: Floats, rng: np.random.Generator, draws: int) -> Iterator[Floats]:
+    below, above = _roots(learned.client), _roots(learned.cluster)
+    scale = np.sqrt(learned.dispersion)
+    for _ in range(draws):
+        w = wbar + scale * _spread(above, rng.normal(size=(tree.n_clusters, len(wbar))))
+        yield tree.down(w) + scale * _spread(below, rng.normal(size=(tree.n_clients, len(wbar))))
+
+
+def _roots(spread: Spread) -> Floats:
+    values, vectors = np.linalg.eigh(spread.shape)
+    return np.asarray(vectors * np.sqrt(np.maximum(values, 0.0))[:, None, :])
+
+
+def _spread(roots: Floats, z: Floats) -> Floats:
+    return z @ roots[0].T if len(roots) == 1 else np.asarray(np.einsum("iab,ib->ia", roots, z))
+
+
+def _sums(learned: Learned, theta: Floats, rng: np.random.Generator) -> Sums:
+    """What clients with coefficients ``theta`` would have sent."""
+    units, scale = learned.units, np.sqrt(learned.dispersion)
+    values, vectors = np.linalg.eigh(units.C)
+    solid = values > 1e-10 * np.maximum(values[:, -1:], 1e-300)
+    root = np.sqrt(np.where(solid, values, 0.0))
+    # In the eigenbasis the projection of the responses on the columns has independent coordinates.
+    seen = root * np.einsum("iba,ib->ia", vectors, theta - learned.origin) + scale * solid * rng.normal(size=theta.shape)
+    left = learned.dispersion * rng.chisquare(np.maximum(units.n - solid.sum(axis=1), 1e-300))
+    left = np.where(units.n > solid.sum(axis=1), left, 0.0)
+    r = np.einsum("iab,ib->ia", vectors, root * seen)
+    return Sums(Quadratic(units.C, r, 0.5 * ((seen**2).sum(axis=1) + left), units.n), learned.origin, learned.log_weights)

@@ -1,0 +1,128 @@
+"""Whether the data can tell the levels apart at all; if not, the sentence that says which level to drop.
+
+The covariance of the responses is a sum ``V = s2 I + sum_a s_a Z_a Z_a'`` with one matrix for each variance. They can be told
+apart if no matrix is a combination of the others, which their inner products show: ``<Z_a Z_a', Z_b Z_b'>`` is the sum over
+groups of squared entries of ``X'X``, so it, too, comes from sums over clients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from covey._typing import Floats
+from covey.errors import DataError, listing
+from covey.hierarchy import Hierarchy
+from covey.solvers.elimination import Quadratic, solve_symmetric
+from covey.variance.structure import Shape
+
+_TINY = 1e-10
+
+
+def check_rank(gram: Floats, terms: Sequence[str]) -> None:
+    """Refuse terms that are combinations of others: no global coefficient is theirs alone."""
+    size = np.sqrt(np.maximum(np.diag(gram), 0.0))
+    for a in np.flatnonzero(size == 0).tolist():
+        raise DataError(f"The term {terms[a]!r} is zero in every row, so it has no coefficient to learn; leave it out.")
+    values, vectors = np.linalg.eigh(gram / (size[:, None] * size))
+    if values[0] > len(gram) * 1e-12 * values[-1]:
+        return
+    involved = [terms[a] for a in np.flatnonzero(np.abs(vectors[:, 0]) > 1e-4).tolist()]
+    raise DataError(
+        f"The terms {listing(involved, 5)} are linear combinations of each other, so their coefficients cannot be told apart; "
+        f"leave out {involved[-1]!r}."
+    )
+
+
+def check_told_apart(units: Quadratic, tree: Hierarchy, terms: Sequence[str], shape: Shape, *, residual: bool = False) -> None:
+    """Refuse a structure whose levels this data cannot tell from each other, or from the ``residual``, if there is one."""
+    rows = units.n
+    if shape.client and shape.cluster and (tree.sizes <= 1).all():
+        raise DataError(
+            "Every cluster has one client, so variation between clients cannot be told from variation between clusters; "
+            "leave out cluster= (or the cluster's part of the formula)."
+        )
+    if residual and shape.client and (rows <= 1).all() and _one_size(units.C, shape):
+        raise DataError(
+            "Every client has one row, so variation between clients cannot be told from the residual; add rows, or "
+            "let no term vary by client."
+        )
+    for level, varying, kind in (("client", shape.client, shape.client_kind), ("cluster", shape.cluster, shape.cluster_kind)):
+        A = units.C if level == "client" else tree.sum_up(units.C)
+        if kind != "isotropic" and not (rows <= 1).all():
+            _refuse_constant(A, varying, terms, level)
+    if residual and shape.client:
+        _refuse_no_residual(units, rows)
+        _refuse_dependent(units, tree, terms, shape)
+
+
+def _one_size(A: Floats, shape: Shape) -> bool:
+    """Whether ``x'x`` over the varying terms is the same in every row, so that their variance looks like the residual's."""
+    size = np.einsum("iaa->ia", A)[:, list(shape.client)]
+    total = size.sum(axis=1) if shape.client_kind == "isotropic" else size
+    return bool((np.ptp(total, axis=0) <= _TINY * np.abs(total).max(axis=0)).all())
+
+
+def _refuse_constant(A: Floats, varying: Sequence[int], terms: Sequence[str], level: str) -> None:
+    """A term that is constant within every unit repeats the intercept there: together they are one coefficient, not two."""
+    if "Intercept" not in terms or terms.index("Intercept") not in varying:
+        return
+    one = terms.index("Intercept")
+    for a in varying:
+        if a == one:
+            continue
+        full = A[:, a, a] * A[:, one, one]
+        if (full - A[:, one, a] ** 2 <= _TINY * np.maximum(full, 1e-300)).all():
+            raise DataError(
+                f"The term {terms[a]!r} is constant within every {level}, so its variation between {level}s cannot be told "
+                f"from the intercept's; leave it out of what varies by {level} with vary=, it keeps its common coefficient."
+            )
+
+
+def _refuse_no_residual(units: Quadratic, rows: Floats) -> None:
+    fitted = solve_symmetric(units.C, units.r)
+    within = 2 * units.c - np.einsum("ia,ia->i", units.r, fitted)
+    free = rows - np.linalg.matrix_rank(units.C, hermitian=True)
+    total = 2 * float(units.c.sum())
+    spare = free > 0
+    if spare.any() and float(np.maximum(within[spare], 0.0).sum()) <= 1e-14 * max(total, 1e-300):
+        raise DataError(
+            "The residual variance is zero: within every client the response is an exact linear function of the terms, so "
+            "clients' own fits are perfect and no penalty is learned; drop the term that equals the response, or set gamma."
+        )
+
+
+def _refuse_dependent(units: Quadratic, tree: Hierarchy, terms: Sequence[str], shape: Shape) -> None:
+    """Find a combination of the variances that leaves the covariance of all responses as it is."""
+    above = tree.sum_up(units.C)
+    squares, squares_above = (units.C**2).sum(axis=0), (above**2).sum(axis=0)
+    c, w = list(shape.client), list(shape.cluster)
+    inner = np.block([[squares[np.ix_(c, c)], squares[np.ix_(c, w)]], [squares[np.ix_(w, c)], squares_above[np.ix_(w, w)]]])
+    sums = np.concatenate([np.diag(above.sum(axis=0))[c], np.diag(above.sum(axis=0))[w]])
+    gram = np.block([[np.array([[float(units.n.sum())]]), sums[None]], [sums[:, None], inner]])
+    pool = [np.array([0])]
+    at = 1
+    for varying, kind in ((c, shape.client_kind), (w, shape.cluster_kind)):
+        block = np.arange(at, at + len(varying))
+        pool += [block] if kind == "isotropic" and len(varying) else [np.array([each]) for each in block]
+        at += len(varying)
+    gather = np.zeros((len(pool), len(gram)))
+    for row, members in enumerate(pool):
+        gather[row, members] = 1.0
+    gram = gather @ gram @ gather.T
+    size = np.sqrt(np.diag(gram))
+    values, vectors = np.linalg.eigh(gram / (size[:, None] * size))
+    if values[0] > 1e-9:
+        return
+    names = [
+        "the residual",
+        *(f"{terms[a]} between clients" for a in c),
+        *(f"{terms[a]} between clusters" for a in w),
+    ]
+    labels = [names[members[0]] if len(members) == 1 else names[members[0]].split(" ", 1)[1] for members in pool]
+    involved = [labels[a] for a in np.flatnonzero(np.abs(vectors[:, 0]) > 1e-3)]
+    raise DataError(
+        f"There are more varying terms than this data can identify: the variances of {listing(involved, 4)} cannot be told "
+        "apart; let fewer terms vary with vary=, or add rows."
+    )

@@ -1,0 +1,229 @@
+"""A likelihood as a function of a vector of parameters, and the models and errors that belong to its best point.
+
+The parameters are those of the clients' covariances, of the clusters', and, but for a linear model, of ``wbar``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from covey._typing import Floats, Ints
+from covey.data import GroupedData
+from covey.errors import ConvergenceWarning
+from covey.hierarchy import Hierarchy
+from covey.losses import Loss
+from covey.objective import Penalty
+from covey.solvers.elimination import Quadratic, Spread
+from covey.solvers.newton import newton
+from covey.solvers.result import Convergence, Fit
+from covey.variance.components import Components, Learned, Level
+from covey.variance.gaussian import Evaluation, Gaussian, invert
+from covey.variance.identify import check_rank, check_told_apart
+from covey.variance.laplace import Laplace
+from covey.variance.search import Optimum
+from covey.variance.structure import Shape, Structure
+
+START = 0.5  # standard deviation of everything that varies, in units of the residual's
+
+
+@dataclass(frozen=True)
+class Sums:
+    """All that a linear fit needs of the rows: each client's loss about ``origin (d,)``, and the sum of log weights.
+
+    Rows are left behind: tests, bootstraps and updates start from here.
+    """
+
+    units: Quadratic
+    origin: Floats
+    log_weights: float
+
+    @classmethod
+    def of(cls, data: GroupedData, loss: Loss) -> Sums:
+        n, d = data.n_clients, data.n_terms
+        at_zero = loss.expand(data, np.zeros((n, d)))
+        gram = at_zero.hessian.sum(axis=0)
+        check_rank(gram, data.terms)
+        # About the pooled fit, so that sums of squares are of residuals and lose no digits to a large mean.
+        origin = invert(gram)[0] @ -at_zero.gradient.sum(axis=0)
+        here = loss.expand(data, np.tile(origin, (n, 1)))
+        log_weights = 0.0 if data.weights is None else float(np.log(data.weights[data.weights > 0]).sum())
+        return cls(Quadratic(here.hessian, -here.gradient, here.value, data.rows_that_count), origin, log_weights)
+
+
+class Problem:
+    """What the search needs to know, whatever the family."""
+
+    def __init__(self, tree: Hierarchy, terms: tuple[str, ...], shape: Shape, rms: Floats) -> None:
+        self.tree, self.terms, self.shape = tree, terms, shape
+        self.order = shape.order(len(terms))
+        self.back = np.argsort(self.order)
+        self.structure = Structure.of(shape, 1.0 / np.where(rms > 0, rms, 1.0), tree.n_clusters)
+        self.widths = (self.structure.client.width, self.structure.cluster.width)
+
+    def evaluate(self, x: Floats) -> Evaluation:
+        """The criterion at ``x`` with all that comes with it."""
+        raise NotImplementedError
+
+    def criterion(self, x: Floats) -> tuple[float, Floats]:
+        """The value and gradient, for the search."""
+        here = self.evaluate(x)
+        return here.value, self.flat(x, here.client, here.cluster, here.centre)
+
+    def covariances(self, x: Floats) -> tuple[Floats, Floats]:
+        """Of clients and clusters, in the working order of terms."""
+        own, above = self.structure.split(x)
+        d = len(self.terms)
+        return self.structure.client.covariances(own, d), self.structure.cluster.covariances(above, d)
+
+    def flat(self, x: Floats, client: Floats, cluster: Floats, centre: Floats) -> Floats:
+        """Derivatives in the covariances, and in ``wbar``, as derivatives in the parameters."""
+        (own, above), (below, over) = self.structure.split(x), (self.structure.client, self.structure.cluster)
+        slopes = below.gradient(own, below.pick(client)), over.gradient(above, over.pick(cluster))
+        return np.concatenate([*slopes, self.centre_slope(centre)])
+
+    def centre_slope(self, centre: Floats) -> Floats:
+        return centre
+
+    def start(self, sd: float) -> Floats:
+        """Everything that may vary does, by as much."""
+        return np.concatenate([level.even(sd) for level in (self.structure.client, self.structure.cluster)])
+
+    def names(self, terms: Ints) -> list[str]:
+        """Of terms in the working order."""
+        return [self.terms[at] for at in self.order[terms]]
+
+    def finish(self, best: Optimum, notes: tuple[str, ...]) -> tuple[Fit, Learned]:
+        """The models at the best point, and what is known of them."""
+        raise NotImplementedError
+
+    def levels(self, best: Optimum, scale: float, shift: Floats, errors: Floats) -> tuple[Level, Level]:
+        """Both levels in the units of the response; ``shift`` is the gradient of the log of ``scale``."""
+        return self._level(0, best, scale, shift, errors), self._level(1, best, scale, shift, errors)
+
+    def _level(self, which: int, best: Optimum, scale: float, shift: Floats, errors: Floats) -> Level:
+        level, x = (self.structure.client, self.structure.cluster)[which], self.structure.split(best.x)[which]
+        L = level.factors(x)
+        S = L @ L.swapaxes(1, 2)
+        sd = np.sqrt(scale * np.einsum("maa->ma", S))
+        first = which * self.structure.client.n_parameters
+        sd_error = np.full(sd.shape, np.nan)
+        for m, a in zip(*np.nonzero(sd), strict=True):
+            # log sd = (log S_aa + log scale) / 2, and its error follows from that of the parameters.
+            G = np.zeros_like(S)
+            G[m, a, a] = 0.5 / S[m, a, a]
+            slope = 0.5 * shift
+            slope[first : first + level.n_parameters] += level.gradient(x, G)
+            sd_error[m, a] = sd[m, a] * np.sqrt(max(float(slope @ errors @ slope), 0.0))
+        where = np.argsort(self.order[level.terms])
+        names = tuple(self.names(level.terms[where]))
+        return Level(names, level.kind, scale * S[:, where[:, None], where], sd_error[:, where])
+
+    def spreads(self, best: Optimum) -> tuple[Spread, Spread]:
+        """The covariances as ties, in the data's order of terms."""
+        client, cluster = (S[:, self.back[:, None], self.back] for S in self.covariances(best.x))
+        own = client if len(client) == 1 else client[self.tree.parent]
+        return Spread.of_covariances(own, self.tree.n_clients), Spread.of_covariances(cluster, self.tree.n_clusters)
+
+    def account(self, best: Optimum, method: str, exchanges: int) -> Convergence:
+        message = f"{method} within {best.decrement:.0e} of its optimum after {best.evaluations} evaluations"
+        norm = float(np.linalg.norm(best.gradient))
+        return Convergence(method, best.converged, best.evaluations, exchanges, best.value, norm, best.decrement, message)
+
+
+class Linear(Problem):
+    """REML or ML of a linear model, from its clients' sums."""
+
+    def __init__(self, sums: Sums, tree: Hierarchy, terms: tuple[str, ...], shape: Shape, *, reml: bool) -> None:
+        units = sums.units
+        mean_squares = np.einsum("iaa->a", units.C) / max(float(units.n.sum()), 1.0)
+        super().__init__(tree, terms, shape, np.sqrt(mean_squares))
+        self.sums = sums
+        order = self.order
+        if (order != np.arange(len(order))).any():
+            units = replace(
+                units, C=np.ascontiguousarray(units.C[:, order[:, None], order]), r=np.ascontiguousarray(units.r[:, order])
+            )
+        self.marginal = Gaussian(units, tree, reml, sums.log_weights, self.widths)
+
+    def evaluate(self, x: Floats) -> Evaluation:
+        return self.marginal(*self.covariances(x))
+
+    def finish(self, best: Optimum, notes: tuple[str, ...]) -> tuple[Fit, Learned]:
+        here, back, origin = self.evaluate(best.x), self.back, self.sums.origin
+        top, s2 = here.top, here.top.dispersion
+        theta = self.marginal.theta(self.covariances(best.x)[0], top)
+        method = "REML" if self.marginal.reml else "ML"
+        end = self.account(best, method, 2 * best.evaluations)
+        fit = Fit(origin + theta[:, back], origin + top.w[:, back], origin + top.wbar[back], end)
+        levels = self.levels(best, s2, self.flat(best.x, *here.shift, np.empty(0)), parameter_covariance(best))
+        parameters = len(self.terms) + self.structure.n_parameters + 1
+        rows = int(self.sums.units.n.sum())
+        components = Components(method, *levels, s2, -0.5 * best.value, parameters, rows, notes)
+        covariance = s2 * invert(top.D.sum(axis=0))[0][back[:, None], back]
+        return fit, Learned(components, *self.spreads(best), s2, covariance, self.sums.units, origin, self.sums.log_weights)
+
+
+class Generalised(Problem):
+    """The Laplace approximation for any other family, from the rows."""
+
+    def __init__(self, data: GroupedData, loss: Loss, shape: Shape) -> None:
+        weights = np.ones(data.n_rows) if data.weights is None else data.weights
+        rms = np.sqrt(np.einsum("l,la,la->a", weights, data.X, data.X) / weights.sum())
+        super().__init__(data.hierarchy, data.terms, shape, rms)
+        pooled, order, n, d = data.pooled(), self.order, data.n_clients, data.n_terms
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)  # of a start
+            alone = newton(pooled, loss, Penalty.of(pooled.hierarchy))
+        H = loss.hessian(data, np.tile(alone.wbar, (n, 1)))
+        check_rank(H.sum(axis=0), data.terms)
+        check_told_apart(Quadratic(H, np.zeros((n, d)), np.zeros(n), data.rows_that_count), self.tree, self.terms, shape)
+        self.rows = int(data.rows_that_count.sum())
+        self.constant = 2 * loss.constant(data)
+        if (order != np.arange(d)).any():
+            data = replace(data, X=np.ascontiguousarray(data.X[:, order]), terms=tuple(data.terms[at] for at in order))
+        self.marginal = Laplace(data, loss, self.widths, tol=1e-9 + 1e-10 * float(np.sqrt(data.n_rows)))
+        # The global model in units of its own uncertainty, so that one step suits it and the covariances.
+        self.middle, self.half = alone.wbar[order], np.eye(d)
+        begin = self.evaluate(self.start(START)).top
+        values, vectors = np.linalg.eigh(invert(begin.D.sum(axis=0))[0])
+        self.half = vectors * np.sqrt(np.maximum(values, 0.0))
+
+    def evaluate(self, x: Floats) -> Evaluation:
+        here = self.marginal(*self.covariances(x), self.centre(x))
+        return replace(here, value=here.value + self.constant)
+
+    def centre(self, x: Floats) -> Floats:
+        """The global model, in the working order of terms."""
+        return np.asarray(self.middle + self.half @ x[self.structure.n_parameters :])
+
+    def centre_slope(self, centre: Floats) -> Floats:
+        return np.asarray(centre @ self.half)
+
+    def start(self, sd: float) -> Floats:
+        self.marginal.forget()
+        return np.concatenate([super().start(sd), np.zeros(len(self.terms))])
+
+    def finish(self, best: Optimum, notes: tuple[str, ...]) -> tuple[Fit, Learned]:
+        top, back = self.evaluate(best.x).top, self.back
+        state, wbar = self.marginal.state.now, self.centre(best.x)[self.back]
+        theta = state.theta[:, back]
+        fit = Fit(theta, top.w[:, back], wbar, self.account(best, "Laplace", 4 * best.evaluations))
+        errors, cut = parameter_covariance(best), self.structure.n_parameters
+        levels = self.levels(best, 1.0, np.zeros(len(best.x)), errors)
+        components = Components("Laplace", *levels, None, -0.5 * best.value, len(wbar) + cut, self.rows, notes)
+        covariance = (self.half @ errors[cut:, cut:] @ self.half.T)[back[:, None], back]
+        # To second order about the mode, where the loss's slope is minus the force that holds a client: b = H theta + u.
+        H = np.ascontiguousarray(state.here.hessian[:, back[:, None], back])
+        b = np.einsum("iab,ib->ia", H, theta) + state.u[:, back]
+        units = Quadratic(H, b, np.zeros(len(H)), self.marginal.data.rows_that_count)
+        return fit, Learned(components, *self.spreads(best), 1.0, covariance, units, np.zeros(len(wbar)))
+
+
+def parameter_covariance(best: Optimum) -> Floats:
+    """From the curvature of twice the negative log-likelihood; none along what is held at zero."""
+    values, vectors = np.linalg.eigh(best.hessian)
+    good = values > 1e-7 * max(float(values.max(initial=0.0)), 1e-300)
+    return np.asarray((vectors[:, good] * (2.0 / values[good])) @ vectors[:, good].T)

@@ -1,0 +1,109 @@
+"""Do clusters matter, do clients differ? Likelihood-ratio tests of a level's variances being zero.
+
+Zero is the edge of what a variance can be, so under the null hypothesis the statistic is not chi-squared: an estimate that would
+have been negative counts nothing. Its distribution is that of the squared length of a normal vector after projection on
+the cone of allowed directions (chi-bar-squared): for one variance half the usual p-value, for ``p`` variances a binomial
+mixture, for a full covariance the sum of squared positive eigenvalues of a symmetric normal matrix. The length of the vector is
+independent of its direction, so the p-value is a mean over directions ``u`` of chi-squared tails, ``P(chi2_p > t / h(u))``, where
+``h`` is the share of the squared length that projection leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from covey._typing import Floats
+from covey.data import GroupedData
+from covey.losses import Loss
+from covey.solvers.result import Progress
+from covey.solvers.threads import threads_for
+from covey.variance.components import Learned
+from covey.variance.estimate import search
+from covey.variance.problem import Generalised, Linear, Problem, Sums
+from covey.variance.structure import Kind, Shape, Variation
+
+_DIRECTIONS = 4096
+
+
+@dataclass(frozen=True)
+class LikelihoodRatio:
+    """A test of one level.
+
+    Attributes
+    ----------
+    level : "client" (do clients differ within clusters?) or "cluster" (do clusters matter?)
+    statistic : twice the gain in log-likelihood from letting the level vary
+    parameters : how many variances and covariances that took
+    p_value : corrected for zero being the edge of what a variance can be
+    """
+
+    level: str
+    statistic: float
+    parameters: int
+    p_value: float
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> LikelihoodRatio:
+        return cls(**plain)
+
+
+def likelihood_ratios(
+    learned: Learned, shape: Shape, data: GroupedData, loss: Loss, *, reml: bool = True, progress: Progress | None = None
+) -> tuple[LikelihoodRatio, ...]:
+    """Test every level that varies, each by a fit without it."""
+    tests = []
+    for level in ("client", "cluster"):
+        if not getattr(shape, level):
+            continue
+        null = replace(shape, **{level: ()}, per_cluster=shape.per_cluster and level != "client")
+        problem: Problem
+        with threads_for(data):
+            if loss.name == "gaussian":
+                sums = Sums(learned.units, learned.origin, learned.log_weights)
+                problem = Linear(sums, data.hierarchy, data.terms, null, reml=reml)
+            else:
+                problem = Generalised(data, loss, null)
+            best, _ = search(problem, progress)
+        statistic = max(0.0, best.value + 2 * learned.components.log_likelihood)
+        found = getattr(learned.components, level)
+        count = len(found.covariance)
+        p_value = chi_bar_tail(statistic, found.kind, len(found.terms), count)
+        parameters = Variation(np.arange(len(found.terms)), found.kind, np.ones(len(found.terms)), count).n_parameters
+        tests.append(LikelihoodRatio(level, statistic, parameters, p_value))
+    return tuple(tests)
+
+
+def chi_bar_tail(statistic: float, kind: Kind, q: int, count: int = 1) -> float:
+    """The probability of a statistic at least as large when none of ``count`` covariances of ``q`` terms is there.
+
+    >>> round(chi_bar_tail(2.706, "isotropic", 3), 3), round(chi_bar_tail(2.706, "diagonal", 1), 3)
+    (0.05, 0.05)
+    """
+    if statistic <= 0:
+        return 1.0
+    if kind == "full" and q > 1:
+        share, p = _cone_shares(q, count)
+        with np.errstate(divide="ignore"):
+            return float(stats.chi2.sf(statistic / share, p).mean())
+    p = count * (1 if kind == "isotropic" else q)
+    weights = stats.binom.pmf(np.arange(1, p + 1), p, 0.5)
+    return float(weights @ stats.chi2.sf(statistic, np.arange(1, p + 1)))
+
+
+def _cone_shares(q: int, count: int) -> tuple[Floats, int]:
+    """For random symmetric matrices, the share of squared length in positive eigenvalues; and the number of dimensions."""
+    rng = np.random.default_rng(0)
+    draws = rng.normal(size=(_DIRECTIONS, count, q, q))
+    # A symmetric matrix whose coordinates, in an orthonormal basis of such matrices, are independent standard normals.
+    symmetric = (draws + draws.swapaxes(2, 3)) / 2
+    values = np.linalg.eigvalsh(symmetric)
+    positive, whole = (np.maximum(values, 0.0) ** 2).sum(axis=(1, 2)), (values**2).sum(axis=(1, 2))
+    return positive / whole, count * q * (q + 1) // 2
