@@ -12,7 +12,8 @@ from hypothesis import given
 from covey import GroupedData, read_table
 from covey.hierarchy import segment_sum
 from covey.labels import as_labels, encode, lookup
-from covey.model import Spec, read_frame
+from covey.model import read_frame
+from covey.spec import Spec
 from tests.conftest import random_problem, seeds
 
 TABLE = {

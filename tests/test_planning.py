@@ -15,10 +15,10 @@ from covey import GroupedData, Objective, Penalty, newton, plan, sweep
 from covey.datasets import simulate
 from covey.errors import CoveyError, SolverError
 from covey.losses import Gaussian, loss_of
-from covey.model import Spec
 from covey.planning import race
 from covey.solvers import al2sgd_plus, solve
 from covey.solvers.costs import costs, surely_direct
+from covey.spec import Spec
 
 SOLVERS = ["newton", "l2gd", "one_coin", "al2sgd_plus"]
 

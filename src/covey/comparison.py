@@ -11,10 +11,12 @@ from scipy.special import xlogy
 
 from covey.baselines import BASELINES
 from covey.data import GroupedData
+from covey.design import Design
 from covey.errors import ConvergenceWarning, DataError
-from covey.model import Spec, fit_data
-from covey.selection import Count, held_out_loss, search
+from covey.learning import fit_data
+from covey.selection import held_out_loss
 from covey.solvers import Fit
+from covey.spec import Spec
 
 TEST_SHARE = 0.2
 
@@ -29,27 +31,36 @@ class Comparison:
 
 
 def compare(
-    data: GroupedData, spec: Spec, *, test: float = TEST_SHARE, progress: Callable[[str], None] | None = None
+    data: GroupedData,
+    spec: Spec,
+    design: Design | None = None,
+    *,
+    test: float = TEST_SHARE,
+    progress: Callable[[str], None] | None = None,
 ) -> Comparison:
     """Fit the specification and the three baselines to a share of each client's rows, and score the rest.
 
-    Models are compared, not solvers: each is fitted to its minimum.
+    Models are compared, not solvers: each is fitted to its minimum. Penalties that are to be learned are learned from the rows
+    that are fitted, and from no others.
     """
-    spec = replace(spec, solver="auto", options=None)
+    spec = replace(spec.settled(), solver="auto", options=None, tests=False)
     train, held = data.split(test, spec.seed)
     if held.n_rows == 0:
         raise DataError(
             f"Holding out {test:g} of each client's rows leaves none to test on; raise the share or skip it with 0."
         )
+    vary = None if design is None else spec.varying(design)
     errors = {}
     for name in (*BASELINES, "hierarchical"):
         if progress is not None:
             progress(name)
         own = name == "hierarchical"
-        trial = replace(spec, baseline=None if own else name, james_stein=own and spec.james_stein)
+        trial = (
+            spec if own else Spec(family=spec.family, reduction=spec.reduction, ridge=spec.ridge, baseline=name, seed=spec.seed)
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # of a trial; the fit that is kept speaks for itself
-            fit, _ = fit_data(train, trial)
+            fit = fit_data(train, trial, vary).fit
         errors[name] = held_out_error(fit, held, spec)
     return Comparison(errors, train.n_rows, held.n_rows)
 
@@ -63,14 +74,3 @@ def held_out_error(fit: Fit, data: GroupedData, spec: Spec) -> float:
         saturated = np.average(xlogy(data.y, data.y) - data.y, weights=data.weights)
         return float(2 * (loss + saturated))
     return loss
-
-
-def choose_on_training_rows(data: GroupedData, spec: Spec, *, test: float, progress: Count | None = None) -> Spec:
-    """Set both penalties by cross-validation on the rows that :func:`compare` will train on, and on no others."""
-    return chosen(data.split(test, spec.seed)[0], spec, progress=progress)
-
-
-def chosen(data: GroupedData, spec: Spec, *, progress: Count | None = None) -> Spec:
-    """The same specification with both penalties set by cross-validation."""
-    found = search(data, spec.loss, seed=spec.seed, progress=progress)
-    return replace(spec, gamma=found.gamma, lam=found.lam)

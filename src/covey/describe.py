@@ -2,18 +2,91 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
+from typing import Any
+
 import numpy as np
 
 from covey._typing import Floats
+from covey.hierarchy import Hierarchy
+from covey.inference import quantile
 from covey.model import Model
+from covey.variance.components import Components, Level
 
 _NAMES = {"gaussian": "linear", "bernoulli": "logistic", "poisson": "Poisson"}
 
 
 def describe(model: Model) -> str:
     """A summary of a few lines: the data, the penalties, how the fit went, and the coefficients at each level."""
-    lines = [title(model), *(f"  {line}" for line in facts(model)), *_table(model)]
-    return "\n".join(lines)
+    head = [title(model), *(f"  {line}" for line in facts(model))]
+    return "\n".join([*head, *(_table(model) if model.learned is None else _learned_tables(model))])
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A fitted model in words, for ``print``, and in numbers, as ``to_json`` has them."""
+
+    model: Model
+    coverage: float = 0.95
+
+    def __str__(self) -> str:
+        return describe(self.model)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values: the data, the global coefficients with intervals, the variance components, tests and warnings."""
+        model, tree, learned = self.model, self.model.hierarchy, self.model.learned
+        document: dict[str, Any] = {
+            "title": title(model),
+            "family": model.spec.family,
+            "rows": int(model.rows.sum()),
+            "clients": tree.n_clients,
+            "clusters": tree.n_clusters,
+            "coverage": self.coverage,
+            "global": model.coefficients("global", self.coverage).to_dicts(),
+            "converged": bool(model.convergence.converged),
+            "message": model.convergence.message,
+        }
+        if learned is None:
+            return {**document, "method": None, "warnings": []}
+        found = learned.components
+        levels = {"cluster": found.cluster, "client": found.client}
+        return {
+            **document,
+            "method": found.method,
+            "log_likelihood": found.log_likelihood,
+            "parameters": found.parameters,
+            "aic": found.aic,
+            "bic": found.bic,
+            "variance_components": [row for name, level in levels.items() for row in _component_rows(name, level, tree)],
+            "residual_sd": None if found.residual is None else float(np.sqrt(found.residual)),
+            "share_of_variance": dict(zip(("cluster", "client", "residual"), found.shares, strict=True)),
+            "tests": [asdict(test) for test in found.tests],
+            "warnings": list(found.notes),
+        }
+
+
+def summary(model: Model, coverage: float = 0.95) -> Summary:
+    """What is known of a model: see :class:`Summary`."""
+    return Summary(model, coverage)
+
+
+def _component_rows(name: str, level: Level, tree: Hierarchy) -> list[dict[str, Any]]:
+    rows = []
+    for m, a in np.ndindex(*level.sd.shape):
+        error, which = level.sd_error[m, a], tree.cluster_ids[m] if len(level.sd) > 1 else None
+        beside = {term: float(level.correlation[m, a, b]) for b, term in enumerate(level.terms[:a])}
+        known = {term: None if np.isnan(value) else value for term, value in beside.items()}
+        rows.append(
+            {
+                "level": name,
+                "cluster": which,
+                "term": level.terms[a],
+                "sd": float(level.sd[m, a]),
+                "sd_error": None if np.isnan(error) else float(error),
+                "correlation": known if level.kind == "full" else {},
+            }
+        )
+    return rows
 
 
 def title(model: Model) -> str:
@@ -32,6 +105,14 @@ def facts(model: Model) -> list[str]:
     if model.classes is not None:
         no, yes = model.classes.tolist()
         said.append(f"log-odds of {yes!r} against {no!r}")
+    if model.learned is not None:
+        found = model.learned.components
+        said.append(
+            f"{found.method}: log-likelihood {found.log_likelihood:.2f}, AIC {found.aic:.1f}, BIC {found.bic:.1f}, "
+            f"{found.parameters} parameters"
+        )
+        said.append(model.convergence.message)
+        return [*said, *_tested(found), *(f"note: {note}" for note in found.notes)]
     if model.penalty is not None:
         said.append(
             f"penalties gamma {_range(model.penalty.gamma)} (client to cluster), lam {_range(model.penalty.lam)} "
@@ -41,6 +122,57 @@ def facts(model: Model) -> list[str]:
     close = end.converged and end.gap is not None
     said.append(f"{end.solver}: {end.message}" + (f", objective within {end.gap:.0e} of its minimum" if close else ""))
     return said
+
+
+_QUESTIONS = {"client": "clients differ within clusters", "cluster": "clusters matter"}
+
+
+def _tested(found: Components) -> list[str]:
+    """A sentence for each level that was tested."""
+    return [
+        f"{_QUESTIONS[test.level]}: likelihood ratio {test.statistic:.1f} for {_count(test.parameters, 'parameter')}, "
+        f"p {_p_value(test.p_value)}"
+        for test in found.tests
+    ]
+
+
+def _p_value(p: float) -> str:
+    return "< 1e-4" if p < 1e-4 else f"= {p:.2g}"
+
+
+def _learned_tables(model: Model) -> list[str]:
+    """Each term: the global coefficient with its interval, and how it varies at each level; then the shares of variance."""
+    learned = model.posterior.learned
+    found, z = learned.components, quantile(0.95)
+    width = max(8, *(len(term) for term in model.terms))
+    lines = [
+        f"{'':{width}}  {'global':>10} {'std. error':>11} {'95% interval':>22}  {'sd of clusters':>16} {'sd of clients':>16}"
+    ]
+    for at, term in enumerate(model.terms):
+        value, error = model.wbar[at], model.posterior.standard_errors("global")[at]
+        interval = f"{value - z * error:.4g} to {value + z * error:.4g}"
+        spreads = f"{_sd(found.cluster, term):>16} {_sd(found.client, term):>16}"
+        lines.append(f"{term:{width}}  {value:>10.4g} {error:>11.3g} {interval:>22}  {spreads}")
+    if found.residual is not None:
+        lines.append(f"{'residual':{width}}  {'':>10} {'':>11} {'':>22}  {'':>16} {np.sqrt(found.residual):>16.4g}")
+    cluster, client, residual = (f"{100 * share:.1f}%" for share in found.shares)
+    lines.append(f"share of variance: {cluster} between clusters, {client} between clients, {residual} residual")
+    for name, level in (("clusters", found.cluster), ("clients", found.client)):
+        if level.kind == "full" and len(level.terms) > 1 and len(level.covariance) == 1:
+            pairs = [(a, b) for a in range(len(level.terms)) for b in range(a)]
+            told = ", ".join(f"{level.terms[b]} and {level.terms[a]} {level.correlation[0, a, b]:.2f}" for a, b in pairs[:6])
+            lines.append(f"correlation between {name}: {told}" + (", ..." if len(pairs) > 6 else ""))
+    return lines
+
+
+def _sd(level: Level, term: str) -> str:
+    if term not in level.terms:
+        return "-"
+    at = level.terms.index(term)
+    sds, errors = level.sd[:, at], level.sd_error[:, at]
+    if len(sds) > 1:
+        return f"{sds.min():.3g} to {sds.max():.3g}"
+    return f"{sds[0]:.4g}" + ("" if np.isnan(errors[0]) else f" ({errors[0]:.2g})")
 
 
 def _table(model: Model) -> list[str]:

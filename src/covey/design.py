@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Frame = Any  # an eager narwhals DataFrame of whichever library the user works with
 
 FUNCTIONS = ("log", "log2", "log10", "log1p", "exp", "sqrt", "abs", "C", "I")
-_CONTEXT = {"log1p": np.log1p, "sqrt": np.sqrt, "abs": np.abs}
+CONTEXT = {"log1p": np.log1p, "sqrt": np.sqrt, "abs": np.abs}
 _ARITHMETIC = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Constant, ast.Load)
 
 
@@ -131,7 +131,7 @@ def design_from_json(document: Mapping[str, Any]) -> Columns | Formula:
     """Rebuild a design; a formula is inspected again, whoever wrote it."""
     if document["kind"] == "columns":
         return Columns(tuple(document["columns"]), bool(document["intercept"]))
-    _check_formula(document["rhs"])
+    check_formula(document["rhs"])
     return Formula(document["rhs"], tuple(document["terms"]), tuple(document["columns"]), dict(document["levels"]))
 
 
@@ -195,7 +195,7 @@ def _inspect(rhs: str, frame: Frame) -> tuple[tuple[str, ...], set[str]]:
     alone: set[str] = set()
     categories: set[str] = set()
     numbers: set[str] = set()
-    for expression, is_column in _check_formula(rhs):
+    for expression, is_column in check_formula(rhs):
         used, wrapped = ([expression], set()) if is_column else _names(expression)
         names += [name for name in used if name not in names]
         categories |= wrapped
@@ -231,7 +231,7 @@ def _reads_as_number(text: str) -> bool:
     return True
 
 
-def _check_formula(rhs: str) -> list[tuple[str, bool]]:
+def check_formula(rhs: str) -> list[tuple[str, bool]]:
     """The factors of a formula and whether each is a column; any other is made of allowed pieces only."""
     from formulaic import Formula as Parsed
 
@@ -316,7 +316,7 @@ def _evaluate(rhs: str, table: pd.DataFrame) -> pd.DataFrame:
 
     try:
         with np.errstate(all="ignore"):
-            matrix = Parsed(rhs).get_model_matrix(table, na_action="ignore", context=_CONTEXT, output="pandas")
+            matrix = Parsed(rhs).get_model_matrix(table, na_action="ignore", context=CONTEXT, output="pandas")
     except Exception as problem:  # as above: no common base class
         raise FormulaError(f"The formula {rhs!r} cannot be evaluated: {problem}") from None
     return matrix

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from covey.design import _CONTEXT, Formula, _check_formula
+from covey.design import CONTEXT, Formula, check_formula
 from covey.errors import DataError, FormulaError, listing
 from covey.labels import as_labels
 
@@ -242,7 +242,7 @@ def _resolve(bar: Bar, design: Formula) -> list[str]:
     import pandas as pd
     from formulaic import Formula as Parsed
 
-    _check_formula(bar.terms)
+    check_formula(bar.terms)
     common = {frozenset(factor.expr for factor in term.factors): term for term in Parsed(design.rhs)}
     asked = {frozenset(factor.expr for factor in term.factors): str(term) for term in Parsed(bar.terms)}
     if not asked:
@@ -259,7 +259,7 @@ def _resolve(bar: Bar, design: Formula) -> list[str]:
     }
     chosen = Parsed([term for factors, term in common.items() if factors in asked])
     with np.errstate(all="ignore"):
-        matrix = chosen.get_model_matrix(pd.DataFrame(row, index=[0]), na_action="ignore", context=_CONTEXT)
+        matrix = chosen.get_model_matrix(pd.DataFrame(row, index=[0]), na_action="ignore", context=CONTEXT)
     columns = [str(name) for name in matrix.columns]
     for odd in (name for name in columns if name not in design.terms):
         raise FormulaError(

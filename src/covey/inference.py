@@ -64,11 +64,10 @@ class Posterior:
 
     def standard_errors(self, level: Level) -> Floats:
         """Of every coefficient of a level: ``(n, d)``, ``(k, d)`` or ``(d,)``."""
-        covariance = {"client": lambda: self.clients, "cluster": lambda: self.clusters, "global": lambda: self.whole[None]}[
-            level
-        ]()
-        errors = np.sqrt(np.maximum(np.einsum("iaa->ia", covariance), 0.0))
-        return np.asarray(errors[0] if level == "global" else errors)
+        if level == "global":
+            return np.asarray(np.sqrt(np.diag(self.whole)))
+        covariance = self.clients if level == "client" else self.clusters
+        return np.asarray(np.sqrt(np.maximum(np.einsum("iaa->ia", covariance), 0.0)))
 
     def margin_variance(self, X: Floats, chosen: Resolved, level: Level) -> Floats:
         """The variance of ``x'theta`` for rows whose models are ``chosen``; new clients' own spread included."""
@@ -91,7 +90,7 @@ class Posterior:
         return table, np.where(known, chosen.client, np.where(chosen.cluster >= 0, chosen.cluster + self.tree.n_clients, -1))
 
     def _new_cluster(self) -> Floats:
-        return (self.whole + self.learned.dispersion * self.learned.cluster.shape[0])[None]
+        return np.asarray(self.whole + self.learned.dispersion * self.learned.cluster.shape[0])[None]
 
     @cached_property
     def reliability(self) -> Floats:

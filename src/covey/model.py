@@ -1,86 +1,34 @@
-"""A specification, and the model that fitting it leaves behind: what predicts, prints and goes to disk.
+"""The model that fitting a specification leaves behind: what predicts, prints and goes to disk.
 
 The scikit-learn estimators and the command line are two faces of this; it needs neither of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import narwhals as nw
 import numpy as np
 import polars as pl
 
 from covey._typing import Anything, Floats, Ints
-from covey.baselines import BASELINES, fit_baseline
 from covey.data import GroupedData, refuse_infinite, side_by_side
 from covey.design import Columns, Design, Formula, Frame, column, numeric, response, split_formula
-from covey.errors import CoveyError, DataError, FormulaError, SolverError, listing, one_of
+from covey.errors import DataError, FormulaError, SolverError, listing, one_of
+from covey.grouping import compose, repeats, split_bars
 from covey.hierarchy import Hierarchy, Level, Resolved, Unseen
+from covey.inference import Posterior, count_interval, quantile
 from covey.labels import is_missing
+from covey.learning import fit_data
 from covey.ledger import Ledger
-from covey.losses import Loss, Reduction, loss_of
 from covey.objective import Penalty
-from covey.solvers import BY_COINS, Convergence, Fit, Progress, Solver, check_options, solve
-
-
-@dataclass(frozen=True)
-class Spec:
-    """Everything that says how to fit, in plain values.
-
-    ``client``, ``cluster``, ``weights`` and ``offset`` name columns of the table; the rest is explained at the estimators.
-    """
-
-    family: str = "gaussian"
-    client: str | None = None
-    cluster: str | None = None
-    weights: str | None = None
-    offset: str | None = None
-    formula: str | None = None
-    fit_intercept: bool = True
-    gamma: Any = 1.0
-    lam: Any = None
-    alpha: Any = None
-    reduction: Reduction = "sum"
-    ridge: float = 0.0
-    james_stein: bool = False
-    baseline: str | None = None
-    solver: Solver = "auto"
-    options: Mapping[str, Any] | None = None
-    tol: float = 1e-8
-    max_iter: int | None = None
-    seed: int = 0
-
-    @property
-    def loss(self) -> Loss:
-        return loss_of(self.family, self.reduction, self.ridge)
-
-    @property
-    def named(self) -> bool:
-        """Whether columns are found by name, in a table, rather than by position."""
-        return any(name is not None for name in (self.client, self.cluster, self.weights, self.offset, self.formula))
-
-    def check(self) -> None:
-        """Refuse settings that no data could make right."""
-        loss_of(self.family, self.reduction, self.ridge)
-        check_options(self.solver, self.options)
-        if self.baseline is not None and self.baseline not in BASELINES:
-            raise one_of("baseline", self.baseline, BASELINES)
-        if self.baseline is not None and self.solver in BY_COINS:
-            raise SolverError(f"A baseline is solved exactly; leave out solver={self.solver!r} and its options.")
-        if not isinstance(self.james_stein, bool | np.bool_):
-            raise SolverError(f"The 'james_stein' parameter must be True or False. Got {self.james_stein!r} instead.")
-        if self.james_stein and (self.baseline is not None or self.solver in BY_COINS):
-            other = f"baseline={self.baseline!r}" if self.baseline is not None else f"solver={self.solver!r}"
-            raise SolverError(f"james_stein=True shrinks the global model of an exact hierarchical fit; leave out {other}.")
-        if not (isinstance(self.tol, int | float) and self.tol > 0):
-            raise SolverError(f"The 'tol' parameter must be a positive number. Got {self.tol!r} instead.")
-        if not (isinstance(self.seed, int) and self.seed >= 0):
-            raise SolverError(f"The seed (random_state) must be a whole number >= 0. Got {self.seed!r} instead.")
-        if not (self.max_iter is None or (isinstance(self.max_iter, int | np.integer) and self.max_iter >= 1)):
-            raise SolverError(f"The 'max_iter' parameter must be a whole number >= 1. Got {self.max_iter!r} instead.")
+from covey.selection import Count
+from covey.solvers import Convergence, Progress
+from covey.spec import Spec
+from covey.variance.components import Learned
 
 
 @dataclass(frozen=True)
@@ -100,10 +48,21 @@ class Model:
     has_offset: bool = False
     history: pl.DataFrame | None = None
     ledger: Ledger | None = None
+    learned: Learned | None = None
 
     @property
     def terms(self) -> tuple[str, ...]:
         return self.design.terms
+
+    @cached_property
+    def posterior(self) -> Posterior:
+        """What is not known of the coefficients."""
+        if self.learned is None:
+            raise SolverError(
+                "Standard errors and intervals need penalties that were learned from the data; leave out gamma, lam, alpha, "
+                "baseline, penalty='cv', james_stein and solvers by coins."
+            )
+        return Posterior(self.learned, self.hierarchy)
 
     def margin(
         self,
@@ -116,26 +75,79 @@ class Model:
         unseen: Unseen = "parent",
     ) -> tuple[Floats, Resolved]:
         """``x'theta + offset`` of each row by the model that answers for it, and which one that is."""
-        frame = as_frame(X) if self.spec.named else None
-        blocks, n_rows = self._blocks(X, frame)
-        client = self._ids(client, frame, self.spec.client, needed=level == "client")
-        cluster = self._ids(cluster, frame, self.spec.cluster, needed=level != "global" and client is None)
-        self._refuse_forgotten(client, cluster, level)
-        chosen = self.hierarchy.resolve(client, cluster, n_rows=n_rows, unseen=unseen, level=level)
-        rows = side_by_side(blocks)
-        refuse_infinite(rows, self.terms, lambda row: f"row {row}")
+        rows, chosen, shift = self.rows_of(X, client=client, cluster=cluster, offset=offset, level=level, unseen=unseen)
         # One table of all models, the global one last: index -1 falls on it by itself.
         table = np.concatenate([self.theta, self.w, self.wbar[None]])
         which = np.where(chosen.client >= 0, chosen.client, np.where(chosen.cluster >= 0, chosen.cluster + len(self.theta), -1))
         margin = np.einsum("ld,ld->l", rows, table[which])
-        shift = self._offset(offset, frame, n_rows)
         return (margin if shift is None else margin + shift), chosen
+
+    def rows_of(
+        self, X: Any, *, client: Any, cluster: Any, offset: Any, level: Level, unseen: Unseen
+    ) -> tuple[Floats, Resolved, Floats | None]:
+        """The terms of new rows, which model answers for each, and its offset."""
+        frame = as_frame(X) if self.spec.named else None
+        blocks, n_rows = self.blocks(X, frame)
+        client, cluster = self.ids_of(frame, client, cluster, level)
+        self._refuse_forgotten(client, cluster, level)
+        chosen = self.hierarchy.resolve(client, cluster, n_rows=n_rows, unseen=unseen, level=level)
+        rows = side_by_side(blocks)
+        refuse_infinite(rows, self.terms, lambda row: f"row {row}")
+        return rows, chosen, self.offset_of(offset, frame, n_rows)
+
+    def ids_of(self, frame: Frame | None, client: Any, cluster: Any, level: Level) -> tuple[Any, Any]:
+        """The clients and clusters of new rows: as given, or from the table's columns."""
+        client = self._ids(client, frame, self.spec.client, needed=level == "client")
+        cluster = self._ids(
+            cluster, frame, self.spec.cluster, needed=level != "global" and (client is None or self.spec.nested)
+        )
+        if self.spec.nested and client is not None and cluster is not None:
+            client = compose(cluster, client)
+        return client, cluster
+
+    def intervals(
+        self,
+        X: Any,
+        *,
+        coverage: float = 0.95,
+        noise: bool = False,
+        client: Any = None,
+        cluster: Any = None,
+        offset: Any = None,
+        level: Level = "client",
+        unseen: Unseen = "parent",
+    ) -> Floats:
+        """Where the expected response of each row lies, ``(rows, 2)``; with ``noise``, where a new response would."""
+        where: dict[str, Any] = {"client": client, "cluster": cluster, "offset": offset, "level": level, "unseen": unseen}
+        z, posterior = quantile(coverage), self.posterior
+        margin, chosen = self.margin(X, **where)
+        variance = posterior.margin_variance(self.rows_of(X, **where)[0], chosen, level)
+        if noise and self.spec.family == "bernoulli":
+            raise SolverError("A class is one of two, so there is no interval for it with noise=True; leave noise out.")
+        if noise and self.spec.family == "poisson":
+            return count_interval(margin, np.sqrt(variance), coverage)
+        half = z * np.sqrt(variance + (posterior.learned.dispersion if noise else 0.0))
+        return self.mean(np.column_stack([margin - half, margin + half]))
 
     def mean(self, margin: Floats) -> Floats:
         return self.spec.loss.mean(margin)
 
-    def coefficients(self, level: Level = "client") -> pl.DataFrame:
-        """The coefficients of one level, a row for each unit and term."""
+    def coefficients(self, level: Level = "client", coverage: float = 0.95) -> pl.DataFrame:
+        """The coefficients of one level, a row for each unit and term; with standard errors and intervals if known."""
+        tidy = self._coefficients(level)
+        if self.learned is None:
+            return tidy
+        error, z = pl.Series("std_error", self.posterior.standard_errors(level).ravel()), quantile(coverage)
+        estimate = tidy["estimate"]
+        return tidy.with_columns(error, lower=estimate - z * error, upper=estimate + z * error)
+
+    def reliability(self) -> pl.DataFrame:
+        """How far each client stands on its own data: a row for each client and varying term, 0 to 1."""
+        tidy = self._coefficients("client").drop("estimate")
+        tidy = tidy.with_columns(reliability=pl.Series(self.posterior.reliability.ravel()))
+        return tidy.filter(pl.col("reliability").is_not_nan())
+
+    def _coefficients(self, level: Level) -> pl.DataFrame:
         d = len(self.terms)
         tree = self.hierarchy
         if level == "global":
@@ -154,7 +166,8 @@ class Model:
             term=pl.Series(list(self.terms) * len(values), dtype=pl.String), estimate=pl.Series(values.ravel())
         )
 
-    def _blocks(self, X: Any, frame: Frame | None) -> tuple[list[Anything], int]:
+    def blocks(self, X: Any, frame: Frame | None) -> tuple[list[Anything], int]:
+        """The columns of new rows, and how many rows there are."""
         if frame is not None:
             if len(frame) == 0:
                 raise DataError("The table has no rows to predict.")
@@ -162,6 +175,16 @@ class Model:
         if not isinstance(self.design, Columns) or not isinstance(X, np.ndarray):
             raise DataError("This model was fitted to plain arrays; read it with covey.load and pass arrays to its predict.")
         return self.design.matrix_blocks(X), len(X)
+
+    def response_of(self, frame: Frame | None, y: Any, weights: Any) -> tuple[Any, Any]:
+        """The response and weights of new rows: as given, or from the table's columns."""
+        lhs = split_formula(self.spec.formula)[0] if self.spec.formula is not None else None
+        if y is None and (frame is None or lhs is None):
+            raise DataError("There is no response: pass y, or the column to the left of '~' in the formula.")
+        y = response(lhs, frame) if y is None and lhs is not None else y
+        if weights is None and frame is not None and self.spec.weights is not None:
+            weights = numeric(frame, self.spec.weights)
+        return y, weights
 
     def _ids(self, given: Any, frame: Frame | None, name: str | None, needed: bool) -> Any:
         if given is not None or frame is None or name is None:
@@ -179,7 +202,8 @@ class Model:
         if level == "cluster" and client is None and cluster is None and self.hierarchy.n_clusters > 1:
             raise DataError("This model was fitted to several clusters: pass cluster= to predict, or level='global'.")
 
-    def _offset(self, given: Any, frame: Frame | None, n_rows: int) -> Floats | None:
+    def offset_of(self, given: Any, frame: Frame | None, n_rows: int) -> Floats | None:
+        """The known part of new rows' margins."""
         if given is None and frame is not None and self.spec.offset is not None:
             given = numeric(frame, self.spec.offset)
         if given is None:
@@ -219,14 +243,24 @@ def fit_table(
     progress: Progress | None = None,
 ) -> Model:
     """Fit a table whose columns are named by the specification; arrays that are given stand in for a column."""
-    data, design, classes = read_frame(X, spec, y, client=client, cluster=cluster, weights=weights, offset=offset)
-    return fit_grouped(data, design, classes, spec, progress)
+    read = read_frame(X, spec, y, client=client, cluster=cluster, weights=weights, offset=offset)
+    return fit_grouped(read.data, read.design, read.classes, read.spec, progress)
+
+
+class Reading(NamedTuple):
+    """Data sorted and checked, its design, the two classes of a classifier, and the specification with its columns settled."""
+
+    data: GroupedData
+    design: Design
+    classes: Anything | None
+    spec: Spec
 
 
 def read_frame(
     X: Any, spec: Spec, y: Any = None, *, client: Any = None, cluster: Any = None, weights: Any = None, offset: Any = None
-) -> tuple[GroupedData, Design, Anything | None]:
-    """The data a specification asks for: sorted and checked, with its design and, for a classifier, the two classes."""
+) -> Reading:
+    """The data a specification asks for."""
+    spec = spec.settled()
     frame = as_frame(X)
     if len(frame) == 0:
         raise DataError("The table has no rows; covey needs at least one.")
@@ -241,7 +275,7 @@ def read_frame(
         raise FormulaError(f"The response is given twice, as y and as {lhs!r} in the formula; leave one out.")
     design: Design
     if rhs is not None:
-        design = Formula.learn(rhs, frame)
+        design = Formula.learn(split_bars(rhs)[0], frame)
         if lhs in design.columns:
             raise FormulaError(f"The response {lhs!r} is also on the right of '~'; a model that knows the answer is of no use.")
     else:
@@ -260,18 +294,20 @@ def read_frame(
             return given
         return numeric(frame, name) if as_number else taken[name]
 
+    client, cluster = pick(client, spec.client), pick(cluster, spec.cluster)
+    nested = bool(spec.nested) and repeats(cluster, client)
     data = GroupedData.from_blocks(
         design.blocks(frame),
         len(frame),
         outcome,
-        pick(client, spec.client),
-        pick(cluster, spec.cluster),
+        compose(cluster, client) if nested else client,
+        cluster,
         weights=pick(weights, spec.weights, as_number=True),
         offset=pick(offset, spec.offset, as_number=True),
         terms=design.terms,
         check=spec.loss.check,
     )
-    return data, design, classes
+    return Reading(data, design, classes, replace(spec, nested=nested))
 
 
 def fit_matrix(
@@ -325,41 +361,37 @@ def encode_response(y: Any, family: str) -> tuple[Any, Anything | None]:
     return codes.ravel().astype(np.float64), classes
 
 
+def _encode_known(y: Any, classes: Anything | None) -> Any:
+    """New responses as numbers, by the classes that a model knows."""
+    series = nw.from_native(y, series_only=True, pass_through=True)
+    values = series.to_numpy() if isinstance(series, nw.Series) else np.asarray(y)
+    if classes is None:
+        return values
+    known = np.isin(values, classes)
+    if not known.all():
+        shown = values.tolist()[int((~known).argmax())]
+        raise DataError(f"The response is {shown!r}, which is neither of the model's classes {listing(classes.tolist(), 2)}.")
+    return (values == classes[1]).astype(np.float64)
+
+
 def _missing(values: Anything) -> Anything:
     if values.dtype.kind == "O":
         return np.array([is_missing(value) for value in values.tolist()])
     return np.isnan(values) if values.dtype.kind == "f" else np.zeros(1, dtype=bool)
 
 
-def fit_data(data: GroupedData, spec: Spec, progress: Progress | None = None) -> tuple[Fit, Penalty | None]:
-    """Solve for data that is already grouped."""
-    spec.check()
-    loss = spec.loss
-    if spec.baseline is not None:
-        return fit_baseline(spec.baseline, data, loss, seed=spec.seed, progress=progress), None
-    penalty = Penalty.of(data.hierarchy, gamma=spec.gamma, lam=spec.lam, alpha=spec.alpha)
-    fit = solve(
-        data,
-        loss,
-        penalty,
-        solver=spec.solver,
-        tol=spec.tol,
-        max_iter=spec.max_iter,
-        seed=spec.seed,
-        options=spec.options,
-        james_stein=spec.james_stein,
-        progress=progress,
-    )
-    if not np.isfinite(fit.theta).all():
-        raise CoveyError("The coefficients are not finite; the columns are probably on extreme scales: standardise them.")
-    return fit, penalty
-
-
 def fit_grouped(
-    data: GroupedData, design: Design, classes: Anything | None, spec: Spec, progress: Progress | None = None
+    data: GroupedData,
+    design: Design,
+    classes: Anything | None,
+    spec: Spec,
+    progress: Progress | None = None,
+    count: Count | None = None,
 ) -> Model:
     """Fit data that is already grouped, and keep what prediction needs."""
-    fit, penalty = fit_data(data, spec, progress)
+    spec = spec.settled()
+    fitted = fit_data(data, spec, spec.varying(design), progress=progress, count=count)
+    fit = fitted.fit
     return Model(
         spec,
         design,
@@ -369,9 +401,37 @@ def fit_grouped(
         fit.wbar,
         data.rows_per_client,
         fit.convergence,
-        penalty,
+        fitted.penalty,
         classes,
         data.offset is not None,
         fit.history,
         fit.ledger,
+        fitted.learned,
+    )
+
+
+def group_rows(
+    model: Model, X: Any, y: Any = None, *, client: Any = None, cluster: Any = None, weights: Any = None, offset: Any = None
+) -> GroupedData:
+    """New rows, coded as the model's own."""
+    frame = as_frame(X) if model.spec.named else None
+    blocks, n_rows = model.blocks(X, frame)
+    client, cluster = model.ids_of(frame, client, cluster, "client")
+    if client is None:
+        raise DataError("New rows need the ids of their clients; pass client=, or the column that the model knows.")
+    if cluster is None and model.hierarchy.n_clusters > 1:
+        raise DataError("New rows need the ids of their clusters; pass cluster=, or the column that the model knows.")
+    if cluster is None:
+        cluster = pl.Series(model.hierarchy.cluster_ids.to_list() * n_rows)
+    y, weights = model.response_of(frame, y, weights)
+    return GroupedData.from_blocks(
+        blocks,
+        n_rows,
+        _encode_known(y, model.classes),
+        client,
+        cluster,
+        weights=weights,
+        offset=model.offset_of(offset, frame, n_rows),
+        terms=model.terms,
+        check=model.spec.loss.check_values,
     )

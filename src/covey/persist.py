@@ -1,4 +1,5 @@
-"""Models on disk: a folder with ``model.json``, ``clusters.parquet`` and ``clients.parquet``. Loading executes no code.
+"""Models on disk: a folder with ``model.json``, ``clusters.parquet``, ``clients.parquet`` and, if penalties were learned,
+``sums.parquet``. Loading executes no code.
 
 Numbers go through Parquet and JSON without loss, so a loaded model predicts the same bits. ``model.json`` carries the
 format's version and a checksum of the two tables, so that a damaged or mixed-up folder is told from a good one.
@@ -12,7 +13,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -25,18 +26,23 @@ from covey._version import __version__
 from covey.design import design_from_json
 from covey.errors import CoveyError, ModelError
 from covey.hierarchy import Hierarchy
-from covey.model import Model, Spec
+from covey.model import Model
 from covey.objective import Penalty
 from covey.solvers import Convergence
+from covey.solvers.elimination import Quadratic
+from covey.spec import Spec
+from covey.variance.components import Components, Learned
 
-FORMAT = 1
+FORMAT = 2
 _TABLES = ("clusters", "clients")
+_SUMS = "sums"
 
 
-def save_model(model: Model, path: str | Path, *, extra: Mapping[str, Any] | None = None) -> Path:
+def save_model(model: Model, path: str | Path, *, sums: bool = True, extra: Mapping[str, Any] | None = None) -> Path:
     """Write a model folder; an older model at the same place is replaced, any other folder is refused.
 
-    ``extra`` is kept under its own key in ``model.json``.
+    ``extra`` is kept under its own key in ``model.json``. With ``sums`` there is a third table, of each client's ``X'X`` and
+    ``X'y``, if the model has them: intervals and updates need it.
     """
     path = check_target(path)
     document = _document(model, dict(extra or {}))
@@ -45,7 +51,10 @@ def save_model(model: Model, path: str | Path, *, extra: Mapping[str, Any] | Non
         # Written aside and moved into place: a reader never sees half a model, and a failed write leaves the old one.
         fresh = Path(scratch) / "model"
         fresh.mkdir()
-        for name, table in zip(_TABLES, _tables(model), strict=True):
+        tables = dict(zip(_TABLES, _tables(model), strict=True))
+        if sums and model.learned is not None:
+            tables[_SUMS] = _sums_table(model.learned)
+        for name, table in tables.items():
             table.write_parquet(fresh / f"{name}.parquet")
             document["sha256"][name] = _checksum(fresh / f"{name}.parquet")
         (fresh / "model.json").write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
@@ -80,7 +89,7 @@ def check_target(path: str | Path) -> Path:
 
 def _is_model(path: Path) -> bool:
     """Whether a folder holds a model and nothing else."""
-    if not {file.name for file in path.iterdir()} <= {"model.json", *(f"{name}.parquet" for name in _TABLES)}:
+    if not {file.name for file in path.iterdir()} <= {"model.json", *(f"{name}.parquet" for name in (*_TABLES, _SUMS))}:
         return False
     try:
         document = json.loads((path / "model.json").read_text())
@@ -94,7 +103,7 @@ def load_model(path: str | Path) -> tuple[Model, dict[str, Any]]:
     path = Path(path)
     document = _read_document(path)
     try:
-        return _rebuild(document, {name: _read_table(path, name, document) for name in _TABLES})
+        return _rebuild(document, {name: _read_table(path, name, document) for name in document["sha256"]})
     except CoveyError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, pl.exceptions.PolarsError) as problem:
@@ -125,9 +134,41 @@ def _document(model: Model, extra: dict[str, Any]) -> dict[str, Any]:
         "has_offset": model.has_offset,
         "global": dict(zip(model.terms, model.wbar.tolist(), strict=True)),
         "convergence": asdict(model.convergence),
+        "learned": None if model.learned is None else _learned_document(model.learned),
         "extra": extra,
         "sha256": {},
     }
+
+
+def _learned_document(learned: Learned) -> dict[str, Any]:
+    return {
+        "components": learned.components.to_json(),
+        "covariance": learned.covariance.tolist(),
+        "origin": learned.origin.tolist(),
+        "log_weights": learned.log_weights,
+    }
+
+
+def _sums_table(learned: Learned) -> pl.DataFrame:
+    """Of each client the lower triangle of ``C``, and ``r``, ``c``, ``n``."""
+    units = learned.units
+    rows, columns = np.tril_indices(units.C.shape[1])
+    return pl.DataFrame({"C": units.C[:, rows, columns], "r": units.r, "c": units.c, "n": units.n})
+
+
+def _learned(
+    document: Mapping[str, Any] | None, sums: pl.DataFrame | None, terms: Sequence[str], tree: Hierarchy
+) -> Learned | None:
+    """What was learned, if it was saved with the sums that intervals need."""
+    if document is None or sums is None:
+        return None
+    d = len(terms)
+    C, (rows, columns) = np.zeros((tree.n_clients, d, d)), np.tril_indices(d)
+    C[:, rows, columns] = C[:, columns, rows] = sums["C"].to_numpy()
+    units = Quadratic(C, np.ascontiguousarray(sums["r"].to_numpy()), sums["c"].to_numpy(), sums["n"].to_numpy())
+    components = Components.from_json(document["components"])
+    covariance, origin = np.array(document["covariance"]), np.array(document["origin"])
+    return Learned.of(components, terms, tree, covariance, units, origin, document["log_weights"])
 
 
 def _tables(model: Model) -> tuple[pl.DataFrame, pl.DataFrame]:
@@ -177,6 +218,7 @@ def _rebuild(document: Mapping[str, Any], tables: Mapping[str, pl.DataFrame]) ->
         penalty,
         None if classes is None else np.array(classes["values"], dtype=np.dtype(classes["dtype"])),
         bool(document["has_offset"]),
+        learned=_learned(document.get("learned"), tables.get(_SUMS), design.terms, tree),
     )
     return model, dict(document["extra"])
 

@@ -13,10 +13,12 @@ import polars as pl
 
 from covey.data import GroupedData
 from covey.errors import ConvergenceWarning, SolverError, listing
-from covey.model import Spec, read_frame
-from covey.objective import Objective, Penalty
+from covey.learning import penalty_for
+from covey.model import read_frame
+from covey.objective import Objective
 from covey.solvers import BY_COINS, Fit, Solver, solve
 from covey.solvers.costs import BANDWIDTH, LATENCY, Cost, check_network, costs
+from covey.spec import Spec
 from covey.theory import Constants
 
 RACE_ITERATIONS = 20_000
@@ -145,7 +147,7 @@ def race(
 
 
 def _objective(data: GroupedData, spec: Spec) -> Objective:
-    penalty = Penalty.of(data.hierarchy, gamma=spec.gamma, lam=spec.lam, alpha=spec.alpha)
+    penalty = penalty_for(data, spec)
     return Objective(data, spec.loss, penalty)
 
 

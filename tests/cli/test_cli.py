@@ -269,7 +269,8 @@ def test_poisson_comparison_is_a_deviance(tmp_path):
 
 def test_penalties_are_compared_as_chosen_on_the_training_rows(folder, homes):
     from covey.comparison import choose_on_training_rows, compare
-    from covey.model import Spec, read_frame
+    from covey.model import read_frame
+    from covey.spec import Spec
 
     spec = Spec(client="county", cluster="state", formula="log_radon ~ floor")
     data, _, _ = read_frame(homes, spec)

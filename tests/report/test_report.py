@@ -9,10 +9,11 @@ from rich.console import Console
 
 from covey.comparison import choose_on_training_rows
 from covey.experiments.radon import fit_all, typical_clients
-from covey.model import Spec, read_frame
+from covey.model import read_frame
 from covey.report import plots
 from covey.report.plots import shrinkage_figure
 from covey.report.tables import coefficient_table, comparison_table, shrinkage_table
+from covey.spec import Spec
 
 
 def text_of(table):

@@ -21,14 +21,15 @@ def demo(
     from dataclasses import asdict
 
     from covey.cli._console import console, print_json, working
-    from covey.comparison import TEST_SHARE, choose_on_training_rows, compare
+    from covey.comparison import compare
     from covey.datasets import load_radon
-    from covey.describe import describe
+    from covey.describe import describe, summary
     from covey.experiments.radon import fit_all, typical_clients
-    from covey.model import Spec, read_frame
+    from covey.model import read_frame
     from covey.persist import check_target, save_model
     from covey.report.plots import shrinkage_figure
     from covey.report.tables import comparison_table, shrinkage_table
+    from covey.spec import Spec
 
     homes = load_radon()
     check_target(out / "model")
@@ -42,10 +43,8 @@ def demo(
             f"Radon in {len(homes):,} homes of {clients} counties (the clients) in {clusters} states (the clusters).\n"
         )
     with working("reading") as say:
-        data, design, _ = read_frame(homes, spec)
-        say("choosing the penalties by cross-validation on the training rows")
-        spec = choose_on_training_rows(data, spec, test=TEST_SHARE)
-        comparison = compare(data, spec, progress=lambda name: say(f"fitting {name}"))
+        data, design, *_ = read_frame(homes, spec)
+        comparison = compare(data, spec, design, progress=lambda name: say(f"fitting {name}"))
         say("fitting all homes")
         model, local = fit_all(data, design, spec)
         save_model(model, out / "model")
@@ -59,7 +58,7 @@ def demo(
         )
     if as_json:
         files = {"figure": str(figure), "model": str(out / "model"), "data": str(out / "homes.parquet")}
-        print_json({"held_out": asdict(comparison), "gamma": spec.gamma, "lam": spec.lam, **files})
+        print_json({"held_out": asdict(comparison), "summary": summary(model).to_json(), **files})
         return
     screen.print(comparison_table(comparison.errors, spec.family, comparison.test_rows))
     screen.print()

@@ -10,12 +10,17 @@ import typer
 
 def fit(
     data: Annotated[Path, typer.Argument(help="Table: .parquet, .csv, .csv.gz or .tsv.")],
-    formula: Annotated[str, typer.Argument(help="Response and terms, such as 'y ~ log(x) + zone'.")],
-    client: Annotated[str, typer.Option(help="Column with the clients' ids.")],
+    formula: Annotated[str, typer.Argument(help="Response and terms: 'y ~ log(x) + zone', 'y ~ x + (x | cluster/client)'.")],
+    client: Annotated[str | None, typer.Option(help="Column with the clients' ids, unless the formula names it.")] = None,
     cluster: Annotated[str | None, typer.Option(help="Column with the clusters' ids.")] = None,
     family: Annotated[str, typer.Option(help="gaussian, bernoulli (two classes) or poisson (counts).")] = "gaussian",
-    gamma: Annotated[str, typer.Option(help="Pull of clients to their cluster, or 'cv' to choose both penalties.")] = "1",
-    lam: Annotated[float | None, typer.Option(help="Pull of clusters to the global model (default 1).")] = None,
+    penalty: Annotated[str, typer.Option(help="How to learn penalties: reml, ml or cv.")] = "auto",
+    vary: Annotated[list[str] | None, typer.Option(help="A term that varies; all by default. Repeat it.")] = None,
+    covariance: Annotated[str | None, typer.Option(help="isotropic, diagonal or full; diagonal by default.")] = None,
+    per_cluster: Annotated[bool, typer.Option("--per-cluster", help="Learn each cluster's own spread of clients.")] = False,
+    tests: Annotated[bool, typer.Option("--tests/--no-tests", help="Test whether clients differ and clusters matter.")] = True,
+    gamma: Annotated[float | None, typer.Option(help="Pull of clients to their cluster, if not to be learned.")] = None,
+    lam: Annotated[float | None, typer.Option(help="Pull of clusters to the global model (1 with --gamma).")] = None,
     alpha: Annotated[float | None, typer.Option(help="In place of --lam: 0 independent clusters, 1 one cluster.")] = None,
     reduction: Annotated[str, typer.Option(help="'sum' or 'mean' of the loss over a client's rows.")] = "sum",
     weights: Annotated[str | None, typer.Option(help="Column with row weights.")] = None,
@@ -43,16 +48,16 @@ def fit(
     [bold]Example[/bold]   covey fit homes.parquet "log_radon ~ floor" --client county --cluster state --out model
     """
     from covey.cli._console import console, print_json, working
-    from covey.comparison import choose_on_training_rows, chosen, compare
+    from covey.comparison import compare
     from covey.data import read_table
     from covey.describe import describe
-    from covey.errors import PenaltyError
-    from covey.model import Spec, fit_grouped, read_frame
+    from covey.errors import DataError
+    from covey.model import fit_grouped, read_frame
     from covey.persist import check_target, save_model
+    from covey.spec import Spec
 
     if out is not None:
         check_target(out)
-    choose, strength = gamma == "cv", 1.0 if gamma == "cv" else _number(gamma)
     spec = Spec(
         family=family,
         client=client,
@@ -60,9 +65,14 @@ def fit(
         weights=weights,
         offset=offset,
         formula=formula,
-        gamma=strength,
+        gamma=gamma,
         lam=lam,
         alpha=alpha,
+        penalty=penalty,  # type: ignore[arg-type]
+        vary=vary,
+        covariance=covariance,
+        per_cluster=per_cluster,
+        tests=tests,
         reduction=reduction,  # type: ignore[arg-type]
         ridge=ridge,
         james_stein=james_stein,
@@ -74,26 +84,24 @@ def fit(
         seed=seed,
     )
     spec.check()
-    if choose and not (lam is None and alpha is None and baseline is None):
-        raise PenaltyError("The option --gamma cv chooses both penalties; leave out --lam, --alpha and --baseline.")
+    spec = spec.settled()
+    if spec.client is None:
+        raise DataError("Say which column holds the clients: --client, or a formula with (terms | cluster/client).")
     with working("reading the table") as say:
 
         def counting(done: int, todo: int) -> None:
             say(f"cross-validating penalties, {done} of {todo}")
 
-        grouped, design, classes = read_frame(read_table(data, ids=[client, cluster]), spec)
+        grouped, design, classes, spec = read_frame(read_table(data, ids=[spec.client, spec.cluster]), spec)
         comparison = None
         if holdout:
-            trial = choose_on_training_rows(grouped, spec, test=holdout, progress=counting) if choose else spec
-            comparison = compare(grouped, trial, test=holdout, progress=lambda name: say(f"fitting {name}"))
-        if choose:
-            spec = chosen(grouped, spec, progress=counting)
+            comparison = compare(grouped, spec, design, test=holdout, progress=lambda name: say(f"fitting {name}"))
         say("fitting all rows")
 
         def watching(iteration: int, _: float, norm: float) -> None:
             say(f"fitting all rows: iteration {iteration:,}, gradient norm {norm:.1e}")
 
-        model = fit_grouped(grouped, design, classes, spec, watching)
+        model = fit_grouped(grouped, design, classes, spec, watching, counting)
         if out is not None:
             save_model(model, out)
     if as_json:
@@ -132,18 +140,11 @@ def _options(given: list[str] | None, checkpoint: Path | None) -> dict[str, Any]
     return options if checkpoint is None else {**options, "checkpoint": str(checkpoint)}
 
 
-def _number(gamma: str) -> float:
-    from covey.errors import PenaltyError
-
-    try:
-        return float(gamma)
-    except ValueError:
-        raise PenaltyError(f"The option --gamma must be a number or 'cv'. Got {gamma!r} instead.") from None
-
-
 def _document(model: Any, comparison: Any) -> dict[str, Any]:
     import json
     from dataclasses import asdict
+
+    from covey.describe import summary
 
     tree = model.hierarchy
     return {
@@ -153,6 +154,7 @@ def _document(model: Any, comparison: Any) -> dict[str, Any]:
         "clients": tree.n_clients,
         "clusters": tree.n_clusters,
         "global": dict(zip(model.terms, model.wbar.tolist(), strict=True)),
+        "summary": summary(model).to_json(),
         "convergence": asdict(model.convergence),
         "ledger": None if model.ledger is None else json.loads(json.dumps(asdict(model.ledger), default=lambda a: a.tolist())),
         "history": None if model.history is None else model.history.to_dicts(),

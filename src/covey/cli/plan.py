@@ -14,8 +14,8 @@ def plan(
     client: Annotated[str, typer.Option(help="Column with the clients' ids.")],
     cluster: Annotated[str | None, typer.Option(help="Column with the clusters' ids.")] = None,
     family: Annotated[str, typer.Option(help="gaussian, bernoulli (two classes) or poisson (counts).")] = "gaussian",
-    gamma: Annotated[float, typer.Option(help="Pull of clients to their cluster.")] = 1.0,
-    lam: Annotated[float | None, typer.Option(help="Pull of clusters to the global model (default 1).")] = None,
+    gamma: Annotated[float | None, typer.Option(help="Pull of clients to their cluster; learned if left out.")] = None,
+    lam: Annotated[float | None, typer.Option(help="Pull of clusters to the global model (1 with --gamma).")] = None,
     alpha: Annotated[float | None, typer.Option(help="In place of --lam: 0 independent clusters, 1 one cluster.")] = None,
     reduction: Annotated[str, typer.Option(help="'sum' or 'mean' of the loss over a client's rows.")] = "sum",
     ridge: Annotated[float, typer.Option(help="Pull of every client's coefficients to zero.")] = 0.0,
@@ -36,9 +36,10 @@ def plan(
     from covey.cli._console import console, print_json, working
     from covey.data import read_table
     from covey.errors import DataError
-    from covey.model import Spec, read_frame
+    from covey.model import read_frame
     from covey.planning import plan as plan_for
     from covey.planning import race
+    from covey.spec import Spec
 
     if figure is not None and (figure.suffix not in (".png", ".pdf", ".svg") or not figure.absolute().parent.is_dir()):
         raise DataError(f"The figure {str(figure)!r} must end in .png, .pdf or .svg, and be in a folder that exists.")
@@ -47,7 +48,7 @@ def plan(
     spec = Spec(family=family, seed=seed, **columns, **settings)
     spec.check()
     with working("reading the table") as say:
-        grouped, _, _ = read_frame(read_table(data, ids=[client, cluster]), spec)
+        grouped, *_ = read_frame(read_table(data, ids=[client, cluster]), spec)
         say("measuring the problem")
         network = {"accuracy": accuracy, "latency": latency, "bandwidth": bandwidth}
         found = plan_for(grouped, family=family, **network, **settings)

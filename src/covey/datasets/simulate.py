@@ -84,11 +84,6 @@ def simulate(
     X = rng.standard_normal((len(client), d))
     if intercept:
         X[:, 0] = 1.0
-    mean = loss.mean(np.einsum("ld,ld->l", X, theta[client]))
-    if family == "gaussian":
-        y = mean + noise_sd * rng.standard_normal(len(mean))
-    elif family == "bernoulli":
-        y = (rng.random(len(mean)) < mean).astype(np.float64)
-    else:
-        y = rng.poisson(np.minimum(mean, 1e9)).astype(np.float64)
+    margin = np.einsum("ld,ld->l", X, theta[client])
+    y = loss.draw(margin, rng) if family != "gaussian" else margin + noise_sd * rng.standard_normal(len(margin))
     return Simulation(X, y, client, parent[client], theta, w, centre)

@@ -8,7 +8,8 @@ from covey._typing import Floats
 from covey.baselines import locally_trained
 from covey.data import GroupedData
 from covey.design import Design
-from covey.model import Model, Spec, fit_grouped
+from covey.model import Model, fit_grouped
+from covey.spec import Spec
 
 
 def fit_all(data: GroupedData, design: Design, spec: Spec) -> tuple[Model, Floats]:

@@ -55,12 +55,20 @@ class Loss(ABC):
         """The expected response at a margin."""
 
     @abstractmethod
+    def residual(self, y: Floats) -> float:
+        """The variance of a response about its mean, on the scale of the margin; of a linear model relative to itself, 1."""
+
+    @abstractmethod
     def draw(self, margin: Floats, rng: np.random.Generator) -> Floats:
         """Responses at given margins (of a linear model: with a residual of 1)."""
 
     @abstractmethod
-    def check(self, y: Floats, place: Place) -> None:
+    def check_values(self, y: Floats, place: Place) -> None:
         """Refuse responses that the family cannot have; ``place`` names a row."""
+
+    def check(self, y: Floats, place: Place) -> None:
+        """Refuse those, and responses from which nothing can be learned."""
+        self.check_values(y, place)
 
     def pointwise(self, margin: Floats, y: Floats) -> Floats:
         """The loss of each row at its margin, with no weight."""

@@ -24,13 +24,19 @@ class Bernoulli(Loss):
     def mean(self, margin: Floats) -> Floats:
         return np.asarray(expit(margin))
 
-    def draw(self, margin: Floats, rng: np.random.Generator) -> Floats:
-        return (rng.uniform(size=len(margin)) < self.mean(margin)).astype(np.float64)
+    def residual(self, y: Floats) -> float:
+        return float(np.pi**2 / 3)  # of the logistic distribution behind the classes
 
-    def check(self, y: Floats, place: Place) -> None:
+    def draw(self, margin: Floats, rng: np.random.Generator) -> Floats:
+        return (rng.random(len(margin)) < self.mean(margin)).astype(np.float64)
+
+    def check_values(self, y: Floats, place: Place) -> None:
         bad = (y != 0) & (y != 1)
         if bad.any():
             row = int(bad.argmax())
             raise DataError(f"The response is {y[row]:g} in {place(row)}; the bernoulli family takes 0 and 1.")
+
+    def check(self, y: Floats, place: Place) -> None:
+        self.check_values(y, place)
         if (y == y[0]).all():
             raise DataError(f"The response is {y[0]:g} in every row, one class only; a classifier needs rows of two classes.")

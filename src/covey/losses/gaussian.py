@@ -29,8 +29,11 @@ class Gaussian(Loss):
     def mean(self, margin: Floats) -> Floats:
         return margin
 
+    def residual(self, y: Floats) -> float:
+        return 1.0
+
+    def check_values(self, y: Floats, place: Place) -> None:
+        """Every finite response will do."""
+
     def draw(self, margin: Floats, rng: np.random.Generator) -> Floats:
         return margin + rng.standard_normal(len(margin))
-
-    def check(self, y: Floats, place: Place) -> None:
-        """Every finite response will do."""

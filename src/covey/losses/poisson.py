@@ -35,14 +35,20 @@ class Poisson(Loss):
         factorials = gammaln(data.y + 1.0)
         return float((factorials if data.weights is None else data.weights * factorials).sum())
 
-    def draw(self, margin: Floats, rng: np.random.Generator) -> Floats:
-        return rng.poisson(self.mean(margin)).astype(np.float64)
+    def residual(self, y: Floats) -> float:
+        return float(np.log1p(1.0 / y.mean()))  # of a lognormal with the counts' mean and variance
 
-    def check(self, y: Floats, place: Place) -> None:
+    def draw(self, margin: Floats, rng: np.random.Generator) -> Floats:
+        return rng.poisson(np.minimum(self.mean(margin), 1e9)).astype(np.float64)
+
+    def check_values(self, y: Floats, place: Place) -> None:
         bad = y < 0
         if bad.any():
             row = int(bad.argmax())
             raise DataError(f"The response is {y[row]:g} in {place(row)}; the poisson family takes counts >= 0.")
+
+    def check(self, y: Floats, place: Place) -> None:
+        self.check_values(y, place)
         if not y.any():
             raise DataError(
                 "The response is 0 in every row, so no rate can be fitted; the poisson family needs a positive count."

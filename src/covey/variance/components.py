@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from covey._typing import Floats
+from covey.hierarchy import Hierarchy
 from covey.solvers.elimination import Quadratic, Spread
 from covey.variance.structure import Kind
 
@@ -38,6 +39,13 @@ class Level:
         with np.errstate(invalid="ignore", divide="ignore"):
             return np.asarray(self.covariance / (self.sd[:, :, None] * self.sd[:, None, :]))
 
+    def embedded(self, terms: Sequence[str]) -> Floats:
+        """The covariances among all ``terms``, ``(1 or k, d, d)``: zero where one does not vary."""
+        at = np.array([list(terms).index(term) for term in self.terms], dtype=np.int64)
+        whole = np.zeros((len(self.covariance), len(terms), len(terms)))
+        whole[:, at[:, None], at] = self.covariance
+        return whole
+
     def to_json(self) -> dict[str, Any]:
         plain = asdict(self)
         return {**plain, "terms": list(self.terms), "covariance": self.covariance.tolist(), "sd_error": _nulls(self.sd_error)}
@@ -49,6 +57,24 @@ class Level:
         return cls(
             tuple(plain["terms"]), plain["kind"], covariance, np.array(plain["sd_error"], dtype=np.float64).reshape(-1, q)
         )
+
+
+@dataclass(frozen=True)
+class LikelihoodRatio:
+    """A test of one level's variances being zero; see :mod:`.ratio`.
+
+    Attributes
+    ----------
+    level : "client" (do clients differ within clusters?) or "cluster" (do clusters matter?)
+    statistic : twice the gain in log-likelihood from letting the level vary
+    parameters : how many variances and covariances that took
+    p_value : corrected for zero being the edge of what a variance can be
+    """
+
+    level: str
+    statistic: float
+    parameters: int
+    p_value: float
 
 
 @dataclass(frozen=True)
@@ -64,6 +90,8 @@ class Components:
     parameters : how many were estimated, global coefficients included
     rows : that count
     notes : in words, what is singular and what did not converge
+    tests : of each level that varies
+    shares : of the variance of a typical row's margin that lie between clusters, between clients and in the residual
     """
 
     method: Method
@@ -74,6 +102,8 @@ class Components:
     parameters: int
     rows: int
     notes: tuple[str, ...] = ()
+    tests: tuple[LikelihoodRatio, ...] = ()
+    shares: tuple[float, float, float] = (np.nan, np.nan, np.nan)
 
     @property
     def aic(self) -> float:
@@ -85,12 +115,16 @@ class Components:
 
     def to_json(self) -> dict[str, Any]:
         plain = {name: getattr(self, name) for name in ("method", "residual", "log_likelihood", "parameters", "rows")}
-        return {**plain, "client": self.client.to_json(), "cluster": self.cluster.to_json(), "notes": list(self.notes)}
+        return {**plain, "client": self.client.to_json(), "cluster": self.cluster.to_json(), **self._said()}
+
+    def _said(self) -> dict[str, Any]:
+        return {"notes": list(self.notes), "tests": [asdict(test) for test in self.tests], "shares": list(self.shares)}
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> Components:
         levels = {level: Level.from_json(plain[level]) for level in ("client", "cluster")}
-        return cls(**{**plain, **levels, "notes": tuple(plain["notes"])})
+        tests = tuple(LikelihoodRatio(**test) for test in plain["tests"])
+        return cls(**{**plain, **levels, "notes": tuple(plain["notes"]), "tests": tests, "shares": tuple(plain["shares"])})
 
 
 @dataclass(frozen=True)
@@ -99,7 +133,7 @@ class Learned:
 
     Attributes
     ----------
-    client, cluster : covariances relative to ``dispersion``, the residual variance (1 for counts and classes)
+    client, cluster : covariances relative to the residual variance (1 for counts and classes)
     covariance : (d, d) that of the global model
     units : each client's loss about ``origin (d,)``; of counts and classes to second order about the mode
     """
@@ -107,11 +141,38 @@ class Learned:
     components: Components
     client: Spread
     cluster: Spread
-    dispersion: float
     covariance: Floats
     units: Quadratic
     origin: Floats
     log_weights: float = 0.0
+
+    @classmethod
+    def of(
+        cls,
+        components: Components,
+        terms: Sequence[str],
+        tree: Hierarchy,
+        covariance: Floats,
+        units: Quadratic,
+        origin: Floats,
+        log_weights: float = 0.0,
+    ) -> Learned:
+        """For the clients and clusters of ``tree``; a cluster beyond those with covariances of their own has their mean."""
+        scale = 1.0 if components.residual is None else components.residual
+        below = components.client.embedded(terms) / scale
+        if len(below) > 1:
+            below = np.concatenate(
+                [below, np.broadcast_to(below.mean(axis=0), (max(tree.n_clusters - len(below), 0), *below.shape[1:]))]
+            )
+            below = below[tree.parent]
+        above = components.cluster.embedded(terms) / scale
+        client, cluster = Spread.of_covariances(below, tree.n_clients), Spread.of_covariances(above, tree.n_clusters)
+        return cls(components, client, cluster, covariance, units, origin, log_weights)
+
+    @property
+    def dispersion(self) -> float:
+        """What covariances are relative to."""
+        return 1.0 if self.components.residual is None else self.components.residual
 
 
 def _nulls(values: Floats) -> Any:

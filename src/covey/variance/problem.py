@@ -16,7 +16,7 @@ from covey.errors import ConvergenceWarning
 from covey.hierarchy import Hierarchy
 from covey.losses import Loss
 from covey.objective import Penalty
-from covey.solvers.elimination import Quadratic, Spread
+from covey.solvers.elimination import Quadratic
 from covey.solvers.newton import newton
 from covey.solvers.result import Convergence, Fit
 from covey.variance.components import Components, Learned, Level
@@ -121,11 +121,11 @@ class Problem:
         names = tuple(self.names(level.terms[where]))
         return Level(names, level.kind, scale * S[:, where[:, None], where], sd_error[:, where])
 
-    def spreads(self, best: Optimum) -> tuple[Spread, Spread]:
-        """The covariances as ties, in the data's order of terms."""
-        client, cluster = (S[:, self.back[:, None], self.back] for S in self.covariances(best.x))
-        own = client if len(client) == 1 else client[self.tree.parent]
-        return Spread.of_covariances(own, self.tree.n_clients), Spread.of_covariances(cluster, self.tree.n_clusters)
+    def shares(self, levels: tuple[Level, Level], moments: Floats, residual: float) -> tuple[float, float, float]:
+        """How the variance of a row's margin divides, on average; ``moments (d, d)`` is the mean of ``x x'`` over rows."""
+        client, cluster = (float((level.embedded(self.terms).mean(axis=0) * moments).sum()) for level in levels)
+        total = client + cluster + residual
+        return cluster / total, client / total, residual / total
 
     def account(self, best: Optimum, method: str, exchanges: int) -> Convergence:
         message = f"{method} within {best.decrement:.0e} of its optimum after {best.evaluations} evaluations"
@@ -161,9 +161,11 @@ class Linear(Problem):
         levels = self.levels(best, s2, self.flat(best.x, *here.shift, np.empty(0)), parameter_covariance(best))
         parameters = len(self.terms) + self.structure.n_parameters + 1
         rows = int(self.sums.units.n.sum())
-        components = Components(method, *levels, s2, -0.5 * best.value, parameters, rows, notes)
+        shares = self.shares(levels, self.sums.units.C.sum(axis=0) / rows, s2)
+        components = Components(method, *levels, s2, -0.5 * best.value, parameters, rows, notes, shares=shares)
         covariance = s2 * invert(top.D.sum(axis=0))[0][back[:, None], back]
-        return fit, Learned(components, *self.spreads(best), s2, covariance, self.sums.units, origin, self.sums.log_weights)
+        units, log_weights = self.sums.units, self.sums.log_weights
+        return fit, Learned.of(components, self.terms, self.tree, covariance, units, origin, log_weights)
 
 
 class Generalised(Problem):
@@ -171,8 +173,9 @@ class Generalised(Problem):
 
     def __init__(self, data: GroupedData, loss: Loss, shape: Shape) -> None:
         weights = np.ones(data.n_rows) if data.weights is None else data.weights
-        rms = np.sqrt(np.einsum("l,la,la->a", weights, data.X, data.X) / weights.sum())
-        super().__init__(data.hierarchy, data.terms, shape, rms)
+        self.moments = (data.X.T * weights) @ data.X / weights.sum()
+        self.residual = loss.residual(data.y)
+        super().__init__(data.hierarchy, data.terms, shape, np.sqrt(np.diag(self.moments)))
         pooled, order, n, d = data.pooled(), self.order, data.n_clients, data.n_terms
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # of a start
@@ -213,13 +216,15 @@ class Generalised(Problem):
         fit = Fit(theta, top.w[:, back], wbar, self.account(best, "Laplace", 4 * best.evaluations))
         errors, cut = parameter_covariance(best), self.structure.n_parameters
         levels = self.levels(best, 1.0, np.zeros(len(best.x)), errors)
-        components = Components("Laplace", *levels, None, -0.5 * best.value, len(wbar) + cut, self.rows, notes)
+        shares = self.shares(levels, self.moments, self.residual)
+        parameters = len(wbar) + cut
+        components = Components("Laplace", *levels, None, -0.5 * best.value, parameters, self.rows, notes, shares=shares)
         covariance = (self.half @ errors[cut:, cut:] @ self.half.T)[back[:, None], back]
         # To second order about the mode, where the loss's slope is minus the force that holds a client: b = H theta + u.
         H = np.ascontiguousarray(state.here.hessian[:, back[:, None], back])
         b = np.einsum("iab,ib->ia", H, theta) + state.u[:, back]
         units = Quadratic(H, b, np.zeros(len(H)), self.marginal.data.rows_that_count)
-        return fit, Learned(components, *self.spreads(best), 1.0, covariance, units, np.zeros(len(wbar)))
+        return fit, Learned.of(components, self.terms, self.tree, covariance, units, np.zeros(len(wbar)))
 
 
 def parameter_covariance(best: Optimum) -> Floats:

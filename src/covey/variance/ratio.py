@@ -1,18 +1,16 @@
 """Do clusters matter, do clients differ? Likelihood-ratio tests of a level's variances being zero.
 
-Zero is the edge of what a variance can be, so under the null hypothesis the statistic is not chi-squared: an estimate that would
-have been negative counts nothing. Its distribution is that of the squared length of a normal vector after projection on
-the cone of allowed directions (chi-bar-squared): for one variance half the usual p-value, for ``p`` variances a binomial
-mixture, for a full covariance the sum of squared positive eigenvalues of a symmetric normal matrix. The length of the vector is
-independent of its direction, so the p-value is a mean over directions ``u`` of chi-squared tails, ``P(chi2_p > t / h(u))``, where
-``h`` is the share of the squared length that projection leaves.
+Zero is the edge of what a variance can be, so under the null hypothesis the statistic is not chi-squared: an estimate that
+would have been negative counts nothing. Its distribution is that of the squared length of a normal vector after projection
+on the cone of allowed directions (chi-bar-squared): for one variance half the usual p-value, for ``p`` variances a binomial
+mixture, for a full covariance the sum of squared positive eigenvalues of a symmetric normal matrix. (Estimates of several
+variances are taken as uncorrelated.) The length of the vector is independent of its direction, so the p-value is a mean over
+directions ``u`` of chi-squared tails, ``P(chi2_p > t / h(u))``, where ``h`` is the share of the squared length that is left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 from scipy import stats
@@ -22,7 +20,7 @@ from covey.data import GroupedData
 from covey.losses import Loss
 from covey.solvers.result import Progress
 from covey.solvers.threads import threads_for
-from covey.variance.components import Learned
+from covey.variance.components import Learned, LikelihoodRatio
 from covey.variance.estimate import search
 from covey.variance.problem import Generalised, Linear, Problem, Sums
 from covey.variance.structure import Kind, Shape, Variation
@@ -30,40 +28,15 @@ from covey.variance.structure import Kind, Shape, Variation
 _DIRECTIONS = 4096
 
 
-@dataclass(frozen=True)
-class LikelihoodRatio:
-    """A test of one level.
-
-    Attributes
-    ----------
-    level : "client" (do clients differ within clusters?) or "cluster" (do clusters matter?)
-    statistic : twice the gain in log-likelihood from letting the level vary
-    parameters : how many variances and covariances that took
-    p_value : corrected for zero being the edge of what a variance can be
-    """
-
-    level: str
-    statistic: float
-    parameters: int
-    p_value: float
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, plain: Mapping[str, Any]) -> LikelihoodRatio:
-        return cls(**plain)
-
-
 def likelihood_ratios(
     learned: Learned, shape: Shape, data: GroupedData, loss: Loss, *, reml: bool = True, progress: Progress | None = None
 ) -> tuple[LikelihoodRatio, ...]:
     """Test every level that varies, each by a fit without it."""
     tests = []
-    for level in ("client", "cluster"):
+    without = {"client": replace(shape, client=(), per_cluster=False), "cluster": replace(shape, cluster=())}
+    for level, null in without.items():
         if not getattr(shape, level):
             continue
-        null = replace(shape, **{level: ()}, per_cluster=shape.per_cluster and level != "client")
         problem: Problem
         with threads_for(data):
             if loss.name == "gaussian":

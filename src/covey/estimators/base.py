@@ -1,4 +1,4 @@
-"""The scikit-learn face: three estimators over one specification."""
+"""What the three estimators share: the specification as parameters, fitting, predicting, saving."""
 
 from __future__ import annotations
 
@@ -9,28 +9,29 @@ from typing import Any, ClassVar
 
 import narwhals as nw
 import numpy as np
-from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
-from sklearn.utils.multiclass import check_classification_targets
+from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from covey._typing import Anything, Floats
 from covey.describe import describe
 from covey.errors import DataError, listing, one_of
+from covey.estimators.uncertainty import Uncertain
 from covey.hierarchy import UNSEEN, Level, Unseen
 from covey.labels import to_array
 from covey.ledger import Ledger
 from covey.losses import Reduction
-from covey.model import Model, Spec, fit_matrix, fit_table
-from covey.persist import load_model, save_model
+from covey.model import Model, fit_matrix, fit_table
+from covey.persist import save_model
 from covey.solvers import Convergence, Solver
+from covey.spec import Penalties, Spec
 
 # What an estimator and a specification say in the same words.
-_SETTINGS = (
-    "formula", "fit_intercept", "gamma", "lam", "alpha", "reduction", "ridge", "james_stein", "baseline", "solver",
-    "options", "tol", "max_iter",
+SETTINGS = (
+    "formula", "fit_intercept", "penalty", "vary", "covariance", "per_cluster", "tests", "gamma", "lam", "alpha", "reduction",
+    "ridge", "james_stein", "baseline", "solver", "options", "tol", "max_iter",
 )  # fmt: skip
 
-_PARAMETERS = """
+PARAMETERS = """
     Parameters
     ----------
     client, cluster : str, int or None
@@ -40,9 +41,23 @@ _PARAMETERS = """
     formula : str or None
         Terms by formula, such as ``"log(x) + zone * year"`` (categories are coded, an intercept is included); with
         a left-hand side, ``"y ~ x"``, the response is taken from the frame too. None takes every other column of ``X``.
+    penalty : {"auto", "reml", "ml", "cv"}
+        How the penalties are learned: by restricted or plain maximum likelihood (for classes and counts by Laplace's
+        approximation), or, the paper's way, from a grid by cross-validation. ``auto``: REML for the linear model, ML for the
+        others; none of it if ``gamma``, ``lam`` or ``alpha`` is given.
+    vary : list of terms, mapping from "client" and "cluster" to lists, or None
+        Which terms differ by client and by cluster; the others are common to all. None lets all vary. A formula may say it
+        instead, as in ``"y ~ x + z + (1 + x | state/county)"``, with ``||`` for no correlations.
+    covariance : {None, "isotropic", "diagonal", "full"}, or mapping from "client" and "cluster" to one of them
+        One variance for all varying terms (the paper's; columns should be on comparable scales), one for each (the default),
+        or correlations too.
+    per_cluster : bool
+        Learn how clients spread for each cluster on its own (the paper's ``sigma_j``).
+    tests : bool
+        Test whether clients differ and clusters matter, which takes a fit without each.
     gamma, lam, alpha : number, mapping from ids to numbers, or array
-        Pull of clients to their cluster (per client or per cluster) and of clusters to the global model (per
-        cluster), 1.0 each unless said otherwise. ``alpha`` in [0, 1] may stand in for ``lam``: 0 makes clusters
+        Given penalties: pull of clients to their cluster (per client or per cluster) and of clusters to the global model
+        (per cluster), 1.0 where one is given and not the other. ``alpha`` in [0, 1] may stand in for ``lam``: 0 makes clusters
         independent, 1 makes them one. The pull is the same on every coefficient, so columns should be on comparable scales.
     reduction : {"sum", "mean"}
         Whether a client's loss is summed or averaged over its rows before the penalties are added.
@@ -85,7 +100,9 @@ _PARAMETERS = """
 """
 
 
-class _Hierarchical(BaseEstimator):
+class Hierarchical(Uncertain, BaseEstimator):
+    """The estimator of any family."""
+
     _family: ClassVar[str]
 
     def __init__(
@@ -94,7 +111,12 @@ class _Hierarchical(BaseEstimator):
         client: str | int | None = None,
         cluster: str | int | None = None,
         formula: str | None = None,
-        gamma: Any = 1.0,
+        penalty: Penalties = "auto",
+        vary: Any = None,
+        covariance: Any = None,
+        per_cluster: bool = False,
+        tests: bool = True,
+        gamma: Any = None,
         lam: Any = None,
         alpha: Any = None,
         reduction: Reduction = "sum",
@@ -114,6 +136,11 @@ class _Hierarchical(BaseEstimator):
         self.client = client
         self.cluster = cluster
         self.formula = formula
+        self.penalty = penalty
+        self.vary = vary
+        self.covariance = covariance
+        self.per_cluster = per_cluster
+        self.tests = tests
         self.gamma = gamma
         self.lam = lam
         self.alpha = alpha
@@ -148,10 +175,10 @@ class _Hierarchical(BaseEstimator):
         y : (n_rows,) response; None if the formula names it
         client, cluster, sample_weight, offset : (n_rows,) arrays, where they are not columns of ``X``
         """
-        spec = self._spec()
+        spec = self._spec().settled()
         if y is None and (self.formula is None or "~" not in self.formula):
             raise DataError(f"{type(self).__name__} requires y to be passed, but the target y is None.")
-        if self.client is None and client is None and self.cluster is None and cluster is None:
+        if spec.client is None and client is None and self.client is None and self.cluster is None and cluster is None:
             warnings.warn(
                 "No clients were named, so all rows count as one client's and there is one model; name a column with client=, "
                 "or pass client= to fit.",
@@ -176,11 +203,6 @@ class _Hierarchical(BaseEstimator):
         """The expected response of each row, by the client's own model or by that of a coarser ``level``."""
         return self._mean(X, client, cluster, offset, level)
 
-    def coef_frame(self, level: Level = "client") -> Any:
-        """Coefficients as a tidy frame, a row for each unit and term, in the library of the frame that was fitted."""
-        check_is_fitted(self, "model_")
-        return self._native(self.model_.coefficients(level))
-
     def _native(self, frame: Any) -> Any:
         """A frame in the library of the one that was fitted; polars if that was none."""
         library: Any = getattr(self, "_library_", nw.Implementation.POLARS)
@@ -188,12 +210,16 @@ class _Hierarchical(BaseEstimator):
             return frame
         return nw.from_dict(frame.to_dict(as_series=False), backend=library).to_native()
 
-    def save(self, path: str | Path) -> Path:
-        """Write the model to a folder, as JSON and Parquet; ``covey.load`` reads it back, without the solver's history."""
+    def save(self, path: str | Path, *, sums: bool = True) -> Path:
+        """Write the model to a folder, as JSON and Parquet; ``covey.load`` reads it back, without the solver's history.
+
+        ``sums`` are what intervals and updates are made of, of each client ``X'X`` and ``X'y``. For a client with very few rows
+        they tell as much as the rows do: leave them out of a model that leaves the house.
+        """
         check_is_fitted(self, "model_")
         names = getattr(self, "feature_names_in_", None)
         extra = {"unseen": self.unseen, "n_features": int(self.n_features_in_), "positions": self._positions()}
-        return save_model(self.model_, path, extra={**extra, "features": None if names is None else names.tolist()})
+        return save_model(self.model_, path, sums=sums, extra={**extra, "features": None if names is None else names.tolist()})
 
     def __str__(self) -> str:
         return describe(self.model_) if hasattr(self, "model_") else repr(self)
@@ -253,7 +279,7 @@ class _Hierarchical(BaseEstimator):
         if len(set(positions.values())) < len(positions):
             raise DataError(f"The parameters {listing(positions)} name the same column; each needs its own.")
         names: dict[str, Any] = {name: value for name, value in self._named_columns().items() if isinstance(value, str)}
-        settings: dict[str, Any] = {name: _plain(getattr(self, name)) for name in _SETTINGS}
+        settings: dict[str, Any] = {name: _plain(getattr(self, name)) for name in SETTINGS}
         return Spec(family=self._family, seed=_plain(self.random_state), **settings, **names)
 
     def _named_columns(self) -> dict[str, Any]:
@@ -303,159 +329,10 @@ class _Hierarchical(BaseEstimator):
 
     def _margin(self, X: Any, client: Any, cluster: Any, offset: Any, level: Level) -> Floats:
         check_is_fitted(self, "model_")
-        if not self.model_.spec.named:
-            given: dict[str, Any] = {"client": client, "cluster": cluster, "weights": None, "offset": offset}
-            X, given = self._split_off(X, **given)
-            client, cluster, offset = given["client"], given["cluster"], given["offset"]
-            X = validate_data(self, X, dtype=np.float64, ensure_all_finite=False, reset=False)
+        X, client, cluster, offset = self._plain_rows(X, client, cluster, offset)
         return self.model_.margin(X, client=client, cluster=cluster, offset=offset, level=level, unseen=self.unseen)[0]
 
 
 def _plain(value: Any) -> Any:
     """A number of numpy's as Python's own, which JSON can hold."""
     return value.item() if isinstance(value, np.generic) else value
-
-
-class _Scored:
-    """``score`` with ids as arrays; it stands before scikit-learn's mixins, whose own takes ``X`` and ``y`` only."""
-
-    predict: Any
-    _metric: Any
-
-    def score(
-        self, X: Any, y: Any, sample_weight: Any = None, client: Any = None, cluster: Any = None, offset: Any = None
-    ) -> float:
-        """R^2 of a linear model, accuracy of a classifier, share of deviance explained (D^2) of a Poisson model."""
-        return float(self._metric(y, self.predict(X, client, cluster, offset), sample_weight))
-
-
-class HierarchicalRegressor(_Scored, RegressorMixin, _Hierarchical):
-    """Linear regression for every client, every cluster and the whole, in one exact fit.
-
-    Examples
-    --------
-    >>> from covey import HierarchicalRegressor, datasets
-    >>> homes = datasets.load_radon()
-    >>> model = HierarchicalRegressor(client="county", cluster="state")
-    >>> model = model.fit(homes[["county", "state", "floor"]], homes["log_radon"])
-    >>> model.coef_.shape, model.cluster_coef_.shape, model.global_coef_.round(3).tolist()
-    ((470, 2), (9, 2), [0.917, -0.725])
-    """
-
-    _family = "gaussian"
-
-    def _metric(self, y: Any, predicted: Anything, sample_weight: Any) -> Any:
-        from sklearn.metrics import r2_score
-
-        return r2_score(y, predicted, sample_weight=sample_weight)
-
-
-class HierarchicalClassifier(_Scored, ClassifierMixin, _Hierarchical):
-    """Logistic regression with two classes of any label type.
-
-    Examples
-    --------
-    >>> from covey import HierarchicalClassifier, datasets
-    >>> homes = datasets.load_radon()
-    >>> model = HierarchicalClassifier(client="county", cluster="state", gamma=6.0)
-    >>> model = model.fit(homes[["county", "state", "floor"]], homes["radon"] > 4)
-    >>> model.predict_proba(homes[:2]).round(2).tolist()
-    [[0.95, 0.05], [0.95, 0.05]]
-    """
-
-    _family = "bernoulli"
-    classes_: Anything
-
-    def predict(self, X: Any, client: Any = None, cluster: Any = None, offset: Any = None, level: Level = "client") -> Anything:
-        """The more probable class of each row."""
-        margin = self._margin(X, client, cluster, offset, level)
-        return np.asarray(self.classes_[(margin > 0).astype(np.int64)])
-
-    def predict_proba(
-        self, X: Any, client: Any = None, cluster: Any = None, offset: Any = None, level: Level = "client"
-    ) -> Floats:
-        """Probabilities of the two classes, ``(n_rows, 2)``, in the order of ``classes_``."""
-        p = self._mean(X, client, cluster, offset, level)
-        return np.column_stack([1.0 - p, p])
-
-    def decision_function(
-        self, X: Any, client: Any = None, cluster: Any = None, offset: Any = None, level: Level = "client"
-    ) -> Floats:
-        """The log-odds of the second class."""
-        return self._margin(X, client, cluster, offset, level)
-
-    def _metric(self, y: Any, predicted: Anything, sample_weight: Any) -> Any:
-        from sklearn.metrics import accuracy_score
-
-        return accuracy_score(y, predicted, sample_weight=sample_weight)
-
-    def _validate(self, X: Any, y: Any) -> tuple[Floats, Any]:
-        X, y = validate_data(self, X, y, dtype=np.float64, ensure_all_finite=False)
-        check_classification_targets(y)
-        return X, y
-
-    def _adopt(self, model: Model) -> Any:
-        self.classes_ = np.asarray(model.classes)
-        return super()._adopt(model)
-
-    def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()
-        tags.classifier_tags.multi_class = False
-        return tags
-
-
-class HierarchicalPoissonRegressor(_Scored, RegressorMixin, _Hierarchical):
-    """Log-linear regression of counts; ``predict`` gives expected counts. An exposure's log goes in as ``offset``.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from covey import HierarchicalPoissonRegressor
-    >>> X, visits, ward = np.zeros((4, 1)), [1, 3, 0, 8], ["a", "a", "b", "b"]
-    >>> model = HierarchicalPoissonRegressor().fit(X, visits, client=ward)
-    >>> model.predict(X[:1], client=["a"]).round(2).tolist()
-    [2.15]
-    """
-
-    _family = "poisson"
-
-    def _metric(self, y: Any, predicted: Anything, sample_weight: Any) -> Any:
-        from sklearn.metrics import d2_tweedie_score
-
-        return d2_tweedie_score(y, predicted, sample_weight=sample_weight, power=1)
-
-    def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()
-        tags.target_tags.positive_only = True
-        return tags
-
-
-for _estimator in (HierarchicalRegressor, HierarchicalClassifier, HierarchicalPoissonRegressor):
-    _estimator.__doc__ = (_estimator.__doc__ or "").replace("\n\n    Examples", f"\n{_PARAMETERS}\n    Examples", 1)
-
-_ESTIMATORS: dict[str, type[_Hierarchical]] = {
-    estimator._family: estimator for estimator in (HierarchicalRegressor, HierarchicalClassifier, HierarchicalPoissonRegressor)
-}
-
-
-def load(path: str | Path) -> Any:
-    """Read a model folder back as the estimator it came from; it predicts the same bits.
-
-    >>> import tempfile
-    >>> from covey import HierarchicalRegressor, load
-    >>> model = HierarchicalRegressor().fit([[0.0], [1.0]], [1.0, 3.0], client=["a", "b"])
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     again = load(model.save(f"{folder}/model"))
-    >>> bool((again.coef_ == model.coef_).all())
-    True
-    """
-    model, extra = load_model(path)
-    spec = model.spec
-    names = {name: getattr(spec, name) for name in ("client", "cluster", "weights", "offset", *_SETTINGS)}
-    estimator = _ESTIMATORS[spec.family](
-        **{**names, **extra.get("positions", {})}, unseen=extra.get("unseen", "parent"), random_state=spec.seed
-    )
-    if extra.get("features") is not None:
-        estimator.feature_names_in_ = np.array(extra["features"], dtype=object)
-    estimator.n_features_in_ = extra.get("n_features", len(model.terms))
-    return estimator._adopt(model)
