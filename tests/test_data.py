@@ -45,7 +45,7 @@ def test_rows_are_sorted_by_cluster_then_client(seed):
 def test_any_frame_gives_the_same_data(library):
     frame = LIBRARIES[library](TABLE)
     spec = Spec(client="who", cluster="group", formula="y ~ x * zone + log(x)")
-    data, design, _ = read_frame(frame, spec)
+    data, design, *_ = read_frame(frame, spec)
     assert design.terms == ("Intercept", "x", "zone[T.u]", "log(x)", "x:zone[T.u]")
     assert data.hierarchy.clients.tolist() == ["b", "c", "a"]
     np.testing.assert_array_equal(data.y, [0.1, 0.4, 0.3, 0.6, 0.2, 0.5])

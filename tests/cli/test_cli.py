@@ -273,7 +273,7 @@ def test_penalties_are_compared_as_chosen_on_the_training_rows(folder, homes):
     from covey.spec import Spec
 
     spec = Spec(client="county", cluster="state", formula="log_radon ~ floor")
-    data, _, _ = read_frame(homes, spec)
+    data, *_ = read_frame(homes, spec)
     expected = compare(data, choose_on_training_rows(data, spec, test=0.2)).errors["hierarchical"]
     done = run(*FIT, "--gamma", "cv", "--json", cwd=folder)
     assert json.loads(done.stdout)["held_out"]["errors"]["hierarchical"] == pytest.approx(expected)

@@ -7,7 +7,7 @@ import numpy as np
 import polars as pl
 from rich.console import Console
 
-from covey.comparison import choose_on_training_rows
+from covey import comparison
 from covey.experiments.radon import fit_all, typical_clients
 from covey.model import read_frame
 from covey.report import plots
@@ -24,7 +24,7 @@ def text_of(table):
 
 def radon(homes):
     spec = Spec(client="county", cluster="state", formula="log_radon ~ floor", gamma=6.0, lam=4.0)
-    data, design, _ = read_frame(homes, spec)
+    data, design, *_ = read_frame(homes, spec)
     return data, spec, *fit_all(data, design, spec)
 
 
@@ -49,18 +49,23 @@ def test_local_estimates_are_shown_only_where_the_data_determine_them(homes):
             np.testing.assert_allclose(local[i], np.linalg.lstsq(data.X[rows], data.y[rows], rcond=None)[0], atol=1e-9)
 
 
-def test_penalties_are_chosen_without_the_test_rows(homes):
-    """Changing the held-out responses changes nothing in the choice."""
+def test_penalties_are_learned_without_the_test_rows(homes, monkeypatch):
+    """Changing the held-out responses changes nothing in what is fitted."""
     from dataclasses import replace
 
     spec = Spec(client="county", cluster="state", formula="log_radon ~ floor")
-    data, _, _ = read_frame(homes, spec)
+    data, *_ = read_frame(homes, spec)
     marked = replace(data, y=np.arange(data.n_rows, dtype=float))
     held = marked.split(0.2, spec.seed)[1].y.astype(int)
     spoilt = data.y.copy()
     spoilt[held] += 100.0
-    first, second = (choose_on_training_rows(d, spec, test=0.2) for d in (data, replace(data, y=spoilt)))
-    assert (first.gamma, first.lam) == (second.gamma, second.lam)
+    fits = []
+    keep = comparison.fit_data
+    monkeypatch.setattr(comparison, "fit_data", lambda *given: fits.append(keep(*given)) or fits[-1])
+    first, second = (comparison.compare(d, spec) for d in (data, replace(data, y=spoilt)))
+    for before, after in zip(fits[:4], fits[4:], strict=True):
+        np.testing.assert_array_equal(before.fit.theta, after.fit.theta)
+    assert second.errors["hierarchical"] > 10 * first.errors["hierarchical"]
 
 
 def test_figure(homes, tmp_path):

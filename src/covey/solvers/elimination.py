@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit, prange
@@ -91,16 +92,32 @@ class Quadratic:
 
 def eliminate(children: Quadratic, spread: Spread, ptr: Ints) -> Quadratic:
     """What each parent sees of its children ``ptr[j]:ptr[j + 1]``."""
-    return marginalise(children, spread, ptr)[0]
+    return _eliminated(children, spread, ptr, np.empty((0, 0, 0)), np.empty((0, 0)))[0]
 
 
-def marginalise(children: Quadratic, spread: Spread, ptr: Ints) -> tuple[Quadratic, Floats]:
-    """The same, and for each parent the sum of ``log|I + A S|``: what integrating its children out costs."""
+class Marginal(NamedTuple):
+    """What each parent sees of its children, the sum of their ``log|I + A S|``, and each child's own ``C`` and ``r``."""
+
+    seen: Quadratic
+    volume: Floats
+    C: Floats
+    r: Floats
+
+
+def marginalise(children: Quadratic, spread: Spread, ptr: Ints) -> Marginal:
+    """Eliminate, and keep what integrating the children out costs and what :func:`sensitivity` needs."""
+    C, r = np.empty_like(children.C), np.empty_like(children.r)
+    return Marginal(*_eliminated(children, spread, ptr, C, r), C, r)
+
+
+def _eliminated(children: Quadratic, spread: Spread, ptr: Ints, each_C: Floats, each_r: Floats) -> tuple[Quadratic, Floats]:
     blocks, owner = blocks_of(ptr)
     d = children.r.shape[1]
     C, r, c, n = np.zeros((len(blocks) - 1, d, d)), np.zeros((len(blocks) - 1, d)), children.c.copy(), children.n
     volume = np.zeros(len(c))
-    _eliminate(children.C, children.r, spread.scale, spread.shape, spread.width, blocks, C, r, c, volume)
+    _eliminate(
+        children.C, children.r, spread.scale, spread.shape, spread.width, blocks, C, r, c, volume, each_C, each_r
+    )  # fmt: skip
     detached = np.flatnonzero(spread.detached)
     if len(detached):
         A, b = children.C[detached], children.r[detached]
@@ -124,16 +141,15 @@ def descend(A: Floats, b: Floats, spread: Spread, parent: Ints, x: Floats) -> tu
     return t, force
 
 
-def sensitivity(children: Quadratic, spread: Spread, ptr: Ints, x: Floats, P: Floats) -> tuple[Floats, Floats]:
+def sensitivity(own: Marginal, width: int, ptr: Ints, x: Floats, P: Floats) -> tuple[Floats, Floats]:
     """For each parent, sums over its children of ``C - C P C`` and of ``f f'``, where ``f = r - C x`` is the force on a child.
 
     With ``x (k, d)`` the parents' posterior means and ``P (k, d, d)`` their covariances this is how the marginal likelihood
-    answers to a change of the children's covariance. Of the terms that vary only: ``(k, q, q)`` each, ``q = spread.width``.
+    answers to a change of the children's covariance. Of the first ``width`` terms only, those that vary.
     """
     blocks, owner = blocks_of(ptr)
-    q = spread.width
-    bend, pull = np.zeros((len(owner), q, q)), np.zeros((len(owner), q, q))
-    _sensitivity(children.C, children.r, spread.scale, spread.shape, q, blocks, owner, x, P, bend, pull)
+    bend, pull = np.zeros((len(owner), width, width)), np.zeros((len(owner), width, width))
+    _sensitivity(own.C, own.r, width, blocks, owner, x, P, bend, pull)
     by_parent = np.searchsorted(owner, np.arange(len(ptr)))
     return segment_sum(bend, by_parent), segment_sum(pull, by_parent)
 
@@ -238,8 +254,9 @@ def _absorb(A: Floats, b: Floats, scale: float, shape: Floats, q: int, M: Floats
 
 @njit(parallel=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def _eliminate(
-    A: Floats, b: Floats, scale: Floats, shape: Floats, q: int, blocks: Ints, C: Floats, r: Floats, c: Floats, volume: Floats
-) -> None:
+    A: Floats, b: Floats, scale: Floats, shape: Floats, q: int, blocks: Ints, C: Floats, r: Floats, c: Floats, volume: Floats,
+    each_C: Floats, each_r: Floats,
+) -> None:  # fmt: skip
     d = b.shape[1]
     for block in prange(len(blocks) - 1):
         M, identity = np.empty((d, 2 * d + 1)), np.empty((0, 0))
@@ -251,7 +268,11 @@ def _eliminate(
             for a in range(d):
                 for e in range(d):
                     C[block, a, e] += M[a, d + e]
+                    if len(each_C):
+                        each_C[i, a, e] = M[a, d + e]
                 r[block, a] += M[a, 2 * d]
+                if len(each_r):
+                    each_r[i, a] = M[a, 2 * d]
                 moved = M[a, 2 * d]
                 if len(S):
                     moved = 0.0
@@ -289,30 +310,32 @@ def _descend(
 
 @njit(parallel=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def _sensitivity(
-    A: Floats, b: Floats, scale: Floats, shape: Floats, q: int, blocks: Ints, owner: Ints, x: Floats, P: Floats,
-    bend: Floats, pull: Floats,
-) -> None:  # fmt: skip
-    d = b.shape[1]
+    C: Floats, r: Floats, q: int, blocks: Ints, owner: Ints, x: Floats, P: Floats, bend: Floats, pull: Floats
+) -> None:
+    d = r.shape[1]
     for block in prange(len(blocks) - 1):
-        M, identity, force, half = np.empty((d, 2 * d + 1)), np.empty((0, 0)), np.empty(q), np.empty(d)
+        force, half = np.empty(q), np.empty(d)
         j = owner[block]
         for i in range(blocks[block], blocks[block + 1]):
-            _absorb(A[i], b[i], scale[i], _shape_of(shape, i, identity), q, M)
             for a in range(q):
-                force[a] = M[a, 2 * d]
+                force[a] = r[i, a]
                 for c in range(d):
-                    force[a] -= M[a, d + c] * x[j, c]
+                    force[a] -= C[i, a, c] * x[j, c]
             for a in range(q):
-                for c in range(d):
-                    half[c] = 0.0
-                    for e in range(d):
-                        half[c] += M[a, d + e] * P[j, e, c]
-                for c in range(q):
+                half[:] = 0.0
+                for e in range(d):
+                    for c in range(d):
+                        half[c] += C[i, a, e] * P[j, e, c]
+                for c in range(a + 1):
                     through = 0.0
                     for e in range(d):
-                        through += half[e] * M[e, d + c]
-                    bend[block, a, c] += M[a, d + c] - through
+                        through += half[e] * C[i, c, e]
+                    bend[block, a, c] += C[i, a, c] - through
                     pull[block, a, c] += force[a] * force[c]
+        for a in range(q):
+            for c in range(a):
+                bend[block, c, a] = bend[block, a, c]
+                pull[block, c, a] = pull[block, a, c]
 
 
 @njit(parallel=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]

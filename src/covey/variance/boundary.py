@@ -24,7 +24,7 @@ def polished(problem: Problem, found: Optimum, progress: Progress | None) -> Opt
         out = _escape(problem, found)
         if out is None:
             return found
-        again = minimise(problem.criterion, out, progress=progress)
+        again = minimise(problem.criterion, *problem.approach(out, 1), progress=progress)
         if again.value > found.value - NEGLIGIBLE:
             return found
         found = replace(again, evaluations=found.evaluations + again.evaluations)

@@ -17,6 +17,7 @@ from covey.variance.search import NEGLIGIBLE, Optimum, minimise
 from covey.variance.structure import Shape
 
 _OTHER_STARTS = (0.05, 2.0)
+_APPROACH = 4  # cheap steps before the search
 
 
 def estimate(
@@ -31,7 +32,7 @@ def estimate(
     >>> learned.components.client.sd.round(2).tolist(), learned.components.cluster.sd.round(2).tolist()
     ([[0.51]], [[1.09]])
     """
-    with threads_for(data):
+    with threads_for(max(data.n_rows * data.n_terms, data.n_clients * data.n_terms**3)):
         problem: Problem
         if loss.name == "gaussian":
             sums = Sums.of(data, loss)
@@ -66,4 +67,6 @@ def search(problem: Problem, progress: Progress | None = None) -> tuple[Optimum,
 
 
 def _from(problem: Problem, sd: float, progress: Progress | None) -> Optimum:
-    return polished(problem, minimise(problem.criterion, problem.start(sd), progress=progress), progress)
+    x, curvature = problem.approach(problem.start(sd), _APPROACH)
+    found = minimise(problem.criterion, x, curvature, progress=progress)
+    return polished(problem, replace(found, evaluations=found.evaluations + _APPROACH + 1), progress)

@@ -31,14 +31,15 @@ from covey.solvers.elimination import Quadratic, Spread, descend, marginalise, s
 class Evaluation:
     """The criterion at one point, its derivatives in the covariances and in the global model, and the models there.
 
-    ``shift`` are the derivatives of the logarithm of the residual variance in the covariances of clients and clusters.
+    ``pull`` is, for clients and for clusters, the part of these derivatives that comes from the forces: what makes variances
+    grow. ``-pull / dof`` is the derivative of the logarithm of the residual variance.
     """
 
     value: float
     client: Floats
     cluster: Floats
     centre: Floats
-    shift: tuple[Floats, Floats]
+    pull: tuple[Floats, Floats]
     top: Top
 
 
@@ -69,17 +70,15 @@ class Gaussian:
 
     def __call__(self, S_client: Floats, S_cluster: Floats) -> Evaluation:
         """At given covariances, ``(1 or k, d, d)`` of clients and ``(1, d, d)`` of clusters."""
-        spread = self.spread(S_client)
-        seen, volume = marginalise(self.units, spread, self.tree.cluster_ptr)
-        top = upper(seen, float(volume.sum()) - self.log_weights, S_cluster[0], self.reml)
-        bend, pull = sensitivity(self.units, spread, self.tree.cluster_ptr, top.w, top.P)
+        own = marginalise(self.units, self.spread(S_client), self.tree.cluster_ptr)
+        top = upper(own.seen, float(own.volume.sum()) - self.log_weights, S_cluster[0], self.reml)
+        bend, pull = sensitivity(own, self.widths[0], self.tree.cluster_ptr, top.w, top.P)
         if len(S_client) == 1:
             bend, pull = bend.sum(axis=0, keepdims=True), pull.sum(axis=0, keepdims=True)
         above = (top.D - top.D @ (top.P0 @ top.D)).sum(axis=0, keepdims=True)
         pulled = (top.force.T @ top.force)[None]
-        s2, squares = top.dispersion, top.dispersion * top.dof
-        shift = -pull / squares, -pulled / squares
-        return Evaluation(top.criterion, bend - pull / s2, above - pulled / s2, np.empty(0), shift, top)
+        pull, pulled = pull / top.dispersion, pulled / top.dispersion
+        return Evaluation(top.criterion, bend - pull, above - pulled, np.empty(0), (pull, pulled), top)
 
     def spread(self, S_client: Floats) -> Spread:
         shape = S_client if len(S_client) == 1 else S_client[self.tree.parent]

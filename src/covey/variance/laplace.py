@@ -72,26 +72,28 @@ class Laplace:
 
         nothing = np.zeros(data.n_clients)
         clients = Quadratic(H, np.zeros_like(u), nothing, nothing)
-        seen, volume = marginalise(clients, below_cluster, tree.cluster_ptr)
+        own = marginalise(clients, below_cluster, tree.cluster_ptr)
+        seen = own.seen
         K = np.eye(len(S)) + seen.C @ S
         D = np.linalg.solve(K, seen.C)
         G = below(seen.C, S, np.zeros_like(S))
-        value = 2 * objective + float(volume.sum()) + float(np.linalg.slogdet(K)[1].sum())
+        value = 2 * objective + float(own.volume.sum()) + float(np.linalg.slogdet(K)[1].sum())
 
-        bend, _ = sensitivity(clients, below_cluster, tree.cluster_ptr, np.zeros_like(upper.w), G)
+        bend, _ = sensitivity(own, self.widths[0], tree.cluster_ptr, np.zeros_like(upper.w), G)
         g = self.loss.bend(data, self.state.now.theta, posterior(H, below_cluster, tree.parent, G))
         lifted = eliminate(Quadratic(H, g, nothing, nothing), below_cluster, tree.cluster_ptr).r
         p = np.linalg.solve(K, lifted[:, :, None])[:, :, 0]
         _, q = descend(H, g, below_cluster, tree.parent, p @ S)
 
         width = self.widths[0]
-        client = bend + tree.sum_up(_pull(u[:, :width], q[:, :width]))
+        pull, moving = _pulls(u[:, :width], q[:, :width])
+        bend, pull = bend + tree.sum_up(moving), tree.sum_up(pull)
         if len(S_client) == 1:
-            client = client.sum(axis=0, keepdims=True)
-        cluster = (D + _pull(upper.v, p)).sum(axis=0, keepdims=True)
+            bend, pull = bend.sum(axis=0, keepdims=True), pull.sum(axis=0, keepdims=True)
+        pulled, moving = (each.sum(axis=0, keepdims=True) for each in _pulls(upper.v, p))
+        above = D.sum(axis=0, keepdims=True) + moving
         top = Top(wbar, upper.w, upper.v, np.zeros_like(S), G, D, value, 1.0, np.inf)
-        still = np.zeros_like(client), np.zeros_like(cluster)
-        return Evaluation(value, client, cluster, (p - 2 * upper.v).sum(axis=0), still, top)
+        return Evaluation(value, bend - pull, above - pulled, (p - 2 * upper.v).sum(axis=0), (pull, pulled), top)
 
     def _settle(self, below_cluster: Spread, below_whole: Spread, wbar: Floats) -> tuple[float, Upper]:
         """Find the mode: the objective there, and the upper levels."""
@@ -118,6 +120,7 @@ class Laplace:
         return end.objective, stage.top
 
 
-def _pull(u: Floats, q: Floats) -> Floats:
-    """``-u u' + (q u' + u q') / 2`` of each unit."""
-    return np.asarray(0.5 * ((q - u)[:, :, None] * u[:, None, :] + u[:, :, None] * (q - u)[:, None, :]))
+def _pulls(u: Floats, q: Floats) -> tuple[Floats, Floats]:
+    """``u u'`` and ``(q u' + u q') / 2`` of each unit."""
+    crossed = q[:, :, None] * u[:, None, :]
+    return u[:, :, None] * u[:, None, :], 0.5 * (crossed + crossed.swapaxes(1, 2))

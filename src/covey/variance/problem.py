@@ -24,7 +24,7 @@ from covey.variance.gaussian import Evaluation, Gaussian, invert
 from covey.variance.identify import check_rank, check_told_apart
 from covey.variance.laplace import Laplace
 from covey.variance.search import Optimum
-from covey.variance.structure import Shape, Structure
+from covey.variance.structure import Shape, Structure, Variation
 
 START = 0.5  # standard deviation of everything that varies, in units of the residual's
 
@@ -90,6 +90,26 @@ class Problem:
     def start(self, sd: float) -> Floats:
         """Everything that may vary does, by as much."""
         return np.concatenate([level.even(sd) for level in (self.structure.client, self.structure.cluster)])
+
+    def approach(self, x: Floats, steps: int) -> tuple[Floats, Floats]:
+        """A few cheap steps from ``x`` that never go wrong, and about how curved the criterion is there."""
+        for _ in range(steps):
+            here = self.evaluate(x)
+            moved = [level.nearer(own, G + up, up) for level, own, G, up in self._by_level(x, here)]
+            x = np.concatenate([*moved, self.nearer_centre(x, here)])
+        here = self.evaluate(x)
+        units = self.tree.n_clients, self.tree.n_clusters
+        parts = zip(self._by_level(x, here), units, strict=True)
+        curves = [level.curvature(own, G + up, count) for (level, own, G, up), count in parts]
+        return x, np.concatenate([*curves, np.full(len(x) - self.structure.n_parameters, 2.0)])
+
+    def _by_level(self, x: Floats, here: Evaluation) -> list[tuple[Variation, Floats, Floats, Floats]]:
+        levels, slopes = (self.structure.client, self.structure.cluster), (here.client, here.cluster)
+        parts = zip(levels, self.structure.split(x), slopes, here.pull, strict=True)
+        return [(level, own, level.pick(G), level.pick(up)) for level, own, G, up in parts]
+
+    def nearer_centre(self, x: Floats, here: Evaluation) -> Floats:
+        return x[self.structure.n_parameters :]
 
     def names(self, terms: Ints) -> list[str]:
         """Of terms in the working order."""
@@ -158,7 +178,8 @@ class Linear(Problem):
         method = "REML" if self.marginal.reml else "ML"
         end = self.account(best, method, 2 * best.evaluations)
         fit = Fit(origin + theta[:, back], origin + top.w[:, back], origin + top.wbar[back], end)
-        levels = self.levels(best, s2, self.flat(best.x, *here.shift, np.empty(0)), parameter_covariance(best))
+        below, above = (-pull / top.dof for pull in here.pull)
+        levels = self.levels(best, s2, self.flat(best.x, below, above, np.empty(0)), parameter_covariance(best))
         parameters = len(self.terms) + self.structure.n_parameters + 1
         rows = int(self.sums.units.n.sum())
         shares = self.shares(levels, self.sums.units.C.sum(axis=0) / rows, s2)
@@ -204,6 +225,11 @@ class Generalised(Problem):
 
     def centre_slope(self, centre: Floats) -> Floats:
         return np.asarray(centre @ self.half)
+
+    def nearer_centre(self, x: Floats, here: Evaluation) -> Floats:
+        """A Newton step for the global model, but for what the determinants add."""
+        whole, _ = invert(here.top.D.sum(axis=0))
+        return np.asarray(np.linalg.solve(self.half, self.centre(x) + whole @ here.top.force.sum(axis=0) - self.middle))
 
     def start(self, sd: float) -> Floats:
         self.marginal.forget()

@@ -2,7 +2,8 @@
 
 A quasi-Newton run gets near; Newton steps with a Hessian from differences of the gradient finish. What is left to gain is
 then about half the Newton decrement ``1/2 g'H^-1 g``, in the criterion's own units, so convergence needs no scale: a
-millionth of a unit of log-likelihood is nothing to anybody.
+millionth of a unit of log-likelihood is nothing to anybody. Parameters are first put in units of about a standard error
+each, by a guess at the curvature, so that one step length suits them all.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from covey.solvers.result import Progress
 Criterion = Callable[[Floats], tuple[float, Floats]]
 
 NEGLIGIBLE = 1e-8  # of a decrement: the parameters are then within a ten-thousandth of a standard error of the best
-_STEP = 1e-4  # of the differences
+_NEAR = 1e-2  # the gradient, in these units, at which the quasi-Newton run hands over
+_STEP = 1e-3  # of the differences
 _MANY = 200  # parameters beyond which a Hessian is not worth its cost, and the quasi-Newton run's own has to do
 
 
@@ -39,62 +41,64 @@ class Optimum:
         return bool(self.decrement <= NEGLIGIBLE)
 
 
-def minimise(criterion: Criterion, x: Floats, *, progress: Progress | None = None) -> Optimum:
-    """Search from ``x``."""
-    count = 0
+def minimise(criterion: Criterion, x: Floats, curvature: Floats, *, progress: Progress | None = None) -> Optimum:
+    """Search from ``x``, where the criterion's second derivatives are about ``curvature``."""
+    count, unit = 0, 1.0 / np.sqrt(np.maximum(0.5 * curvature, 1e-12))
 
-    def counted(at: Floats) -> tuple[float, Floats]:
+    def scaled(z: Floats) -> tuple[float, Floats]:
         nonlocal count
         count += 1
-        value, gradient = criterion(at)
+        value, gradient = criterion(z * unit)
         if progress is not None:
-            progress(count, value, float(np.linalg.norm(gradient)))
+            progress(count, value, float(np.linalg.norm(gradient * unit)))
         if not np.isfinite(value) or not np.isfinite(gradient).all():
-            return np.inf, np.zeros_like(at)
-        return value, gradient
+            return np.inf, np.zeros_like(z)
+        return value, gradient * unit
 
     if len(x) == 0:
-        return Optimum(x, counted(x)[0], x, np.empty((0, 0)), 0.0, count)
+        return Optimum(x, scaled(x)[0], x, np.empty((0, 0)), 0.0, count)
+    best = _finished(scaled, _quasi_newton(scaled, x / unit))
+    hessian = best.hessian / (unit[:, None] * unit)
+    return replace(best, x=best.x * unit, gradient=best.gradient / unit, hessian=hessian, evaluations=count)
+
+
+def _quasi_newton(criterion: Criterion, z: Floats) -> Optimum:
+    many = len(z) > _MANY
+    options = {"gtol": 1e-2 * _NEAR if many else _NEAR, "maxiter": 20 * len(z) + 100, "hess_inv0": 0.5 * np.eye(len(z))}
     with np.errstate(invalid="ignore", over="ignore"):
-        found = optimize.minimize(counted, x, jac=True, method="BFGS", options={"gtol": 1e-3, "maxiter": 50 * len(x) + 100})
-    value, gradient = counted(found.x)
+        found = optimize.minimize(criterion, z, jac=True, method="BFGS", options=options)
     inverse = np.asarray(found.hess_inv)
-    if len(x) > _MANY:
-        return _coarse(counted, found.x, inverse, lambda: count)
-    best = Optimum(found.x, value, gradient, np.linalg.pinv(inverse), np.inf, count)
+    gradient = np.asarray(found.jac)
+    decrement = max(0.5 * float(gradient @ inverse @ gradient), 0.0) if many else np.inf
+    return Optimum(np.asarray(found.x), float(found.fun), gradient, np.asarray(np.linalg.pinv(inverse)), decrement, 0)
+
+
+def _finished(criterion: Criterion, best: Optimum) -> Optimum:
+    """Newton steps, until nothing is left to gain."""
+    if len(best.x) > _MANY:
+        return best
     for _ in range(12):
-        best = replace(best, hessian=_hessian(counted, best.x, best.gradient))
+        best = replace(best, hessian=_hessian(criterion, best.x, best.gradient))
         step, decrement = _newton(best)
-        best = replace(best, decrement=decrement, evaluations=count)
+        best = replace(best, decrement=decrement)
         if decrement <= 1e-2 * NEGLIGIBLE:
-            break
-        moved = _descend(counted, best, step)
+            return best
+        moved = _descend(criterion, best, step)
         if moved is None:
-            break
-        # Near the optimum a step squares the error: what is left after it is far below what was left before it.
-        small = decrement <= 1e-4 and _newton(moved)[1] <= NEGLIGIBLE
-        best = moved
-        if small:
-            break
-    step, decrement = _newton(best)
-    return replace(best, decrement=decrement, evaluations=count)
+            return best
+        # A full step near the optimum squares the error, and the Hessian is then that of the optimum for all purposes.
+        best = replace(moved, decrement=_newton(moved)[1])
+        if decrement <= 1e-2 and best.decrement <= NEGLIGIBLE:
+            return best
+    return best
 
 
-def _coarse(criterion: Criterion, x: Floats, inverse: Floats, count: Callable[[], int]) -> Optimum:
-    """With many parameters: a second run to a smaller gradient, judged by its own estimate of the Hessian."""
-    found = optimize.minimize(criterion, x, jac=True, method="BFGS", options={"gtol": 1e-5, "maxiter": 20 * len(x)})
-    value, gradient = criterion(found.x)
-    inverse = np.asarray(found.hess_inv)
-    decrement = max(0.5 * float(gradient @ inverse @ gradient), 0.0)
-    return Optimum(found.x, value, gradient, np.asarray(np.linalg.pinv(inverse)), decrement, count())
-
-
-def _hessian(criterion: Criterion, x: Floats, gradient: Floats) -> Floats:
-    H = np.empty((len(x), len(x)))
-    for a in range(len(x)):
-        ahead = x.copy()
-        ahead[a] += _STEP * max(1.0, abs(x[a]))
-        H[a] = (criterion(ahead)[1] - gradient) / (ahead[a] - x[a])
+def _hessian(criterion: Criterion, z: Floats, gradient: Floats) -> Floats:
+    H = np.empty((len(z), len(z)))
+    for a in range(len(z)):
+        ahead = z.copy()
+        ahead[a] += _STEP
+        H[a] = (criterion(ahead)[1] - gradient) / _STEP
     return 0.5 * (H + H.T)
 
 

@@ -111,6 +111,41 @@ class Variation:
         S = np.diag((sd * self.size) ** 2)
         return self.of_covariances(np.broadcast_to(S, (self.count, self.q, self.q)))
 
+    def nearer(self, x: Floats, bend: Floats, pull: Floats) -> Floats:
+        """One step of the MM algorithm for variance components (Zhou, Hu, Zhou and Lange 2019) from ``x``.
+
+        The criterion's slope in ``S`` is ``bend - pull``; the step solves ``T bend T = S pull S`` for the next covariance.
+        """
+        L = self.factors(x)
+        S = L @ L.swapaxes(1, 2)
+        if self.kind == "full":
+            values, vectors = np.linalg.eigh(bend)
+            root = np.sqrt(np.maximum(values, 1e-12 * np.abs(values).max(axis=1, keepdims=True)))
+            half, back = _recomposed(vectors, root), _recomposed(vectors, 1.0 / root)
+            values, vectors = np.linalg.eigh(half @ S @ pull @ S @ half)
+            return self.of_covariances(back @ _recomposed(vectors, np.sqrt(np.maximum(values, 0.0))) @ back)
+        at = np.arange(self.q)
+        down, up = np.maximum(bend[:, at, at], 0.0), np.maximum(pull[:, at, at], 0.0)
+        if self.kind == "isotropic" and self.q:
+            down, up = down.sum(axis=1, keepdims=True), up.sum(axis=1, keepdims=True)
+        ratio = np.clip(up / np.where(down > 0, down, 1.0), 1e-4, 1e4)
+        return np.asarray(x * ratio.ravel() ** 0.25)
+
+    def curvature(self, x: Floats, bend: Floats, units: int) -> Floats:
+        """About how curved the criterion is in each parameter: the slope ``bend`` is a sum over ``units`` of much the same."""
+        unit = self._unit**2
+        L = self.factors(x) / self._unit[:, None]
+        at = np.arange(self.q)
+        down = unit * np.maximum(bend[:, at, at], 1e-12)
+        size = np.maximum((L**2).sum(axis=2), 1e-4)
+        each = 4.0 * size * down**2 * self.count / max(units, 1)
+        if self.kind == "full":
+            rows, _ = np.tril_indices(self.q)
+            return np.asarray(each[:, rows]).ravel()
+        if self.kind == "isotropic" and self.q:
+            return np.asarray(4.0 * size[:, :1] * down.sum(axis=1, keepdims=True) ** 2 * self.count / (units * self.q)).ravel()
+        return np.asarray(each).ravel()
+
     def pick(self, G: Floats) -> Floats:
         """The block of the varying terms."""
         return np.asarray(G[:, self.terms[:, None], self.terms])
@@ -156,6 +191,10 @@ class Structure:
     def split(self, x: Floats) -> tuple[Floats, Floats]:
         cut = self.client.n_parameters
         return x[:cut], x[cut : cut + self.cluster.n_parameters]
+
+
+def _recomposed(vectors: Floats, values: Floats) -> Floats:
+    return np.asarray(np.einsum("mab,mb,mcb->mac", vectors, values, vectors))
 
 
 def _factor(S: Floats) -> Floats:
