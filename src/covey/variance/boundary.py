@@ -14,21 +14,42 @@ from covey.variance.problem import Problem
 from covey.variance.search import NEGLIGIBLE, Optimum, minimise
 from covey.variance.structure import Kind, Variation
 
-_ZERO = 1e-8  # a variance, in units of the columns and the residual, that is tried as none at all
+# Variances, in units of the columns and the residual, that are tried as none at all; the second are none for all purposes.
+_SMALL, _ZERO = 1e-4, 1e-8
 
 
 def polished(problem: Problem, found: Optimum, progress: Progress | None) -> Optimum:
     """The point with negligible variances set to none, moved on if the likelihood rises from there."""
-    for _ in range(4):
-        found = _snapped(problem, found)
+    for _ in range(6):
+        snapped = _snapped(problem, found)
+        if snapped is not None:
+            found = _settled(problem, snapped, progress)
         out = _escape(problem, found)
         if out is None:
             return found
         again = minimise(problem.criterion, *problem.approach(out, 1), progress=progress)
         if again.value > found.value - NEGLIGIBLE:
             return found
-        found = replace(again, evaluations=found.evaluations + again.evaluations)
+        found = replace(again, evaluations=found.evaluations + again.evaluations + 2)
     return found
+
+
+def _settled(problem: Problem, found: Optimum, progress: Progress | None) -> Optimum:
+    """The best point of the parameters that are left, those at zero held there."""
+    free = problem.free(found.x)
+
+    def among_free(part: Floats) -> tuple[float, Floats]:
+        x = found.x.copy()
+        x[free] = part
+        value, gradient = problem.criterion(x)
+        return value, gradient[free]
+
+    curvature = np.maximum(np.diag(found.hessian)[free], 1e-3)
+    rest = minimise(among_free, found.x[free], curvature, progress=progress)
+    x, gradient, hessian = found.x.copy(), np.zeros(len(free)), np.zeros((len(free), len(free)))
+    x[free], gradient[free] = rest.x, rest.gradient
+    hessian[np.ix_(free, free)] = rest.hessian
+    return Optimum(x, rest.value, gradient, hessian, rest.decrement, found.evaluations + rest.evaluations)
 
 
 def _scaled(level: Variation, x: Floats) -> tuple[Floats, Floats]:
@@ -38,33 +59,38 @@ def _scaled(level: Variation, x: Floats) -> tuple[Floats, Floats]:
     return values, vectors
 
 
-def _snapped(problem: Problem, found: Optimum) -> Optimum:
+def _snapped(problem: Problem, found: Optimum) -> Optimum | None:
+    """With small variances at none, if that costs nothing; None if there are none to set."""
+    for limit in (_SMALL, _ZERO):
+        x = _without(problem, found.x, limit)
+        if x is None:
+            return None
+        value, gradient = problem.criterion(x)
+        if value <= found.value + NEGLIGIBLE:
+            return replace(found, x=x, value=value, gradient=gradient, evaluations=found.evaluations + 1)
+    return None
+
+
+def _without(problem: Problem, x: Floats, limit: float) -> Floats | None:
+    """The parameters without variances below ``limit``; None if there are none but those at zero."""
     parts, changed = [], False
-    levels = (problem.structure.client, problem.structure.cluster)
-    for level, x in zip(levels, problem.structure.split(found.x), strict=True):
+    for level, own in problem.by_level(x):
         if level.q == 0:
             continue
-        values, vectors = _scaled(level, x)
-        small = values < _ZERO
-        changed |= bool((small & (values > 0)).any())
+        values, vectors = _scaled(level, own)
+        small = values < limit
+        rounding = 1e-15 if level.kind == "full" and values.max() >= limit else 0.0
+        changed |= bool((small & (values > rounding)).any())
         S = np.einsum("mab,mb,mcb->mac", vectors, np.where(small, 0.0, values), vectors)
         parts.append(level.of_covariances(S * level.size[:, None] * level.size))
-    if not changed:
-        return found
-    x = np.concatenate([*parts, found.x[problem.structure.n_parameters :]])
-    value, gradient = problem.criterion(x)
-    if value > found.value + NEGLIGIBLE:
-        return found
-    return replace(found, x=x, value=value, gradient=gradient, evaluations=found.evaluations + 1)
+    return np.concatenate([*parts, x[problem.structure.n_parameters :]]) if changed else None
 
 
 def _escape(problem: Problem, found: Optimum) -> Floats | None:
     """Where variances are zero but the likelihood would rise if they were not: a point with some."""
     here = problem.evaluate(found.x)
     parts, moved = [], False
-    levels = (problem.structure.client, problem.structure.cluster)
-    slopes = here.client, here.cluster
-    for level, x, slope in zip(levels, problem.structure.split(found.x), slopes, strict=True):
+    for (level, x), slope in zip(problem.by_level(found.x), (here.client, here.cluster), strict=True):
         if level.q == 0:
             continue
         L = level.factors(x)
@@ -99,8 +125,7 @@ def _way_up(S: Floats, G: Floats, kind: Kind) -> Floats | None:
 def singular(problem: Problem, best: Optimum) -> list[str]:
     """In words, what does not vary after all."""
     said = []
-    names = (problem.structure.client, "clients"), (problem.structure.cluster, "clusters")
-    for (level, units), x in zip(names, problem.structure.split(best.x), strict=True):
+    for (level, x), units in zip(problem.by_level(best.x), ("clients", "clusters"), strict=True):
         if level.q == 0:
             continue
         values, _ = _scaled(level, x)

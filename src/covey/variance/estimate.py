@@ -17,6 +17,7 @@ from covey.variance.search import NEGLIGIBLE, Optimum, minimise
 from covey.variance.structure import Shape
 
 _OTHER_STARTS = (0.05, 2.0)
+_FEW = 16  # parameters with which a singular fit, proven as it may be, is tried from other starts too
 _APPROACH = 4  # cheap steps before the search
 
 
@@ -48,7 +49,7 @@ def search(problem: Problem, progress: Progress | None = None) -> tuple[Optimum,
     """The best point from one start, or, where that ends in doubt, from several; and what is to be said of it."""
     best = _from(problem, START, progress)
     spent = best.evaluations
-    if not best.converged or singular(problem, best):
+    if not best.converged or (singular(problem, best) and len(best.x) <= _FEW):
         for sd in _OTHER_STARTS:
             other = _from(problem, sd, progress)
             spent += other.evaluations

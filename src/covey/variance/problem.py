@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from covey._typing import Floats, Ints
+from covey._typing import Anything, Floats, Ints
 from covey.data import GroupedData
 from covey.errors import ConvergenceWarning
 from covey.hierarchy import Hierarchy
@@ -95,18 +95,32 @@ class Problem:
         """A few cheap steps from ``x`` that never go wrong, and about how curved the criterion is there."""
         for _ in range(steps):
             here = self.evaluate(x)
-            moved = [level.nearer(own, G + up, up) for level, own, G, up in self._by_level(x, here)]
+            moved = [level.nearer(own, G + up, up) for level, own, G, up in self._with_slopes(x, here)]
             x = np.concatenate([*moved, self.nearer_centre(x, here)])
         here = self.evaluate(x)
         units = self.tree.n_clients, self.tree.n_clusters
-        parts = zip(self._by_level(x, here), units, strict=True)
+        parts = zip(self._with_slopes(x, here), units, strict=True)
         curves = [level.curvature(own, G + up, count) for (level, own, G, up), count in parts]
         return x, np.concatenate([*curves, np.full(len(x) - self.structure.n_parameters, 2.0)])
 
-    def _by_level(self, x: Floats, here: Evaluation) -> list[tuple[Variation, Floats, Floats, Floats]]:
-        levels, slopes = (self.structure.client, self.structure.cluster), (here.client, here.cluster)
-        parts = zip(levels, self.structure.split(x), slopes, here.pull, strict=True)
-        return [(level, own, level.pick(G), level.pick(up)) for level, own, G, up in parts]
+    def _with_slopes(self, x: Floats, here: Evaluation) -> list[tuple[Variation, Floats, Floats, Floats]]:
+        parts = zip(self.by_level(x), (here.client, here.cluster), here.pull, strict=True)
+        return [(level, own, level.pick(G), level.pick(up)) for (level, own), G, up in parts]
+
+    def by_level(self, x: Floats) -> list[tuple[Variation, Floats]]:
+        """Clients' and clusters' variation, each with its parameters."""
+        return list(zip((self.structure.client, self.structure.cluster), self.structure.split(x), strict=True))
+
+    def free(self, x: Floats) -> Anything:
+        """Which parameters move anything: not those of variances at zero, a full covariance's only if all of it is zero."""
+        free = np.ones(len(x), dtype=bool)
+        at = 0
+        for level, own in self.by_level(x):
+            parts = own.reshape(level.count, -1)
+            held = ~parts.any(axis=1, keepdims=True) if level.kind == "full" else parts == 0
+            free[at : at + len(own)] = ~np.broadcast_to(held, parts.shape).ravel()
+            at += len(own)
+        return free
 
     def nearer_centre(self, x: Floats, here: Evaluation) -> Floats:
         return x[self.structure.n_parameters :]

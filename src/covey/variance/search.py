@@ -19,7 +19,9 @@ from covey.solvers.result import Progress
 
 Criterion = Callable[[Floats], tuple[float, Floats]]
 
-NEGLIGIBLE = 1e-8  # of a decrement: the parameters are then within a ten-thousandth of a standard error of the best
+# Decrements: where the search stops, the parameters within a ten-thousandth of a standard error of the best; and what still
+# counts as converged, where rounding leaves no better.
+NEGLIGIBLE, CONVERGED = 1e-8, 1e-6
 _NEAR = 1e-2  # the gradient, in these units, at which the quasi-Newton run hands over
 _STEP = 1e-3  # of the differences
 _MANY = 200  # parameters beyond which a Hessian is not worth its cost, and the quasi-Newton run's own has to do
@@ -38,7 +40,7 @@ class Optimum:
 
     @property
     def converged(self) -> bool:
-        return bool(self.decrement <= NEGLIGIBLE)
+        return bool(self.decrement <= CONVERGED)
 
 
 def minimise(criterion: Criterion, x: Floats, curvature: Floats, *, progress: Progress | None = None) -> Optimum:
