@@ -186,12 +186,12 @@ def test_weights_and_offset_as_columns_or_arrays(drawn):
 
 def test_integer_weights_are_repeated_rows(drawn):
     weight = np.random.default_rng(0).integers(0, 3, len(drawn.y))
-    once = HierarchicalRegressor(reduction="mean").fit(
+    once = HierarchicalRegressor(reduction="mean", gamma=1.0).fit(
         drawn.X, drawn.y, client=drawn.client, cluster=drawn.cluster, sample_weight=weight
     )
     r = np.repeat(np.arange(len(weight)), weight)
     kept = np.isin(once.clients_, drawn.client[r])
-    repeated = HierarchicalRegressor(reduction="mean").fit(
+    repeated = HierarchicalRegressor(reduction="mean", gamma=1.0).fit(
         drawn.X[r], drawn.y[r], client=drawn.client[r], cluster=drawn.cluster[r]
     )
     assert kept.all()
@@ -199,7 +199,7 @@ def test_integer_weights_are_repeated_rows(drawn):
 
 
 def test_prints_as_a_summary_and_represents_as_code(homes):
-    model = HierarchicalRegressor(client="county", cluster="state", formula="log_radon ~ floor")
+    model = HierarchicalRegressor(client="county", cluster="state", formula="log_radon ~ floor", gamma=1.0)
     assert str(model) == repr(model)
     model.fit(homes)
     assert repr(model).startswith("HierarchicalRegressor(client='county'")
@@ -224,7 +224,7 @@ def test_quiet_when_all_is_well(drawn):
 def test_tidy_frames(homes):
     model = HierarchicalRegressor(client="county", cluster="state", formula="log_radon ~ floor").fit(homes)
     clients = model.coef_frame()
-    assert clients.columns == ["cluster", "client", "rows", "term", "estimate"]
+    assert clients.columns == ["cluster", "client", "rows", "term", "estimate", "std_error", "lower", "upper"]
     assert len(clients) == 940
     one = clients.filter(client="Apache, AZ", term="floor")["estimate"].item()
     assert one == model.coef_[model.clients_.tolist().index("Apache, AZ"), 1]
@@ -261,7 +261,7 @@ def test_a_checkpoint_is_not_part_of_a_saved_model(drawn, tmp_path):
 
 def test_a_ridge_pulls_to_zero(drawn):
     plain, pulled = (
-        HierarchicalRegressor(ridge=ridge).fit(drawn.X, drawn.y, client=drawn.client, cluster=drawn.cluster)
+        HierarchicalRegressor(ridge=ridge, gamma=1.0).fit(drawn.X, drawn.y, client=drawn.client, cluster=drawn.cluster)
         for ridge in (0.0, 1e6)
     )
     assert np.abs(pulled.coef_).max() < 1e-2 * np.abs(plain.coef_).max()

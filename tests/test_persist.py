@@ -111,7 +111,7 @@ def test_numbers_of_numpy_are_saved_as_numbers(frame, tmp_path):
 
 def test_a_forgotten_offset_is_refused_after_loading_too(tmp_path):
     X, counts, client = np.zeros((4, 1)), [1, 3, 0, 8], ["a", "a", "b", "b"]
-    model = HierarchicalPoissonRegressor().fit(X, counts, client=client, offset=np.full(4, 4.6))
+    model = HierarchicalPoissonRegressor(gamma=1.0).fit(X, counts, client=client, offset=np.full(4, 4.6))
     for fitted in (model, load(model.save(tmp_path / "m"))):
         with pytest.raises(ValueError, match="fitted with an offset: pass offset="):
             fitted.predict(X, client=client)

@@ -73,15 +73,15 @@ def test_the_plan_prints_and_marks_the_cheapest():
 def test_solvers_that_do_not_fit_say_why():
     X = np.ones((8, 2))  # two columns that nobody can tell apart
     data = GroupedData.from_arrays(X, np.arange(8.0), np.repeat([0, 1], 4))
-    found = plan(data)
+    found = plan(data, gamma=1.0)
     assert [math.isinf(cost.seconds) for cost in found.costs] == [False, False, True, True, True]
     assert "does not fit: No rate is known for this problem: in some direction it is flat" in str(found)
 
 
 def test_a_plan_where_nothing_has_to_be_learnt():
     data = problem()
-    assert plan(replace(data, y=np.zeros(data.n_rows))).cheapest == "sweep"
-    told = race(GroupedData.from_arrays(np.ones((8, 2)), np.arange(8.0), np.repeat([0, 1], 4)), Spec())
+    assert plan(replace(data, y=np.zeros(data.n_rows)), gamma=1.0).cheapest == "sweep"
+    told = race(GroupedData.from_arrays(np.ones((8, 2)), np.arange(8.0), np.repeat([0, 1], 4)), Spec(gamma=1.0))
     assert list(told) == ["sweep", "newton"]  # the others do not fit, and are left out
 
 

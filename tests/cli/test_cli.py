@@ -268,14 +268,14 @@ def test_poisson_comparison_is_a_deviance(tmp_path):
 
 
 def test_penalties_are_compared_as_chosen_on_the_training_rows(folder, homes):
-    from covey.comparison import choose_on_training_rows, compare
+    from covey.comparison import compare
     from covey.model import read_frame
     from covey.spec import Spec
 
-    spec = Spec(client="county", cluster="state", formula="log_radon ~ floor")
+    spec = Spec(client="county", cluster="state", formula="log_radon ~ floor", penalty="cv")
     data, *_ = read_frame(homes, spec)
-    expected = compare(data, choose_on_training_rows(data, spec, test=0.2)).errors["hierarchical"]
-    done = run(*FIT, "--gamma", "cv", "--json", cwd=folder)
+    expected = compare(data, spec).errors["hierarchical"]
+    done = run(*FIT, "--penalty", "cv", "--json", cwd=folder)
     assert json.loads(done.stdout)["held_out"]["errors"]["hierarchical"] == pytest.approx(expected)
 
 

@@ -42,7 +42,7 @@ class HierarchicalRegressor(_Scored, RegressorMixin, Hierarchical):
     >>> model = HierarchicalRegressor(client="county", cluster="state")
     >>> model = model.fit(homes[["county", "state", "floor"]], homes["log_radon"])
     >>> model.coef_.shape, model.cluster_coef_.shape, model.global_coef_.round(3).tolist()
-    ((470, 2), (9, 2), [0.917, -0.725])
+    ((470, 2), (9, 2), [0.935, -0.723])
     """
 
     _family = "gaussian"
@@ -114,10 +114,10 @@ class HierarchicalPoissonRegressor(_Scored, RegressorMixin, Hierarchical):
     --------
     >>> import numpy as np
     >>> from covey import HierarchicalPoissonRegressor
-    >>> X, visits, ward = np.zeros((4, 1)), [1, 3, 0, 8], ["a", "a", "b", "b"]
-    >>> model = HierarchicalPoissonRegressor().fit(X, visits, client=ward)
-    >>> model.predict(X[:1], client=["a"]).round(2).tolist()
-    [2.15]
+    >>> age, visits, ward = np.array([[2.0], [5.0], [3.0], [6.0]]), [1, 3, 0, 8], ["a", "a", "b", "b"]
+    >>> model = HierarchicalPoissonRegressor(gamma=1.0).fit(age, visits, client=ward)
+    >>> model.predict(age[:1], client=["a"]).round(2).tolist()
+    [0.43]
     """
 
     _family = "poisson"
@@ -146,7 +146,7 @@ def load(path: str | Path) -> Any:
 
     >>> import tempfile
     >>> from covey import HierarchicalRegressor, load
-    >>> model = HierarchicalRegressor().fit([[0.0], [1.0]], [1.0, 3.0], client=["a", "b"])
+    >>> model = HierarchicalRegressor(gamma=1.0).fit([[0.0], [1.0]], [1.0, 3.0], client=["a", "b"])
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     again = load(model.save(f"{folder}/model"))
     >>> bool((again.coef_ == model.coef_).all())

@@ -82,7 +82,7 @@ class Uncertain:
         >>> homes = datasets.load_radon()
         >>> model = HierarchicalRegressor(formula="log_radon ~ floor + (1 | state/county)").fit(homes)
         >>> model.predict_interval(homes[:1]).round(2).tolist(), model.predict_interval(homes[:1], noise=True).round(2).tolist()
-        ([[-0.47, 0.68]], [[-1.76, 1.97]])
+        ([[-0.66, 0.21]], [[-2.05, 1.6]])
         """
         check_is_fitted(self, "model_")
         X, client, cluster, offset = self._plain_rows(X, client, cluster, offset)
@@ -158,9 +158,10 @@ class Uncertain:
         >>> from covey import HierarchicalRegressor, datasets
         >>> homes = datasets.load_radon()
         >>> model = HierarchicalRegressor(formula="log_radon ~ floor + (1 | state/county)").fit(homes)
-        >>> few = homes[:3].with_columns(county="a new one")
-        >>> model.add_clients(few).predict_interval(few[:1]).round(2).tolist()
-        [[-0.75, 0.93]]
+        >>> import polars as pl
+        >>> few = homes[:3].with_columns(county=pl.lit("a new one"))
+        >>> model.predict_interval(few[:1]).round(2).tolist(), model.add_clients(few).predict_interval(few[:1]).round(2).tolist()
+        ([[-0.85, 0.64]], [[-0.95, 0.26]])
         """
         check_is_fitted(self, "model_")
         X, client, cluster, offset = self._plain_rows(X, client, cluster, offset)

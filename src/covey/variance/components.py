@@ -53,9 +53,9 @@ class Level:
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> Level:
         q = len(plain["terms"])
-        covariance = np.array(plain["covariance"], dtype=np.float64).reshape(-1, q, q)
+        covariance = np.array(plain["covariance"], dtype=np.float64).reshape(len(plain["covariance"]), q, q)
         return cls(
-            tuple(plain["terms"]), plain["kind"], covariance, np.array(plain["sd_error"], dtype=np.float64).reshape(-1, q)
+            tuple(plain["terms"]), plain["kind"], covariance, np.array(plain["sd_error"], dtype=np.float64).reshape(len(plain["sd_error"]), q)
         )
 
 

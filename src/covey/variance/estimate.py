@@ -31,7 +31,7 @@ def estimate(
     >>> data = simulate(clusters=30, clients=20, rows=10, d=1, client_sd=0.5, cluster_sd=1.0, seed=0).data
     >>> fit, learned = estimate(data, Gaussian(), Shape((0,), (0,)))
     >>> learned.components.client.sd.round(2).tolist(), learned.components.cluster.sd.round(2).tolist()
-    ([[0.51]], [[1.09]])
+    ([[0.52]], [[0.84]])
     """
     with threads_for(max(data.n_rows * data.n_terms, data.n_clients * data.n_terms**3)):
         problem: Problem

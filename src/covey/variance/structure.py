@@ -116,6 +116,8 @@ class Variation:
 
         The criterion's slope in ``S`` is ``bend - pull``; the step solves ``T bend T = S pull S`` for the next covariance.
         """
+        if self.q == 0:
+            return x
         L = self.factors(x)
         S = L @ L.swapaxes(1, 2)
         if self.kind == "full":
@@ -126,7 +128,7 @@ class Variation:
             return self.of_covariances(back @ _recomposed(vectors, np.sqrt(np.maximum(values, 0.0))) @ back)
         at = np.arange(self.q)
         down, up = np.maximum(bend[:, at, at], 0.0), np.maximum(pull[:, at, at], 0.0)
-        if self.kind == "isotropic" and self.q:
+        if self.kind == "isotropic":
             down, up = down.sum(axis=1, keepdims=True), up.sum(axis=1, keepdims=True)
         ratio = np.clip(up / np.where(down > 0, down, 1.0), 1e-4, 1e4)
         return np.asarray(x * ratio.ravel() ** 0.25)
