@@ -39,6 +39,7 @@ def fit(
     holdout: Annotated[float, typer.Option(help="Share of each client's rows to compare models on; 0 skips it.")] = 0.2,
     seed: Annotated[int, typer.Option(help="Seed of the split, of cross-validation and of coins.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for the model.")] = None,
+    sums: Annotated[bool, typer.Option("--sums/--no-sums", help="Keep clients' sums in it, which intervals need.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Fit every client's, every cluster's and the global model.
@@ -103,7 +104,7 @@ def fit(
 
         model = fit_grouped(grouped, design, classes, spec, watching, counting)
         if out is not None:
-            save_model(model, out)
+            save_model(model, out, sums=sums)
     if as_json:
         document = _document(model, comparison)
         print_json({**document, "out": None if out is None else str(out)})

@@ -16,6 +16,10 @@ def predict(
     unseen: Annotated[
         str, typer.Option(help="Clients not seen in training: 'parent' (the model one level up) or 'raise'.")
     ] = "parent",
+    interval: Annotated[
+        float | None, typer.Option(help="Add columns lower and upper that cover the expected response with this probability.")
+    ] = None,
+    noise: Annotated[bool, typer.Option("--noise", help="Let them cover a new response instead.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write to this .parquet or .csv file; else CSV goes to stdout.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object a row.")] = False,
 ) -> None:
@@ -32,6 +36,8 @@ def predict(
     from covey.errors import DataError
     from covey.persist import load_model
 
+    if noise and interval is None:
+        raise DataError("The option --noise is about an interval; give one with --interval 0.95.")
     if out is not None and out.suffix not in (".parquet", ".csv"):
         raise DataError(f"The output {str(out)!r} must end in .parquet or .csv.")
     if out is not None and (as_json or out.is_dir() or not out.absolute().parent.is_dir()):
@@ -51,6 +57,10 @@ def predict(
         else:
             picked = fitted.classes[(margin > 0).astype(int)]
             result = result.with_columns(prediction=pl.Series(picked.tolist()), probability=pl.Series(mean))
+        if interval is not None:
+            how = {"coverage": interval, "noise": noise, "level": level, "unseen": unseen}
+            lower, upper = fitted.intervals(table, **how).T  # type: ignore[arg-type]
+            result = result.with_columns(lower=pl.Series(lower), upper=pl.Series(upper))
         result = result.with_columns(answered_by=pl.Series(chosen.level().tolist()))
     if out is not None:
         if out.suffix == ".parquet":

@@ -19,7 +19,7 @@ def show(
     [bold]Example[/bold]   covey show model --level client --limit 40
     """
     from covey.cli._console import console, print_json
-    from covey.describe import describe, facts, title
+    from covey.describe import describe, facts, summary, title
     from covey.errors import one_of
     from covey.hierarchy import LEVELS
     from covey.persist import load_model
@@ -30,7 +30,8 @@ def show(
     fitted, _ = load_model(model)
     if as_json:
         coefficients = fitted.coefficients(level).to_dicts()  # type: ignore[arg-type]
-        print_json({"title": title(fitted), "facts": facts(fitted), "level": level, "coefficients": coefficients})
+        told = {"title": title(fitted), "facts": facts(fitted), "summary": summary(fitted).to_json()}
+        print_json({**told, "level": level, "coefficients": coefficients})
         return
     screen = console()
     screen.print(describe(fitted), markup=False)

@@ -160,8 +160,10 @@ class Uncertain:
         >>> model = HierarchicalRegressor(formula="log_radon ~ floor + (1 | state/county)").fit(homes)
         >>> import polars as pl
         >>> few = homes[:3].with_columns(county=pl.lit("a new one"))
-        >>> model.predict_interval(few[:1]).round(2).tolist(), model.add_clients(few).predict_interval(few[:1]).round(2).tolist()
-        ([[-0.85, 0.64]], [[-0.95, 0.26]])
+        >>> model.predict_interval(few[:1]).round(2).tolist()
+        [[-0.85, 0.64]]
+        >>> model.add_clients(few).predict_interval(few[:1]).round(2).tolist()
+        [[-0.95, 0.26]]
         """
         check_is_fitted(self, "model_")
         X, client, cluster, offset = self._plain_rows(X, client, cluster, offset)

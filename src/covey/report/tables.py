@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 from rich.table import Table
 
 from covey._typing import Floats
@@ -51,6 +52,15 @@ def shrinkage_table(model: Model, local: Floats, units: Sequence[int], term: int
     return table
 
 
+def _with_errors(model: Model, level: str, values: Floats) -> list[list[str]]:
+    """Coefficients with their standard errors in brackets, if these are known."""
+    if model.learned is None:
+        return [[f"{value:.4g}" for value in row] for row in values]
+    errors = np.atleast_2d(model.posterior.standard_errors(level))  # type: ignore[arg-type]
+    pairs = zip(values, errors[: len(values)], strict=True)
+    return [[f"{value:.4g} ({error:.2g})" for value, error in zip(*pair, strict=True)] for pair in pairs]
+
+
 def coefficient_table(model: Model, level: str, limit: int) -> Table:
     """Coefficients of one level, a row for each unit and a column for each term."""
     tree, spec = model.hierarchy, model.spec
@@ -58,10 +68,11 @@ def coefficient_table(model: Model, level: str, limit: int) -> Table:
     if level == "global":
         table.add_column("term")
         table.add_column("estimate", justify="right")
-        for term, value in zip(model.terms, model.wbar, strict=True):
-            table.add_row(term, f"{value:.4g}")
+        for term, told in zip(model.terms, _with_errors(model, level, model.wbar[None])[0], strict=True):
+            table.add_row(term, told)
         return table
     values = model.w if level == "cluster" else model.theta
+    shown = _with_errors(model, level, values[:limit])
     table.add_column(spec.cluster or "cluster")
     if level == "client":
         table.add_column(spec.client or "client")
@@ -75,7 +86,7 @@ def coefficient_table(model: Model, level: str, limit: int) -> Table:
             ids = [str(tree.cluster_ids[int(tree.parent[at])]), str(tree.client_ids[at]), f"{model.rows[at]:,}"]
         else:
             ids = [str(tree.cluster_ids[at]), f"{tree.sizes[at]:,}"]
-        table.add_row(*ids, *(f"{value:.4g}" for value in values[at]))
+        table.add_row(*ids, *shown[at])
     if len(values) > limit:
         table.caption = f"{limit} of {len(values):,}; --limit shows more"
         table.caption_justify = "left"

@@ -52,10 +52,13 @@ class Level:
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> Level:
-        q = len(plain["terms"])
-        covariance = np.array(plain["covariance"], dtype=np.float64).reshape(len(plain["covariance"]), q, q)
+        q, count = len(plain["terms"]), len(plain["covariance"])
+        covariance = np.array(plain["covariance"], dtype=np.float64).reshape(count, q, q)
         return cls(
-            tuple(plain["terms"]), plain["kind"], covariance, np.array(plain["sd_error"], dtype=np.float64).reshape(len(plain["sd_error"]), q)
+            tuple(plain["terms"]),
+            plain["kind"],
+            covariance,
+            np.array(plain["sd_error"], dtype=np.float64).reshape(count, q),
         )
 
 
