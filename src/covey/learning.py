@@ -49,6 +49,8 @@ def fit_data(
         return Fitted(fit_baseline(spec.baseline, data, spec.loss, seed=spec.seed, progress=progress), None)
     vary = vary_from_setting(spec.vary, data.terms) if vary is None else vary
     loss, method = spec.loss, spec.learns
+    if spec.by_likelihood and data.hierarchy.client_ids.to_list() != ["all"]:
+        _refuse_one(data.hierarchy.client_ids.to_list(), "client")
     if method in ("reml", "ml") and data.n_clients > 1 and not spec.in_two_steps:
         shape = shape_of(data.hierarchy, data.terms, spec, vary)
         reml = method == "reml"
@@ -93,7 +95,6 @@ def penalty_for(
 
 def shape_of(tree: Hierarchy, terms: Sequence[str], spec: Spec, vary: Vary) -> Shape:
     """Which terms vary, and how; levels of one unit, which cannot be told from the whole, are refused."""
-    _refuse_one(tree.client_ids.to_list(), "client")
     clustered = tree.n_clusters > 1
     if not clustered and tree.cluster_ids.to_list() != ["all"]:
         _refuse_one(tree.cluster_ids.to_list(), "cluster")

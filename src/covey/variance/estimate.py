@@ -37,7 +37,7 @@ def estimate(
         problem: Problem
         if loss.name == "gaussian":
             sums = Sums.of(data, loss)
-            check_told_apart(sums.units, data.hierarchy, data.terms, shape, residual=True)
+            check_told_apart(sums.units, data.hierarchy, data.terms, shape, squares=sums.squares)
             problem = Linear(sums, data.hierarchy, data.terms, shape, reml=reml)
         else:
             problem = Generalised(data, loss, shape)
@@ -56,7 +56,9 @@ def search(problem: Problem, progress: Progress | None = None) -> tuple[Optimum,
             proven = other.converged and not best.converged and other.value < best.value + NEGLIGIBLE
             best = other if other.value < best.value - NEGLIGIBLE or proven else best
     best = replace(best, evaluations=spent)
-    notes = singular(problem, best)
+    notes = [*problem.notes, *singular(problem, best)]
+    for note in problem.notes:
+        warn(note)
     if not best.converged:
         sentence = (
             f"the variance components did not converge: by the curvature there, {best.decrement:.1e} of twice the "

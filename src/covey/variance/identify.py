@@ -35,25 +35,45 @@ def check_rank(gram: Floats, terms: Sequence[str]) -> None:
     )
 
 
-def check_told_apart(units: Quadratic, tree: Hierarchy, terms: Sequence[str], shape: Shape, *, residual: bool = False) -> None:
-    """Refuse a structure whose levels this data cannot tell from each other, or from the ``residual``, if there is one."""
-    rows = units.n
+def check_told_apart(
+    units: Quadratic,
+    tree: Hierarchy,
+    terms: Sequence[str],
+    shape: Shape,
+    *,
+    squares: float | None = None,
+    binary: bool = False,
+) -> None:
+    """Refuse a structure whose levels this data cannot tell from each other.
+
+    A linear model has a residual to be told apart too; ``squares`` is then the sum of squared responses. The response may be
+    ``binary``: a client with one row then says nothing of a variance.
+    """
+    rows, residual = units.n, squares is not None
+    if rows.sum() <= len(terms):
+        raise DataError(f"There are {rows.sum():.0f} rows for {len(terms)} common coefficients; add rows, or leave out terms.")
     if shape.client and shape.cluster and (tree.sizes <= 1).all():
         raise DataError(
             "Every cluster has one client, so variation between clients cannot be told from variation between clusters; "
             "leave out cluster= (or the cluster's part of the formula)."
         )
-    if residual and shape.client and (rows <= 1).all() and _one_size(units.C, shape):
+    if shape.client and (rows <= 1).all() and (binary or (residual and _one_size(units.C, shape))):
         raise DataError(
             "Every client has one row, so variation between clients cannot be told from the residual; add rows, or "
             "let no term vary by client."
+        )
+    if shape.client_kind == "full" and len(shape.client) > 1 and rows.sum() <= len(shape.client) * tree.n_clients:
+        raise DataError(
+            f"There are more varying terms than this data can identify: {len(shape.client)} for each of {tree.n_clients} "
+            f"clients with {rows.sum():.0f} rows in all; let fewer vary by client with vary=, or set covariance='diagonal'."
         )
     for level, varying, kind in (("client", shape.client, shape.client_kind), ("cluster", shape.cluster, shape.cluster_kind)):
         A = units.C if level == "client" else tree.sum_up(units.C)
         if kind != "isotropic" and not (rows <= 1).all():
             _refuse_constant(A, varying, terms, level)
+    if squares is not None:
+        _refuse_no_residual(units, rows, squares)
     if residual and shape.client:
-        _refuse_no_residual(units, rows)
         _refuse_dependent(units, tree, terms, shape)
 
 
@@ -80,13 +100,13 @@ def _refuse_constant(A: Floats, varying: Sequence[int], terms: Sequence[str], le
             )
 
 
-def _refuse_no_residual(units: Quadratic, rows: Floats) -> None:
+def _refuse_no_residual(units: Quadratic, rows: Floats, squares: float) -> None:
     fitted = solve_symmetric(units.C, units.r)
     within = 2 * units.c - np.einsum("ia,ia->i", units.r, fitted)
     free = rows - np.linalg.matrix_rank(units.C, hermitian=True)
     total = 2 * float(units.c.sum())
     spare = free > 0
-    if spare.any() and float(np.maximum(within[spare], 0.0).sum()) <= 1e-14 * max(total, 1e-300):
+    if spare.any() and float(np.maximum(within[spare], 0.0).sum()) <= max(1e-14 * total, 1e-24 * squares):
         raise DataError(
             "The residual variance is zero: within every client the response is an exact linear function of the terms, so "
             "clients' own fits are perfect and no penalty is learned; drop the term that equals the response, or set gamma."

@@ -14,7 +14,7 @@ from covey._typing import Anything, Floats, Ints
 from covey.data import GroupedData
 from covey.errors import ConvergenceWarning
 from covey.hierarchy import Hierarchy
-from covey.losses import Loss
+from covey.losses import Loss, loss_of
 from covey.objective import Penalty
 from covey.solvers.elimination import Quadratic
 from covey.solvers.newton import newton
@@ -31,7 +31,7 @@ START = 0.5  # standard deviation of everything that varies, in units of the res
 
 @dataclass(frozen=True)
 class Sums:
-    """All that a linear fit needs of the rows: each client's loss about ``origin (d,)``, and the sum of log weights.
+    """All that a linear fit needs of the rows: each client's loss about ``origin (d,)``, sums of log weights and of squares.
 
     Rows are left behind: tests, bootstraps and updates start from here.
     """
@@ -39,6 +39,7 @@ class Sums:
     units: Quadratic
     origin: Floats
     log_weights: float
+    squares: float = np.nan
 
     @classmethod
     def of(cls, data: GroupedData, loss: Loss) -> Sums:
@@ -50,11 +51,14 @@ class Sums:
         origin = invert(gram)[0] @ -at_zero.gradient.sum(axis=0)
         here = loss.expand(data, np.tile(origin, (n, 1)))
         log_weights = 0.0 if data.weights is None else float(np.log(data.weights[data.weights > 0]).sum())
-        return cls(Quadratic(here.hessian, -here.gradient, here.value, data.rows_that_count), origin, log_weights)
+        units = Quadratic(here.hessian, -here.gradient, here.value, data.rows_that_count)
+        return cls(units, origin, log_weights, 2 * float(at_zero.value.sum()))
 
 
 class Problem:
-    """What the search needs to know, whatever the family."""
+    """What the search needs to know, whatever the family; ``notes`` are what is to be said of the data."""
+
+    notes: tuple[str, ...] = ()
 
     def __init__(self, tree: Hierarchy, terms: tuple[str, ...], shape: Shape, rms: Floats) -> None:
         self.tree, self.terms, self.shape = tree, terms, shape
@@ -212,12 +216,15 @@ class Generalised(Problem):
         self.residual = loss.residual(data.y)
         super().__init__(data.hierarchy, data.terms, shape, np.sqrt(np.diag(self.moments)))
         pooled, order, n, d = data.pooled(), self.order, data.n_clients, data.n_terms
+        gram = loss_of("gaussian").hessian(data, np.zeros((n, d)))
+        check_rank(gram.sum(axis=0), data.terms)
+        units = Quadratic(gram, np.zeros((n, d)), np.zeros(n), data.rows_that_count)
+        check_told_apart(units, self.tree, self.terms, shape, binary=loss.name == "bernoulli")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # of a start
             alone = newton(pooled, loss, Penalty.of(pooled.hierarchy))
-        H = loss.hessian(data, np.tile(alone.wbar, (n, 1)))
-        check_rank(H.sum(axis=0), data.terms)
-        check_told_apart(Quadratic(H, np.zeros((n, d)), np.zeros(n), data.rows_that_count), self.tree, self.terms, shape)
+        if "separated" in alone.convergence.message:
+            self.notes = (alone.convergence.message.split("; ", 1)[-1],)
         self.rows = int(data.rows_that_count.sum())
         self.constant = 2 * loss.constant(data)
         if (order != np.arange(d)).any():
