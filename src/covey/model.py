@@ -59,8 +59,8 @@ class Model:
         """What is not known of the coefficients."""
         if self.learned is None:
             raise SolverError(
-                "This model has no standard errors and intervals: they need penalties learned from several clients' data, so no "
-                "gamma, lam, alpha, baseline, penalty='cv', james_stein or solver by coins, and sums that were saved."
+                "This model has no standard errors and intervals: they need penalties learned from several clients' data, so "
+                "no gamma, lam, alpha, baseline, penalty='cv', james_stein or solver by coins, and sums that were saved."
             )
         return Posterior(self.learned, self.hierarchy)
 

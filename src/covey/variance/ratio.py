@@ -10,6 +10,7 @@ directions ``u`` of chi-squared tails, ``P(chi2_p > t / h(u))``, where ``h`` is 
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +18,7 @@ from scipy import stats
 
 from covey._typing import Floats
 from covey.data import GroupedData
+from covey.errors import ConvergenceWarning
 from covey.losses import Loss
 from covey.solvers.result import Progress
 from covey.solvers.threads import threads_for
@@ -44,7 +46,9 @@ def likelihood_ratios(
                 problem = Linear(sums, data.hierarchy, data.terms, null, reml=reml)
             else:
                 problem = Generalised(data, loss, null)
-            best, _ = search(problem, progress)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ConvergenceWarning)  # the fit itself has spoken
+                best, _ = search(problem, progress)
         statistic = max(0.0, best.value + 2 * learned.components.log_likelihood)
         found = getattr(learned.components, level)
         count = len(found.covariance)
