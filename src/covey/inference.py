@@ -57,8 +57,7 @@ class Posterior:
     def new_clients(self) -> Floats:
         """The covariance of a client that was not seen, about its cluster's model ``(k, d, d)``, the global one last."""
         learned, s2 = self.learned, self.learned.dispersion
-        own = learned.client.shape
-        each = own if len(own) == 1 else own[self.tree.cluster_ptr[:-1]]
+        each = learned.each
         anywhere = self.whole + s2 * learned.cluster.shape[0] + s2 * each.mean(axis=0)
         return np.concatenate([self.clusters + s2 * each, anywhere[None]])
 

@@ -112,6 +112,10 @@ def _start(model: Model, data: GroupedData) -> Floats:
 
 def _joined(old: Hierarchy, new: Hierarchy) -> tuple[Hierarchy, Ints]:
     """Both hierarchies as one, and the place in it of each client of the old, then of the new."""
+    for level, known, fresh in (("client", old.client_ids, new.client_ids), ("cluster", old.cluster_ids, new.cluster_ids)):
+        if known.dtype == pl.Int64 and fresh.dtype == pl.Float64:  # of which only whole numbers could be ids of this model
+            odd = fresh.filter(fresh != fresh.floor())[0]
+            raise DataError(f"The {level} id {odd!r} is no whole number, but the model's {level} ids are; change the id.")
     cluster = lookup(new.cluster_ids, old.cluster_ids, "cluster")
     unknown = np.flatnonzero(cluster < 0)
     cluster[unknown] = old.n_clusters + np.arange(len(unknown))

@@ -136,12 +136,14 @@ class Learned:
 
     Attributes
     ----------
-    client, cluster : covariances relative to the residual variance (1 for counts and classes)
+    each : how the clients of all clusters, or of each, spread, ``(1 or k, d, d)``
+    client, cluster : the same for each client and cluster; all relative to the residual variance (1 for counts and classes)
     covariance : (d, d) that of the global model
     units : each client's loss about ``origin (d,)``; of counts and classes to second order about the mode
     """
 
     components: Components
+    each: Floats
     client: Spread
     cluster: Spread
     covariance: Floats
@@ -167,10 +169,10 @@ class Learned:
             below = np.concatenate(
                 [below, np.broadcast_to(below.mean(axis=0), (max(tree.n_clusters - len(below), 0), *below.shape[1:]))]
             )
-            below = below[tree.parent]
         above = components.cluster.embedded(terms) / scale
-        client, cluster = Spread.of_covariances(below, tree.n_clients), Spread.of_covariances(above, tree.n_clusters)
-        return cls(components, client, cluster, covariance, units, origin, log_weights)
+        own = below if len(below) == 1 else below[tree.parent]
+        client, cluster = Spread.of_covariances(own, tree.n_clients), Spread.of_covariances(above, tree.n_clusters)
+        return cls(components, below, client, cluster, covariance, units, origin, log_weights)
 
     @property
     def dispersion(self) -> float:
