@@ -16,10 +16,10 @@ from covey.variance.components import Components, Level
 _NAMES = {"gaussian": "linear", "bernoulli": "logistic", "poisson": "Poisson"}
 
 
-def describe(model: Model) -> str:
+def describe(model: Model, coverage: float = 0.95) -> str:
     """A summary of a few lines: the data, the penalties, how the fit went, and the coefficients at each level."""
     head = [title(model), *(f"  {line}" for line in facts(model))]
-    return "\n".join([*head, *(_table(model) if model.learned is None else _learned_tables(model))])
+    return "\n".join([*head, *(_table(model) if model.learned is None else _learned_tables(model, coverage))])
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Summary:
     coverage: float = 0.95
 
     def __str__(self) -> str:
-        return describe(self.model)
+        return describe(self.model, self.coverage)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values: the data, the global coefficients with intervals, the variance components, tests and warnings."""
@@ -67,6 +67,7 @@ class Summary:
 
 def summary(model: Model, coverage: float = 0.95) -> Summary:
     """What is known of a model: see :class:`Summary`."""
+    quantile(coverage)  # refused here, not when the summary is printed
     return Summary(model, coverage)
 
 
@@ -140,14 +141,13 @@ def _p_value(p: float) -> str:
     return "< 1e-4" if p < 1e-4 else f"= {p:.2g}"
 
 
-def _learned_tables(model: Model) -> list[str]:
+def _learned_tables(model: Model, coverage: float) -> list[str]:
     """Each term: the global coefficient with its interval, and how it varies at each level; then the shares of variance."""
     learned = model.posterior.learned
-    found, z = learned.components, quantile(0.95)
+    found, z = learned.components, quantile(coverage)
+    interval = f"{100 * coverage:g}% interval"
     width = max(8, *(len(term) for term in model.terms))
-    lines = [
-        f"{'':{width}}  {'global':>10} {'std. error':>11} {'95% interval':>22}  {'sd of clusters':>16} {'sd of clients':>16}"
-    ]
+    lines = [f"{'':{width}}  {'global':>10} {'std. error':>11} {interval:>22}  {'sd of clusters':>16} {'sd of clients':>16}"]
     for at, term in enumerate(model.terms):
         value, error = model.wbar[at], model.posterior.standard_errors("global")[at]
         interval = f"{value - z * error:.4g} to {value + z * error:.4g}"

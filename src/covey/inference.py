@@ -106,7 +106,7 @@ class Posterior:
 
 def quantile(coverage: float) -> float:
     """How many standard errors to either side an interval reaches."""
-    if not 0 < coverage < 1:
+    if not (isinstance(coverage, int | float | np.number) and 0 < coverage < 1):
         raise SolverError(f"The 'coverage' parameter must lie between 0 and 1. Got {coverage!r} instead.")
     return float(stats.norm.ppf(0.5 + coverage / 2))
 

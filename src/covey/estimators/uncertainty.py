@@ -14,6 +14,7 @@ from covey.data import GroupedData
 from covey.describe import Summary, summary
 from covey.errors import DataError, SolverError, one_of
 from covey.hierarchy import Level, Unseen
+from covey.inference import quantile
 from covey.learning import shape_of
 from covey.model import Model, group_rows
 from covey.update import add_clients, remove_clients
@@ -124,6 +125,7 @@ class Uncertain:
         A linear model needs nothing but itself; a model of counts or classes needs the rows it was fitted to once more.
         """
         check_is_fitted(self, "model_")
+        quantile(coverage)  # refused before the draws, not after them
         model, learned = self.model_, self.model_.posterior.learned
         data: GroupedData | None = None
         if model.spec.family != "gaussian":
