@@ -57,6 +57,11 @@ class Model:
     @cached_property
     def posterior(self) -> Posterior:
         """What is not known of the coefficients."""
+        if self.learned is None and self.penalty is None and self.spec.by_likelihood and self.hierarchy.n_clients > 1:
+            raise SolverError(
+                "This model was saved without the sums that its components, intervals and updates are made of; save it with "
+                "sums=True."
+            )
         if self.learned is None:
             raise SolverError(
                 "This model has no standard errors and intervals: they need penalties learned from several clients' data, so "

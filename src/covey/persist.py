@@ -117,6 +117,7 @@ def _document(model: Model, extra: dict[str, Any]) -> dict[str, Any]:
     spec = {part.name: getattr(model.spec, part.name) for part in fields(model.spec)}
     for name in ("gamma", "lam", "alpha"):
         spec[name] = _plain_penalty(spec[name])
+    spec["vary"] = _plain_vary(model.spec.vary)
     spec["options"] = _plain_options(model.spec.options)
     classes = None
     if model.classes is not None:
@@ -278,6 +279,15 @@ def _plain_options(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
         return None
     kept = {name: value for name, value in options.items() if name != "checkpoint"}
     return {name: _plain_option(value) for name, value in kept.items()}
+
+
+def _plain_vary(vary: Any) -> Any:
+    """Terms as text: one, a list, or lists by level, whatever held them."""
+    if vary is None or isinstance(vary, str):
+        return vary
+    if isinstance(vary, Mapping):
+        return {level: _plain_vary(names) for level, names in vary.items()}
+    return [str(name) for name in vary]
 
 
 def _plain_option(value: Any) -> Any:
