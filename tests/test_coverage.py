@@ -1,0 +1,69 @@
+"""How often intervals hold the truth, by simulation under the true model with variance components that are learned.
+
+Intervals take the components as known, so with few clusters they are short: of the level above all, which then has few
+units to learn from. With 25 clusters that is within the error of these simulations.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from covey import HierarchicalClassifier, HierarchicalRegressor
+from covey.datasets import simulate
+
+WHAT = ("clients", "clusters", "whole", "new rows", "new clients", "new clusters")
+
+
+def covered(family, clusters, clients, rows, coverages, seed, **settings):
+    """Of one data set, the share of intervals that hold the truth: ``(coverages, WHAT)``."""
+    fresh = 4
+    drawn = simulate(
+        family, clusters=clusters + fresh, clients=clients + 1, rows=rows + 1, d=2, wbar=[0.3, -0.4], cluster_sd=0.7,
+        client_sd=0.5, intercept=True, seed=seed,
+    )  # fmt: skip
+    first_row = np.arange(len(drawn.y)) % (rows + 1) == 0
+    held_client, held_cluster = drawn.client % (clients + 1) == 0, drawn.cluster < fresh
+    fitted = ~(first_row | held_client | held_cluster)
+    X, y, client, cluster = drawn.X[:, 1:], drawn.y, drawn.client, drawn.cluster
+    estimator = HierarchicalRegressor if family == "gaussian" else HierarchicalClassifier
+    model = estimator(tests=False, **settings).fit(X[fitted], y[fitted], client=client[fitted], cluster=cluster[fitted])
+    truth = {"client": drawn.theta[model.clients_], "cluster": drawn.w[model.clusters_], "global": drawn.wbar}
+    expected = np.einsum("ld,ld->l", drawn.X, drawn.theta[client])
+    expected = expected if family == "gaussian" else 1 / (1 + np.exp(-expected))
+    shares = []
+    for coverage in coverages:
+        inside = []
+        for level, values in truth.items():
+            frame = model.coef_frame(level, coverage)
+            inside.append((frame["lower"].to_numpy() <= values.ravel()) & (values.ravel() <= frame["upper"].to_numpy()))
+        noise = family == "gaussian"
+        for rows_of, told, noisy in (
+            (first_row & ~held_client & ~held_cluster, y if noise else expected, noise),
+            (first_row & held_client & ~held_cluster, expected, False),
+            (first_row & held_cluster, expected, False),
+        ):
+            low, high = model.predict_interval(
+                X[rows_of], client[rows_of], cluster[rows_of], coverage=coverage, noise=noisy
+            ).T  # fmt: skip
+            inside.append((low <= told[rows_of]) & (told[rows_of] <= high))
+        shares.append([np.mean(each) for each in inside])
+    return np.array(shares)
+
+
+def test_gaussian_intervals_hold_the_truth_as_often_as_they_say():
+    coverages = np.array([0.9, 0.95])
+    shares = np.array([covered("gaussian", 25, 12, 6, coverages, seed) for seed in range(50)])
+    mean, error = shares.mean(axis=0), shares.std(axis=0, ddof=1) / np.sqrt(len(shares))
+    # A share close to 1 in every data set has hardly any spread to judge by: allow for that of independent units.
+    off = np.abs(mean - coverages[:, None]) / np.maximum(error, 1e-3)
+    assert (off < 3.5).all(), dict(zip(WHAT, zip(mean.T.round(3).tolist(), off.T.round(1).tolist(), strict=True), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore::covey.errors.ConvergenceWarning")
+def test_logistic_intervals_hold_the_truth_about_as_often():
+    shares = np.array([covered("bernoulli", 15, 8, 20, [0.95], seed) for seed in range(12)])[:, 0]
+    told = dict(zip(WHAT, shares.mean(axis=0).round(3).tolist(), strict=True))
+    print("coverage of 95% intervals, logistic:", told)
+    assert min(told["clients"], told["new rows"], told["new clients"]) > 0.85
+    assert max(told["clients"], told["new rows"], told["new clients"]) < 0.99

@@ -1,0 +1,284 @@
+"""Clients that come and go: the models of a fit to all rows at the same variance components, by Henderson's equations."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+import pytest
+
+from covey import HierarchicalClassifier, HierarchicalPoissonRegressor, HierarchicalRegressor
+from covey.datasets import simulate
+from tests.henderson import beside
+
+DRAWN = simulate(clusters=5, clients=6, rows=6, d=2, wbar=0.5, client_sd=0.6, cluster_sd=0.9, equal_rows=False, seed=4)
+RNG = np.random.default_rng(1)
+ROWS = {
+    "X": DRAWN.X,
+    "y": DRAWN.y + 0.3,
+    "client": DRAWN.client,
+    "cluster": DRAWN.cluster,
+    "sample_weight": RNG.uniform(0.3, 2.0, len(DRAWN.y)),
+    "offset": RNG.normal(size=len(DRAWN.y)),
+}
+ONCE = np.arange(len(DRAWN.y)) % 3 > 0
+KEPT = {
+    "new clients in known clusters": DRAWN.client % 6 != 2,
+    "new clients in a new cluster": DRAWN.cluster != 3,
+    "more rows of known clients": ONCE,
+    "all of these": (DRAWN.client % 6 != 2) & (DRAWN.cluster != 4) & ((DRAWN.client % 6 != 1) | ONCE),
+}
+
+
+def pick(rows, names=tuple(ROWS)):
+    return {name: ROWS[name][rows] for name in names}
+
+
+def fit(rows, **settings):
+    return HierarchicalRegressor(tests=False, **settings).fit(**pick(rows))
+
+
+def dense_of(model, rows):
+    """Clients and clusters of the rows, in the order of their ids."""
+    X = np.column_stack([np.ones(rows.sum()), ROWS["X"][rows]])
+    clients, clusters = np.unique(ROWS["client"][rows]), np.unique(ROWS["cluster"][rows])
+    by_id = replace_ids(model, clients, clusters)
+    given = {"weights": ROWS["sample_weight"][rows], "offset": ROWS["offset"][rows]}
+    return beside(by_id, X, ROWS["y"][rows], ROWS["client"][rows], ROWS["cluster"][rows], **given), clients, clusters
+
+
+def replace_ids(model, clients, clusters):
+    class Named:
+        components_, terms_, clients_, clusters_ = model.components_, model.terms_, clients, clusters
+
+    return Named
+
+
+def assert_is_dense(model, rows):
+    dense, clients, clusters = dense_of(model, rows)
+    at = [int(np.flatnonzero(model.clients_ == i)[0]) for i in clients]
+    up = [int(np.flatnonzero(model.clusters_ == j)[0]) for j in clusters]
+    assert (len(at), len(up)) == (len(model.clients_), len(model.clusters_))
+    posterior = model.model_.posterior
+    for ours, theirs in (
+        (model.global_coef_, dense.wbar),
+        (model.cluster_coef_[up], dense.w),
+        (model.coef_[at], dense.theta),
+        (posterior.whole, dense.whole),
+        (posterior.clusters[up], dense.clusters),
+        (posterior.clients[at], dense.clients),
+    ):
+        np.testing.assert_allclose(ours, theirs, atol=1e-8)
+    counts = np.array([(ROWS["client"][rows] == i).sum() for i in clients])
+    np.testing.assert_array_equal(model.model_.rows[at], counts)
+
+
+@pytest.mark.parametrize("settings", [{}, {"covariance": "full"}, {"vary": {"client": ["1"], "cluster": ["x0"]}}])
+@pytest.mark.parametrize("case", KEPT)
+def test_adding_is_exact(case, settings):
+    kept = KEPT[case]
+    before = fit(kept, **settings)
+    after = before.add_clients(**pick(~kept))
+    assert_is_dense(after, np.ones(len(kept), dtype=bool))
+    assert_is_dense(before, kept)  # which stays as it was
+
+
+@pytest.mark.parametrize("gone", [[2, 8], [0], list(range(6, 12))])
+def test_removing_is_exact(gone):
+    model = fit(np.ones(len(DRAWN.y), dtype=bool)).remove_clients(gone)
+    if len(gone) == 6:
+        # A cluster without clients stays, with the global model for its own.
+        np.testing.assert_allclose(model.cluster_coef_[1], model.global_coef_, atol=1e-10)
+        above = model.components_.cluster.embedded(model.terms_)[0]
+        np.testing.assert_allclose(model.model_.posterior.clusters[1], model.model_.posterior.whole + above, atol=1e-10)
+        dense, clients, _ = dense_of(model, ~np.isin(DRAWN.client, gone))
+        assert model.clients_.tolist() == clients.tolist()
+        np.testing.assert_allclose(model.coef_, dense.theta, atol=1e-8)
+    else:
+        assert_is_dense(model, ~np.isin(DRAWN.client, gone))
+
+
+@pytest.mark.parametrize("gone", [[2, 8], list(range(24, 30)), list(range(6, 12))])
+@pytest.mark.parametrize("per_cluster", [False, True])
+def test_removing_undoes_adding_and_adding_removing(gone, per_cluster):
+    everyone = np.ones(len(DRAWN.y), dtype=bool)
+    model = fit(everyone, per_cluster=per_cluster, vary={"client": ["1"]})
+    again = model.remove_clients(gone).add_clients(**pick(np.isin(DRAWN.client, gone)))
+    order = np.argsort(again.clients_)  # within a cluster, clients that were added come last
+    assert again.clients_[order].tolist() == model.clients_.tolist()
+    np.testing.assert_allclose(again.coef_[order], model.coef_, atol=1e-9)
+    for name in ("cluster_coef_", "global_coef_"):
+        np.testing.assert_allclose(getattr(again, name), getattr(model, name), atol=1e-9)
+    ours, theirs = again.model_.posterior, model.model_.posterior
+    np.testing.assert_allclose(ours.clients[order], theirs.clients, atol=1e-9)
+    for name in ("whole", "clusters", "new_clients"):
+        np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), atol=1e-9)
+
+
+@pytest.mark.parametrize("cluster", [1, 4])
+def test_with_its_clients_gone_a_cluster_keeps_its_own_spread(cluster):
+    model = fit(np.ones(len(DRAWN.y), dtype=bool), per_cluster=True, vary={"client": ["1"]})
+    fewer = model.remove_clients(np.unique(DRAWN.client[DRAWN.cluster == cluster]))
+    own = model.components_.client.embedded(model.terms_)[cluster]
+    new = fewer.model_.posterior.new_clients[cluster] - fewer.model_.posterior.clusters[cluster]
+    np.testing.assert_allclose(new, own, atol=1e-9)
+
+
+def test_the_order_of_clients_does_not_matter():
+    kept = KEPT["all of these"]
+    model, new = fit(kept), np.unique(DRAWN.client[~kept])
+    at_once = model.add_clients(**pick(~kept))
+    one_by_one = model
+    for client in new[::-1]:
+        one_by_one = one_by_one.add_clients(**pick(~kept & (DRAWN.client == client)))
+    frames = [each.coef_frame().sort("client", "term").drop("cluster") for each in (at_once, one_by_one)]
+    assert frames[0]["client"].equals(frames[1]["client"])
+    for column in ("estimate", "std_error", "rows"):
+        np.testing.assert_allclose(frames[0][column], frames[1][column], atol=1e-9)
+
+
+def test_a_new_client_answers_for_itself_at_once():
+    kept = KEPT["new clients in known clusters"]
+    model = fit(kept)
+    new = ~kept & (DRAWN.client == 2)
+    ask = pick(new, ("X", "client", "cluster", "offset"))
+    after = model.add_clients(**pick(new))
+    assert (np.ptp(after.predict_interval(**ask), axis=1) < np.ptp(model.predict_interval(**ask), axis=1)).all()
+    dense, clients, _ = dense_of(after, kept | new)
+    X = np.column_stack([np.ones(new.sum()), DRAWN.X[new]])
+    at = clients.tolist().index(2)
+    np.testing.assert_allclose(after.predict(**ask), X @ dense.theta[at] + ask["offset"], atol=1e-8)
+    half = 1.959963984540054 * np.sqrt(np.einsum("la,ab,lb->l", X, dense.clients[at], X))
+    np.testing.assert_allclose(np.ptp(after.predict_interval(**ask), axis=1), 2 * half, atol=1e-8)
+
+
+def test_a_per_cluster_spread_of_a_new_cluster_is_the_mean_of_the_known():
+    kept = KEPT["new clients in a new cluster"]
+    after = fit(kept, per_cluster=True, vary={"client": ["1"]}).add_clients(**pick(~kept))
+    spread = after.model_.posterior.learned.client.shape * after.components_.residual
+    at = after.model_.hierarchy.parent == after.clusters_.tolist().index(3)
+    np.testing.assert_allclose(spread[at], np.broadcast_to(after.components_.client.embedded(after.terms_).mean(axis=0),
+                                                          spread[at].shape))  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["bernoulli", "poisson"])
+def test_of_classes_and_counts_a_new_client_is_close_to_a_refit(family):
+    drawn = simulate(family, clusters=8, clients=8, rows=25, d=2, wbar=0.3, client_sd=0.5, cluster_sd=0.5, seed=6)
+    estimator = {"bernoulli": HierarchicalClassifier, "poisson": HierarchicalPoissonRegressor}[family]
+    new = drawn.client % 8 == 3
+    groups = {"client": drawn.client, "cluster": drawn.cluster}
+
+    def part(rows):
+        return {"X": drawn.X[rows], "y": drawn.y[rows], **{name: ids[rows] for name, ids in groups.items()}}
+
+    model = estimator(fit_intercept=False, tests=False).fit(**part(~new))
+    after = model.add_clients(**part(new))
+    refit = mode(drawn.data, model)[after.clients_]
+    at = after.clients_ % 8 == 3
+    off = np.abs(after.coef_ - refit) / after.model_.posterior.standard_errors("client")
+    print(f"{family}: new clients within {off[at].max():.3f} of a standard error of a refit, known ones {off[~at].max():.3f}")
+    assert off.max() < 0.03
+    ask = {name: ids[new] for name, ids in groups.items()}
+    narrower = np.ptp(after.predict_interval(drawn.X[new], **ask), axis=1)
+    assert (narrower < np.ptp(model.predict_interval(drawn.X[new], **ask), axis=1)).mean() > 0.9
+
+
+def mode(data, model):
+    """Clients' coefficients that minimise loss and penalties together, by plain Newton steps on the dense problem."""
+    n, k, d = data.n_clients, data.n_clusters, data.n_terms
+    parent, loss, found = data.hierarchy.parent, model.model_.spec.loss, model.components_
+    S_client, S_cluster = (np.linalg.inv(level.embedded(model.terms_)[0]) for level in (found.client, found.cluster))
+    K = np.zeros(((n + k + 1) * d,) * 2)
+    for child, up, S in [
+        *((i, n + parent[i], S_client) for i in range(n)),
+        *((n + j, n + k, S_cluster) for j in range(k)),
+    ]:
+        a, b = slice(child * d, child * d + d), slice(up * d, up * d + d)
+        K[a, a] += S
+        K[b, b] += S
+        K[a, b] -= S
+        K[b, a] -= S
+    u = np.tile(model.global_coef_, n + k + 1)
+    for _ in range(300):
+        here = loss.expand(data, u[: n * d].reshape(n, d))
+        H, slope = K.copy(), K @ u
+        for i in range(n):
+            H[i * d : i * d + d, i * d : i * d + d] += here.hessian[i]
+        slope[: n * d] += here.gradient.ravel()
+        if np.abs(slope).max() < 1e-8:
+            break
+        u = u - np.linalg.solve(H, slope)
+    assert np.abs(slope).max() < 1e-8
+    return u[: n * d].reshape(n, d)
+
+
+def table():
+    drawn = simulate(clusters=4, clients=5, rows=8, d=1, client_sd=0.6, cluster_sd=0.9, seed=3)
+    return drawn.frame()
+
+
+@pytest.fixture(scope="module")
+def named():
+    return HierarchicalRegressor(formula="y ~ x0 + (1 | cluster/client)", tests=False).fit(table())
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda rows: rows.with_columns(cluster=pl.lit(2)), "Client 0 is in cluster 0 in the model but in 2"),
+        (lambda rows: rows.drop("cluster"), "need the ids of their clusters"),
+        (lambda rows: rows.drop("client"), "There is no column 'client'"),
+        (lambda rows: rows.drop("y"), "There is no column 'y'"),
+        (lambda rows: rows.with_columns(client=pl.lit("a")), "client ids are text here"),
+        (lambda rows: rows.with_columns(cluster=pl.lit("a")), "cluster ids are text here"),
+        (lambda rows: rows.with_columns(client=pl.lit(None)), "no client id"),
+        (lambda rows: rows.with_columns(y=pl.lit(np.nan)), "response is NaN"),
+        (lambda rows: rows.with_columns(x0=pl.lit(np.inf)), "x0"),
+        (lambda rows: rows[:0], "no rows"),
+        # An id that cannot be one of the model's whole numbers must not be cut to one.
+        (lambda rows: rows.with_columns(client=pl.lit(7.5), cluster=pl.lit(1)), "client id 7.5 is no whole number"),
+        (lambda rows: rows.with_columns(client=pl.lit(99), cluster=pl.lit(1.5)), "cluster id 1.5 is no whole number"),
+    ],
+)
+def test_wrong_new_rows_are_one_sentence(named, change, sentence):
+    with pytest.raises(ValueError, match=sentence) as caught:
+        named.add_clients(change(table()[:2]))
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("clients", "sentence"),
+    [
+        ([99], "has no client 99"),
+        (["a"], "client ids are text here"),
+        (list(range(20)), "Nothing would be left"),
+        ("a", "must be one-dimensional"),
+    ],
+)
+def test_wrong_clients_to_remove_are_one_sentence(named, clients, sentence):
+    with pytest.raises(ValueError, match=sentence) as caught:
+        named.remove_clients(clients)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_class_is_one_sentence():
+    drawn = simulate("bernoulli", clusters=4, clients=5, rows=12, d=1, client_sd=0.6, cluster_sd=0.9, seed=3)
+    label = np.where(drawn.y > 0, "yes", "no")
+    ask = {"client": drawn.client, "cluster": drawn.cluster}
+    model = HierarchicalClassifier(tests=False).fit(drawn.X, label, **ask)
+    with pytest.raises(ValueError, match="'maybe', which is neither of the model's classes 'no', 'yes'"):
+        model.add_clients(drawn.X[:1], ["maybe"], client=[99], cluster=[0])
+    assert len(model.add_clients(drawn.X[:1], ["yes"], client=[99], cluster=[0]).clients_) == 21
+
+
+def test_a_model_whose_penalties_were_given_cannot_be_updated():
+    given = HierarchicalRegressor(client="client", cluster="cluster", formula="y ~ x0", gamma=1.0).fit(table())
+    for change in (lambda: given.add_clients(table()[:2]), lambda: given.remove_clients([0])):
+        with pytest.raises(ValueError, match="learned from the data"):
+            change()
+
+
+def test_a_copy_says_what_it_was_made_of(named):
+    more = named.add_clients(table()[:2].with_columns(client=pl.lit(99)))
+    assert "162 rows of 21 clients" in str(more)
+    assert "160 rows of 20 clients" in str(named)
