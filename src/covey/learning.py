@@ -13,12 +13,12 @@ import numpy as np
 
 from covey.baselines import fit_baseline
 from covey.data import GroupedData
-from covey.errors import CoveyError, DataError
+from covey.errors import CoveyError, DataError, PenaltyError
 from covey.grouping import Vary, vary_from_setting
 from covey.hierarchy import Hierarchy
 from covey.objective import Penalty
 from covey.selection import Count, search
-from covey.solvers import Fit, Progress, solve
+from covey.solvers import BY_COINS, Fit, Progress, solve
 from covey.spec import Spec
 from covey.variance.components import Learned
 from covey.variance.estimate import estimate
@@ -78,6 +78,10 @@ def penalty_for(
     if method is None or data.n_clients == 1:
         return Penalty.of(tree, gamma=1.0 if spec.gamma is None else spec.gamma, lam=spec.lam, alpha=spec.alpha)
     vary = vary_from_setting(spec.vary, data.terms) if vary is None else vary
+    for level, varying in (("client", vary.client), ("cluster", vary.cluster if data.n_clusters > 1 else data.terms)):
+        if set(varying) != set(data.terms):
+            why = f"solver={spec.solver!r}" if spec.solver in BY_COINS else "james_stein=True"
+            raise PenaltyError(f"{why} lets every term vary; let all vary by {level}, or leave it out.")
     isotropic = replace(spec, covariance="isotropic", solver="auto", options=None, james_stein=False)
     learned = estimate(data, spec.loss, shape_of(tree, data.terms, isotropic, vary), reml=method == "reml", progress=progress)[
         1

@@ -77,7 +77,8 @@ class Spec:
             raise FormulaError("The formula's bars say what varies, and so does vary=; leave one out.")
         if not self.by_likelihood:
             raise FormulaError(
-                "The formula's bars say what is to be learned from the data; leave out gamma, lam, alpha and baseline."
+                "The formula's bars say what is to be learned from the data; leave out gamma, lam, alpha, baseline and "
+                "penalty='cv'."
             )
         grouping = levels(self.bars, self.client, self.cluster)
         return replace(
