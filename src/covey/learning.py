@@ -49,7 +49,8 @@ def fit_data(
         return Fitted(fit_baseline(spec.baseline, data, spec.loss, seed=spec.seed, progress=progress), None)
     vary = vary_from_setting(spec.vary, data.terms) if vary is None else vary
     loss, method = spec.loss, spec.learns
-    if spec.by_likelihood and data.hierarchy.client_ids.to_list() != ["all"]:
+    named = data.hierarchy.client_ids.to_list() != ["all"] or bool(spec.bars) or spec.penalty in ("reml", "ml")
+    if spec.by_likelihood and named:
         _refuse_one(data.hierarchy.client_ids.to_list(), "client")
     if method in ("reml", "ml") and data.n_clients > 1 and not spec.in_two_steps:
         shape = shape_of(data.hierarchy, data.terms, spec, vary)
