@@ -1,0 +1,123 @@
+"""The shell's own main, with penalties that are learned: bars, settings, JSON, one-line errors."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+
+import numpy as np
+import polars as pl
+import pytest
+
+from covey import HierarchicalRegressor
+from covey.cli import main
+from covey.datasets import simulate
+from covey.selection import search
+
+DRAWN = simulate(clusters=6, clients=5, rows=10, d=2, wbar=0.5, intercept=True, cluster_sd=0.8, client_sd=0.5, seed=3)
+FRAME = DRAWN.frame().drop("x0").rename({"x1": "x", "client": "h", "cluster": "g"})
+BARS = "y ~ x + (1 + x | g/h)"
+
+
+@pytest.fixture
+def shell(tmp_path, monkeypatch, capsys):
+    FRAME.write_csv(tmp_path / "t.csv")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments, code=0):
+        monkeypatch.setattr(sys, "argv", ["covey", *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        out, err = capsys.readouterr()
+        assert stopped.value.code == code, err
+        return out if code == 0 else err
+
+    return run
+
+
+def fit(shell, *arguments):
+    return json.loads(shell("fit", "t.csv", *arguments, "--json", "--holdout", "0"))
+
+
+def test_a_formula_with_bars_needs_no_other_setting(shell):
+    told = json.loads(shell("fit", "t.csv", BARS, "--json"))
+    model = HierarchicalRegressor(formula=BARS).fit(FRAME)
+    assert told["summary"] == json.loads(json.dumps(model.summary().to_json(), allow_nan=False))
+    assert told["global"] == pytest.approx(dict(zip(("Intercept", "x"), model.global_coef_.tolist(), strict=True)))
+    assert set(told["held_out"]["errors"]) == {"single-model", "locally-trained", "single-cluster", "hierarchical"}
+
+
+def test_ids_that_repeat_are_told_apart_in_the_shell(shell, tmp_path):
+    FRAME.with_columns(h=pl.col("h") % 5).write_csv(tmp_path / "t.csv")
+    told = fit(shell, BARS, "--out", "model")
+    assert told["clients"] == 30
+    table = pl.read_csv(shell("predict", "model", "t.csv").encode())
+    assert set(table["answered_by"]) == {"client"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "settings"),
+    [
+        (("--penalty", "ml"), {"penalty": "ml"}),
+        (("--vary", "1"), {"vary": ["1"]}),
+        (("--vary", "1", "--vary", "x", "--covariance", "full"), {"covariance": "full"}),
+        (("--covariance", "isotropic", "--no-tests"), {"covariance": "isotropic", "tests": False}),
+        (("--per-cluster", "--vary", "1"), {"per_cluster": True, "vary": ["1"]}),
+    ],
+)
+def test_settings_are_those_of_the_estimators(shell, flags, settings):
+    told = fit(shell, "y ~ x", "--client", "h", "--cluster", "g", *flags)
+    model = HierarchicalRegressor(client="h", cluster="g", formula="y ~ x", **settings).fit(FRAME)
+    assert told["summary"]["log_likelihood"] == pytest.approx(model.components_.log_likelihood, abs=1e-9)
+    assert told["summary"]["parameters"] == model.components_.parameters
+    assert len(told["summary"]["tests"]) == len(model.components_.tests)
+
+
+def test_cross_validated_penalties(shell, monkeypatch):
+    monkeypatch.setattr("covey.learning.search", partial(search, gammas=np.array([0.1, 1.0]), lams=np.array([1.0])))
+    told = fit(shell, "y ~ x", "--client", "h", "--cluster", "g", "--penalty", "cv")
+    assert told["summary"]["method"] is None
+    printed = shell("fit", "t.csv", "y ~ x", "--client", "h", "--cluster", "g", "--penalty", "cv", "--holdout", "0")
+    assert "penalties gamma" in printed
+
+
+def test_what_was_learned_is_printed_and_shown_again(shell):
+    printed = shell("fit", "t.csv", BARS, "--out", "model", "--holdout", "0")
+    shown = shell("show", "model", "--level", "client", "--limit", "3")
+    for part in ("REML: log-likelihood", "AIC", "BIC", "share of variance:", "clusters matter:", "sd of clients"):
+        assert part in printed
+        assert part in shown
+    told = json.loads(shell("show", "model", "--level", "client", "--json"))
+    model = HierarchicalRegressor(formula=BARS).fit(FRAME)
+    np.testing.assert_allclose(
+        [row["std_error"] for row in told["coefficients"]], model.coef_frame("client")["std_error"], atol=1e-9
+    )
+    assert {"lower", "upper"} <= set(told["coefficients"][0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("y ~ x + (1 | g/h)", "--gamma", "1"), "The formula's bars say what is to be learned"),
+        (("y ~ x + (1 | g/h)", "--penalty", "cv"), "penalty='cv'"),
+        (("y ~ x + (1 | g/h)", "--vary", "x"), "leave one out"),
+        (("y ~ x + (1 | g/h", ), "parentheses"),
+        (("y ~ x + (z | g/h)", ), "'z' varies by 'h' but has no common coefficient"),
+        (("y ~ x + (1 | nowhere/h)", ), "There is no column 'nowhere'"),
+        (("y ~ x", "--client", "h", "--cluster", "g", "--penalty", "ml", "--gamma", "2"), "leave out gamma="),
+        (("y ~ x", "--client", "h", "--cluster", "g", "--penalty", "best"), "must be one of 'auto', 'reml', 'ml', 'cv'"),
+        (("y ~ x", "--client", "h", "--cluster", "g", "--covariance", "round"), "must be one of 'isotropic'"),
+        (("y ~ x", "--client", "h", "--cluster", "g", "--vary", "z"), "'vary' parameter names 'z'"),
+        (("y ~ x", "--client", "h", "--cluster", "g", "--reduction", "mean"), "no likelihood to learn penalties from"),
+        (("y ~ x", "--client", "h", "--cluster", "g", "--gamma", "lots"), "--gamma"),
+        (("y ~ x", "--client", "h", "--cluster", "h"), "Every cluster has one client"),
+        (("y ~ x",), "Say which column holds the clients"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line_and_exit_code_2(shell, arguments, sentence):
+    err = shell("fit", "t.csv", *arguments, code=2)
+    assert err.startswith("covey: ")
+    assert err.count("\n") == 1
+    assert sentence in err
