@@ -329,7 +329,7 @@ class Hierarchical(Uncertain, BaseEstimator):
 
     def _margin(self, X: Any, client: Any, cluster: Any, offset: Any, level: Level) -> Floats:
         check_is_fitted(self, "model_")
-        X, client, cluster, offset = self._plain_rows(X, client, cluster, offset)
+        X, client, cluster, offset, _ = self._plain_rows(X, client, cluster, offset)
         return self.model_.margin(X, client=client, cluster=cluster, offset=offset, level=level, unseen=self.unseen)[0]
 
 

@@ -86,7 +86,7 @@ class Uncertain:
         ([[-0.66, 0.21]], [[-2.05, 1.6]])
         """
         check_is_fitted(self, "model_")
-        X, client, cluster, offset = self._plain_rows(X, client, cluster, offset)
+        X, client, cluster, offset, _ = self._plain_rows(X, client, cluster, offset)
         where: dict[str, Any] = {"client": client, "cluster": cluster, "offset": offset, "level": level}
         return self.model_.intervals(X, coverage=coverage, noise=noise, unseen=self.unseen, **where)
 
@@ -131,8 +131,8 @@ class Uncertain:
         if model.spec.family != "gaussian":
             if X is None:
                 raise DataError("The bootstrap of counts or classes needs the rows: pass X and y as to fit.")
-            X, client, cluster, offset = self._plain_rows(X, client, cluster, offset)
-            data = group_rows(model, X, y, client=client, cluster=cluster, weights=sample_weight, offset=offset)
+            X, client, cluster, offset, weights = self._plain_rows(X, client, cluster, offset, sample_weight)
+            data = group_rows(model, X, y, client=client, cluster=cluster, weights=weights, offset=offset)
         shape = shape_of(model.hierarchy, model.terms, model.spec, model.spec.varying(model.design))
         drawn = bootstrap(
             learned, shape, model.hierarchy, model.terms, model.wbar, data=data, loss=model.spec.loss, draws=draws,
@@ -168,8 +168,8 @@ class Uncertain:
         [[-0.95, 0.26]]
         """
         check_is_fitted(self, "model_")
-        X, client, cluster, offset = self._plain_rows(X, client, cluster, offset)
-        given: dict[str, Any] = {"client": client, "cluster": cluster, "weights": sample_weight, "offset": offset}
+        X, client, cluster, offset, weights = self._plain_rows(X, client, cluster, offset, sample_weight)
+        given: dict[str, Any] = {"client": client, "cluster": cluster, "weights": weights, "offset": offset}
         return self._with(add_clients(self.model_, group_rows(self.model_, X, y, **given)))
 
     def remove_clients(self, clients: Sequence[Any]) -> Any:
@@ -182,10 +182,12 @@ class Uncertain:
         other.model_ = model
         return other
 
-    def _plain_rows(self, X: Any, client: Any, cluster: Any, offset: Any) -> tuple[Any, Any, Any, Any]:
+    def _plain_rows(
+        self, X: Any, client: Any, cluster: Any, offset: Any, weights: Any = None
+    ) -> tuple[Any, Any, Any, Any, Any]:
         """Plain arrays with ids split off by position; a table as it is."""
         if self.model_.spec.named:
-            return X, client, cluster, offset
-        X, given = self._split_off(X, client=client, cluster=cluster, weights=None, offset=offset)
+            return X, client, cluster, offset, weights
+        X, given = self._split_off(X, client=client, cluster=cluster, weights=weights, offset=offset)
         X = validate_data(self, X, dtype="float64", ensure_all_finite=False, reset=False)
-        return X, given["client"], given["cluster"], given["offset"]
+        return X, given["client"], given["cluster"], given["offset"], given["weights"]
