@@ -16,7 +16,7 @@ import polars as pl
 
 from covey._typing import Floats, Ints
 from covey.data import GroupedData
-from covey.errors import DataError, listing
+from covey.errors import DataError, listing, warn
 from covey.hierarchy import Hierarchy
 from covey.labels import as_labels, lookup
 from covey.model import Model
@@ -25,7 +25,7 @@ from covey.solvers.sweep import solve_top
 from covey.variance.components import Learned
 from covey.variance.gaussian import invert
 
-_STEPS, _CLOSE = 50, 1e-10
+_STEPS, _CLOSE, _REACH = 100, 1e-10, 2.0
 
 
 def add_clients(model: Model, data: GroupedData) -> Model:
@@ -46,10 +46,13 @@ def add_clients(model: Model, data: GroupedData) -> Model:
         b = np.einsum("iab,ib->ia", here.hessian, at - learned.origin) - here.gradient
         fresh = Quadratic(here.hessian, b, here.value, data.rows_that_count)
         updated = _solved(model, replace(learned, units=old + _placed(fresh, places[kept:], n)), tree, rows)
-        moved = float(np.abs(updated.theta[places[kept:]] - at).max(initial=0.0))
-        at = updated.theta[places[kept:]]
-        if exact or moved <= _CLOSE * (1.0 + float(np.abs(at).max(initial=0.0))):
-            break
+        step = updated.theta[places[kept:]] - at
+        if exact or float(np.abs(step).max(initial=0.0)) <= _CLOSE * (1.0 + float(np.abs(at).max(initial=0.0))):
+            return updated
+        # Far from the mode a quadratic is a poor guide: a row's margin moves by a few units at a time.
+        reach = np.maximum.reduceat(np.abs(np.einsum("ld,ld->l", data.X, step[data.client_of_row])), data.client_ptr[:-1])
+        at = at + step * np.minimum(1.0, _REACH / np.maximum(reach, _REACH))[:, None]
+    warn("The models of the new rows did not converge; their responses are unlike any that the model was learned from.")
     return updated
 
 
