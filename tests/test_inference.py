@@ -155,6 +155,22 @@ def test_intervals_of_counts_are_quantiles_of_simulated_ones(margin, sd):
         assert low <= high
 
 
+@pytest.mark.parametrize(("margin", "sd"), [(6.0, 1.0), (8.0, 0.5), (1.0, 2.0), (1.0, 3.0), (10.0, 0.3)])
+def test_intervals_of_large_or_uncertain_counts(margin, sd):
+    rng = np.random.default_rng(1)
+    counts = rng.poisson(np.exp(margin + sd * rng.normal(size=400_000)))
+    low, high = count_interval(np.array([margin]), np.array([sd]), 0.95)[0]
+    assert low == pytest.approx(np.quantile(counts, 0.025), rel=0.03, abs=1)
+    assert high == pytest.approx(np.quantile(counts, 0.975), rel=0.03, abs=1)
+
+
+def test_counts_beyond_all_counting_have_intervals_too():
+    got = count_interval(np.array([20.0, 60.0, 700.0, -50.0]), np.array([0.5, 2.0, 1.0, 1.0]), 0.95)
+    assert np.isfinite(got).all()
+    np.testing.assert_allclose(np.log(got[:2]), [[19.02, 20.98], [56.08, 63.92]], atol=0.01)
+    np.testing.assert_array_equal(got[3], [0, 0])
+
+
 def test_poisson_predictions_have_intervals_of_whole_counts():
     drawn = simulate("poisson", clusters=5, clients=6, rows=8, d=1, client_sd=0.3, cluster_sd=0.4, intercept=True, seed=2)
     model = HierarchicalPoissonRegressor(fit_intercept=False, tests=False)

@@ -116,5 +116,5 @@ def test_a_model_of_format_1_has_no_intervals_and_says_what_they_need():
 def test_a_model_without_its_sums_file_is_damaged(tmp_path):
     folder = HierarchicalRegressor(formula="y ~ x + (1 | cluster/client)").fit(FRAME).save(tmp_path / "model")
     (folder / "sums.parquet").unlink()
-    with pytest.raises(ValueError, match="sums.parquet is missing"):
+    with pytest.raises(ValueError, match=r"sums\.parquet is missing"):
         load(folder)

@@ -261,6 +261,28 @@ def test_wrong_clients_to_remove_are_one_sentence(named, clients, sentence):
     assert "\n" not in str(caught.value)
 
 
+def test_weights_by_position_count_as_those_by_name():
+    stacked = np.column_stack([DRAWN.client, DRAWN.cluster, DRAWN.X, ROWS["sample_weight"]])
+    kept = KEPT["new clients in known clusters"]
+    by_position = HierarchicalRegressor(client=0, cluster=1, weights=4, tests=False).fit(stacked[kept], ROWS["y"][kept])
+    by_position = by_position.add_clients(stacked[~kept], ROWS["y"][~kept])
+    names = ("X", "y", "client", "cluster", "sample_weight")
+    by_name = HierarchicalRegressor(tests=False).fit(**pick(kept, names)).add_clients(**pick(~kept, names))
+    np.testing.assert_allclose(by_position.coef_, by_name.coef_, atol=1e-10)
+
+
+@pytest.mark.parametrize("count", [0, 30, 1000, 10**6])
+def test_counts_unlike_any_before_do_not_lead_astray(count):
+    drawn = simulate("poisson", clusters=5, clients=5, rows=10, d=1, intercept=True, client_sd=0.4, cluster_sd=0.4, seed=1)
+    given = {"client": drawn.client, "cluster": drawn.cluster}
+    model = HierarchicalPoissonRegressor(fit_intercept=False, tests=False).fit(drawn.X, drawn.y, **given)
+    after = model.add_clients(np.ones((3, 1)), [count] * 3, client=[99] * 3, cluster=[0] * 3)
+    theta, w = after.coef_[after.clients_ == 99].item(), after.cluster_coef_[0].item()
+    # At the mode the pull of the rows is that of the cluster.
+    tau2 = model.components_.client.sd[0, 0] ** 2
+    assert 3 * (count - np.exp(theta)) == pytest.approx((theta - w) / tau2, rel=1e-6, abs=1e-6)
+
+
 def test_an_unknown_class_is_one_sentence():
     drawn = simulate("bernoulli", clusters=4, clients=5, rows=12, d=1, client_sd=0.6, cluster_sd=0.9, seed=3)
     label = np.where(drawn.y > 0, "yes", "no")
