@@ -107,10 +107,11 @@ def _hessian(criterion: Criterion, z: Floats, gradient: Floats) -> Floats:
 def _newton(at: Optimum) -> tuple[Floats, float]:
     """The Newton step, made one of descent where the criterion is not convex, and what it promises to gain."""
     values, vectors = np.linalg.eigh(at.hessian)
-    # A flat direction (the factor of a singular covariance has some) promises nothing and is not moved along.
+    # Along a flat direction (the factor of a singular covariance has some) there is no slope either. If there is one, the
+    # curvature of about 1 that these units stand for says what it is worth, so that a slope is never taken for an optimum.
     floor = 1e-7 * max(float(np.abs(values).max(initial=0.0)), 1e-12)
     slope = vectors.T @ at.gradient
-    curve = np.where(np.abs(values) > floor, np.abs(values), np.inf)
+    curve = np.where(np.abs(values) > floor, np.abs(values), 1.0)
     return -vectors @ (slope / curve), float(0.5 * (slope**2 / curve).sum())
 
 
