@@ -1,0 +1,13 @@
+"""One thread for matrices of three rows: handing them out costs more than the work."""
+
+from __future__ import annotations
+
+import pytest
+
+from covey.solvers.threads import threads_for
+
+
+@pytest.fixture(autouse=True, scope="package")
+def _one_thread():
+    with threads_for(1):
+        yield

@@ -1,0 +1,138 @@
+"""Sums that are drawn have the law of sums of rows that are drawn; draws depend on their seed and on nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import polars as pl
+import pytest
+from scipy import stats
+
+from covey import GroupedData
+from covey.datasets import simulate
+from covey.errors import SolverError
+from covey.losses import Bernoulli, Gaussian, Poisson
+from covey.solvers.elimination import Quadratic
+from covey.variance.bootstrap import _clients, _sums, bootstrap
+from covey.variance.estimate import estimate
+from covey.variance.structure import Shape
+
+SHAPE = Shape((0, 1), (0,), "full", "diagonal")
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    """Clients of 1 to 8 rows of weights, so some with fewer rows than terms."""
+    rng = np.random.default_rng(3)
+    counts = np.array([1, 2, 3, 8] * 10)
+    client = np.repeat(np.arange(40), counts)
+    X = np.c_[np.ones(len(client)), rng.normal(size=(len(client), 2))]
+    y = 2.0 + 0.8 * rng.normal(size=40)[client] + rng.normal(size=5)[client // 8] + 1.5 * rng.normal(size=len(client))
+    data = GroupedData.from_arrays(X, y, client, client // 8, weights=rng.uniform(0.3, 3.0, size=len(client)))
+    return data, *estimate(data, Gaussian(), SHAPE)
+
+
+def test_sums_are_distributed_as_sums_of_rows(fitted):
+    """Of the first four clients, 20000 draws each of sums, and as many of rows."""
+    data, fit, learned = fitted
+    draws, rng, theta, s2 = 20_000, np.random.default_rng(0), fit.theta + 0.5, learned.dispersion
+    for i in range(4):
+        units = learned.units
+        many = Quadratic(*(np.repeat(each[i : i + 1], draws, axis=0) for each in (units.C, units.r, units.c, units.n)))
+        drawn = _sums(replace(learned, units=many), np.tile(theta[i], (draws, 1)), rng).units
+        rows = slice(data.client_ptr[i], data.client_ptr[i + 1])
+        X, weights = data.X[rows], data.weights[rows]
+        noise = rng.normal(size=(draws, len(X))) * np.sqrt(s2 / weights)
+        away = X @ (theta[i] - learned.origin) + noise
+        r, c = (away * weights) @ X, 0.5 * (away**2 * weights).sum(axis=1)
+        error = np.sqrt(s2 * np.diag(units.C[i]) / draws)
+        assert (np.abs(drawn.r.mean(axis=0) - r.mean(axis=0)) < 6 * error + 1e-9).all()
+        scale = np.sqrt(np.diag(np.cov(r.T)))
+        np.testing.assert_allclose(np.cov(drawn.r.T) / np.outer(scale, scale), np.cov(r.T) / np.outer(scale, scale), atol=0.05)
+        assert stats.ks_2samp(drawn.c, c).pvalue > 1e-4
+        assert np.corrcoef(drawn.c, drawn.r[:, 0])[0, 1] == pytest.approx(np.corrcoef(c, r[:, 0])[0, 1], abs=0.04)
+
+
+def test_sums_keep_what_does_not_depend_on_the_response(fitted):
+    _, fit, learned = fitted
+    drawn = _sums(learned, fit.theta, np.random.default_rng(0))
+    np.testing.assert_array_equal(drawn.units.C, learned.units.C)
+    np.testing.assert_array_equal(drawn.units.n, learned.units.n)
+    assert drawn.log_weights == learned.log_weights
+
+
+def test_clients_have_the_covariances_that_were_learned(fitted):
+    data, fit, learned = fitted
+    drawn = np.array(list(_clients(learned, data.hierarchy, fit.wbar, np.random.default_rng(1), 4000)))
+    below = learned.components.client.embedded(data.terms)[0]
+    above = learned.components.cluster.embedded(data.terms)[0]
+    first, second = drawn[:, 0], drawn[:, 1]  # of one cluster
+    np.testing.assert_allclose(first.mean(axis=0), fit.wbar, atol=0.15)
+    np.testing.assert_allclose(np.cov(first.T), below + above, atol=0.12 * np.abs(below + above).max())
+    np.testing.assert_allclose(np.cov((first - second).T), 2 * below, atol=0.12 * np.abs(2 * below).max())
+
+
+def again(fitted, **settings):
+    data, fit, learned = fitted
+    return bootstrap(learned, SHAPE, data.hierarchy, data.terms, fit.wbar, **settings)
+
+
+def test_the_same_seed_gives_the_same_bits(fitted):
+    one, two, other = (again(fitted, draws=3, seed=seed) for seed in (7, 7, 8))
+    assert one.intervals().equals(two.intervals())
+    assert not one.intervals().equals(other.intervals())
+
+
+def test_more_draws_begin_with_the_same_ones(fitted):
+    few, more = again(fitted, draws=2, seed=1), again(fitted, draws=4, seed=1)
+    assert few.draws[1].log_likelihood == more.draws[1].log_likelihood
+
+
+def test_what_is_drawn_is_about_what_was_fitted():
+    """With many clients the estimates of the draws centre on the fitted values, and spread as the fit's errors say."""
+    data = simulate(clusters=1, clients=150, rows=6, d=1, client_sd=1.0, cluster_sd=0.0, seed=0).data
+    shape = Shape((0,), ())
+    fit, learned = estimate(data, Gaussian(), shape)
+    drawn = bootstrap(learned, shape, data.hierarchy, data.terms, fit.wbar, draws=150, seed=1)
+    table = drawn.intervals(0.9)
+    assert table["level"].to_list() == ["client", "residual"]
+    np.testing.assert_allclose(table["std_error"][0], learned.components.client.sd_error[0, 0], rtol=0.25)
+    sds = np.array([each.client.sd[0, 0] for each in drawn.draws])
+    assert sds.mean() == pytest.approx(learned.components.client.sd[0, 0], abs=4 * sds.std() / np.sqrt(150))
+    inside = (table["lower"] < table["sd"]) & (table["sd"] < table["upper"])
+    assert inside.all()
+    assert np.mean((sds > table["lower"][0]) & (sds < table["upper"][0])) == pytest.approx(0.9, abs=0.02)
+
+
+@pytest.mark.parametrize("loss", [Bernoulli(), Poisson()], ids=["bernoulli", "poisson"])
+def test_counts_and_classes_are_drawn_as_rows(loss):
+    drawn = simulate(loss.name, clusters=4, clients=8, rows=10, d=1, client_sd=0.7, cluster_sd=0.7, seed=5)
+    offset = 0.3 * np.ones(len(drawn.y))
+    data = GroupedData.from_arrays(drawn.X, drawn.y, drawn.client, drawn.cluster, offset=offset)
+    shape = Shape((0,), (0,))
+    fit, learned = estimate(data, loss, shape)
+    found = bootstrap(learned, shape, data.hierarchy, data.terms, fit.wbar, data=data, loss=loss, draws=4, seed=0)
+    assert {each.method for each in found.draws} == {"Laplace"}
+    assert found.intervals()["level"].to_list() == ["client", "cluster"]
+    assert (found.intervals()["std_error"] > 0).all()
+
+
+def test_covariances_of_each_cluster_have_rows_of_their_own():
+    data = simulate(clusters=3, clients=10, rows=6, d=1, seed=5).data
+    shape = Shape((0,), (), per_cluster=True)
+    fit, learned = estimate(data, Gaussian(), shape)
+    table = bootstrap(learned, shape, data.hierarchy, data.terms, fit.wbar, draws=3, seed=0).intervals()
+    assert table["cluster"].to_list() == [0, 1, 2, None]
+    assert table.filter(pl.col("level") == "client")["sd"].to_list() == learned.components.client.sd[:, 0].tolist()
+
+
+def test_progress_is_told(fitted):
+    told = []
+    again(fitted, draws=2, progress=lambda *said: told.append(said))
+    assert told == [(1, 2), (2, 2)]
+
+
+def test_one_draw_says_nothing(fitted):
+    with pytest.raises(SolverError, match=r"at least 2 draws .* Got 1 instead\."):
+        again(fitted, draws=1)

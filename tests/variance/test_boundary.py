@@ -1,0 +1,175 @@
+"""At zero variance every slope in the parameters vanishes: whether it belongs there, and how it is said."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from covey import GroupedData
+from covey.datasets import simulate
+from covey.losses import Bernoulli, Gaussian
+from covey.variance.boundary import polished, singular
+from covey.variance.estimate import estimate, search
+from covey.variance.problem import Generalised, Linear, Sums
+from covey.variance.search import Optimum, minimise
+from covey.variance.structure import Shape
+from tests.conftest import seeds
+
+KINDS = ["isotropic", "diagonal", "full"]
+
+
+def problem_of(data, shape, reml=True):
+    return Linear(Sums.of(data, Gaussian()), data.hierarchy, data.terms, shape, reml=reml)
+
+
+def stuck(problem, x):
+    """The search's answer if it had ended at ``x``."""
+    value, gradient = problem.criterion(x)
+    return Optimum(x, value, gradient, np.eye(len(x)), 0.0, 1)
+
+
+def varied(client_sd=0.8, cluster_sd=0.8, seed=0, **other):
+    return simulate(clusters=8, clients=6, rows=8, d=2, client_sd=client_sd, cluster_sd=cluster_sd, seed=seed, **other).data
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_variation_at_all_is_left_if_there_is_some(kind):
+    """All zeros is stationary whatever the data, and looks converged to a gradient."""
+    problem = problem_of(varied(), Shape((0, 1), (0, 1), kind, kind))
+    trap = stuck(problem, np.zeros(problem.structure.n_parameters))
+    assert not trap.gradient.any()
+    out = polished(problem, trap, None)
+    best, notes = search(problem)
+    assert out.value < trap.value - 10
+    assert out.value == pytest.approx(best.value, abs=1e-6)
+    assert notes == ()
+
+
+@pytest.mark.parametrize("level", ["client", "cluster"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_level_that_is_stuck_at_zero_is_freed_beside_one_that_is_not(level, kind):
+    problem = problem_of(varied(), Shape((0, 1), (0, 1), kind, kind))
+    best, _ = search(problem)
+    x, cut = best.x.copy(), problem.structure.client.n_parameters
+    x[slice(0, cut) if level == "client" else slice(cut, None)] = 0.0
+    assert polished(problem, stuck(problem, x), None).value == pytest.approx(best.value, abs=1e-6)
+
+
+def test_a_wrongly_perfect_correlation_is_loosened():
+    """A covariance of rank one is stationary in the directions that its factor cannot see."""
+    problem = problem_of(varied(), Shape((0, 1), (), "full"))
+    best, _ = search(problem)
+    trap = minimise(lambda x: _of_rank_one(problem, x), np.array([0.5, 0.5]), np.full(2, 10.0))
+    x = np.array([trap.x[0], trap.x[1], 0.0])
+    assert np.abs(problem.criterion(x)[1]).max() < 1e-2
+    assert problem.criterion(x)[0] > best.value + 1
+    assert polished(problem, stuck(problem, x), None).value == pytest.approx(best.value, abs=1e-6)
+
+
+def _of_rank_one(problem, x):
+    value, gradient = problem.criterion(np.array([x[0], x[1], 0.0]))
+    return value, gradient[:2]
+
+
+def test_one_cluster_among_many_is_freed():
+    problem = problem_of(varied(), Shape((0, 1), (), "diagonal", per_cluster=True))
+    best, _ = search(problem)
+    x = best.x.copy()
+    x[6:8] = 0.0
+    assert polished(problem, stuck(problem, x), None).value == pytest.approx(best.value, abs=1e-6)
+
+
+def test_a_generalised_model_is_freed_too():
+    data = simulate("bernoulli", clusters=8, clients=8, rows=15, d=1, client_sd=1.0, cluster_sd=1.0, seed=1).data
+    problem = Generalised(data, Bernoulli(), Shape((0,), (0,)))
+    best, _ = search(problem)
+    x = np.concatenate([np.zeros(2), best.x[2:]])
+    assert polished(problem, stuck(problem, x), None).value == pytest.approx(best.value, abs=1e-6)
+
+
+@settings(max_examples=10)
+@given(seeds, st.sampled_from(KINDS))
+def test_what_is_reported_is_lower_than_every_neighbour_on_either_side_of_the_boundary(seed, kind):
+    """No variation in truth, so that many of these end on it; the slope in S must not fall into what is allowed."""
+    data = simulate(clusters=5, clients=4, rows=4, d=2, client_sd=0.0, cluster_sd=0.0, seed=seed).data
+    problem = problem_of(data, Shape((0, 1), (0,), kind, kind))
+    best, _ = search(problem)
+    assert best.converged
+    rng, d = np.random.default_rng(seed), 2
+    S, T = problem.covariances(best.x)
+    for _ in range(20):
+        step = 10.0 ** rng.uniform(-5, -1)
+        u, v = rng.normal(size=(2, d)) * problem.structure.client.size
+        more = step * {"isotropic": np.eye(d), "diagonal": np.diag(u**2), "full": np.outer(u, u)}[kind]
+        up = step * np.diag([v[0] ** 2, 0.0])
+        for below, above in ((S + more, T), (S, T + up), (S + more, T + up), (0.9 * S, T), (S, 0.9 * T)):
+            assert problem.marginal(below, above).value >= best.value - 1e-6
+
+
+def test_a_tiny_variance_becomes_none_at_all():
+    data = simulate(clusters=6, clients=5, rows=10, d=1, client_sd=0.0, cluster_sd=1.0, seed=3).data
+    problem = problem_of(data, Shape((0,), (0,)))
+    best, _ = search(problem)
+    assert best.x[0] == 0
+    x = best.x.copy()
+    x[0] = 1e-5
+    snapped = polished(problem, stuck(problem, x), None)
+    assert snapped.x[0] == 0
+    assert snapped.value <= problem.criterion(x)[0] + 1e-8
+
+
+def test_a_variance_that_is_wanted_is_not_set_to_none_for_being_small():
+    """A client's coefficient of a column that hardly moves varies little in the response's units, but by much in its own."""
+    drawn = simulate(clusters=6, clients=10, rows=20, d=2, intercept=True, client_sd=1.0, seed=3)
+    X = drawn.X * [1.0, 1e-6]
+    data = GroupedData.from_arrays(X, drawn.y, drawn.client)
+    level = estimate(data, Gaussian(), Shape((0, 1), ()))[1].components.client
+    same = estimate(GroupedData.from_arrays(drawn.X, drawn.y, drawn.client), Gaussian(), Shape((0, 1), ()))[1].components.client
+    np.testing.assert_allclose(level.sd * [1.0, 1e-6], same.sd, rtol=1e-5)
+
+
+# In words
+
+
+def said(x, shape, data):
+    problem = problem_of(data, shape)
+    return singular(problem, stuck(problem, np.asarray(x, dtype=float)))
+
+
+@pytest.mark.parametrize(
+    ("x", "kind", "sentences"),
+    [
+        ([1, 1, 1, 1], "diagonal", []),
+        ([0, 0, 1, 1], "diagonal", ["singular: no variation between clients"]),
+        ([1, 1, 0, 0], "diagonal", ["singular: no variation between clusters"]),
+        ([1, 0, 1, 1], "diagonal", ["singular: no variation of 'x1' between clients"]),
+        ([1, 1, 0, 1], "diagonal", ["singular: no variation of 'x0' between clusters"]),
+        ([0, 0], "isotropic", ["singular: no variation between clients", "singular: no variation between clusters"]),
+        (
+            [1, 2, 0, 1, 2, 3],
+            "full",
+            ["singular: the coefficients of 'x0', 'x1' vary in perfect correlation between clients"],
+        ),
+        ([0, 0, 1, 1, 2, 3], "full", ["singular: no variation of 'x0' between clients"]),
+    ],
+)
+def test_what_does_not_vary_is_said(x, kind, sentences):
+    assert said(x, Shape((0, 1), (0, 1), kind, kind), varied()) == sentences
+
+
+def test_terms_are_named_as_they_stand_in_the_data_and_not_as_they_are_worked_on():
+    data = simulate(clusters=4, clients=4, rows=6, d=3, seed=0).data
+    assert said([1.0, 0.0, 0.0, 1.0], Shape((1, 2), (0, 1)), data) == [
+        "singular: no variation of 'x2' between clients",
+        "singular: no variation of 'x1' between clusters",
+    ]
+
+
+def test_the_cluster_is_named_and_many_are_counted():
+    data, shape = varied(), Shape((0,), (), per_cluster=True)
+    assert said([1, 1, 0, 1, 1, 1, 1, 1], shape, data) == ["singular: no variation between clients of cluster 2"]
+    all_of_them = said(np.zeros(8), shape, data)
+    assert len(all_of_them) == 5
+    assert all_of_them[-1] == "singular: and 4 more of the kind"

@@ -1,0 +1,196 @@
+"""What the data cannot tell apart is refused, with a sentence that names it and says what to drop; what it can is fitted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from covey import GroupedData
+from covey.errors import CoveyError, DataError
+from covey.losses import Bernoulli, Gaussian, Poisson
+from covey.variance.estimate import estimate
+from covey.variance.structure import Shape
+
+BOTH = Shape((0, 1), (0, 1))
+LOSSES = [Gaussian(), Bernoulli(), Poisson()]
+
+
+def table(clusters=4, clients=5, rows=6, *, x=None, y=None, seed=0, loss=LOSSES[0], terms=("Intercept", "x")):
+    """An intercept and a column, ``x`` and ``y`` given as functions of the client, cluster and rng."""
+    rng = np.random.default_rng(seed)
+    client = np.repeat(np.arange(clusters * clients), rows)
+    cluster = client // clients
+    column = rng.normal(size=len(client)) if x is None else np.asarray(x(client, cluster, rng), dtype=float)
+    X = np.column_stack([np.ones(len(client)), column])
+    margin = 0.5 * rng.normal(size=len(client))[client] + 0.5 * rng.normal(size=len(client))[cluster]
+    response = loss.draw(margin, rng) if y is None else y(X, client, rng)
+    return GroupedData.from_arrays(X, response, client, cluster, terms=terms)
+
+
+def refusal(data, shape, loss=LOSSES[0]):
+    """The sentence, which has the form that all have."""
+    with pytest.raises(DataError) as caught:
+        estimate(data, loss, shape)
+    sentence = str(caught.value)
+    assert isinstance(caught.value, CoveyError)
+    assert len(sentence) < 260
+    assert sentence.endswith(".")
+    assert sentence.isascii()
+    return sentence
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
+def test_one_client_in_each_cluster(loss):
+    sentence = refusal(table(clusters=20, clients=1, loss=loss), BOTH, loss)
+    assert sentence.startswith("Every cluster has one client, so variation between clients cannot be told from")
+    assert "leave out cluster=" in sentence
+
+
+def test_one_client_in_each_cluster_is_fine_where_one_of_the_levels_varies():
+    data = table(clusters=20, clients=1)
+    below, above = (estimate(data, Gaussian(), shape)[1].components for shape in (Shape((0,), ()), Shape((), (0,))))
+    assert below.log_likelihood == pytest.approx(above.log_likelihood, abs=1e-7)
+    assert below.client.sd == pytest.approx(above.cluster.sd, rel=1e-4)
+
+
+def test_one_row_for_each_client():
+    sentence = refusal(table(clusters=10, clients=8, rows=1), Shape((0,), (0,)))
+    assert sentence.startswith("Every client has one row, so variation between clients cannot be told from the residual;")
+    assert "let no term vary by client" in sentence
+
+
+def test_one_row_for_each_client_is_fine_between_clusters():
+    assert estimate(table(clusters=10, clients=8, rows=1), Gaussian(), Shape((), (0,)))[0].convergence.converged
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
+def test_a_term_constant_within_every_client(loss):
+    data = table(x=lambda client, cluster, rng: rng.normal(size=20)[client], loss=loss)
+    sentence = refusal(data, BOTH, loss)
+    assert sentence.startswith("The term 'x' is constant within every client, so its variation between clients cannot be told")
+    assert "leave it out of what varies by client with vary=" in sentence
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
+def test_a_term_constant_within_every_cluster(loss):
+    data = table(clusters=8, x=lambda client, cluster, rng: rng.normal(size=8)[cluster], loss=loss)
+    sentence = refusal(data, Shape((0,), (0, 1)), loss)
+    assert sentence.startswith("The term 'x' is constant within every cluster, so its variation between clusters")
+    assert "leave it out of what varies by cluster" in sentence
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
+def test_what_the_sentence_about_a_constant_term_advises_works(loss):
+    data = table(clusters=8, x=lambda client, cluster, rng: rng.normal(size=8)[cluster], loss=loss)
+    assert estimate(data, loss, Shape((0,), (0,)))[0].convergence.converged
+
+
+def test_no_residual():
+    data = table(y=lambda X, client, rng: X @ [1.0, 2.0] + rng.normal(size=20)[client])
+    sentence = refusal(data, Shape((0,), (0,)))
+    assert sentence.startswith("The residual variance is zero: within every client the response is an exact linear function")
+    assert "drop the term that equals the response" in sentence
+
+
+@pytest.mark.parametrize(
+    "y",
+    [lambda X, client, rng: X[:, 1].copy(), lambda X, client, rng: np.full(len(X), 5.0), lambda X, client, rng: X @ [3.0, 2.0]],
+    ids=["a term", "a constant", "a combination"],
+)
+def test_a_response_that_is_no_more_than_the_terms(y):
+    for shape in (BOTH, Shape((0,), (0,)), Shape((), (0,))):
+        sentence = refusal(table(y=y), shape)
+        assert sentence.startswith(
+            "The residual variance is zero: within every client the response is an exact linear function"
+        )
+        assert "drop the term that equals the response" in sentence
+
+
+# The check fits every term in each client, also those that do not vary there; what is left of the response if only the
+# intercept varies is not zero, and lme4 fits it.
+@pytest.mark.xfail(strict=True, raises=DataError, reason="refused for a residual of zero that is not")
+def test_exact_lines_of_different_slopes_have_a_residual_if_slopes_are_common():
+    data = table(y=lambda X, client, rng: rng.normal(size=20)[client] * X[:, 1])
+    components = estimate(data, Gaussian(), Shape((0,), ()))[1].components
+    assert components.residual > 0.1
+
+
+def test_no_residual_within_clusters_where_only_these_vary():
+    data = table(y=lambda X, client, rng: X @ [1.0, 2.0] + rng.normal(size=4)[client // 5])
+    assert refusal(data, Shape((), (0,))).startswith("The residual variance is zero")
+
+
+def test_a_response_with_a_large_middle_is_not_taken_for_a_constant():
+    small = table(y=lambda X, client, rng: rng.normal(size=20)[client] + rng.normal(size=len(X)))
+    large = GroupedData.from_arrays(small.X, small.y + 1e8, small.client_of_row, terms=small.terms)
+    usual = GroupedData.from_arrays(small.X, small.y, small.client_of_row, terms=small.terms)
+    one, two = (estimate(data, Gaussian(), Shape((0,), ()))[1].components for data in (usual, large))
+    assert two.client.sd == pytest.approx(one.client.sd, rel=1e-4)
+
+
+def test_a_full_covariance_of_as_many_terms_as_rows_allow():
+    data = table(clusters=8, rows=2)
+    sentence = refusal(data, Shape((0, 1), (), "full"))
+    assert sentence.startswith(
+        "There are more varying terms than this data can identify: 2 for each of 40 clients with 80 rows"
+    )
+    assert sentence.endswith("let fewer vary by client with vary=, or set covariance='diagonal'.")
+    assert estimate(data, Gaussian(), Shape((0, 1), ()))[0].convergence.converged
+
+
+def test_classes_with_one_row_for_each_client():
+    """A yes or no alone says nothing of how clients differ; counts do, by how far they stray."""
+    data = table(clusters=10, clients=8, rows=1, loss=Bernoulli())
+    assert refusal(data, Shape((0,), (0,)), Bernoulli()).startswith("Every client has one row")
+    counts = table(clusters=10, clients=8, rows=1, loss=Poisson())
+    assert estimate(counts, Poisson(), Shape((0,), (0,)))[0].convergence.converged
+
+
+def test_as_many_terms_as_rows():
+    data = table(clusters=1, clients=2, rows=2)
+    square = GroupedData.from_arrays(np.c_[data.X, [1.0, 0, 0, 0], [0, 1.0, 0, 0]], data.y, data.client_of_row)
+    sentence = refusal(square, Shape((0,), ()))
+    assert sentence.startswith("There are 4 rows for 4 common coefficients;")
+    assert "add rows, or leave out terms" in sentence
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
+def test_terms_that_are_combinations_of_each_other(loss):
+    data = table(loss=loss)
+    twice = GroupedData.from_arrays(
+        np.c_[data.X, 1 - 3 * data.X[:, 1]], data.y, data.client_of_row, terms=("Intercept", "x", "again")
+    )
+    sentence = refusal(twice, Shape((0,), ()), loss)
+    assert sentence.startswith("The terms 'Intercept', 'x', 'again' are linear combinations of each other")
+    assert "leave out 'again'" in sentence
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
+def test_a_column_of_zeros(loss):
+    sentence = refusal(table(x=lambda client, cluster, rng: 0.0 * client, loss=loss), Shape((0,), ()), loss)
+    assert sentence == "The term 'x' is zero in every row, so it has no coefficient to learn; leave it out."
+
+
+def test_more_terms_than_can_be_told_apart():
+    """Two rows with x at -1 and 1 have the covariances 11', xx' and I, and the first two add up to twice the third."""
+    data = table(rows=2, x=lambda client, cluster, rng: np.tile([-1.0, 1.0], len(client) // 2))
+    sentence = refusal(data, Shape((0, 1), ()))
+    assert sentence.startswith("There are more varying terms than this data can identify: the variances of ")
+    assert all(name in sentence for name in ("the residual", "Intercept between clients", "x between clients"))
+    assert sentence.endswith("let fewer terms vary with vary=, or add rows.")
+
+
+def test_the_same_terms_are_fine_with_a_third_row():
+    data = table(clusters=8, rows=3, x=lambda client, cluster, rng: np.tile([-1.0, 1.0, 0.5], len(client) // 3))
+    assert estimate(data, Gaussian(), Shape((0, 1), ()))[0].convergence.converged
+
+
+def test_units_of_a_column_do_not_look_like_any_of_this():
+    for scale in (1e-8, 1e8):
+        data = table(x=lambda client, cluster, rng, scale=scale: scale * rng.normal(size=len(client)))
+        assert estimate(data, Gaussian(), Shape((0, 1), (0,)))[0].convergence.converged
+
+
+def test_a_large_middle_does_not_look_like_a_constant():
+    data = table(x=lambda client, cluster, rng: 2000.0 + rng.normal(size=len(client)))
+    assert estimate(data, Gaussian(), Shape((0,), (0,)))[0].convergence.converged
