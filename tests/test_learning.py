@@ -153,9 +153,12 @@ def test_what_cannot_be_told_apart_is_one_sentence(frame, settings, sentence):
     one_sentence(caught)
 
 
-def test_one_client_without_a_word_of_learning_is_a_regression():
+def test_one_client_that_is_named_is_refused_and_none_is_a_regression():
     one = FRAME.with_columns(client=pl.lit(1)).drop("cluster")
-    model = HierarchicalRegressor(client="client", formula="y ~ x").fit(one)
+    with pytest.raises(ValueError, match="There is one client only, 1, so variation between clients cannot be told"):
+        HierarchicalRegressor(client="client", formula="y ~ x").fit(one)
+    with pytest.warns(UserWarning, match="No clients were named"):
+        model = HierarchicalRegressor(formula="y ~ x").fit(one)
     x = np.column_stack([np.ones(len(one)), one["x"]])
     np.testing.assert_allclose(model.global_coef_, np.linalg.lstsq(x, one["y"].to_numpy(), rcond=None)[0], atol=1e-8)
 

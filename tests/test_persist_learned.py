@@ -84,7 +84,6 @@ def test_without_sums_a_model_predicts_and_says_why_it_has_no_intervals(tmp_path
     json.dumps(again.summary().to_json(), allow_nan=False)
 
 
-@pytest.mark.xfail(strict=True, reason="what was learned is dropped with the sums, though model.json has it")
 def test_without_sums_a_model_still_knows_its_variance_components(tmp_path):
     model = HierarchicalRegressor(formula="y ~ x + (1 | cluster/client)").fit(FRAME)
     again = load(model.save(tmp_path / "model", sums=False))

@@ -143,18 +143,16 @@ def _p_value(p: float) -> str:
 
 def _learned_tables(model: Model, coverage: float) -> list[str]:
     """Each term: the global coefficient with its interval, and how it varies at each level; then the shares of variance."""
-    learned = model.posterior.learned
-    found, z = learned.components, quantile(coverage)
-    interval = f"{100 * coverage:g}% interval"
+    found = model.posterior.learned.components
     width = max(8, *(len(term) for term in model.terms))
-    lines = [f"{'':{width}}  {'global':>10} {'std. error':>11} {interval:>22}  {'sd of clusters':>16} {'sd of clients':>16}"]
-    for at, term in enumerate(model.terms):
-        value, error = model.wbar[at], model.posterior.standard_errors("global")[at]
-        interval = f"{value - z * error:.4g} to {value + z * error:.4g}"
-        spreads = f"{_sd(found.cluster, term):>16} {_sd(found.client, term):>16}"
-        lines.append(f"{term:{width}}  {value:>10.4g} {error:>11.3g} {interval:>22}  {spreads}")
+    heads = f"{100 * coverage:g}% interval", "sd of clusters (se)", "sd of clients (se)"
+    lines = [f"{'':{width}}  {'global':>10} {'std. error':>11} {heads[0]:>22}  {heads[1]:>19} {heads[2]:>19}"]
+    for row in model.coefficients("global", coverage).iter_rows(named=True):
+        term, interval = row["term"], f"{row['lower']:.4g} to {row['upper']:.4g}"
+        spreads = f"{_sd(found.cluster, term):>19} {_sd(found.client, term):>19}"
+        lines.append(f"{term:{width}}  {row['estimate']:>10.4g} {row['std_error']:>11.3g} {interval:>22}  {spreads}")
     if found.residual is not None:
-        lines.append(f"{'residual':{width}}  {'':>10} {'':>11} {'':>22}  {'':>16} {np.sqrt(found.residual):>16.4g}")
+        lines.append(f"{'residual':{width}}  {'':>10} {'':>11} {'':>22}  {'':>19} {np.sqrt(found.residual):>19.4g}")
     cluster, client, residual = (f"{100 * share:.1f}%" for share in found.shares)
     lines.append(f"share of variance: {cluster} between clusters, {client} between clients, {residual} residual")
     for name, level in (("clusters", found.cluster), ("clients", found.client)):

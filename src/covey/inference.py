@@ -6,13 +6,15 @@ of its parent, as far as it leans on it:
     V = s2 (sum D_j)^-1       V_j = s2 (I + S C_j)^-1 S + J_j V J_j'       V_i = s2 (I + S_i A_i)^-1 S_i + J_i V_j J_i'
 
 A client that was not seen has its cluster's model and the whole spread of clients about it: ``V_j + s2 S_i``; one of an unseen
-cluster ``V + s2 S + s2 S_i``. Variance components count as known: with few clusters intervals are a little short.
+cluster ``V + s2 S + s2 S_i``. Variance components count as known, so with few clusters intervals are a little short; but for
+the global model and unseen clusters, where that matters most, they are those of a t distribution.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from scipy import special, stats
@@ -40,17 +42,43 @@ class Posterior:
         """The covariance of the global coefficients, ``(d, d)``."""
         return self.learned.covariance
 
+    @property
+    def with_sums(self) -> Learned:
+        """What was learned, if it has the clients' sums."""
+        if not self.learned.has_sums:
+            raise SolverError(
+                "This model was saved without the sums of which intervals and updates are made; save it with sums=True."
+            )
+        return self.learned
+
+    @cached_property
+    def freedom(self) -> Floats:
+        """Degrees of freedom of each global coefficient, by containment: as many as there are units that it varies between."""
+        n, k, d = self.tree.n_clients, self.tree.n_clusters, len(self.whole)
+        between, within = np.diag(self.learned.cluster.shape[0]) > 0, self.learned.client.shape.any(axis=(0, 2))
+        rest = self.learned.components.rows - d
+        return np.asarray(np.maximum(np.where(between, k - 1, np.where(within, n - k, rest)), 1), dtype=np.float64)
+
+    def reach(self, coverage: float, chosen: Resolved, level: Level) -> Floats:
+        """How many standard errors an interval reaches to either side, for each row.
+
+        With a cluster that was seen, as far as a normal's; without, as far as a t's with as many degrees of freedom as there
+        are clusters to learn from.
+        """
+        anywhere = (chosen.cluster < 0) | (level == "global")
+        return np.asarray(np.where(anywhere, quantile(coverage, self.freedom.min()), quantile(coverage)))
+
     @cached_property
     def clusters(self) -> Floats:
         """The covariance of each cluster's coefficients, ``(k, d, d)``."""
-        learned = self.learned
+        learned = self.with_sums
         seen = eliminate(learned.units, learned.client, self.tree.cluster_ptr)
         return learned.dispersion * below(seen.C, learned.cluster.shape[0], learned.covariance / learned.dispersion)
 
     @cached_property
     def clients(self) -> Floats:
         """The covariance of each client's coefficients, ``(n, d, d)``."""
-        learned = self.learned
+        learned = self.with_sums
         above = self.clusters / learned.dispersion
         return learned.dispersion * posterior(learned.units.C, learned.client, self.tree.parent, above)
 
@@ -98,18 +126,18 @@ class Posterior:
 
         0: it is its cluster's model; 1: it stands on its own data. NaN where a coefficient does not vary.
         """
-        learned, d = self.learned, len(self.whole)
+        learned, d = self.with_sums, len(self.whole)
         alone = posterior(learned.units.C, learned.client, self.tree.parent, np.zeros((self.tree.n_clusters, d, d)))
         before = np.einsum("iaa->ia", learned.client.shape)
         with np.errstate(invalid="ignore", divide="ignore"):
             return np.where(before > 0, 1.0 - np.einsum("iaa->ia", alone) / before, np.nan)
 
 
-def quantile(coverage: float) -> float:
-    """How many standard errors to either side an interval reaches."""
+def quantile(coverage: float, freedom: Any = np.inf) -> Any:
+    """How many standard errors to either side an interval reaches, given degrees of freedom."""
     if not (isinstance(coverage, int | float | np.number) and 0 < coverage < 1):
         raise SolverError(f"The 'coverage' parameter must lie between 0 and 1. Got {coverage!r} instead.")
-    return float(stats.norm.ppf(0.5 + coverage / 2))
+    return stats.t.ppf(0.5 + coverage / 2, freedom)
 
 
 def count_interval(margin: Floats, sd: Floats, coverage: float) -> Floats:

@@ -57,15 +57,10 @@ class Model:
     @cached_property
     def posterior(self) -> Posterior:
         """What is not known of the coefficients."""
-        if self.learned is None and self.penalty is None and self.spec.by_likelihood and self.hierarchy.n_clients > 1:
-            raise SolverError(
-                "This model was saved without the sums that its components, intervals and updates are made of; save it with "
-                "sums=True."
-            )
         if self.learned is None:
             raise SolverError(
-                "This model has no standard errors and intervals: they need penalties learned from several clients' data, so "
-                "no gamma, lam, alpha, baseline, penalty='cv', james_stein or solver by coins, and sums that were saved."
+                "Standard errors and intervals need penalties that were learned from the data of several clients; leave out "
+                "gamma, lam, alpha, baseline, penalty='cv', james_stein and solvers by coins."
             )
         return Posterior(self.learned, self.hierarchy)
 
@@ -123,14 +118,16 @@ class Model:
     ) -> Floats:
         """Where the expected response of each row lies, ``(rows, 2)``; with ``noise``, where a new response would."""
         where: dict[str, Any] = {"client": client, "cluster": cluster, "offset": offset, "level": level, "unseen": unseen}
-        z, posterior = quantile(coverage), self.posterior
+        quantile(coverage)
+        posterior = self.posterior
         margin, chosen = self.margin(X, **where)
         variance = posterior.margin_variance(self.rows_of(X, **where)[0], chosen, level)
         if noise and self.spec.family == "bernoulli":
             raise SolverError("A class is one of two, so there is no interval for it with noise=True; leave noise out.")
         if noise and self.spec.family == "poisson":
             return count_interval(margin, np.sqrt(variance), coverage)
-        half = z * np.sqrt(variance + (posterior.learned.dispersion if noise else 0.0))
+        known = posterior.reach(coverage, chosen, level) ** 2 * variance
+        half = np.sqrt(known + (quantile(coverage) ** 2 * posterior.learned.dispersion if noise else 0.0))
         return self.mean(np.column_stack([margin - half, margin + half]))
 
     def mean(self, margin: Floats) -> Floats:
@@ -139,11 +136,14 @@ class Model:
     def coefficients(self, level: Level = "client", coverage: float = 0.95) -> pl.DataFrame:
         """The coefficients of one level, a row for each unit and term; with standard errors and intervals if known."""
         tidy = self._coefficients(level)
-        if self.learned is None:
+        quantile(coverage)
+        if self.learned is None or not (self.learned.has_sums or level == "global"):
             return tidy
-        error, z = pl.Series("std_error", self.posterior.standard_errors(level).ravel()), quantile(coverage)
-        estimate = tidy["estimate"]
-        return tidy.with_columns(error, lower=estimate - z * error, upper=estimate + z * error)
+        error = self.posterior.standard_errors(level).ravel()
+        reach = error * (quantile(coverage, self.posterior.freedom) if level == "global" else quantile(coverage))
+        estimate = tidy["estimate"].to_numpy()
+        bounds = {"lower": pl.Series(estimate - reach), "upper": pl.Series(estimate + reach)}
+        return tidy.with_columns(std_error=pl.Series(error), **bounds)
 
     def reliability(self) -> pl.DataFrame:
         """How far each client stands on its own data: a row for each client and varying term, 0 to 1."""

@@ -52,7 +52,7 @@ def save_model(model: Model, path: str | Path, *, sums: bool = True, extra: Mapp
         fresh = Path(scratch) / "model"
         fresh.mkdir()
         tables = dict(zip(_TABLES, _tables(model), strict=True))
-        if sums and model.learned is not None:
+        if sums and model.learned is not None and model.learned.has_sums:
             tables[_SUMS] = _sums_table(model.learned)
         for name, table in tables.items():
             table.write_parquet(fresh / f"{name}.parquet")
@@ -160,13 +160,17 @@ def _sums_table(learned: Learned) -> pl.DataFrame:
 def _learned(
     document: Mapping[str, Any] | None, sums: pl.DataFrame | None, terms: Sequence[str], tree: Hierarchy
 ) -> Learned | None:
-    """What was learned, if it was saved with the sums that intervals need."""
-    if document is None or sums is None:
+    """What was learned, with the clients' sums if these were saved."""
+    if document is None:
         return None
     d = len(terms)
-    C, (rows, columns) = np.zeros((tree.n_clients, d, d)), np.tril_indices(d)
-    C[:, rows, columns] = C[:, columns, rows] = sums["C"].to_numpy()
-    units = Quadratic(C, np.ascontiguousarray(sums["r"].to_numpy()), sums["c"].to_numpy(), sums["n"].to_numpy())
+    rows, columns = np.tril_indices(d)
+    table = {"C": np.empty((0, len(rows))), "r": np.empty((0, d)), "c": np.empty(0), "n": np.empty(0)}
+    if sums is not None:
+        table = {name: np.ascontiguousarray(sums[name].to_numpy()) for name in table}
+    C = np.zeros((len(table["n"]), d, d))
+    C[:, rows, columns] = C[:, columns, rows] = table["C"]
+    units = Quadratic(C, table["r"], table["c"], table["n"])
     components = Components.from_json(document["components"])
     covariance, origin = np.array(document["covariance"]), np.array(document["origin"])
     return Learned.of(components, terms, tree, covariance, units, origin, document["log_weights"])

@@ -26,11 +26,12 @@ from covey.variance.components import Learned
 from covey.variance.gaussian import invert
 
 _STEPS, _CLOSE, _REACH = 100, 1e-10, 2.0
+_LATER = "clients came or went since: variances, log-likelihood and tests are those of the fit before"
 
 
 def add_clients(model: Model, data: GroupedData) -> Model:
     """The model with new rows (see :func:`~covey.model.group_rows`): of new clients or known ones, in known clusters or new."""
-    learned = model.posterior.learned
+    learned = model.posterior.with_sums
     tree, places = _joined(model.hierarchy, data.hierarchy)
     n = tree.n_clients
     kept = model.hierarchy.n_clients
@@ -58,7 +59,7 @@ def add_clients(model: Model, data: GroupedData) -> Model:
 
 def remove_clients(model: Model, clients: Sequence[Any]) -> Model:
     """The model as if these clients had never taken part."""
-    learned, tree = model.posterior.learned, model.hierarchy
+    learned, tree = model.posterior.with_sums, model.hierarchy
     found = lookup(as_labels(clients, "client"), tree.client_ids, "client")
     if (found < 0).any():
         unknown = [list(clients)[at] for at in np.flatnonzero(found < 0)]
@@ -89,7 +90,10 @@ def _solved(model: Model, learned: Learned, tree: Hierarchy, rows: Ints) -> Mode
     # The fit's own covariance, changed by as much as the sums say: a model of counts has a little more than they know of.
     change = invert(whole.C[0])[0] - invert(before.C[0])[0]
     covariance = model.posterior.whole + learned.dispersion * change
-    learned = replace(learned, covariance=covariance)
+    components = learned.components
+    if _LATER not in components.notes:
+        components = replace(components, notes=(*components.notes, _LATER))
+    learned = replace(learned, covariance=covariance, components=components)
     shift = learned.origin
     return replace(
         model, hierarchy=tree, theta=shift + theta, w=shift + w, wbar=shift + wbar, rows=rows, learned=learned,

@@ -369,7 +369,6 @@ def test_a_coefficient_that_is_not_finite_is_said_to_be_so():
 
 # The Hessian has next to no curvature along a coefficient that runs to infinity, and such directions are left out of the errors
 # as if they were variances held at zero: the coefficient is about 66 with an error of 0.1.
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="an infinite coefficient has a small standard error")
 @pytest.mark.filterwarnings("ignore::covey.errors.ConvergenceWarning")
 def test_a_coefficient_that_is_not_finite_has_no_small_error():
     fit, learned = estimate(separated(), Bernoulli(), INTERCEPTS)

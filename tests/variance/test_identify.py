@@ -108,7 +108,6 @@ def test_a_response_that_is_no_more_than_the_terms(y):
 
 # The check fits every term in each client, also those that do not vary there; what is left of the response if only the
 # intercept varies is not zero, and lme4 fits it.
-@pytest.mark.xfail(strict=True, raises=DataError, reason="refused for a residual of zero that is not")
 def test_exact_lines_of_different_slopes_have_a_residual_if_slopes_are_common():
     data = table(y=lambda X, client, rng: rng.normal(size=20)[client] * X[:, 1])
     components = estimate(data, Gaussian(), Shape((0,), ()))[1].components

@@ -83,9 +83,9 @@ PARAMETERS = """
     unseen : {"parent", "raise"}
         What ``predict`` does for a client or cluster that training did not see: use the model one level up, or raise.
     tol, max_iter : float, int or None
-        Newton stops when the gradient norm is below ``tol``; the algorithms by coins when the objective is certified to be
-        within ``tol`` (relative) of its minimum. ``max_iter`` is 100 for Newton by default, for the others twice the
-        theorem's number but at most a million; a warning says when that was not enough.
+        With given penalties: Newton stops when the gradient norm is below ``tol``; the algorithms by coins when the objective
+        is certified to be within ``tol`` (relative) of its minimum. ``max_iter`` is 100 for Newton by default, for the others
+        twice the theorem's number but at most a million; a warning says when that was not enough.
     random_state : int
         Seed of the coins, and of the folds by which the single-cluster baseline chooses its penalty.
 

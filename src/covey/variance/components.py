@@ -175,6 +175,11 @@ class Learned:
         return cls(components, below, client, cluster, covariance, units, origin, log_weights)
 
     @property
+    def has_sums(self) -> bool:
+        """Whether the clients' sums are there; a model may be saved without them."""
+        return len(self.units.n) == len(self.client.scale)
+
+    @property
     def dispersion(self) -> float:
         """What covariances are relative to."""
         return 1.0 if self.components.residual is None else self.components.residual

@@ -33,7 +33,7 @@ def estimate(
     >>> learned.components.client.sd.round(2).tolist(), learned.components.cluster.sd.round(2).tolist()
     ([[0.52]], [[0.84]])
     """
-    with threads_for(max(data.n_rows * data.n_terms, data.n_clients * data.n_terms**3)):
+    with threads_for(data.n_rows * data.n_terms + data.n_clients * data.n_terms**3 // 8):
         problem: Problem
         if loss.name == "gaussian":
             sums = Sums.of(data, loss)

@@ -8,6 +8,7 @@ groups of squared entries of ``X'X``, so it, too, comes from sums over clients.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations
 
 import numpy as np
 
@@ -72,7 +73,8 @@ def check_told_apart(
         if kind != "isotropic" and not (rows <= 1).all():
             _refuse_constant(A, varying, terms, level)
     if squares is not None:
-        _refuse_no_residual(units, rows, squares)
+        up = Quadratic(tree.sum_up(units.C), tree.sum_up(units.r), tree.sum_up(units.c), tree.sum_up(units.n))
+        _refuse_no_residual(*((units, shape.client) if shape.client else (up, shape.cluster)), squares)
     if residual and shape.client:
         _refuse_dependent(units, tree, terms, shape)
 
@@ -85,28 +87,38 @@ def _one_size(A: Floats, shape: Shape) -> bool:
 
 
 def _refuse_constant(A: Floats, varying: Sequence[int], terms: Sequence[str], level: str) -> None:
-    """A term that is constant within every unit repeats the intercept there: together they are one coefficient, not two."""
-    if "Intercept" not in terms or terms.index("Intercept") not in varying:
-        return
-    one = terms.index("Intercept")
-    for a in varying:
-        if a == one:
+    """Two terms that are proportional within every unit (one may be the intercept) are one coefficient there, not two."""
+    for a, b in combinations(varying, 2):
+        full = A[:, a, a] * A[:, b, b]
+        if (full - A[:, a, b] ** 2 > _TINY * np.maximum(full, 1e-300)).any():
             continue
-        full = A[:, a, a] * A[:, one, one]
-        if (full - A[:, one, a] ** 2 <= _TINY * np.maximum(full, 1e-300)).all():
-            raise DataError(
-                f"The term {terms[a]!r} is constant within every {level}, so its variation between {level}s cannot be told "
-                f"from the intercept's; leave it out of what varies by {level} with vary=, it keeps its common coefficient."
-            )
+        if "Intercept" in (terms[a], terms[b]):
+            term = terms[b] if terms[a] == "Intercept" else terms[a]
+            what = f"The term {term!r} is constant within every {level}"
+            other = "the intercept's"
+        else:
+            term, other = terms[b], f"that of {terms[a]!r}"
+            what = f"The term {term!r} is proportional to another within every {level}"
+        raise DataError(
+            f"{what}, so its variation between {level}s cannot be told from {other}; leave it out of what varies by {level} "
+            "with vary=, it keeps its common coefficient."
+        )
 
 
-def _refuse_no_residual(units: Quadratic, rows: Floats, squares: float) -> None:
-    fitted = solve_symmetric(units.C, units.r)
-    within = 2 * units.c - np.einsum("ia,ia->i", units.r, fitted)
-    free = rows - np.linalg.matrix_rank(units.C, hermitian=True)
-    total = 2 * float(units.c.sum())
-    spare = free > 0
-    if spare.any() and float(np.maximum(within[spare], 0.0).sum()) <= max(1e-14 * total, 1e-24 * squares):
+def _refuse_no_residual(units: Quadratic, varying: Sequence[int], squares: float) -> None:
+    """What is left if each unit has its own coefficients of the varying terms, and all share the others."""
+    own = list(varying)
+    shared = [a for a in range(units.r.shape[1]) if a not in own]
+    Avv, Avs, bv = units.C[:, own][:, :, own], units.C[:, own][:, :, shared], units.r[:, own]
+    into = [solve_symmetric(Avv, Avs[:, :, a]) if own else bv for a in range(len(shared))]
+    alone = solve_symmetric(Avv, bv) if own else bv
+    within = 2 * units.c - np.einsum("iv,iv->i", bv, alone)
+    common = units.C[:, shared][:, :, shared].sum(axis=0)
+    common -= np.array([np.einsum("iva,iv->a", Avs, each) for each in into]).reshape(common.shape)
+    pull = (units.r[:, shared] - np.einsum("iva,iv->ia", Avs, alone)).sum(axis=0)
+    left = float(within.sum()) - (float(pull @ solve_symmetric(common, pull)) if shared else 0.0)
+    free = float(units.n.sum()) - float(np.linalg.matrix_rank(Avv, hermitian=True).sum() if own else 0) - len(shared)
+    if free > 0 and left <= max(1e-14 * 2 * float(units.c.sum()), 1e-24 * squares):
         raise DataError(
             "The residual variance is zero: within every client the response is an exact linear function of the terms, so "
             "clients' own fits are perfect and no penalty is learned; drop the term that equals the response, or set gamma."

@@ -96,11 +96,18 @@ class Problem:
         return np.concatenate([level.even(sd) for level in (self.structure.client, self.structure.cluster)])
 
     def approach(self, x: Floats, steps: int) -> tuple[Floats, Floats]:
-        """A few cheap steps from ``x`` that never go wrong, and about how curved the criterion is there."""
-        for _ in range(steps):
+        """Cheap steps from ``x`` that never go wrong, and about how curved the criterion is there.
+
+        There are ``steps`` of them, and more as long as variances still change by much.
+        """
+        for step in range(5 * steps):
             here = self.evaluate(x)
             moved = [level.nearer(own, G + up, up) for level, own, G, up in self._with_slopes(x, here)]
-            x = np.concatenate([*moved, self.nearer_centre(x, here)])
+            ahead = np.concatenate([*moved, self.nearer_centre(x, here)])
+            far = (np.abs(ahead) > 2.0 * np.abs(x))[: self.structure.n_parameters].any()
+            x = ahead
+            if step + 1 >= steps and not far:
+                break
         here = self.evaluate(x)
         units = self.tree.n_clients, self.tree.n_clusters
         parts = zip(self._with_slopes(x, here), units, strict=True)
@@ -168,7 +175,8 @@ class Problem:
     def account(self, best: Optimum, method: str, exchanges: int) -> Convergence:
         message = f"{method} within {best.decrement:.0e} of its optimum after {best.evaluations} evaluations"
         norm = float(np.linalg.norm(best.gradient))
-        return Convergence(method, best.converged, best.evaluations, exchanges, best.value, norm, best.decrement, message)
+        converged = best.converged and not self.notes
+        return Convergence(method, converged, best.evaluations, exchanges, best.value, norm, best.decrement, message)
 
 
 class Linear(Problem):
@@ -261,7 +269,8 @@ class Generalised(Problem):
         state, wbar = self.marginal.state.now, self.centre(best.x)[self.back]
         theta = state.theta[:, back]
         fit = Fit(theta, top.w[:, back], wbar, self.account(best, "Laplace", 4 * best.evaluations))
-        errors, cut = parameter_covariance(best), self.structure.n_parameters
+        cut = self.structure.n_parameters
+        errors = parameter_covariance(best, cut)
         levels = self.levels(best, 1.0, np.zeros(len(best.x)), errors)
         shares = self.shares(levels, self.moments, self.residual)
         parameters = len(wbar) + cut
@@ -274,8 +283,13 @@ class Generalised(Problem):
         return fit, Learned.of(components, self.terms, self.tree, covariance, units, np.zeros(len(wbar)))
 
 
-def parameter_covariance(best: Optimum) -> Floats:
-    """From the curvature of twice the negative log-likelihood; none along what is held at zero."""
+def parameter_covariance(best: Optimum, variances: int | None = None) -> Floats:
+    """From the curvature of twice the negative log-likelihood; none along what is held at zero.
+
+    Only the first ``variances`` parameters are held there: a flat direction of the others is one of which nothing is known.
+    """
     values, vectors = np.linalg.eigh(best.hessian)
-    good = values > 1e-7 * max(float(values.max(initial=0.0)), 1e-300)
-    return np.asarray((vectors[:, good] * (2.0 / values[good])) @ vectors[:, good].T)
+    floor = 1e-7 * max(float(values.max(initial=0.0)), 1e-30)
+    unknown = (vectors[variances:] ** 2).sum(axis=0) > 0.5 if variances is not None else np.zeros(len(values), dtype=bool)
+    inverse = np.where((values > floor) | unknown, 2.0 / np.maximum(values, 1e-7 * floor), 0.0)
+    return np.asarray((vectors * inverse) @ vectors.T)

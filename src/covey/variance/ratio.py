@@ -40,7 +40,7 @@ def likelihood_ratios(
         if not getattr(shape, level):
             continue
         problem: Problem
-        with threads_for(max(data.n_rows * data.n_terms, data.n_clients * data.n_terms**3)):
+        with threads_for(data.n_rows * data.n_terms + data.n_clients * data.n_terms**3 // 8):
             if loss.name == "gaussian":
                 sums = Sums(learned.units, learned.origin, learned.log_weights)
                 problem = Linear(sums, data.hierarchy, data.terms, null, reml=reml)

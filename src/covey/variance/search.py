@@ -24,6 +24,7 @@ Criterion = Callable[[Floats], tuple[float, Floats]]
 NEGLIGIBLE, CONVERGED = 1e-8, 1e-6
 _NEAR = 1e-2  # the gradient, in these units, at which the quasi-Newton run hands over
 _STEP = 1e-3  # of the differences
+_BENT = 1e-3  # of the largest curvature: a negative one beyond this is none of rounding
 _MANY = 200  # parameters beyond which a Hessian is not worth its cost, and the quasi-Newton run's own has to do
 
 
@@ -112,7 +113,12 @@ def _newton(at: Optimum) -> tuple[Floats, float]:
     floor = 1e-7 * max(float(np.abs(values).max(initial=0.0)), 1e-12)
     slope = vectors.T @ at.gradient
     curve = np.where(np.abs(values) > floor, np.abs(values), 1.0)
-    return -vectors @ (slope / curve), float(0.5 * (slope**2 / curve).sum())
+    step, decrement = -vectors @ (slope / curve), float(0.5 * (slope**2 / curve).sum())
+    if values.min(initial=0.0) < -_BENT * np.abs(values).max(initial=0.0):
+        # A saddle, or a ridge: the criterion falls to either side of it, whatever the slope.
+        down = vectors[:, 0] * (1.0 if slope[0] <= 0 else -1.0)
+        return step + down, np.inf
+    return step, decrement
 
 
 def _descend(criterion: Criterion, at: Optimum, step: Floats) -> Optimum | None:

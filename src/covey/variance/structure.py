@@ -3,7 +3,7 @@
 A level's covariance is ``S = L L'`` in units of the columns' sizes: ``L`` is a multiple of the identity, diagonal, or lower
 triangular, and its entries are the parameters. They may have any sign and any may be zero, so the search is free of
 constraints, and a level without variation is a point like any other. At such a point every derivative in ``L`` vanishes,
-whether the likelihood falls there or rises; so what decides is the derivative in ``S`` (``escape`` in :mod:`.estimate`).
+whether the likelihood falls there or rises; so what decides is the derivative in ``S`` (see :mod:`.boundary`).
 """
 
 from __future__ import annotations
