@@ -92,7 +92,7 @@ def test_nodes_add_up_to_the_same_fit(family, seed):
         mine = np.flatnonzero(owner == site)
         if len(mine):
             order.append(mine)
-            nodes.append(Node(_shard(data, mine), loss, Spread.of_penalty(penalty.gamma[mine], data.n_terms)))
+            nodes.append(Node(shard(data, mine), loss, Spread.of_penalty(penalty.gamma[mine], data.n_terms)))
     zeros = np.zeros((data.n_clusters, data.n_terms))
     still = [np.zeros((node.data.n_clients, data.n_terms)) for node in nodes]
     begun = [node_start(node, here, here) for node, here in zip(nodes, still, strict=True)]
@@ -119,7 +119,7 @@ def test_nodes_add_up_to_the_same_fit(family, seed):
     np.testing.assert_allclose(stage.top.wbar, whole.wbar, atol=1e-10)
 
 
-def _shard(data, clients):
+def shard(data, clients):
     """A node's own rows under the clusters all nodes agreed on."""
     from covey.hierarchy import Hierarchy
 

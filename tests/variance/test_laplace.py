@@ -11,10 +11,14 @@ from scipy.special import expit, logsumexp
 
 from covey import GroupedData
 from covey.losses import Bernoulli, Poisson
-from covey.variance.laplace import Laplace
+from covey.solvers.elimination import Spread
+from covey.solvers.newton import Node, node_start
+from covey.variance.gaussian import below as covariances_below
+from covey.variance.laplace import Laplace, node_bends, node_curvature, node_slopes
 from covey.variance.problem import Generalised
 from covey.variance.structure import Shape
 from tests.conftest import random_problem, seeds
+from tests.solvers.test_newton import shard
 from tests.variance.dense import laplace_log_likelihood, random_covariances, slopes, symmetric_slopes
 
 LOSSES = {"bernoulli": Bernoulli(), "poisson": Poisson()}
@@ -104,3 +108,26 @@ def test_the_way_to_a_point_does_not_matter(seed, family):
     marginal = criterion_of(data, family)
     marginal(9.0 * S, 0.1 * T, wbar + 1.0)
     assert marginal(S, T, wbar).value == pytest.approx(criterion_of(data, family)(S, T, wbar).value, rel=1e-9)
+
+
+@settings(max_examples=6, deadline=None)
+@given(seeds, st.sampled_from(["bernoulli", "poisson"]))
+def test_sums_over_three_nodes_are_those_of_the_whole(seed, family):
+    """At the mode, clients dealt out at random: what the nodes send adds up, so a federated fit is this code with exchanges."""
+    data, S, T, wbar = a_point(seed, family)
+    criterion = criterion_of(data, family)
+    whole, mode = criterion(S, T, wbar), criterion.state.now
+    owner = np.random.default_rng(seed).integers(0, 3, size=data.n_clients)
+    nodes = []
+    for mine in (np.flatnonzero(owner == site) for site in range(3)):
+        if len(mine):
+            node = Node(shard(data, mine), criterion.loss, Spread.of_covariances(S, len(mine)))
+            nodes.append((node, node_start(node, mode.theta[mine], mode.u[mine])[0].now))
+    own = [node_curvature(node, at) for node, at in nodes]
+    C = sum(each.seen.C for each in own)
+    P, K = covariances_below(C, T[0], np.zeros_like(T[0])), np.eye(len(wbar)) + C @ T[0]
+    bends = [node_bends(node, at, P) for node, at in nodes]
+    y = np.linalg.solve(K, sum(lifted for _, lifted in bends)[:, :, None])[:, :, 0] @ T[0]
+    sent = [node_slopes(node, at, here, g, P, y) for (node, at), here, (g, _) in zip(nodes, own, bends, strict=True)]
+    slope = sum(bend - pull for bend, pull in sent).sum(axis=0)
+    np.testing.assert_allclose(slope, whole.client[0], rtol=1e-9, atol=1e-9)

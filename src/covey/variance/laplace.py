@@ -13,7 +13,13 @@ mode held still and one for the mode's own motion. With ``P_i`` the covariance o
     S_j:  sum_i (C_i - C_i P_j C_i - u_i u_i' + (q_i u_i' + u_i q_i') / 2)   wbar:  sum_j (p_j - 2 v_j)
     S:    sum_j (D_j - v_j v_j' + (p_j v_j' + v_j p_j') / 2)
 
-Each of these is a sum over clients: a node sends it as such.
+Each of these is a sum over clients, and adds over nodes:
+
+    node          goes with Newton to the mode; sends the sums of C_i and log|I + H_i S_j|, for each cluster
+    coordinator   solves  P, the covariance of w
+    node          gets    P; sends the sums of what its clients' clusters see of g_i
+    coordinator   solves  p and the clusters' solution of the second sweep
+    node          gets    that; sends the sums of C_i - C_i P C_i, of u_i u_i' and of (q_i u_i' + u_i q_i') / 2
 """
 
 from __future__ import annotations
@@ -26,12 +32,42 @@ from covey._typing import Floats
 from covey.data import GroupedData
 from covey.errors import SolverError
 from covey.losses import Loss
-from covey.solvers.elimination import Quadratic, Spread, descend, eliminate, marginalise, posterior, sensitivity
-from covey.solvers.newton import Move, Node, NodeState, Report, Stage, coordinate, node_move, node_start
+from covey.solvers.elimination import Marginal, Quadratic, Spread, descend, eliminate, marginalise, posterior, sensitivity
+from covey.solvers.newton import Move, Node, NodeState, Point, Report, Stage, coordinate, node_move, node_start
 from covey.solvers.newton import Top as Upper
 from covey.variance.gaussian import Evaluation, Top, below
 
 _STEPS = 60  # of Newton to a mode, at most; a few suffice from that of a nearby point
+
+
+# The node
+
+
+def node_curvature(node: Node, at: Point) -> Marginal:
+    """What the clusters see of the curvature at the mode, and the sum of log-determinants; what is each client's own stays."""
+    H = at.here.hessian
+    nothing = np.zeros(len(H))
+    return marginalise(Quadratic(H, np.zeros_like(at.u), nothing, nothing), node.spread, node.data.hierarchy.cluster_ptr)
+
+
+def node_bends(node: Node, at: Point, P: Floats) -> tuple[Floats, Floats]:
+    """Each client's ``g_i``, which stays, and what its cluster sees of it, summed: ``(k, d)``."""
+    tree, H = node.data.hierarchy, at.here.hessian
+    g = node.loss.bend(node.data, at.theta, posterior(H, node.spread, tree.parent, P))
+    nothing = np.zeros(len(H))
+    return g, eliminate(Quadratic(H, g, nothing, nothing), node.spread, tree.cluster_ptr).r
+
+
+def node_slopes(node: Node, at: Point, own: Marginal, g: Floats, P: Floats, y: Floats) -> tuple[Floats, Floats]:
+    """The sums of what holds variances down, and of what makes them grow, by cluster; ``y`` solves the second sweep above."""
+    tree, width = node.data.hierarchy, node.spread.width
+    _, q = descend(at.here.hessian, g, node.spread, tree.parent, y)
+    bend, _ = sensitivity(own, width, tree.cluster_ptr, np.zeros_like(y), P)
+    pull, moving = _pulls(at.u[:, :width], q[:, :width])
+    return bend + tree.sum_up(moving), tree.sum_up(pull)
+
+
+# The coordinator, with one node that holds everybody
 
 
 @dataclass
@@ -65,49 +101,38 @@ class Laplace:
         """At given covariances, ``(1 or k, d, d)`` of clients and ``(1, d, d)`` of clusters, and global model."""
         data, tree, S = self.data, self.data.hierarchy, S_cluster[0]
         shape = S_client if len(S_client) == 1 else S_client[tree.parent]
-        below_cluster = Spread.of_covariances(shape, data.n_clients, self.widths[0])
-        below_whole = Spread.of_covariances(S_cluster, data.n_clusters, self.widths[1])
-        objective, upper = self._settle(below_cluster, below_whole, wbar)
-        u, H = self.state.now.u, self.state.now.here.hessian
+        node = Node(data, self.loss, Spread.of_covariances(shape, data.n_clients, self.widths[0]))
+        above = Spread.of_covariances(S_cluster, data.n_clusters, self.widths[1])
+        objective, upper = self._settle(node, above, wbar)
+        at = self.state.now
 
-        nothing = np.zeros(data.n_clients)
-        clients = Quadratic(H, np.zeros_like(u), nothing, nothing)
-        own = marginalise(clients, below_cluster, tree.cluster_ptr)
-        seen = own.seen
-        K = np.eye(len(S)) + seen.C @ S
-        D = np.linalg.solve(K, seen.C)
-        G = below(seen.C, S, np.zeros_like(S))
+        own = node_curvature(node, at)
+        K = np.eye(len(S)) + own.seen.C @ S
+        D = np.linalg.solve(K, own.seen.C)
+        P = below(own.seen.C, S, np.zeros_like(S))
         value = 2 * objective + float(own.volume.sum()) + float(np.linalg.slogdet(K)[1].sum())
-
-        bend, _ = sensitivity(own, self.widths[0], tree.cluster_ptr, np.zeros_like(upper.w), G)
-        g = self.loss.bend(data, self.state.now.theta, posterior(H, below_cluster, tree.parent, G))
-        lifted = eliminate(Quadratic(H, g, nothing, nothing), below_cluster, tree.cluster_ptr).r
+        g, lifted = node_bends(node, at, P)
         p = np.linalg.solve(K, lifted[:, :, None])[:, :, 0]
-        _, q = descend(H, g, below_cluster, tree.parent, p @ S)
+        bend, pull = node_slopes(node, at, own, g, P, p @ S)
 
-        width = self.widths[0]
-        pull, moving = _pulls(u[:, :width], q[:, :width])
-        bend, pull = bend + tree.sum_up(moving), tree.sum_up(pull)
         if len(S_client) == 1:
             bend, pull = bend.sum(axis=0, keepdims=True), pull.sum(axis=0, keepdims=True)
         pulled, moving = (each.sum(axis=0, keepdims=True) for each in _pulls(upper.v, p))
-        above = D.sum(axis=0, keepdims=True) + moving
-        top = Top(wbar, upper.w, upper.v, np.zeros_like(S), G, D, value, 1.0, np.inf)
-        return Evaluation(value, bend - pull, above - pulled, (p - 2 * upper.v).sum(axis=0), (pull, pulled), top)
+        held = D.sum(axis=0, keepdims=True) + moving
+        top = Top(wbar, upper.w, upper.v, np.zeros_like(S), P, D, value, 1.0, np.inf)
+        return Evaluation(value, bend - pull, held - pulled, (p - 2 * upper.v).sum(axis=0), (pull, pulled), top)
 
-    def _settle(self, below_cluster: Spread, below_whole: Spread, wbar: Floats) -> tuple[float, Upper]:
+    def _settle(self, node: Node, above: Spread, wbar: Floats) -> tuple[float, Upper]:
         """Find the mode: the objective there, and the upper levels."""
         try:
-            return self._newton(below_cluster, below_whole, wbar)
+            return self._newton(node, above, wbar)
         except SolverError:
             self.forget()
-            return self._newton(below_cluster, below_whole, wbar)
+            return self._newton(node, above, wbar)
 
-    def _newton(self, below_cluster: Spread, below_whole: Spread, wbar: Floats) -> tuple[float, Upper]:
-        data, tree = self.data, self.data.hierarchy
-        node = Node(data, self.loss, below_cluster)
-        w = wbar + below_whole.moved(self.mode.v)
-        theta = tree.down(w) + below_cluster.moved(self.mode.u)
+    def _newton(self, node: Node, above: Spread, wbar: Floats) -> tuple[float, Upper]:
+        w = wbar + above.moved(self.mode.v)
+        theta = self.data.hierarchy.down(w) + node.spread.moved(self.mode.u)
         self.state, report = node_start(node, theta, self.mode.u)
 
         def ask(move: Move) -> Report:
@@ -115,7 +140,7 @@ class Laplace:
             return answer
 
         stage = Stage(Upper(w, self.mode.v, wbar), report.mu)
-        stage, end, _ = coordinate(ask, report, stage, below_whole, tol=self.tol, max_iter=_STEPS, fixed=True)
+        stage, end, _ = coordinate(ask, report, stage, above, tol=self.tol, max_iter=_STEPS, fixed=True)
         self.mode = Mode(self.state.now.u, stage.top.v)
         return end.objective, stage.top
 

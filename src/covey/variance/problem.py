@@ -12,7 +12,7 @@ import numpy as np
 
 from covey._typing import Anything, Floats, Ints
 from covey.data import GroupedData
-from covey.errors import ConvergenceWarning
+from covey.errors import ConvergenceWarning, SolverError
 from covey.hierarchy import Hierarchy
 from covey.losses import Loss, loss_of
 from covey.objective import Penalty
@@ -72,8 +72,11 @@ class Problem:
         raise NotImplementedError
 
     def criterion(self, x: Floats) -> tuple[float, Floats]:
-        """The value and gradient, for the search."""
-        here = self.evaluate(x)
+        """The value and gradient, for the search; infinite where no mode is found."""
+        try:
+            here = self.evaluate(x)
+        except SolverError:
+            return np.inf, np.zeros_like(x)
         return here.value, self.flat(x, here.client, here.cluster, here.centre)
 
     def covariances(self, x: Floats) -> tuple[Floats, Floats]:
