@@ -13,14 +13,14 @@ import numpy as np
 
 from covey.baselines import fit_baseline
 from covey.data import GroupedData
-from covey.errors import CoveyError, DataError, PenaltyError
+from covey.errors import CoveyError, DataError, PenaltyError, warn
 from covey.grouping import Vary, vary_from_setting
 from covey.hierarchy import Hierarchy
 from covey.objective import Penalty
 from covey.selection import Count, search
 from covey.solvers import BY_COINS, Fit, Progress, solve
 from covey.spec import Spec
-from covey.variance.components import Learned
+from covey.variance.components import Learned, LikelihoodRatio
 from covey.variance.estimate import estimate
 from covey.variance.ratio import likelihood_ratios
 from covey.variance.structure import Shape
@@ -58,6 +58,7 @@ def fit_data(
         fit, learned = estimate(data, loss, shape, reml=reml, progress=progress)
         if spec.tests:
             tests = likelihood_ratios(learned, shape, data, loss, reml=reml, progress=progress)
+            fit, tests = _doubted(fit, tests)
             learned = replace(learned, components=replace(learned.components, tests=tests))
         return Fitted(fit, None, learned)
     penalty = penalty_for(data, spec, vary, progress=progress, count=count)
@@ -122,3 +123,13 @@ def _refuse_one(ids: list[Any], level: str) -> None:
             f"There is one {level} only, {ids[0]!r}, so variation between {level}s cannot be told from the global model; "
             f"leave out {level}=, or give gamma and lam."
         )
+
+
+def _doubted(fit: Fit, tests: tuple[LikelihoodRatio, ...]) -> tuple[Fit, tuple[LikelihoodRatio, ...]]:
+    """A fit that does better without a level than with it has not found its optimum, and is not said to have."""
+    beaten = [test for test in tests if test.statistic < -1e-4]
+    if beaten:
+        message = f"not at its optimum: without variation between {beaten[0].level}s the likelihood is higher; fit that model"
+        warn(message)
+        fit = replace(fit, convergence=replace(fit.convergence, converged=False, message=message))
+    return fit, tuple(replace(test, statistic=max(test.statistic, 0.0)) for test in tests)

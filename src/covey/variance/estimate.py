@@ -4,27 +4,38 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
+from covey._typing import Floats
 from covey.data import GroupedData
-from covey.errors import warn
+from covey.errors import DataError, SolverError, warn
 from covey.losses import Loss
 from covey.solvers.result import Fit, Progress
 from covey.solvers.threads import threads_for
 from covey.variance.boundary import polished, singular
+from covey.variance.centring import centred, shift_of, uncentred
 from covey.variance.components import Learned
 from covey.variance.identify import check_told_apart
 from covey.variance.problem import START, Generalised, Linear, Problem, Sums
-from covey.variance.search import NEGLIGIBLE, Optimum, minimise
+from covey.variance.search import CONVERGED, NEGLIGIBLE, Optimum, minimise
 from covey.variance.structure import Shape
 
-_OTHER_STARTS = (0.05, 2.0)
-_FEW = 16  # parameters with which a singular fit, proven as it may be, is tried from other starts too
+_OTHER_STARTS = ((5.0, 5.0), (0.05, 0.05), (20.0, 0.5), (0.5, 20.0))  # sds of clients and clusters, in units of the residual's
+_FAR = 6.0  # the factor by which a level's standard deviations are changed, up and down, to look for better points
+_ROUNDS = 4
 _APPROACH = 4  # cheap steps before the search
 
 
 def estimate(
-    data: GroupedData, loss: Loss, shape: Shape, *, reml: bool = True, progress: Progress | None = None
+    data: GroupedData,
+    loss: Loss,
+    shape: Shape,
+    *,
+    reml: bool = True,
+    start: Floats | None = None,
+    progress: Progress | None = None,
 ) -> tuple[Fit, Learned]:
-    """Learn the covariances of a hierarchy from its data, and fit it with them.
+    """Learn the covariances of a hierarchy from its data, and fit it with them; the search may be told where to ``start``.
 
     >>> from covey.datasets import simulate
     >>> from covey.losses import Gaussian
@@ -33,43 +44,101 @@ def estimate(
     >>> learned.components.client.sd.round(2).tolist(), learned.components.cluster.sd.round(2).tolist()
     ([[0.52]], [[0.84]])
     """
-    with threads_for(data.n_rows * data.n_terms + data.n_clients * data.n_terms**3 // 8):
-        problem: Problem
-        if loss.name == "gaussian":
-            sums = Sums.of(data, loss)
-            check_told_apart(sums.units, data.hierarchy, data.terms, shape, squares=sums.squares)
-            problem = Linear(sums, data.hierarchy, data.terms, shape, reml=reml)
-        else:
-            problem = Generalised(data, loss, shape)
-        best, notes = search(problem, progress)
-        return problem.finish(best, notes)
+    shift = shift_of(data, shape)
+    moved = centred(data, shift)
+    with threads_for(work(data)):
+        problem = problem_for(moved, loss, shape, reml=reml)
+        best, notes = search(problem, progress, start)
+        if start is None and problem.doubtful(best.x):
+            best, notes = _from_below(problem, best, notes, moved, loss, progress)
+        return uncentred(*problem.finish(best, notes), data, shift)
 
 
-def search(problem: Problem, progress: Progress | None = None) -> tuple[Optimum, tuple[str, ...]]:
-    """The best point from one start, or, where that ends in doubt, from several; and what is to be said of it."""
-    best = _from(problem, START, progress)
-    spent = best.evaluations
-    if not best.converged or (singular(problem, best) and len(best.x) <= _FEW):
-        for sd in _OTHER_STARTS:
-            other = _from(problem, sd, progress)
-            spent += other.evaluations
-            proven = other.converged and not best.converged and other.value < best.value + NEGLIGIBLE
-            best = other if other.value < best.value - NEGLIGIBLE or proven else best
-    best = replace(best, evaluations=spent)
-    notes = [*problem.notes, *singular(problem, best)]
-    for note in problem.notes:
-        warn(note)
+def problem_for(data: GroupedData, loss: Loss, shape: Shape, *, reml: bool, check: bool = True) -> Problem:
+    """The likelihood of this data, after a check for levels that cannot be told apart."""
+    if loss.name != "gaussian":
+        return Generalised(data, loss, shape, check=check)
+    sums = Sums.of(data, loss)
+    if check:
+        check_told_apart(sums.units, data.hierarchy, data.terms, shape, squares=sums.squares)
+    return Linear(sums, data.hierarchy, data.terms, shape, reml=reml)
+
+
+def _from_below(
+    problem: Problem, best: Optimum, notes: tuple[str, ...], data: GroupedData, loss: Loss, progress: Progress | None
+) -> tuple[Optimum, tuple[str, ...]]:
+    """Begin again at the best fits with one level less, where there are two."""
+    for level, null in problem.shape.without().items():
+        if null.client or null.cluster:
+            smaller = problem_for(data, loss, null, reml=False, check=False)
+            found, _ = search(smaller, progress)
+            again, told = search(problem, progress, problem.joined(level, smaller, found.x))
+            if again.value < best.value - NEGLIGIBLE:
+                best, notes = again, told
+    return best, notes
+
+
+def work(data: GroupedData) -> int:
+    """How much an evaluation has to read: rows, and a few operations on each client's matrix."""
+    return data.n_rows * data.n_terms + data.n_clients * data.n_terms**3 // 8
+
+
+def search(problem: Problem, progress: Progress | None = None, start: Floats | None = None) -> tuple[Optimum, tuple[str, ...]]:
+    """The best point there is to be found, and what is to be said of it.
+
+    One start is enough where it leads to a proven optimum than which no far point is better; else there are others.
+    """
+    best = _from(problem, problem.start(START, START) if start is None else start, progress)
+    for _ in range(_ROUNDS):
+        far = _elsewhere(problem, best)
+        if far is None:
+            break
+        best = _better(best, _from(problem, far, progress))
+    if not best.converged or (start is None and problem.doubtful(best.x)):
+        for sds in _OTHER_STARTS:
+            best = _better(best, _from(problem, problem.start(*sds), progress))
+    if not np.isfinite(best.value):
+        raise DataError("The likelihood could not be computed; the columns or counts are on extreme scales: rescale them.")
+    notes = singular(problem, best)
     if not best.converged:
         sentence = (
-            f"the variance components did not converge: by the curvature there, {best.decrement:.1e} of twice the "
-            "log-likelihood is left to gain; let fewer terms vary, or standardise the columns"
+            f"the variance components did not converge: {_left(best.decrement)}; let fewer terms vary, centre and scale the "
+            "columns, or look for clients whose rows are all alike"
         )
         warn(sentence)
         notes.append(sentence)
     return best, tuple(notes)
 
 
-def _from(problem: Problem, sd: float, progress: Progress | None) -> Optimum:
-    x, curvature = problem.approach(problem.start(sd), _APPROACH)
+def _from(problem: Problem, x: Floats, progress: Progress | None) -> Optimum:
+    """Search from one start; a start at which there is no likelihood leads nowhere."""
+    try:
+        x, curvature = problem.approach(x, _APPROACH)
+    except (SolverError, np.linalg.LinAlgError):
+        nothing = np.full((len(x), len(x)), np.nan)
+        return Optimum(x, np.inf, np.full(len(x), np.nan), nothing, np.inf, 0)
     found = minimise(problem.criterion, x, curvature, progress=progress)
     return polished(problem, replace(found, evaluations=found.evaluations + _APPROACH + 1), progress)
+
+
+def _better(best: Optimum, other: Optimum) -> Optimum:
+    """The lower of two, or of two as low the one that is proven; with the evaluations of both."""
+    proven = other.converged and not best.converged and other.value < best.value + NEGLIGIBLE
+    chosen = other if other.value < best.value - NEGLIGIBLE or proven else best
+    return replace(chosen, evaluations=best.evaluations + other.evaluations)
+
+
+def _elsewhere(problem: Problem, best: Optimum) -> Floats | None:
+    """A far point that is better than the best: the likelihood of classes and counts can have several tops."""
+    lowest, where = best.value - CONVERGED, None
+    for x in problem.far(best.x, _FAR):
+        value, _ = problem.criterion(x)
+        if value < lowest:
+            lowest, where = value, x
+    return where
+
+
+def _left(decrement: float) -> str:
+    if not np.isfinite(decrement):
+        return "the likelihood still rises to some side"
+    return f"by the curvature there, {decrement:.1e} of twice the log-likelihood is left to gain"

@@ -13,12 +13,13 @@ from itertools import combinations
 import numpy as np
 
 from covey._typing import Floats
+from covey.data import GroupedData
 from covey.errors import DataError, listing
-from covey.hierarchy import Hierarchy
+from covey.hierarchy import Hierarchy, segment_sum
 from covey.solvers.elimination import Quadratic, solve_symmetric
 from covey.variance.structure import Shape
 
-_TINY = 1e-10
+_TINY = 1e-13
 
 
 def check_rank(gram: Floats, terms: Sequence[str]) -> None:
@@ -32,7 +33,7 @@ def check_rank(gram: Floats, terms: Sequence[str]) -> None:
     involved = [terms[a] for a in np.flatnonzero(np.abs(vectors[:, 0]) > 1e-4).tolist()]
     raise DataError(
         f"The terms {listing(involved, 5)} are linear combinations of each other, so their coefficients cannot be told apart; "
-        f"leave out {involved[-1]!r}."
+        f"leave out {involved[-1]!r}, or centre what varies little beside its size."
     )
 
 
@@ -43,12 +44,10 @@ def check_told_apart(
     shape: Shape,
     *,
     squares: float | None = None,
-    binary: bool = False,
 ) -> None:
     """Refuse a structure whose levels this data cannot tell from each other.
 
-    A linear model has a residual to be told apart too; ``squares`` is then the sum of squared responses. The response may be
-    ``binary``: a client with one row then says nothing of a variance.
+    A linear model has a residual to be told apart too; ``squares`` is then the sum of squared responses.
     """
     rows, residual = units.n, squares is not None
     if rows.sum() <= len(terms):
@@ -58,20 +57,27 @@ def check_told_apart(
             "Every cluster has one client, so variation between clients cannot be told from variation between clusters; "
             "leave out cluster= (or the cluster's part of the formula)."
         )
-    if shape.client and (rows <= 1).all() and (binary or (residual and _one_size(units.C, shape))):
+    if shape.client and (rows <= 1).all() and residual and _one_size(units.C, shape):
         raise DataError(
             "Every client has one row, so variation between clients cannot be told from the residual; add rows, or "
             "let no term vary by client."
         )
+    if shape.per_cluster and shape.client and (tree.sizes == 1).any():
+        lonely = tree.clusters.tolist()[int((tree.sizes == 1).argmax())]
+        raise DataError(
+            f"Cluster {lonely!r} has one client, so how its clients spread cannot be told from the cluster's own place; leave "
+            "out per_cluster=, or the cluster."
+        )
     if shape.client_kind == "full" and len(shape.client) > 1 and rows.sum() <= len(shape.client) * tree.n_clients:
         raise DataError(
             f"There are more varying terms than this data can identify: {len(shape.client)} for each of {tree.n_clients} "
-            f"clients with {rows.sum():.0f} rows in all; let fewer vary by client with vary=, or set covariance='diagonal'."
+            f"clients with {rows.sum():.0f} rows in all; let fewer vary by client, or set covariance='diagonal'."
         )
     for level, varying, kind in (("client", shape.client, shape.client_kind), ("cluster", shape.cluster, shape.cluster_kind)):
         A = units.C if level == "client" else tree.sum_up(units.C)
         if kind != "isotropic" and not (rows <= 1).all():
             _refuse_constant(A, varying, terms, level)
+        _refuse_known(A, units.C.sum(axis=0), varying, terms, level)
     if squares is not None:
         up = Quadratic(tree.sum_up(units.C), tree.sum_up(units.r), tree.sum_up(units.c), tree.sum_up(units.n))
         _refuse_no_residual(*((units, shape.client) if shape.client else (up, shape.cluster)), squares)
@@ -101,8 +107,40 @@ def _refuse_constant(A: Floats, varying: Sequence[int], terms: Sequence[str], le
             what = f"The term {term!r} is proportional to another within every {level}"
         raise DataError(
             f"{what}, so its variation between {level}s cannot be told from {other}; leave it out of what varies by {level} "
-            "with vary=, it keeps its common coefficient."
+            "(vary=, or its bar); it keeps its common coefficient."
         )
+
+
+def _refuse_known(A: Floats, gram: Floats, varying: Sequence[int], terms: Sequence[str], level: str) -> None:
+    """Common coefficients that already tell every unit apart, such as those of the units' own names, leave nothing to vary."""
+    size = np.sqrt(np.diag(gram))
+    for a in varying:
+        column = A[:, :, a] / size
+        fitted = solve_symmetric(np.broadcast_to(gram / (size[:, None] * size), A.shape), column)
+        if (A[:, a, a] - np.einsum("ia,ia->i", column, fitted) <= 1e-8 * A[:, a, a]).all():
+            raise DataError(
+                f"The common coefficients already tell every {level} apart, so variation of {terms[a]!r} between {level}s "
+                f"cannot be told from them; leave the {level}s' names out of the common terms, or {terms[a]!r} out of the bar."
+            )
+
+
+def check_classes(data: GroupedData, shape: Shape) -> None:
+    """Refuse classes that are the same throughout every client, or every cluster: their spread has no finite estimate."""
+    tree = data.hierarchy
+    share, rows = segment_sum(data.y, data.client_ptr), data.rows_per_client
+    for level, varying, ones, count in (
+        ("client", shape.client, share, rows),
+        ("cluster", shape.cluster, tree.sum_up(share), tree.sum_up(rows.astype(np.float64))),
+    ):
+        if varying and ((ones == 0) | (ones == count)).all():
+            many = (
+                "Every client has one row"
+                if level == "client" and (rows <= 1).all()
+                else f"No {level} has rows of both classes"
+            )
+            raise DataError(
+                f"{many}, so variation between {level}s has no finite estimate; add rows, or let no term vary by {level}."
+            )
 
 
 def _refuse_no_residual(units: Quadratic, varying: Sequence[int], squares: float) -> None:
@@ -118,7 +156,8 @@ def _refuse_no_residual(units: Quadratic, varying: Sequence[int], squares: float
     pull = (units.r[:, shared] - np.einsum("iva,iv->ia", Avs, alone)).sum(axis=0)
     left = float(within.sum()) - (float(pull @ solve_symmetric(common, pull)) if shared else 0.0)
     free = float(units.n.sum()) - float(np.linalg.matrix_rank(Avv, hermitian=True).sum() if own else 0) - len(shared)
-    if free > 0 and left <= max(1e-14 * 2 * float(units.c.sum()), 1e-24 * squares):
+    total = 2 * float(units.c.sum())
+    if total <= 1e-24 * squares or (free > 0 and left <= 1e-14 * total):
         raise DataError(
             "The residual variance is zero: within every client the response is an exact linear function of the terms, so "
             "clients' own fits are perfect and no penalty is learned; drop the term that equals the response, or set gamma."
@@ -156,5 +195,5 @@ def _refuse_dependent(units: Quadratic, tree: Hierarchy, terms: Sequence[str], s
     involved = [labels[a] for a in np.flatnonzero(np.abs(vectors[:, 0]) > 1e-3)]
     raise DataError(
         f"There are more varying terms than this data can identify: the variances of {listing(involved, 4)} cannot be told "
-        "apart; let fewer terms vary with vary=, or add rows."
+        "apart; let fewer terms vary (vary=, or the bar), or add rows."
     )

@@ -87,6 +87,7 @@ class Laplace:
     widths: tuple[int, int]
     tol: float
     mode: Mode = field(init=False)
+    exchanges: int = field(init=False, default=0)
     state: NodeState = field(init=False)
 
     def __post_init__(self) -> None:
@@ -141,7 +142,10 @@ class Laplace:
 
         stage = Stage(Upper(w, self.mode.v, wbar), report.mu)
         stage, end, _ = coordinate(ask, report, stage, above, tol=self.tol, max_iter=_STEPS, fixed=True)
+        if not end.converged:
+            raise SolverError(f"No mode was found in {_STEPS} Newton steps.")
         self.mode = Mode(self.state.now.u, stage.top.v)
+        self.exchanges = end.exchanges + 3
         return end.objective, stage.top
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from covey._typing import Anything, Floats, Ints
 from covey.data import GroupedData
-from covey.errors import ConvergenceWarning, SolverError
+from covey.errors import ConvergenceWarning, DataError, SolverError
 from covey.hierarchy import Hierarchy
 from covey.losses import Loss, loss_of
 from covey.objective import Penalty
@@ -21,11 +21,12 @@ from covey.solvers.newton import newton
 from covey.solvers.result import Convergence, Fit
 from covey.variance.components import Components, Learned, Level
 from covey.variance.gaussian import Evaluation, Gaussian, invert
-from covey.variance.identify import check_rank, check_told_apart
+from covey.variance.identify import check_classes, check_rank, check_told_apart
 from covey.variance.laplace import Laplace
 from covey.variance.search import Optimum
 from covey.variance.structure import Shape, Structure, Variation
 
+_LARGE = 3.0  # standard deviation of log-odds or log-means
 START = 0.5  # standard deviation of everything that varies, in units of the residual's
 
 
@@ -56,9 +57,9 @@ class Sums:
 
 
 class Problem:
-    """What the search needs to know, whatever the family; ``notes`` are what is to be said of the data."""
+    """What the search needs to know, whatever the family."""
 
-    notes: tuple[str, ...] = ()
+    evaluations, exchanges = 0, 0
 
     def __init__(self, tree: Hierarchy, terms: tuple[str, ...], shape: Shape, rms: Floats) -> None:
         self.tree, self.terms, self.shape = tree, terms, shape
@@ -75,7 +76,7 @@ class Problem:
         """The value and gradient, for the search; infinite where no mode is found."""
         try:
             here = self.evaluate(x)
-        except SolverError:
+        except (SolverError, np.linalg.LinAlgError):
             return np.inf, np.zeros_like(x)
         return here.value, self.flat(x, here.client, here.cluster, here.centre)
 
@@ -94,24 +95,26 @@ class Problem:
     def centre_slope(self, centre: Floats) -> Floats:
         return centre
 
-    def start(self, sd: float) -> Floats:
-        """Everything that may vary does, by as much."""
-        return np.concatenate([level.even(sd) for level in (self.structure.client, self.structure.cluster)])
+    def start(self, client: float, cluster: float) -> Floats:
+        """Everything that may vary does, by as much at each level."""
+        return np.concatenate([self.structure.client.even(client), self.structure.cluster.even(cluster)])
 
     def approach(self, x: Floats, steps: int) -> tuple[Floats, Floats]:
-        """Cheap steps from ``x`` that never go wrong, and about how curved the criterion is there.
+        """Cheap steps from ``x``, as long as they lead down, and about how curved the criterion is where they end.
 
         There are ``steps`` of them, and more as long as variances still change by much.
         """
+        here = self.evaluate(x)
         for step in range(5 * steps):
-            here = self.evaluate(x)
             moved = [level.nearer(own, G + up, up) for level, own, G, up in self._with_slopes(x, here)]
             ahead = np.concatenate([*moved, self.nearer_centre(x, here)])
+            there = self.evaluate(ahead)
+            if not there.value < here.value:
+                break
             far = (np.abs(ahead) > 2.0 * np.abs(x))[: self.structure.n_parameters].any()
-            x = ahead
+            x, here = ahead, there
             if step + 1 >= steps and not far:
                 break
-        here = self.evaluate(x)
         units = self.tree.n_clients, self.tree.n_clusters
         parts = zip(self._with_slopes(x, here), units, strict=True)
         curves = [level.curvature(own, G + up, count) for (level, own, G, up), count in parts]
@@ -124,6 +127,26 @@ class Problem:
     def by_level(self, x: Floats) -> list[tuple[Variation, Floats]]:
         """Clients' and clusters' variation, each with its parameters."""
         return list(zip((self.structure.client, self.structure.cluster), self.structure.split(x), strict=True))
+
+    def joined(self, level: str, other: Problem, x: Floats) -> Floats:
+        """The parameters ``x`` of another problem, that without a level, with a little variation at it."""
+        own = (self.structure.client if level == "client" else self.structure.cluster).even(0.1)
+        rest = x[: other.structure.n_parameters]
+        return np.concatenate([own, rest] if level == "client" else [rest, own])
+
+    def doubtful(self, x: Floats) -> bool:
+        """Whether an optimum, proven as it may be, is probably not the only one."""
+        return False
+
+    def far(self, x: Floats, factor: float) -> list[Floats]:
+        """Points far from ``x``: one level's variation much larger or smaller; much instead of none."""
+        points, first = [], 0
+        for level, own in self.by_level(x):
+            if len(own):
+                others = [factor * own, own / factor] if own.any() else [level.even(1.0)]
+                points += [np.concatenate([x[:first], other, x[first + len(own) :]]) for other in others]
+            first += len(own)
+        return points
 
     def free(self, x: Floats) -> Anything:
         """Which parameters move anything: not those of variances at zero, a full covariance's only if all of it is zero."""
@@ -175,11 +198,11 @@ class Problem:
         total = client + cluster + residual
         return cluster / total, client / total, residual / total
 
-    def account(self, best: Optimum, method: str, exchanges: int) -> Convergence:
-        message = f"{method} within {best.decrement:.0e} of its optimum after {best.evaluations} evaluations"
+    def account(self, best: Optimum, method: str) -> Convergence:
+        message = f"{method} within {best.decrement:.0e} of its optimum after {self.evaluations} evaluations"
+        gap = best.decrement if np.isfinite(best.decrement) else None
         norm = float(np.linalg.norm(best.gradient))
-        converged = best.converged and not self.notes
-        return Convergence(method, converged, best.evaluations, exchanges, best.value, norm, best.decrement, message)
+        return Convergence(method, best.converged, self.evaluations, self.exchanges, best.value, norm, gap, message)
 
 
 class Linear(Problem):
@@ -198,6 +221,8 @@ class Linear(Problem):
         self.marginal = Gaussian(units, tree, reml, sums.log_weights, self.widths)
 
     def evaluate(self, x: Floats) -> Evaluation:
+        self.evaluations += 1
+        self.exchanges += 2
         return self.marginal(*self.covariances(x))
 
     def finish(self, best: Optimum, notes: tuple[str, ...]) -> tuple[Fit, Learned]:
@@ -205,7 +230,7 @@ class Linear(Problem):
         top, s2 = here.top, here.top.dispersion
         theta = self.marginal.theta(self.covariances(best.x)[0], top)
         method = "REML" if self.marginal.reml else "ML"
-        end = self.account(best, method, 2 * best.evaluations)
+        end = self.account(best, method)
         fit = Fit(origin + theta[:, back], origin + top.w[:, back], origin + top.wbar[back], end)
         below, above = (-pull / top.dof for pull in here.pull)
         levels = self.levels(best, s2, self.flat(best.x, below, above, np.empty(0)), parameter_covariance(best))
@@ -221,21 +246,24 @@ class Linear(Problem):
 class Generalised(Problem):
     """The Laplace approximation for any other family, from the rows."""
 
-    def __init__(self, data: GroupedData, loss: Loss, shape: Shape) -> None:
+    def __init__(self, data: GroupedData, loss: Loss, shape: Shape, *, check: bool = True) -> None:
         weights = np.ones(data.n_rows) if data.weights is None else data.weights
         self.moments = (data.X.T * weights) @ data.X / weights.sum()
         self.residual = loss.residual(data.y)
         super().__init__(data.hierarchy, data.terms, shape, np.sqrt(np.diag(self.moments)))
         pooled, order, n, d = data.pooled(), self.order, data.n_clients, data.n_terms
-        gram = loss_of("gaussian").hessian(data, np.zeros((n, d)))
-        check_rank(gram.sum(axis=0), data.terms)
-        units = Quadratic(gram, np.zeros((n, d)), np.zeros(n), data.rows_that_count)
-        check_told_apart(units, self.tree, self.terms, shape, binary=loss.name == "bernoulli")
+        if check:
+            gram = loss_of("gaussian").hessian(data, np.zeros((n, d)))
+            check_rank(gram.sum(axis=0), data.terms)
+            units = Quadratic(gram, np.zeros((n, d)), np.zeros(n), data.rows_that_count)
+            check_told_apart(units, self.tree, self.terms, shape)
+        if check and loss.name == "bernoulli":
+            check_classes(data, shape)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # of a start
             alone = newton(pooled, loss, Penalty.of(pooled.hierarchy))
         if "separated" in alone.convergence.message:
-            self.notes = (alone.convergence.message.split("; ", 1)[-1],)
+            _refuse_separated(alone.convergence.message)
         self.rows = int(data.rows_that_count.sum())
         self.constant = 2 * loss.constant(data)
         if (order != np.arange(d)).any():
@@ -243,12 +271,15 @@ class Generalised(Problem):
         self.marginal = Laplace(data, loss, self.widths, tol=1e-9 + 1e-10 * float(np.sqrt(data.n_rows)))
         # The global model in units of its own uncertainty, so that one step suits it and the covariances.
         self.middle, self.half = alone.wbar[order], np.eye(d)
-        begin = self.evaluate(self.start(START)).top
+        begin = self.evaluate(self.start(START, START)).top
         values, vectors = np.linalg.eigh(invert(begin.D.sum(axis=0))[0])
         self.half = vectors * np.sqrt(np.maximum(values, 0.0))
 
     def evaluate(self, x: Floats) -> Evaluation:
-        here = self.marginal(*self.covariances(x), self.centre(x))
+        self.evaluations += 1
+        with np.errstate(over="ignore", invalid="ignore"):
+            here = self.marginal(*self.covariances(x), self.centre(x))
+        self.exchanges += self.marginal.exchanges
         return replace(here, value=here.value + self.constant)
 
     def centre(self, x: Floats) -> Floats:
@@ -258,20 +289,31 @@ class Generalised(Problem):
     def centre_slope(self, centre: Floats) -> Floats:
         return np.asarray(centre @ self.half)
 
+    def doubtful(self, x: Floats) -> bool:
+        """With spreads so large that most clients are all but certain, Laplace's likelihood tends to have several tops."""
+        return any(
+            (np.abs(level.factors(own)) / level.size[:, None] > _LARGE).any() for level, own in self.by_level(x) if level.q
+        )
+
     def nearer_centre(self, x: Floats, here: Evaluation) -> Floats:
         """A Newton step for the global model, but for what the determinants add."""
         whole, _ = invert(here.top.D.sum(axis=0))
         return np.asarray(np.linalg.solve(self.half, self.centre(x) + whole @ here.top.force.sum(axis=0) - self.middle))
 
-    def start(self, sd: float) -> Floats:
+    def joined(self, level: str, other: Problem, x: Floats) -> Floats:
         self.marginal.forget()
-        return np.concatenate([super().start(sd), np.zeros(len(self.terms))])
+        wbar = other.centre(x)[other.back][self.order] if isinstance(other, Generalised) else self.middle
+        return np.concatenate([super().joined(level, other, x), np.linalg.solve(self.half, wbar - self.middle)])
+
+    def start(self, client: float, cluster: float) -> Floats:
+        self.marginal.forget()
+        return np.concatenate([super().start(client, cluster), np.zeros(len(self.terms))])
 
     def finish(self, best: Optimum, notes: tuple[str, ...]) -> tuple[Fit, Learned]:
         top, back = self.evaluate(best.x).top, self.back
         state, wbar = self.marginal.state.now, self.centre(best.x)[self.back]
         theta = state.theta[:, back]
-        fit = Fit(theta, top.w[:, back], wbar, self.account(best, "Laplace", 4 * best.evaluations))
+        fit = Fit(theta, top.w[:, back], wbar, self.account(best, "Laplace"))
         cut = self.structure.n_parameters
         errors = parameter_covariance(best, cut)
         levels = self.levels(best, 1.0, np.zeros(len(best.x)), errors)
@@ -286,12 +328,20 @@ class Generalised(Problem):
         return fit, Learned.of(components, self.terms, self.tree, covariance, units, np.zeros(len(wbar)))
 
 
+def _refuse_separated(message: str) -> None:
+    along = message.split("separated ", 1)[1].split(":", 1)[0]
+    raise DataError(
+        f"The responses are perfectly separated {along}: some coefficient is infinite, whatever varies; drop terms or merge "
+        "categories, or give gamma and a ridge."
+    )
+
+
 def parameter_covariance(best: Optimum, variances: int | None = None) -> Floats:
     """From the curvature of twice the negative log-likelihood; none along what is held at zero.
 
     Only the first ``variances`` parameters are held there: a flat direction of the others is one of which nothing is known.
     """
-    values, vectors = np.linalg.eigh(best.hessian)
+    values, vectors = np.linalg.eigh(np.nan_to_num(best.hessian))
     floor = 1e-7 * max(float(values.max(initial=0.0)), 1e-30)
     unknown = (vectors[variances:] ** 2).sum(axis=0) > 0.5 if variances is not None else np.zeros(len(values), dtype=bool)
     inverse = np.where((values > floor) | unknown, 2.0 / np.maximum(values, 1e-7 * floor), 0.0)

@@ -11,7 +11,6 @@ directions ``u`` of chi-squared tails, ``P(chi2_p > t / h(u))``, where ``h`` is 
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 
 import numpy as np
 from scipy import stats
@@ -22,10 +21,10 @@ from covey.errors import ConvergenceWarning
 from covey.losses import Loss
 from covey.solvers.result import Progress
 from covey.solvers.threads import threads_for
+from covey.variance.centring import centred, shift_of
 from covey.variance.components import Learned, LikelihoodRatio
-from covey.variance.estimate import search
-from covey.variance.problem import Generalised, Linear, Problem, Sums
-from covey.variance.structure import Kind, Shape, Variation
+from covey.variance.estimate import problem_for, search, work
+from covey.variance.structure import Kind, Shape, Structure
 
 _DIRECTIONS = 4096
 
@@ -33,28 +32,19 @@ _DIRECTIONS = 4096
 def likelihood_ratios(
     learned: Learned, shape: Shape, data: GroupedData, loss: Loss, *, reml: bool = True, progress: Progress | None = None
 ) -> tuple[LikelihoodRatio, ...]:
-    """Test every level that varies, each by a fit without it."""
-    tests = []
-    without = {"client": replace(shape, client=(), per_cluster=False), "cluster": replace(shape, cluster=())}
-    for level, null in without.items():
-        if not getattr(shape, level):
-            continue
-        problem: Problem
-        with threads_for(data.n_rows * data.n_terms + data.n_clients * data.n_terms**3 // 8):
-            if loss.name == "gaussian":
-                sums = Sums(learned.units, learned.origin, learned.log_weights)
-                problem = Linear(sums, data.hierarchy, data.terms, null, reml=reml)
-            else:
-                problem = Generalised(data, loss, null)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", ConvergenceWarning)  # the fit itself has spoken
-                best, _ = search(problem, progress)
-        statistic = max(0.0, best.value + 2 * learned.components.log_likelihood)
+    """Test every level that varies, each by a fit without it. A statistic far below zero proves the fit with it wrong."""
+    tests, moved = [], centred(data, shift_of(data, shape))
+    whole = Structure.of(shape, np.ones(data.n_terms), data.n_clusters)
+    for level, null in shape.without().items():
         found = getattr(learned.components, level)
-        count = len(found.covariance)
-        p_value = chi_bar_tail(statistic, found.kind, len(found.terms), count)
-        parameters = Variation(np.arange(len(found.terms)), found.kind, np.ones(len(found.terms)), count).n_parameters
-        tests.append(LikelihoodRatio(level, statistic, parameters, p_value))
+        if not found.terms:
+            continue
+        with threads_for(work(data)), warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)  # the fit itself has spoken
+            best, _ = search(problem_for(moved, loss, null, reml=reml, check=False), progress)
+        statistic = best.value + 2 * learned.components.log_likelihood
+        p_value = chi_bar_tail(statistic, found.kind, len(found.terms), len(found.covariance))
+        tests.append(LikelihoodRatio(level, statistic, getattr(whole, level).n_parameters, p_value))
     return tuple(tests)
 
 

@@ -41,7 +41,7 @@ class Optimum:
 
     @property
     def converged(self) -> bool:
-        return bool(self.decrement <= CONVERGED)
+        return bool(self.decrement <= CONVERGED and np.isfinite(self.value))
 
 
 def minimise(criterion: Criterion, x: Floats, curvature: Floats, *, progress: Progress | None = None) -> Optimum:

@@ -8,7 +8,7 @@ whether the likelihood falls there or rises; so what decides is the derivative i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -162,6 +162,10 @@ class Shape:
     client_kind: Kind = "diagonal"
     cluster_kind: Kind = "diagonal"
     per_cluster: bool = False
+
+    def without(self) -> dict[str, Shape]:
+        """The same with one level less, by that level."""
+        return {"client": replace(self, client=(), per_cluster=False), "cluster": replace(self, cluster=())}
 
     def order(self, d: int) -> Ints:
         """Terms that vary first, shared ones last: what is shared costs elimination next to nothing there."""
