@@ -287,18 +287,19 @@ def _runaway(step: Top, top: Top) -> Anything:
 # In memory: one node that holds everybody
 
 
-def _from_the_counts(data: GroupedData, loss: Loss, penalty: Penalty) -> Fit:
-    """The usual first step of a log-linear fit: least squares on the logs of the counts themselves, weighted by them.
-
-    From zero, large counts or exposures would take Newton hundreds of steps, since exp grows out of any quadratic's reach.
-    """
+def logs_of_counts(data: GroupedData) -> GroupedData:
+    """The working responses of the usual first step of a log-linear fit: the logs of the counts, weighted by the counts."""
     counts = np.maximum(data.y, 0.5)
     target = np.log(counts) if data.offset is None else np.log(counts) - data.offset
     weights = counts if data.weights is None else counts * data.weights
-    working = replace(data, y=target, weights=weights, offset=None)
+    return replace(data, y=target, weights=weights, offset=None)
+
+
+def _from_the_counts(data: GroupedData, loss: Loss, penalty: Penalty) -> Fit:
+    """From zero, large counts or exposures would take Newton hundreds of steps: exp grows out of any quadratic's reach."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # a start need not be exact
-        return sweep(working, Gaussian(loss.reduction, loss.ridge), penalty)
+        return sweep(logs_of_counts(data), Gaussian(loss.reduction, loss.ridge), penalty)
 
 
 def newton(

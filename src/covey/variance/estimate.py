@@ -132,9 +132,11 @@ def _elsewhere(problem: Problem, best: Optimum) -> Floats | None:
     """A far point that is better than the best: the likelihood of classes and counts can have several tops."""
     lowest, where = best.value - CONVERGED, None
     for x in problem.far(best.x, _FAR):
+        problem.forget()
         value, _ = problem.criterion(x)
         if value < lowest:
             lowest, where = value, x
+    problem.forget()
     return where
 
 

@@ -31,10 +31,11 @@ import numpy as np
 from covey._typing import Floats
 from covey.data import GroupedData
 from covey.errors import SolverError
-from covey.losses import Loss
+from covey.losses import Loss, loss_of
 from covey.solvers.elimination import Marginal, Quadratic, Spread, descend, eliminate, marginalise, posterior, sensitivity
-from covey.solvers.newton import Move, Node, NodeState, Point, Report, Stage, coordinate, node_move, node_start
+from covey.solvers.newton import Move, Node, NodeState, Point, Report, Stage, coordinate, logs_of_counts, node_move, node_start
 from covey.solvers.newton import Top as Upper
+from covey.solvers.sweep import solve_top
 from covey.variance.gaussian import Evaluation, Top, below
 
 _STEPS = 60  # of Newton to a mode, at most; a few suffice from that of a nearby point
@@ -86,17 +87,13 @@ class Laplace:
     loss: Loss
     widths: tuple[int, int]
     tol: float
-    mode: Mode = field(init=False)
+    mode: Mode | None = field(init=False, default=None)
     exchanges: int = field(init=False, default=0)
     state: NodeState = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.forget()
-
     def forget(self) -> None:
-        """Begin the next search at the global model itself."""
-        d = self.data.n_terms
-        self.mode = Mode(np.zeros((self.data.n_clients, d)), np.zeros((self.data.n_clusters, d)))
+        """Begin the next search anew."""
+        self.mode = None
 
     def __call__(self, S_client: Floats, S_cluster: Floats, wbar: Floats) -> Evaluation:
         """At given covariances, ``(1 or k, d, d)`` of clients and ``(1, d, d)`` of clusters, and global model."""
@@ -127,26 +124,43 @@ class Laplace:
         """Find the mode: the objective there, and the upper levels."""
         try:
             return self._newton(node, above, wbar)
-        except SolverError:
+        except (SolverError, np.linalg.LinAlgError):  # begun too far away, at forces that other covariances left behind
             self.forget()
             return self._newton(node, above, wbar)
 
     def _newton(self, node: Node, above: Spread, wbar: Floats) -> tuple[float, Upper]:
-        w = wbar + above.moved(self.mode.v)
-        theta = self.data.hierarchy.down(w) + node.spread.moved(self.mode.u)
-        self.state, report = node_start(node, theta, self.mode.u)
+        mode = _first_mode(node, above, wbar) if self.mode is None else self.mode
+        w = wbar + above.moved(mode.v)
+        theta = self.data.hierarchy.down(w) + node.spread.moved(mode.u)
+        self.state, report = node_start(node, theta, mode.u)
 
         def ask(move: Move) -> Report:
             self.state, answer = node_move(node, self.state, move)
             return answer
 
-        stage = Stage(Upper(w, self.mode.v, wbar), report.mu)
+        stage = Stage(Upper(w, mode.v, wbar), report.mu)
         stage, end, _ = coordinate(ask, report, stage, above, tol=self.tol, max_iter=_STEPS, fixed=True)
         if not end.converged:
             raise SolverError(f"No mode was found in {_STEPS} Newton steps.")
         self.mode = Mode(self.state.now.u, stage.top.v)
         self.exchanges = end.exchanges + 3
         return end.objective, stage.top
+
+
+def _first_mode(node: Node, above: Spread, wbar: Floats) -> Mode:
+    """Where to begin when no mode is known: at the global model, or for counts at the sweep for their logs.
+
+    From a mean far below a count Newton's step would go beyond all bounds.
+    """
+    data, tree = node.data, node.data.hierarchy
+    if node.loss.name != "poisson":
+        return Mode(np.zeros((data.n_clients, data.n_terms)), np.zeros((data.n_clusters, data.n_terms)))
+    near = loss_of("gaussian").expand(logs_of_counts(data), np.tile(wbar, (data.n_clients, 1)))
+    nothing = np.zeros(data.n_clients)
+    seen = eliminate(Quadratic(near.hessian, -near.gradient, nothing, nothing), node.spread, tree.cluster_ptr)
+    w, v, _ = solve_top(seen, above, settle=lambda centre, *_: 0.0 * centre)
+    _, u = descend(near.hessian, -near.gradient, node.spread, tree.parent, w)
+    return Mode(u, v)
 
 
 def _pulls(u: Floats, q: Floats) -> tuple[Floats, Floats]:

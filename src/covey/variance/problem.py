@@ -92,6 +92,9 @@ class Problem:
         slopes = below.gradient(own, below.pick(client)), over.gradient(above, over.pick(cluster))
         return np.concatenate([*slopes, self.centre_slope(centre)])
 
+    def forget(self) -> None:
+        """Evaluate the next point, far from the last, without regard to it."""
+
     def centre_slope(self, centre: Floats) -> Floats:
         return centre
 
@@ -285,6 +288,9 @@ class Generalised(Problem):
     def centre(self, x: Floats) -> Floats:
         """The global model, in the working order of terms."""
         return np.asarray(self.middle + self.half @ x[self.structure.n_parameters :])
+
+    def forget(self) -> None:
+        self.marginal.forget()
 
     def centre_slope(self, centre: Floats) -> Floats:
         return np.asarray(centre @ self.half)
