@@ -107,7 +107,7 @@ def test_print_is_the_report():
         "Hierarchical linear model: y ~ x + (1 | cluster/client)",
         "210 rows of 35 clients (client) in 7 clusters (cluster)",
         f"REML: log-likelihood {told['log_likelihood']:.2f}, AIC {told['aic']:.1f}, BIC {told['bic']:.1f}, 5 parameters",
-        "clients differ within clusters: likelihood ratio",
+        "clients differ: likelihood ratio",
         "clusters matter: likelihood ratio",
         "sd of clusters",
         f"{told['residual_sd']:.4g}",

@@ -252,7 +252,7 @@ def test_wrong_new_rows_are_one_sentence(named, change, sentence):
         ([99], "has no client 99"),
         (["a"], "client ids are text here"),
         (list(range(20)), "Nothing would be left"),
-        ("a", "must be one-dimensional"),
+        ("a", "client ids are text here"),
     ],
 )
 def test_wrong_clients_to_remove_are_one_sentence(named, clients, sentence):

@@ -47,7 +47,8 @@ class Summary:
             "message": model.convergence.message,
         }
         if learned is None:
-            return {**document, "method": None, "warnings": []}
+            penalty = None if model.penalty is None else {"gamma": _ends(model.penalty.gamma), "lam": _ends(model.penalty.lam)}
+            return {**document, "method": model.spec.learns, "penalty": penalty, "warnings": []}
         found = learned.components
         levels = {"cluster": found.cluster, "client": found.client}
         return {
@@ -71,10 +72,15 @@ def summary(model: Model, coverage: float = 0.95) -> Summary:
     return Summary(model, coverage)
 
 
+def _plain(label: Any) -> Any:
+    """An id as JSON has it: a date as text."""
+    return label if isinstance(label, str | int | float | bool) else str(label)
+
+
 def _component_rows(name: str, level: Level, tree: Hierarchy) -> list[dict[str, Any]]:
     rows = []
     for m, a in np.ndindex(*level.sd.shape):
-        error, which = level.sd_error[m, a], tree.cluster_ids[m] if len(level.sd) > 1 else None
+        error, which = level.sd_error[m, a], _plain(tree.cluster_ids[m]) if len(level.sd) > 1 else None
         beside = {term: float(level.correlation[m, a, b]) for b, term in enumerate(level.terms[:a])}
         known = {term: None if np.isnan(value) else value for term, value in beside.items()}
         rows.append(
@@ -117,7 +123,7 @@ def facts(model: Model) -> list[str]:
     if model.penalty is not None:
         said.append(
             f"penalties gamma {_range(model.penalty.gamma)} (client to cluster), lam {_range(model.penalty.lam)} "
-            f"(cluster to global), loss by {spec.reduction} over rows"
+            f"(cluster to global){_chosen(spec.learns)}, loss by {spec.reduction} over rows"
         )
     end = model.convergence
     close = end.converged and end.gap is not None
@@ -125,7 +131,11 @@ def facts(model: Model) -> list[str]:
     return said
 
 
-_QUESTIONS = {"client": "clients differ within clusters", "cluster": "clusters matter"}
+def _chosen(how: str | None) -> str:
+    return {None: "", "cv": ", by cross-validation"}.get(how, f", by {'REML' if how == 'reml' else 'ML'}")
+
+
+_QUESTIONS = {"client": "clients differ", "cluster": "clusters matter"}
 
 
 def _tested(found: Components) -> list[str]:
@@ -145,16 +155,19 @@ def _learned_tables(model: Model, coverage: float) -> list[str]:
     """Each term: the global coefficient with its interval, and how it varies at each level; then the shares of variance."""
     found = model.posterior.learned.components
     width = max(8, *(len(term) for term in model.terms))
-    heads = f"{100 * coverage:g}% interval", "sd of clusters (se)", "sd of clients (se)"
-    lines = [f"{'':{width}}  {'global':>10} {'std. error':>11} {heads[0]:>22}  {heads[1]:>19} {heads[2]:>19}"]
+    levels = {"sd of clusters (se)": found.cluster, "sd of clients (se)": found.client}
+    levels = {head: level for head, level in levels.items() if level.terms}
+    heads = " ".join(f"{head:>19}" for head in levels)
+    interval = f"{100 * coverage:g}% interval"
+    lines = [f"{'':{width}}  {'global':>10} {'std. error':>11} {interval:>22}  {heads}"]
     for row in model.coefficients("global", coverage).iter_rows(named=True):
         term, interval = row["term"], f"{row['lower']:.4g} to {row['upper']:.4g}"
-        spreads = f"{_sd(found.cluster, term):>19} {_sd(found.client, term):>19}"
+        spreads = " ".join(f"{_sd(level, term):>19}" for level in levels.values())
         lines.append(f"{term:{width}}  {row['estimate']:>10.4g} {row['std_error']:>11.3g} {interval:>22}  {spreads}")
-    if found.residual is not None:
-        lines.append(f"{'residual':{width}}  {'':>10} {'':>11} {'':>22}  {'':>19} {np.sqrt(found.residual):>19.4g}")
-    cluster, client, residual = (f"{100 * share:.1f}%" for share in found.shares)
-    lines.append(f"share of variance: {cluster} between clusters, {client} between clients, {residual} residual")
+    sd = "" if found.residual is None else f" (sd {np.sqrt(found.residual):.4g})"
+    shares = zip(("clusters", "clients"), (found.cluster, found.client), found.shares[:2], strict=True)
+    parts = [f"{100 * share:.1f}% between {name}" for name, level, share in shares if level.terms]
+    lines.append(f"share of variance: {', '.join(parts)}, {100 * found.shares[2]:.1f}% residual{sd}")
     for name, level in (("clusters", found.cluster), ("clients", found.client)):
         if level.kind == "full" and len(level.terms) > 1 and len(level.covariance) == 1:
             pairs = [(a, b) for a in range(len(level.terms)) for b in range(a)]
@@ -188,6 +201,11 @@ def _table(model: Model) -> list[str]:
 
 def _spread(values: Floats) -> str:
     return f"{values.std():>12.4g} {values.min():>9.4g} {values.max():>9.4g}"
+
+
+def _ends(values: Floats) -> list[float | str]:
+    """The smallest and the largest; infinity, which JSON lacks, as text."""
+    return [float(end) if np.isfinite(end) else "inf" for end in (values.min(), values.max())]
 
 
 def _range(values: Floats) -> str:

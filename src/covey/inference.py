@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from scipy import special, stats
 
-from covey._typing import Floats, Ints
+from covey._typing import Anything, Floats, Ints
 from covey.errors import SolverError
-from covey.hierarchy import Hierarchy, Level, Resolved
+from covey.hierarchy import Hierarchy, Level, Resolved, segment_sum
 from covey.solvers.elimination import eliminate, posterior
 from covey.variance.components import Learned
 from covey.variance.gaussian import below
@@ -36,6 +36,7 @@ class Posterior:
 
     learned: Learned
     tree: Hierarchy
+    terms: tuple[str, ...]
 
     @property
     def whole(self) -> Floats:
@@ -53,11 +54,30 @@ class Posterior:
 
     @cached_property
     def freedom(self) -> Floats:
-        """Degrees of freedom of each global coefficient, by containment: as many as there are units that it varies between."""
-        n, k, d = self.tree.n_clients, self.tree.n_clusters, len(self.whole)
-        between, within = np.diag(self.learned.cluster.shape[0]) > 0, self.learned.client.shape.any(axis=(0, 2))
-        rest = self.learned.components.rows - d
-        return np.asarray(np.maximum(np.where(between, k - 1, np.where(within, n - k, rest)), 1), dtype=np.float64)
+        """Degrees of freedom of each global coefficient, by containment: the units it is compared between, less what they fit.
+
+        A term that varies by cluster, or is constant within clusters whose intercepts vary, is known from as many cases as
+        there are clusters; then the same for clients; else from rows.
+        """
+        found, n, k, d = self.learned.components, self.tree.n_clients, self.tree.n_clusters, len(self.terms)
+        between, within = (np.isin(self.terms, level.terms) for level in (found.cluster, found.client))
+        flat_cluster, flat_client = self._constant(self.tree.cluster_ptr), self._constant(np.arange(n + 1))
+        one = np.array([term == "Intercept" for term in self.terms])
+        steady = flat_cluster & bool((between & one).any())
+        settled = flat_client & ~(flat_cluster & (k > 1)) & bool((within & one).any())
+        by_cluster = k - np.where(flat_cluster, flat_cluster.sum(), 1)
+        by_client = n - (k if k > 1 else 0) - np.where(settled, settled.sum(), int(k == 1))
+        freedom = np.where(between | steady, by_cluster, np.where(within | settled, by_client, found.rows - d))
+        return np.asarray(np.maximum(freedom, 1), dtype=np.float64)
+
+    def _constant(self, ptr: Ints) -> Anything:
+        """Which terms are constant within every unit, as far as sums tell."""
+        nothing = np.array([term == "Intercept" for term in self.terms])
+        if not self.learned.has_sums or not nothing.any():
+            return nothing
+        A, one = segment_sum(self.learned.units.C, ptr), int(nothing.argmax())
+        full = np.einsum("iaa->ia", A) * A[:, one, one][:, None]
+        return np.asarray((full - A[:, one] ** 2 <= 1e-10 * full).all(axis=0))
 
     def reach(self, coverage: float, chosen: Resolved, level: Level) -> Floats:
         """How many standard errors an interval reaches to either side, for each row.
@@ -65,7 +85,7 @@ class Posterior:
         With a cluster that was seen, as far as a normal's; without, as far as a t's with as many degrees of freedom as there
         are clusters to learn from.
         """
-        anywhere = (chosen.cluster < 0) | (level == "global")
+        anywhere = (chosen.cluster < 0) | (level == "global") | (level == "cluster" and self.tree.n_clusters == 1)
         return np.asarray(np.where(anywhere, quantile(coverage, self.freedom.min()), quantile(coverage)))
 
     @cached_property

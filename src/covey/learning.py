@@ -58,6 +58,9 @@ def fit_data(
         fit, learned = estimate(data, loss, shape, reml=reml, progress=progress)
         if spec.tests:
             tests = likelihood_ratios(learned, shape, data, loss, reml=reml, progress=progress)
+            if _beaten(tests):
+                fit, learned = estimate(data, loss, shape, reml=reml, thorough=True, progress=progress)
+                tests = likelihood_ratios(learned, shape, data, loss, reml=reml, progress=progress)
             fit, tests = _doubted(fit, tests)
             learned = replace(learned, components=replace(learned.components, tests=tests))
         return Fitted(fit, None, learned)
@@ -127,9 +130,13 @@ def _refuse_one(ids: list[Any], level: str) -> None:
 
 def _doubted(fit: Fit, tests: tuple[LikelihoodRatio, ...]) -> tuple[Fit, tuple[LikelihoodRatio, ...]]:
     """A fit that does better without a level than with it has not found its optimum, and is not said to have."""
-    beaten = [test for test in tests if test.statistic < -1e-4]
+    beaten = _beaten(tests)
     if beaten:
         message = f"not at its optimum: without variation between {beaten[0].level}s the likelihood is higher; fit that model"
         warn(message)
         fit = replace(fit, convergence=replace(fit.convergence, converged=False, message=message))
     return fit, tuple(replace(test, statistic=max(test.statistic, 0.0)) for test in tests)
+
+
+def _beaten(tests: tuple[LikelihoodRatio, ...]) -> list[LikelihoodRatio]:
+    return [test for test in tests if test.statistic < -1e-4]

@@ -62,7 +62,7 @@ class Model:
                 "Standard errors and intervals need penalties that were learned from the data of several clients; leave out "
                 "gamma, lam, alpha, baseline, penalty='cv', james_stein and solvers by coins."
             )
-        return Posterior(self.learned, self.hierarchy)
+        return Posterior(self.learned, self.hierarchy, self.terms)
 
     def margin(
         self,
@@ -125,10 +125,19 @@ class Model:
         if noise and self.spec.family == "bernoulli":
             raise SolverError("A class is one of two, so there is no interval for it with noise=True; leave noise out.")
         if noise and self.spec.family == "poisson":
-            return count_interval(margin, np.sqrt(variance), coverage)
+            wider = posterior.reach(coverage, chosen, level) / quantile(coverage)
+            return count_interval(margin, wider * np.sqrt(variance), coverage)
         known = posterior.reach(coverage, chosen, level) ** 2 * variance
-        half = np.sqrt(known + (quantile(coverage) ** 2 * posterior.learned.dispersion if noise else 0.0))
+        half = np.sqrt(known + (quantile(coverage) ** 2 * self._noise(X) if noise else 0.0))
         return self.mean(np.column_stack([margin - half, margin + half]))
+
+    def _noise(self, X: Any) -> Floats:
+        """The residual variance of new rows: less, where the table says that they weigh more."""
+        s2, name = self.posterior.learned.dispersion, self.spec.weights
+        if name is None or name not in as_frame(X).columns:
+            return np.asarray(s2)
+        with np.errstate(divide="ignore"):
+            return np.asarray(s2 / numeric(as_frame(X), name))
 
     def mean(self, margin: Floats) -> Floats:
         return self.spec.loss.mean(margin)
@@ -140,7 +149,8 @@ class Model:
         if self.learned is None or not (self.learned.has_sums or level == "global"):
             return tidy
         error = self.posterior.standard_errors(level).ravel()
-        reach = error * (quantile(coverage, self.posterior.freedom) if level == "global" else quantile(coverage))
+        alone = level == "global" or (level == "cluster" and self.hierarchy.n_clusters == 1)
+        reach = error * (quantile(coverage, self.posterior.freedom) if alone else quantile(coverage))
         estimate = tidy["estimate"].to_numpy()
         bounds = {"lower": pl.Series(estimate - reach), "upper": pl.Series(estimate + reach)}
         return tidy.with_columns(std_error=pl.Series(error), **bounds)

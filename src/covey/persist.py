@@ -166,14 +166,26 @@ def _learned(
     d = len(terms)
     rows, columns = np.tril_indices(d)
     table = {"C": np.empty((0, len(rows))), "r": np.empty((0, d)), "c": np.empty(0), "n": np.empty(0)}
+    if sums is not None and len(sums) != tree.n_clients:
+        raise ModelError("The model is damaged: it has not one row of sums for each client; copy the whole folder.")
     if sums is not None:
         table = {name: np.ascontiguousarray(sums[name].to_numpy()) for name in table}
     C = np.zeros((len(table["n"]), d, d))
     C[:, rows, columns] = C[:, columns, rows] = table["C"]
     units = Quadratic(C, table["r"], table["c"], table["n"])
     components = Components.from_json(document["components"])
-    covariance, origin = np.array(document["covariance"]), np.array(document["origin"])
-    return Learned.of(components, terms, tree, covariance, units, origin, document["log_weights"])
+    covariance, origin = np.array(document["covariance"], dtype=np.float64), np.array(document["origin"], dtype=np.float64)
+    s2, log_weights = components.residual, document["log_weights"]
+    numbers = covariance, origin, components.client.covariance, components.cluster.covariance, *table.values()
+    fits = (
+        covariance.shape == (d, d)
+        and origin.shape == (d,)
+        and table["r"].shape[1] == d
+        and len(table["n"]) in (0, tree.n_clients)
+    )
+    if not fits or not all(np.isfinite(each).all() for each in numbers) or not (s2 is None or 0 < s2 < np.inf):
+        raise ModelError("The model is damaged: what it learned does not fit its clients and terms; fit it again.")
+    return Learned.of(components, terms, tree, covariance, units, origin, float(log_weights))
 
 
 def _tables(model: Model) -> tuple[pl.DataFrame, pl.DataFrame]:

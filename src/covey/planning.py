@@ -101,6 +101,8 @@ def plan(
             raise SolverError(f"The plan has no setting {name!r} here; it takes {listing(known_names, 20)}.")
     spec = Spec(family=family, **settings)
     spec.check()
+    if spec.bars:
+        raise SolverError("A plan is for solvers that let every term vary; leave out the bars, and name client= and cluster=.")
     grouped = data if isinstance(data, GroupedData) else read_frame(data, spec)[0]
     spec.loss.check(grouped.y, lambda row: f"row {row}")
     objective = _objective(grouped, spec)

@@ -24,6 +24,7 @@ from covey.solvers.elimination import Quadratic, descend, eliminate
 from covey.solvers.sweep import solve_top
 from covey.variance.components import Learned
 from covey.variance.gaussian import invert
+from covey.variance.identify import check_rank
 
 _STEPS, _CLOSE, _REACH = 100, 1e-10, 2.0
 _LATER = "clients came or went since: variances, log-likelihood and tests are those of the fit before"
@@ -60,6 +61,8 @@ def add_clients(model: Model, data: GroupedData) -> Model:
 def remove_clients(model: Model, clients: Sequence[Any]) -> Model:
     """The model as if these clients had never taken part."""
     learned, tree = model.posterior.with_sums, model.hierarchy
+    if isinstance(clients, str):
+        clients = [clients]
     found = lookup(as_labels(clients, "client"), tree.client_ids, "client")
     if (found < 0).any():
         unknown = [list(clients)[at] for at in np.flatnonzero(found < 0)]
@@ -71,6 +74,7 @@ def remove_clients(model: Model, clients: Sequence[Any]) -> Model:
     counts = np.bincount(tree.parent[keep], minlength=tree.n_clusters)
     left = Hierarchy(np.concatenate([[0], np.cumsum(counts)]), tree.client_ids.filter(pl.Series(keep)), tree.cluster_ids)
     units = learned.units
+    check_rank(units.C[keep].sum(axis=0), model.terms)
     fewer = Quadratic(units.C[keep], units.r[keep], units.c[keep], units.n[keep])
     return _solved(model, replace(learned, units=fewer), left, model.rows[keep])
 

@@ -78,9 +78,10 @@ def test_settings_are_those_of_the_estimators(shell, flags, settings):
 def test_cross_validated_penalties(shell, monkeypatch):
     monkeypatch.setattr("covey.learning.search", partial(search, gammas=np.array([0.1, 1.0]), lams=np.array([1.0])))
     told = fit(shell, "y ~ x", "--client", "h", "--cluster", "g", "--penalty", "cv")
-    assert told["summary"]["method"] is None
+    assert told["summary"]["method"] == "cv"
+    assert told["summary"]["penalty"]["lam"] == [1.0, 1.0]
     printed = shell("fit", "t.csv", "y ~ x", "--client", "h", "--cluster", "g", "--penalty", "cv", "--holdout", "0")
-    assert "penalties gamma" in printed
+    assert "by cross-validation" in printed
 
 
 def test_what_was_learned_is_printed_and_shown_again(shell):

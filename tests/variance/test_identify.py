@@ -68,7 +68,7 @@ def test_a_term_constant_within_every_client(loss):
     data = table(x=lambda client, cluster, rng: rng.normal(size=20)[client], loss=loss)
     sentence = refusal(data, BOTH, loss)
     assert sentence.startswith("The term 'x' is constant within every client, so its variation between clients cannot be told")
-    assert "leave it out of what varies by client with vary=" in sentence
+    assert "leave it out of what varies by client (vary=, or its bar)" in sentence
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
@@ -133,7 +133,7 @@ def test_a_full_covariance_of_as_many_terms_as_rows_allow():
     assert sentence.startswith(
         "There are more varying terms than this data can identify: 2 for each of 40 clients with 80 rows"
     )
-    assert sentence.endswith("let fewer vary by client with vary=, or set covariance='diagonal'.")
+    assert sentence.endswith("let fewer vary by client, or set covariance='diagonal'.")
     assert estimate(data, Gaussian(), Shape((0, 1), ()))[0].convergence.converged
 
 
@@ -176,7 +176,7 @@ def test_more_terms_than_can_be_told_apart():
     sentence = refusal(data, Shape((0, 1), ()))
     assert sentence.startswith("There are more varying terms than this data can identify: the variances of ")
     assert all(name in sentence for name in ("the residual", "Intercept between clients", "x between clients"))
-    assert sentence.endswith("let fewer terms vary with vary=, or add rows.")
+    assert sentence.endswith("let fewer terms vary (vary=, or the bar), or add rows.")
 
 
 def test_the_same_terms_are_fine_with_a_third_row():
@@ -193,3 +193,19 @@ def test_units_of_a_column_do_not_look_like_any_of_this():
 def test_a_large_middle_does_not_look_like_a_constant():
     data = table(x=lambda client, cluster, rng: 2000.0 + rng.normal(size=len(client)))
     assert estimate(data, Gaussian(), Shape((0,), (0,)))[0].convergence.converged
+
+
+@pytest.mark.parametrize("shape", [Shape((0,), (0,)), Shape((), (0,))])
+def test_clusters_that_have_coefficients_of_their_own(shape):
+    rng = np.random.default_rng(0)
+    cluster = np.repeat(np.arange(4), 30)
+    X = np.column_stack([np.ones(120), *(cluster == j for j in (1, 2, 3))]).astype(float)
+    data = GroupedData.from_arrays(X, rng.normal(size=120), np.arange(120) // 6, cluster, terms=["Intercept", "b", "c", "d"])
+    assert refusal(data, shape).startswith("The common coefficients already tell every cluster apart")
+
+
+def test_a_response_that_is_a_constant_is_refused_with_no_row_to_spare():
+    rng = np.random.default_rng(0)
+    X = np.column_stack([np.ones(60), rng.normal(size=60)])
+    data = GroupedData.from_arrays(X, np.ones(60), np.arange(60) // 2, np.arange(60) // 6, terms=["Intercept", "x"])
+    assert refusal(data, Shape((0, 1), (0, 1))).startswith("The residual variance is zero")

@@ -125,7 +125,7 @@ def test_the_guess_at_the_curvature_is_near_the_truth(kind):
     """Within a factor of ten either way, for balanced data, once the cheap steps have come near."""
     data = simulate(clusters=20, clients=15, rows=10, d=2, client_sd=0.7, cluster_sd=0.7, seed=4).data
     problem = Linear(Sums.of(data, Gaussian()), data.hierarchy, data.terms, Shape((0, 1), (0, 1), kind, kind), reml=True)
-    x, guess = problem.approach(problem.start(0.5), 12)
+    x, guess = problem.approach(problem.start(0.5, 0.5), 12)
     truth = np.diag([slopes(lambda x, a=a: problem.criterion(x)[1][a], x, 1e-4) for a in range(len(x))])
     assert (guess / truth > 0.1).all()
     assert (guess / truth < 10).all()

@@ -36,6 +36,7 @@ def demo(
     out.mkdir(parents=True, exist_ok=True)
     homes.write_parquet(out / "homes.parquet")
     spec = Spec(client="county", cluster="state", formula="log_radon ~ floor", seed=seed)
+    spec.check()
     screen = console()
     if not as_json:
         clients, clusters = homes["county"].n_unique(), homes["state"].n_unique()

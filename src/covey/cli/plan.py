@@ -11,7 +11,7 @@ import typer
 def plan(
     data: Annotated[Path, typer.Argument(help="Table: .parquet, .csv, .csv.gz or .tsv.")],
     formula: Annotated[str, typer.Argument(help="Response and terms, such as 'y ~ log(x) + zone'.")],
-    client: Annotated[str, typer.Option(help="Column with the clients' ids.")],
+    client: Annotated[str | None, typer.Option(help="Column with the clients' ids.")] = None,
     cluster: Annotated[str | None, typer.Option(help="Column with the clusters' ids.")] = None,
     family: Annotated[str, typer.Option(help="gaussian, bernoulli (two classes) or poisson (counts).")] = "gaussian",
     gamma: Annotated[float | None, typer.Option(help="Pull of clients to their cluster; learned if left out.")] = None,

@@ -132,7 +132,7 @@ class Uncertain:
             if X is None:
                 raise DataError("The bootstrap of counts or classes needs the rows: pass X and y as to fit.")
             X, client, cluster, offset, weights = self._plain_rows(X, client, cluster, offset, sample_weight)
-            data = group_rows(model, X, y, client=client, cluster=cluster, weights=weights, offset=offset)
+            data = self._same_rows(X, y, client=client, cluster=cluster, weights=weights, offset=offset)
         shape = shape_of(model.hierarchy, model.terms, model.spec, model.spec.varying(model.design))
         drawn = bootstrap(
             learned, shape, model.hierarchy, model.terms, model.wbar, data=data, loss=model.spec.loss, draws=draws,
@@ -176,6 +176,14 @@ class Uncertain:
         """A copy of the estimator as if these clients had never taken part; see :meth:`add_clients`."""
         check_is_fitted(self, "model_")
         return self._with(remove_clients(self.model_, clients))
+
+    def _same_rows(self, X: Any, y: Any, **given: Any) -> GroupedData:
+        """Rows of the clients that the model was fitted to, and of no others, in its order."""
+        model = self.model_
+        data = group_rows(model, X, y, **given)
+        if data.hierarchy.client_ids.to_list() != model.hierarchy.client_ids.to_list():
+            raise DataError("The bootstrap needs the rows that the model was fitted to; the clients of these are others.")
+        return data
 
     def _with(self, model: Model) -> Any:
         other = copy(self)

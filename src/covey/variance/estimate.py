@@ -32,10 +32,12 @@ def estimate(
     shape: Shape,
     *,
     reml: bool = True,
-    start: Floats | None = None,
+    thorough: bool = False,
     progress: Progress | None = None,
 ) -> tuple[Fit, Learned]:
-    """Learn the covariances of a hierarchy from its data, and fit it with them; the search may be told where to ``start``.
+    """Learn the covariances of a hierarchy from its data, and fit it with them.
+
+    A ``thorough`` search also begins at the best fits with one level less; one that ends in doubt does so by itself.
 
     >>> from covey.datasets import simulate
     >>> from covey.losses import Gaussian
@@ -48,10 +50,13 @@ def estimate(
     moved = centred(data, shift)
     with threads_for(work(data)):
         problem = problem_for(moved, loss, shape, reml=reml)
-        best, notes = search(problem, progress, start)
-        if start is None and problem.doubtful(best.x):
-            best, notes = _from_below(problem, best, notes, moved, loss, progress)
-        return uncentred(*problem.finish(best, notes), data, shift)
+        best, notes = search(problem, progress)
+        if thorough or problem.doubtful(best.x):
+            best, notes = _from_below(problem, best, notes, moved, loss, reml, progress)
+        fit, learned = uncentred(*problem.finish(best, notes), data, shift)
+    if not (np.isfinite(fit.theta).all() and np.isfinite(learned.covariance).all()):
+        raise DataError("The coefficients are not finite; the columns are probably on extreme scales: standardise them.")
+    return fit, learned
 
 
 def problem_for(data: GroupedData, loss: Loss, shape: Shape, *, reml: bool, check: bool = True) -> Problem:
@@ -65,12 +70,18 @@ def problem_for(data: GroupedData, loss: Loss, shape: Shape, *, reml: bool, chec
 
 
 def _from_below(
-    problem: Problem, best: Optimum, notes: tuple[str, ...], data: GroupedData, loss: Loss, progress: Progress | None
+    problem: Problem,
+    best: Optimum,
+    notes: tuple[str, ...],
+    data: GroupedData,
+    loss: Loss,
+    reml: bool,
+    progress: Progress | None,
 ) -> tuple[Optimum, tuple[str, ...]]:
     """Begin again at the best fits with one level less, where there are two."""
     for level, null in problem.shape.without().items():
         if null.client or null.cluster:
-            smaller = problem_for(data, loss, null, reml=False, check=False)
+            smaller = problem_for(data, loss, null, reml=reml, check=False)
             found, _ = search(smaller, progress)
             again, told = search(problem, progress, problem.joined(level, smaller, found.x))
             if again.value < best.value - NEGLIGIBLE:

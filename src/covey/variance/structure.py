@@ -122,7 +122,7 @@ class Variation:
         S = L @ L.swapaxes(1, 2)
         if self.kind == "full":
             values, vectors = np.linalg.eigh(bend)
-            root = np.sqrt(np.maximum(values, 1e-12 * np.abs(values).max(axis=1, keepdims=True)))
+            root = np.sqrt(np.maximum(values, 1e-12 * np.abs(values).max(axis=1, keepdims=True) + 1e-300))
             half, back = _recomposed(vectors, root), _recomposed(vectors, 1.0 / root)
             values, vectors = np.linalg.eigh(half @ S @ pull @ S @ half)
             return self.of_covariances(back @ _recomposed(vectors, np.sqrt(np.maximum(values, 0.0))) @ back)
