@@ -11,7 +11,7 @@ from covey._typing import Floats
 from covey.errors import listing
 from covey.solvers.result import Progress
 from covey.variance.problem import Problem
-from covey.variance.search import NEGLIGIBLE, Optimum, minimise
+from covey.variance.search import MANY, NEGLIGIBLE, Optimum, minimise
 from covey.variance.structure import Kind, Variation
 
 # Variances, in units of the columns and the residual, that are tried as none at all; the second are none for all purposes.
@@ -44,7 +44,8 @@ def _settled(problem: Problem, found: Optimum, progress: Progress | None) -> Opt
         value, gradient = problem.criterion(x)
         return value, gradient[free]
 
-    curvature = np.maximum(np.diag(found.hessian)[free], 1e-3)
+    guess = problem.approach(found.x, 0)[1] if len(found.x) > MANY else np.diag(found.hessian)
+    curvature = np.maximum(guess[free], 1e-3)
     rest = minimise(among_free, found.x[free], curvature, progress=progress)
     x, gradient, hessian = found.x.copy(), np.zeros(len(free)), np.zeros((len(free), len(free)))
     x[free], gradient[free] = rest.x, rest.gradient

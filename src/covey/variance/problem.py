@@ -23,7 +23,7 @@ from covey.variance.components import Components, Learned, Level
 from covey.variance.gaussian import Evaluation, Gaussian, invert
 from covey.variance.identify import check_classes, check_rank, check_told_apart
 from covey.variance.laplace import Laplace
-from covey.variance.search import Optimum
+from covey.variance.search import MANY, Optimum
 from covey.variance.structure import Shape, Structure, Variation
 
 _LARGE = 3.0  # standard deviation of log-odds or log-means
@@ -184,7 +184,8 @@ class Problem:
         sd = np.sqrt(scale * np.einsum("maa->ma", S))
         first = which * self.structure.client.n_parameters
         sd_error = np.full(sd.shape, np.nan)
-        for m, a in zip(*np.nonzero(sd), strict=True):
+        known = np.nonzero(sd) if len(best.x) <= MANY else ((), ())  # without a Hessian there are no errors
+        for m, a in zip(*known, strict=True):
             # log sd = (log S_aa + log scale) / 2, and its error follows from that of the parameters.
             G = np.zeros_like(S)
             G[m, a, a] = 0.5 / S[m, a, a]
@@ -326,7 +327,8 @@ class Generalised(Problem):
         shares = self.shares(levels, self.moments, self.residual)
         parameters = len(wbar) + cut
         components = Components("Laplace", *levels, None, -0.5 * best.value, parameters, self.rows, notes, shares=shares)
-        covariance = (self.half @ errors[cut:, cut:] @ self.half.T)[back[:, None], back]
+        spread = self.half @ errors[cut:, cut:] @ self.half.T if len(best.x) <= MANY else invert(top.D.sum(axis=0))[0]
+        covariance = spread[back[:, None], back]
         # To second order about the mode, where the loss's slope is minus the force that holds a client: b = H theta + u.
         H = np.ascontiguousarray(state.here.hessian[:, back[:, None], back])
         b = np.einsum("iab,ib->ia", H, theta) + state.u[:, back]
@@ -347,6 +349,8 @@ def parameter_covariance(best: Optimum, variances: int | None = None) -> Floats:
 
     Only the first ``variances`` parameters are held there: a flat direction of the others is one of which nothing is known.
     """
+    if len(best.x) > MANY:
+        return np.zeros_like(best.hessian)
     values, vectors = np.linalg.eigh(np.nan_to_num(best.hessian))
     floor = 1e-7 * max(float(values.max(initial=0.0)), 1e-30)
     unknown = (vectors[variances:] ** 2).sum(axis=0) > 0.5 if variances is not None else np.zeros(len(values), dtype=bool)

@@ -25,7 +25,7 @@ NEGLIGIBLE, CONVERGED = 1e-8, 1e-6
 _NEAR = 1e-2  # the gradient, in these units, at which the quasi-Newton run hands over
 _STEP = 1e-3  # of the differences
 _BENT = 1e-3  # of the largest curvature: a negative one beyond this is none of rounding
-_MANY = 200  # parameters beyond which a Hessian is not worth its cost, and the quasi-Newton run's own has to do
+MANY = 200  # parameters beyond which a Hessian is not worth its cost
 
 
 @dataclass(frozen=True)
@@ -66,19 +66,27 @@ def minimise(criterion: Criterion, x: Floats, curvature: Floats, *, progress: Pr
 
 
 def _quasi_newton(criterion: Criterion, z: Floats) -> Optimum:
-    many = len(z) > _MANY
-    options = {"gtol": 1e-2 * _NEAR if many else _NEAR, "maxiter": 20 * len(z) + 100, "hess_inv0": 0.5 * np.eye(len(z))}
+    if len(z) > MANY:
+        return _limited(criterion, z)
+    options = {"gtol": _NEAR, "maxiter": 20 * len(z) + 100, "hess_inv0": 0.5 * np.eye(len(z))}
     with np.errstate(invalid="ignore", over="ignore"):
         found = optimize.minimize(criterion, z, jac=True, method="BFGS", options=options)
-    inverse = np.asarray(found.hess_inv)
+    hessian = np.asarray(np.linalg.pinv(np.asarray(found.hess_inv)))
+    return Optimum(np.asarray(found.x), float(found.fun), np.asarray(found.jac), hessian, np.inf, 0)
+
+
+def _limited(criterion: Criterion, z: Floats) -> Optimum:
+    """With many parameters: a run without matrices, judged by the curvature of 2 that these units stand for; no Hessian."""
+    options = {"maxcor": 30, "ftol": 1e-16, "gtol": 1e-5, "maxiter": 2000, "maxfun": 4000}
+    found = optimize.minimize(criterion, z, jac=True, method="L-BFGS-B", options=options)
     gradient = np.asarray(found.jac)
-    decrement = max(0.5 * float(gradient @ inverse @ gradient), 0.0) if many else np.inf
-    return Optimum(np.asarray(found.x), float(found.fun), gradient, np.asarray(np.linalg.pinv(inverse)), decrement, 0)
+    hessian = np.zeros((len(z), len(z)))
+    return Optimum(np.asarray(found.x), float(found.fun), gradient, hessian, 0.25 * float(gradient @ gradient), 0)
 
 
 def _finished(criterion: Criterion, best: Optimum) -> Optimum:
     """Newton steps, until nothing is left to gain."""
-    if len(best.x) > _MANY:
+    if len(best.x) > MANY:
         return best
     for _ in range(12):
         best = replace(best, hessian=_hessian(criterion, best.x, best.gradient))
