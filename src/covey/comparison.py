@@ -60,7 +60,10 @@ def compare(
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # of a trial; the fit that is kept speaks for itself
-            fit = fit_data(train, trial, vary).fit
+            try:
+                fit = fit_data(train, trial, vary).fit
+            except DataError as problem:
+                raise DataError(f"With {test:g} of the rows held out: {problem}") from None
         errors[name] = held_out_error(fit, held, spec)
     return Comparison(errors, train.n_rows, held.n_rows)
 
