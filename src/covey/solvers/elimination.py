@@ -56,13 +56,6 @@ class Spread:
         """The children that nothing ties to their parent."""
         return np.isinf(self.scale)
 
-    def matrices(self, start: int = 0, stop: int | None = None) -> Floats:
-        """The covariances themselves, of children ``start`` to ``stop``."""
-        scale = self.scale[start:stop, None, None]
-        shape = self.shape if len(self.shape) else np.eye(self.shape.shape[1])[None]
-        covariances: Floats = scale * (shape[start:stop] if len(shape) > 1 else shape)
-        return covariances
-
     def moved(self, force: Floats) -> Floats:
         """How far each child is from its parent under a ``force (m, d)`` on it; nowhere, if it is detached."""
         scale = np.where(self.detached, 0.0, self.scale)[:, None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from covey.hierarchy import Hierarchy
 from covey.solvers.elimination import Quadratic, Spread
 from covey.variance.structure import Kind
 
-Method = str  # "REML", "ML" or "Laplace"
+Method = Literal["REML", "ML", "Laplace"]
 
 
 @dataclass(frozen=True)

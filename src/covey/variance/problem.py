@@ -19,7 +19,7 @@ from covey.objective import Penalty
 from covey.solvers.elimination import Quadratic
 from covey.solvers.newton import newton
 from covey.solvers.result import Convergence, Fit
-from covey.variance.components import Components, Learned, Level
+from covey.variance.components import Components, Learned, Level, Method
 from covey.variance.gaussian import Evaluation, Gaussian, invert
 from covey.variance.identify import check_classes, check_rank, check_told_apart
 from covey.variance.laplace import Laplace
@@ -233,7 +233,7 @@ class Linear(Problem):
         here, back, origin = self.evaluate(best.x), self.back, self.sums.origin
         top, s2 = here.top, here.top.dispersion
         theta = self.marginal.theta(self.covariances(best.x)[0], top)
-        method = "REML" if self.marginal.reml else "ML"
+        method: Method = "REML" if self.marginal.reml else "ML"
         end = self.account(best, method)
         fit = Fit(origin + theta[:, back], origin + top.w[:, back], origin + top.wbar[back], end)
         below, above = (-pull / top.dof for pull in here.pull)
