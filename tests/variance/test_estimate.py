@@ -419,3 +419,24 @@ def test_counts_of_parameters_and_rows_and_the_criteria_that_follow():
     assert components.aic == pytest.approx(2 * 9 - 2 * components.log_likelihood)
     assert components.bic == pytest.approx(np.log(components.rows) * 9 - 2 * components.log_likelihood)
     assert sum(components.shares) == pytest.approx(1.0)
+
+
+@pytest.mark.filterwarnings("ignore::covey.errors.ConvergenceWarning")  # the last digits of the criterion itself are rounding
+@pytest.mark.parametrize("noise", [1e-4, 1e-5, 1e-6])
+def test_a_tiny_residual_keeps_its_digits(noise):
+    """About the pooled fit it would drown in what varies."""
+    rng = np.random.default_rng(0)
+    client = np.repeat(np.arange(48), 6)
+    x, own, above, error = rng.normal(size=288), rng.normal(size=48), rng.normal(size=8), rng.normal(size=288)
+    X = np.column_stack([np.ones(288), x])
+    y = own[client] + above[client // 6] + 0.5 * x + noise * error
+    data = GroupedData.from_arrays(X, y, client, client // 6, terms=["Intercept", "x"])
+    components = estimate(data, Gaussian(), Shape((0,), (0,)))[1].components
+    inside = y - segment_mean(y, client) - 0.5 * (x - segment_mean(x, client))
+    slope = (x - segment_mean(x, client)) @ inside / ((x - segment_mean(x, client)) ** 2).sum()
+    left = inside - slope * (x - segment_mean(x, client))
+    assert np.sqrt(components.residual) == pytest.approx(np.sqrt(left @ left / (288 - 48 - 1)), rel=1e-3)
+
+
+def segment_mean(values, client):
+    return (np.bincount(client, values) / np.bincount(client))[client]

@@ -50,10 +50,12 @@ def estimate(
     moved = centred(data, shift)
     with threads_for(work(data)):
         problem = problem_for(moved, loss, shape, reml=reml)
-        best, notes = search(problem, progress)
+        best, notes = search_rows(problem, moved, loss, progress)
         if thorough or problem.doubtful(best.x):
             best, notes = _from_below(problem, best, notes, moved, loss, reml, progress)
         fit, learned = uncentred(*problem.finish(best, notes), data, shift)
+    if not best.converged:
+        warn(notes[-1])
     if not (np.isfinite(fit.theta).all() and np.isfinite(learned.covariance).all()):
         raise DataError("The coefficients are not finite; the columns are probably on extreme scales: standardise them.")
     return fit, learned
@@ -82,7 +84,7 @@ def _from_below(
     for level, null in problem.shape.without().items():
         if null.client or null.cluster:
             smaller = problem_for(data, loss, null, reml=reml, check=False)
-            found, _ = search(smaller, progress)
+            found, _ = search_rows(smaller, data, loss, progress)
             again, told = search(problem, progress, problem.joined(level, smaller, found.x))
             if again.value < best.value - NEGLIGIBLE:
                 best, notes = again, told
@@ -92,6 +94,17 @@ def _from_below(
 def work(data: GroupedData) -> int:
     """How much an evaluation has to read: rows, and a few operations on each client's matrix."""
     return data.n_rows * data.n_terms + data.n_clients * data.n_terms**3 // 8
+
+
+def search_rows(
+    problem: Problem, data: GroupedData, loss: Loss, progress: Progress | None = None
+) -> tuple[Optimum, tuple[str, ...]]:
+    """As :func:`search`, with the rows at hand to go back to where their sums do not tell enough."""
+    best, notes = search(problem, progress)
+    if isinstance(problem, Linear) and problem.blurred(best):
+        problem.sharpened(data, loss)
+        best, notes = search(problem, progress)
+    return best, notes
 
 
 def search(problem: Problem, progress: Progress | None = None, start: Floats | None = None) -> tuple[Optimum, tuple[str, ...]]:
@@ -116,7 +129,6 @@ def search(problem: Problem, progress: Progress | None = None, start: Floats | N
             f"the variance components did not converge: {_left(best.decrement)}; let fewer terms vary, centre and scale the "
             "columns, or look for clients whose rows are all alike"
         )
-        warn(sentence)
         notes.append(sentence)
     return best, tuple(notes)
 

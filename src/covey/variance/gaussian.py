@@ -18,7 +18,7 @@ covariance of ``w_j``; to a change of ``S`` with the same one level up.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -60,18 +60,27 @@ class Top:
 
 @dataclass(frozen=True)
 class Gaussian:
-    """The criterion for clients whose normal equations are ``units``."""
+    """The criterion for clients whose normal equations are ``units``.
+
+    Where the residual is tiny beside what varies, ``c_i - 1/2 b_i'S r_i`` cancels to nothing; it equals half the sum of squares
+    about the client's own fit ``t_i`` plus ``1/2 t_i'r_i``, which does not. ``alone`` is these fits and sums, if needed.
+    """
 
     units: Quadratic
     tree: Hierarchy
     reml: bool
     log_weights: float
     widths: tuple[int, int]
+    alone: tuple[Floats, Floats] | None = None
 
     def __call__(self, S_client: Floats, S_cluster: Floats) -> Evaluation:
         """At given covariances, ``(1 or k, d, d)`` of clients and ``(1, d, d)`` of clusters."""
         own = marginalise(self.units, self.spread(S_client), self.tree.cluster_ptr)
-        top = upper(own.seen, float(own.volume.sum()) - self.log_weights, S_cluster[0], self.reml)
+        seen = own.seen
+        if self.alone is not None:
+            fits, squares = self.alone
+            seen = replace(seen, c=self.tree.sum_up(0.5 * (squares + np.einsum("ia,ia->i", fits, own.r))))
+        top = upper(seen, float(own.volume.sum()) - self.log_weights, S_cluster[0], self.reml)
         bend, pull = sensitivity(own, self.widths[0], self.tree.cluster_ptr, top.w, top.P)
         if len(S_client) == 1:
             bend, pull = bend.sum(axis=0, keepdims=True), pull.sum(axis=0, keepdims=True)

@@ -16,7 +16,7 @@ from covey.errors import ConvergenceWarning, DataError, SolverError
 from covey.hierarchy import Hierarchy
 from covey.losses import Loss, loss_of
 from covey.objective import Penalty
-from covey.solvers.elimination import Quadratic
+from covey.solvers.elimination import Quadratic, solve_symmetric
 from covey.solvers.newton import newton
 from covey.solvers.result import Convergence, Fit
 from covey.variance.components import Components, Learned, Level, Method
@@ -26,6 +26,7 @@ from covey.variance.laplace import Laplace
 from covey.variance.search import MANY, Optimum
 from covey.variance.structure import Shape, Structure, Variation
 
+_BLURRED = 1e-7  # share of the squares about the pooled fit
 _LARGE = 3.0  # standard deviation of log-odds or log-means
 START = 0.5  # standard deviation of everything that varies, in units of the residual's
 
@@ -228,6 +229,18 @@ class Linear(Problem):
         self.evaluations += 1
         self.exchanges += 2
         return self.marginal(*self.covariances(x))
+
+    def blurred(self, best: Optimum) -> bool:
+        """Whether so little is left over that the sums, which are of squares about the pooled fit, have lost its digits."""
+        top = self.evaluate(best.x).top
+        return bool(top.dispersion * top.dof < _BLURRED * 2 * float(self.sums.units.c.sum()))
+
+    def sharpened(self, data: GroupedData, loss: Loss) -> None:
+        """From now on by each client's own fit."""
+        units = self.sums.units
+        fits = solve_symmetric(units.C, units.r)
+        squares = 2 * loss.value(data, self.sums.origin + fits)
+        self.marginal = replace(self.marginal, alone=(np.ascontiguousarray(fits[:, self.order]), squares))
 
     def finish(self, best: Optimum, notes: tuple[str, ...]) -> tuple[Fit, Learned]:
         here, back, origin = self.evaluate(best.x), self.back, self.sums.origin

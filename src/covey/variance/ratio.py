@@ -23,7 +23,7 @@ from covey.solvers.result import Progress
 from covey.solvers.threads import threads_for
 from covey.variance.centring import centred, shift_of
 from covey.variance.components import Learned, LikelihoodRatio
-from covey.variance.estimate import problem_for, search, work
+from covey.variance.estimate import problem_for, search_rows, work
 from covey.variance.structure import Kind, Shape, Structure
 
 _DIRECTIONS = 4096
@@ -41,7 +41,8 @@ def likelihood_ratios(
             continue
         with threads_for(work(data)), warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # the fit itself has spoken
-            best, _ = search(problem_for(moved, loss, null, reml=reml, check=False), progress)
+            problem = problem_for(moved, loss, null, reml=reml, check=False)
+            best, _ = search_rows(problem, moved, loss, progress)
         statistic = best.value + 2 * learned.components.log_likelihood
         p_value = chi_bar_tail(statistic, found.kind, len(found.terms), len(found.covariance))
         tests.append(LikelihoodRatio(level, statistic, getattr(whole, level).n_parameters, p_value))
