@@ -185,3 +185,13 @@ def test_the_fit_is_the_same_whatever_the_order_of_rows():
     model, other = (HierarchicalRegressor(**NAMED, covariance="full").fit(frame) for frame in (FRAME, FRAME[::-1]))
     np.testing.assert_allclose(other.coef_, model.coef_, atol=1e-6)
     assert other.components_.log_likelihood == pytest.approx(model.components_.log_likelihood, abs=1e-8)
+
+
+def test_cross_validation_may_pass_the_response_that_the_formula_names():
+    from sklearn.model_selection import cross_validate
+
+    model = HierarchicalRegressor(formula="y ~ x + (1 | cluster/client)", tests=False)
+    scores = cross_validate(model, FRAME.to_pandas(), FRAME["y"].to_pandas(), cv=3, error_score="raise")
+    assert np.isfinite(scores["test_score"]).all()
+    with pytest.raises(ValueError, match=r"given twice, as y and as 'y' in the formula, and they differ"):
+        model.fit(FRAME, FRAME["y"] + 1.0)

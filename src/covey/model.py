@@ -285,8 +285,8 @@ def read_frame(
         if lhs is None:
             raise DataError("There is no response: pass y, or write it to the left of '~' in the formula.")
         y = response(lhs, frame)
-    elif lhs is not None:
-        raise FormulaError(f"The response is given twice, as y and as {lhs!r} in the formula; leave one out.")
+    elif lhs is not None and not _same(y, response(lhs, frame)):
+        raise FormulaError(f"The response is given twice, as y and as {lhs!r} in the formula, and they differ; leave one out.")
     design: Design
     if rhs is not None:
         design = Formula.learn(split_bars(rhs)[0], frame)
@@ -352,10 +352,15 @@ def fit_matrix(
     return fit_grouped(data, design, classes, spec)
 
 
+def series_values(y: Any) -> Anything:
+    """A column of any library, or a sequence, as an array."""
+    series = nw.from_native(y, series_only=True, pass_through=True)
+    return series.to_numpy() if isinstance(series, nw.Series) else np.asarray(y)
+
+
 def encode_response(y: Any, family: str) -> tuple[Any, Anything | None]:
     """The response as numbers; for a binary family 0 and 1, with the two classes they stand for, in sorted order."""
-    series = nw.from_native(y, series_only=True, pass_through=True)
-    values = series.to_numpy() if isinstance(series, nw.Series) else np.asarray(y)
+    values = series_values(y)
     if family != "bernoulli":
         return values, None
     missing = _missing(values)
@@ -377,8 +382,7 @@ def encode_response(y: Any, family: str) -> tuple[Any, Anything | None]:
 
 def _encode_known(y: Any, classes: Anything | None) -> Any:
     """New responses as numbers, by the classes that a model knows."""
-    series = nw.from_native(y, series_only=True, pass_through=True)
-    values = series.to_numpy() if isinstance(series, nw.Series) else np.asarray(y)
+    values = series_values(y)
     if classes is None:
         return values
     known = np.isin(values, classes)
@@ -386,6 +390,12 @@ def _encode_known(y: Any, classes: Anything | None) -> Any:
         shown = values.tolist()[int((~known).argmax())]
         raise DataError(f"The response is {shown!r}, which is neither of the model's classes {listing(classes.tolist(), 2)}.")
     return (values == classes[1]).astype(np.float64)
+
+
+def _same(first: Any, second: Any) -> bool:
+    """Whether two columns hold the same values, as when cross-validation passes a response that the formula names too."""
+    one, two = (series_values(each) for each in (first, second))
+    return one.shape == two.shape and bool((one == two).all())
 
 
 def _missing(values: Anything) -> Anything:
