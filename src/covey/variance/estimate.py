@@ -114,7 +114,7 @@ def search(problem: Problem, progress: Progress | None = None, start: Floats | N
     """
     best = _from(problem, problem.start(START, START) if start is None else start, progress)
     for _ in range(_ROUNDS):
-        far = _elsewhere(problem, best)
+        far = _elsewhere(problem, best) if problem.may_have_others(best.x) else None
         if far is None:
             break
         best = _better(best, _from(problem, far, progress))

@@ -17,6 +17,7 @@ from covey.data import GroupedData
 from covey.errors import DataError, listing
 from covey.hierarchy import Hierarchy, segment_sum
 from covey.solvers.elimination import Quadratic, solve_symmetric
+from covey.variance.gaussian import invert
 from covey.variance.structure import Shape
 
 _TINY = 1e-13
@@ -113,11 +114,10 @@ def _refuse_constant(A: Floats, varying: Sequence[int], terms: Sequence[str], le
 
 def _refuse_known(A: Floats, gram: Floats, varying: Sequence[int], terms: Sequence[str], level: str) -> None:
     """Common coefficients that already tell every unit apart, such as those of the units' own names, leave nothing to vary."""
-    size = np.sqrt(np.diag(gram))
+    inverse, _ = invert(gram)
     for a in varying:
-        column = A[:, :, a] / size
-        fitted = solve_symmetric(np.broadcast_to(gram / (size[:, None] * size), A.shape), column)
-        if (A[:, a, a] - np.einsum("ia,ia->i", column, fitted) <= 1e-8 * A[:, a, a]).all():
+        fitted = np.einsum("ia,ab,ib->i", A[:, :, a], inverse, A[:, :, a])
+        if (A[:, a, a] - fitted <= 1e-8 * A[:, a, a]).all():
             raise DataError(
                 f"The common coefficients already tell every {level} apart, so variation of {terms[a]!r} between {level}s "
                 f"cannot be told from them; leave the {level}s' names out of the common terms, or {terms[a]!r} out of the bar."

@@ -138,6 +138,10 @@ class Problem:
         rest = x[: other.structure.n_parameters]
         return np.concatenate([own, rest] if level == "client" else [rest, own])
 
+    def may_have_others(self, x: Floats) -> bool:
+        """Whether there may be other optima than one near ``x``."""
+        return True
+
     def doubtful(self, x: Floats) -> bool:
         """Whether an optimum, proven as it may be, is probably not the only one."""
         return False
@@ -308,6 +312,10 @@ class Generalised(Problem):
 
     def centre_slope(self, centre: Floats) -> Floats:
         return np.asarray(centre @ self.half)
+
+    def may_have_others(self, x: Floats) -> bool:
+        """Clients with many rows for each of their coefficients leave Laplace's likelihood the shape of a Gaussian's."""
+        return self.doubtful(x) or self.rows < 5 * self.tree.n_clients * max(self.structure.client.q, 1)
 
     def doubtful(self, x: Floats) -> bool:
         """With spreads so large that most clients are all but certain, Laplace's likelihood tends to have several tops."""
