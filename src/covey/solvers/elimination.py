@@ -194,10 +194,10 @@ def _shape_of(shape: Floats, i: int, identity: Floats) -> Floats:
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def _absorb(A: Floats, b: Floats, scale: float, shape: Floats, q: int, M: Floats) -> float:
+def _absorb(A: Floats, b: Floats, scale: float, shape: Floats, q: int, measure: bool, M: Floats) -> float:
     """Solve ``(I + scale A shape) [C | r] = [A | b]`` by elimination with row pivots; leaves ``[C | r]`` in ``M[:, d:]``.
 
-    Columns of ``shape`` from ``q`` on are zero. Returns the logarithm of the determinant.
+    Columns of ``shape`` from ``q`` on are zero. Returns the logarithm of the determinant, if it is to be measured.
     """
     d = len(b)
     for a in range(d):
@@ -224,7 +224,8 @@ def _absorb(A: Floats, b: Floats, scale: float, shape: Floats, q: int, M: Floats
                 M[p, c], M[best, c] = M[best, c], M[p, c]
             for c in range(d, 2 * d + 1):
                 M[p, c], M[best, c] = M[best, c], M[p, c]
-        volume += math.log(abs(M[p, p]))
+        if measure:
+            volume += math.log(abs(M[p, p]))
         for a in range(p + 1, d):
             factor = M[a, p] / M[p, p]
             for c in range(p + 1, q):
@@ -257,7 +258,7 @@ def _eliminate(
             if np.isinf(scale[i]):
                 continue
             S = _shape_of(shape, i, identity)
-            volume[i] = _absorb(A[i], b[i], scale[i], S, q, M)
+            volume[i] = _absorb(A[i], b[i], scale[i], S, q, len(each_C) > 0, M)
             for a in range(d):
                 for e in range(d):
                     C[block, a, e] += M[a, d + e]
@@ -286,7 +287,7 @@ def _descend(
             if np.isinf(scale[i]):
                 continue
             S = _shape_of(shape, i, identity)
-            _absorb(A[i], b[i], scale[i], S, q, M)
+            _absorb(A[i], b[i], scale[i], S, q, False, M)
             for a in range(d):
                 pull = M[a, 2 * d]
                 for c in range(d):
@@ -339,7 +340,7 @@ def _posterior(A: Floats, scale: Floats, shape: Floats, parent: Ints, P: Floats,
         for i in range(block * _BLOCK, min((block + 1) * _BLOCK, m)):
             S[:, :] = scale[i] * _shape_of(shape, i, identity)
             # The roles of A and S exchanged: (I + S A) X = S, which nothing cancels in, be S singular or large.
-            _absorb(S, zero, 1.0, A[i], d, M)
+            _absorb(S, zero, 1.0, A[i], d, False, M)
             for a in range(d):
                 for c in range(d):
                     out[i, a, c] = M[a, d + c]
