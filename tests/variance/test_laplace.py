@@ -12,7 +12,7 @@ from scipy.special import expit, logsumexp
 from covey import GroupedData
 from covey.losses import Bernoulli, Poisson
 from covey.solvers.elimination import Spread
-from covey.solvers.newton import Node, node_start
+from covey.solvers.newton import Clients, node_start
 from covey.variance.gaussian import below as covariances_below
 from covey.variance.laplace import Laplace, node_bends, node_curvature, node_slopes
 from covey.variance.problem import Generalised
@@ -121,7 +121,7 @@ def test_sums_over_three_nodes_are_those_of_the_whole(seed, family):
     nodes = []
     for mine in (np.flatnonzero(owner == site) for site in range(3)):
         if len(mine):
-            node = Node(shard(data, mine), criterion.loss, Spread.of_covariances(S, len(mine)))
+            node = Clients(shard(data, mine), criterion.loss, Spread.of_covariances(S, len(mine)))
             nodes.append((node, node_start(node, mode.theta[mine], mode.u[mine])[0].now))
     own = [node_curvature(node, at) for node, at in nodes]
     C = sum(each.seen.C for each in own)

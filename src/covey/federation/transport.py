@@ -15,7 +15,8 @@ Reason = Literal["late", "gone", "refused", "failed"]
 @dataclass(frozen=True)
 class Failure:
     """Why a site did not reply: ``late`` (no answer in time), ``gone`` (not connected), ``refused`` (not let in, or it does not
-    let us in), ``failed`` (it broke while answering); ``detail`` in words."""
+    let us in), ``failed`` (it broke while answering); ``detail`` in words.
+    """
 
     reason: Reason
     detail: str

@@ -13,24 +13,27 @@ from typing import Any, Literal
 from covey.data import GroupedData
 from covey.errors import ConvergenceWarning, SolverError, listing, one_of, warn
 from covey.losses import Loss
+from covey.network import InMemory, Network
 from covey.objective import Objective, Penalty
 from covey.solvers import james_stein as js
 from covey.solvers.al2sgd_plus import al2sgd_plus
 from covey.solvers.costs import costs, surely_direct
 from covey.solvers.l2gd import l2gd
-from covey.solvers.newton import newton
+from covey.solvers.newton import Stage, newton, newton_across
 from covey.solvers.one_coin import one_coin
 from covey.solvers.result import Convergence, Fit, Progress, after
 from covey.solvers.rounds import Control, Watch
-from covey.solvers.sweep import Settle, sweep
+from covey.solvers.sweep import Settle, sweep, sweep_across
 from covey.solvers.threads import threads_for
 
 Solver = Literal["auto", "sweep", "newton", "l2gd", "al2sgd_plus", "one_coin"]
 SOLVERS = ("auto", "sweep", "newton", "l2gd", "al2sgd_plus", "one_coin")
+DIRECT = ("sweep", "newton")
 BY_COINS: dict[str, Callable[..., Fit]] = {"l2gd": l2gd, "one_coin": one_coin, "al2sgd_plus": al2sgd_plus}
 
 __all__ = [
     "BY_COINS",
+    "DIRECT",
     "SOLVERS",
     "Convergence",
     "Fit",
@@ -41,6 +44,7 @@ __all__ = [
     "newton",
     "one_coin",
     "solve",
+    "solve_across",
     "sweep",
 ]
 
@@ -83,26 +87,59 @@ def solve(
             if best.solver == solver:
                 return trial
             solver = best.solver  # type: ignore[assignment]
-    if solver == "sweep":
-        shrink = js.Shrink(penalty, data.hierarchy) if james_stein else None
+    if solver in DIRECT:
+        network = InMemory.of(data, loss, penalty.gamma)
+        limits: dict[str, Any] = {"tol": tol, "max_iter": max_iter}
         with threads_for(data):
-            fit = _refined(data, loss, penalty, tol, shrink)
-        return fit if shrink is None else _shrunk(fit, shrink.factor)
-    if solver == "newton":
-        limits: dict[str, Any] = {"tol": tol, "max_iter": max_iter or 100, "progress": progress}
-        with threads_for(data):
-            fit = newton(data, loss, penalty, start=start, **limits, **(options or {}))
-            if not james_stein:
-                return fit
-            factor = js.factor_of(data, loss, penalty, fit)
-            again = newton(data, loss, penalty, start=fit, centre=factor * fit.wbar, **limits)
-            both = after(fit, again)
-            end = both.convergence
-            message = f"gradient norm {end.gradient_norm:.1e} after {end.iterations} Newton steps"
-            return _shrunk(replace(both, convergence=replace(end, message=message)) if end.converged else both, factor)
+            if solver == "newton":
+                limits["max_iter"] = max_iter or 100
+                fit = newton(data, loss, penalty, start=start, progress=progress, **limits, **(options or {}))
+                if not james_stein:
+                    return fit
+                network.node.theta = fit.theta
+                fit = _below_a_shrunk(network, penalty, fit, limits)
+            else:
+                fit = solve_across(network, penalty, solver=solver, james_stein=james_stein, **limits)
+        return replace(fit, theta=network.node.where())
     watch: Watch = {"seed": seed, "tol": tol, "max_iter": max_iter, "progress": progress}
     watch["start"] = None if start is None else start.theta
     return BY_COINS[solver](data, loss, penalty, **{**watch, **(options or {})})
+
+
+def solve_across(
+    network: Network,
+    penalty: Penalty,
+    *,
+    solver: Solver = "auto",
+    tol: float = 1e-8,
+    max_iter: int | None = None,
+    james_stein: bool = False,
+    progress: Progress | None = None,
+) -> Fit:
+    """Minimise the objective of any network by the sweep or by Newton; the clients' models stay at their nodes."""
+    if solver == "auto":
+        solver = "sweep" if network.loss.name == "gaussian" else "newton"
+    if solver == "sweep":
+        shrink = js.Shrink(penalty, network.tree) if james_stein else None
+        fit = _refined(network, penalty, tol, shrink)
+        return fit if shrink is None else _shrunk(fit, shrink.factor)
+
+    def keep(_: int, stage: Stage) -> None:
+        if progress is not None:
+            progress(*stage.path[-1][:3])
+
+    limits: dict[str, Any] = {"tol": tol, "max_iter": max_iter or 100, "keep": keep}
+    fit = newton_across(network, penalty, **limits)
+    return _below_a_shrunk(network, penalty, fit, limits) if james_stein else fit
+
+
+def _below_a_shrunk(network: Network, penalty: Penalty, fit: Fit, limits: dict[str, Any]) -> Fit:
+    """Shrink the global model of a fit, and put the others where they are best given that."""
+    factor = js.factor_of(network, penalty, fit)
+    both = after(fit, newton_across(network, penalty, start=fit, centre=factor * fit.wbar, **limits))
+    end = both.convergence
+    message = f"gradient norm {end.gradient_norm:.1e} after {end.iterations} Newton steps"
+    return _shrunk(replace(both, convergence=replace(end, message=message)) if end.converged else both, factor)
 
 
 def _shrunk(fit: Fit, factor: float) -> Fit:
@@ -130,14 +167,15 @@ def check_options(solver: str, options: Mapping[str, Any] | None) -> None:
         raise SolverError(f"The solver {solver!r} has no option {unknown[0]!r}; it {takes}.")
 
 
-def _refined(data: GroupedData, loss: Loss, penalty: Penalty, tol: float, settle: Settle | None) -> Fit:
+def _refined(network: Network, penalty: Penalty, tol: float, settle: Settle | None) -> Fit:
     """One sweep; where columns on very different scales leave a residual, further sweeps for it until rounding stops them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
-        fit = sweep(data, loss, penalty, settle=settle)
+        fit = sweep_across(network, penalty, settle=settle)
         if fit.convergence.converged:
             return fit
-        finer = newton(data, loss, penalty, start=fit, centre=None if settle is None else fit.wbar, tol=tol, max_iter=20)
+        centre = None if settle is None else fit.wbar
+        finer = newton_across(network, penalty, start=fit, centre=centre, tol=tol, max_iter=20)
     finer = after(fit, finer)
     end = finer.convergence
     message = f"solved in {end.exchanges} exchanges, rounding of the first refined away, gradient norm {end.gradient_norm:.1e}"

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from covey._typing import Floats
-from covey.data import GroupedData
 from covey.errors import SolverError
 from covey.hierarchy import Hierarchy
 from covey.losses import Loss
+from covey.network import Network, Node
 from covey.objective import Penalty
 from covey.solvers.elimination import Quadratic, Spread, eliminate
 from covey.solvers.result import Fit
@@ -90,17 +90,24 @@ def noise(wbar: Floats, whole: Quadratic) -> float:
     return max(left, 0.0) / max(float(whole.n[0]) - len(wbar) + 2, 1.0)
 
 
-def factor_of(data: GroupedData, loss: Loss, penalty: Penalty, fit: Fit) -> float:
+@dataclass(frozen=True)
+class Curvature:
+    """Down: tell what your clusters see of your clients' losses about where these are."""
+
+    def at(self, node: Node) -> Quadratic:
+        data, theta = node.data, node.where()
+        # A Gaussian loss is its own expansion, taken at zero to be the one of the sweep.
+        here = node.loss.expand(data, np.zeros_like(theta) if node.loss.name == "gaussian" else theta)
+        own = Quadratic(here.hessian, -here.gradient, here.value, data.rows_that_count)
+        return eliminate(own, Spread.of_penalty(node.gamma, data.n_terms), data.hierarchy.cluster_ptr)
+
+
+def factor_of(network: Network, penalty: Penalty, fit: Fit) -> float:
     """The factor for a fit at its minimum, whatever the loss: ``V`` is that of its Hessians there."""
-    d, tree = data.n_terms, data.hierarchy
-    # A Gaussian loss is its own expansion, taken at zero to be the one of the sweep.
-    here = loss.expand(data, np.zeros_like(fit.theta) if loss.name == "gaussian" else fit.theta)
-    own = Quadratic(here.hessian, -here.gradient, here.value, data.rows_that_count)
-    below, above = Spread.of_penalty(penalty.gamma, d), Spread.of_penalty(penalty.lam, d)
-    seen = eliminate(own, below, tree.cluster_ptr)
-    whole = eliminate(seen, above, np.array([0, tree.n_clusters]))
-    dispersion = noise(fit.wbar, whole) if loss.name == "gaussian" else 1.0
-    return factor(fit.wbar, whole.C[0], dispersion, client_shares(seen, penalty, tree))
+    seen = network.ask(Curvature())
+    whole = eliminate(seen, Spread.of_penalty(penalty.lam, len(network.terms)), np.array([0, network.tree.n_clusters]))
+    dispersion = noise(fit.wbar, whole) if network.loss.name == "gaussian" else 1.0
+    return factor(fit.wbar, whole.C[0], dispersion, client_shares(seen, penalty, network.tree))
 
 
 def check(loss: Loss, penalty: Penalty) -> None:

@@ -22,8 +22,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -32,12 +33,13 @@ from covey._typing import Anything, Floats
 from covey.data import GroupedData
 from covey.errors import ConvergenceWarning, SolverError, listing, warn
 from covey.ledger import Ledger, quadratic_links
-from covey.losses import Expansion, Gaussian, Loss
+from covey.losses import Expansion, Loss
+from covey.network import InMemory, Network, Node
 from covey.objective import Objective, Penalty
 from covey.solvers.checkpoint import Checkpoint, Found
 from covey.solvers.elimination import Quadratic, Spread, descend, eliminate
 from covey.solvers.result import HISTORY, Convergence, Fit, Progress, certified_gap, entry
-from covey.solvers.sweep import solve_top, sweep
+from covey.solvers.sweep import solve_top, sweep_across
 
 _ARMIJO = 1e-4
 _EPS = float(np.finfo(float).eps)
@@ -48,12 +50,30 @@ _SHORTEST = 1e-12
 
 
 @dataclass(frozen=True)
+class Begin:
+    """Down: begin where you are, each client held by the force from its cluster at ``w (k, d)``."""
+
+    w: Floats
+
+    def at(self, node: Node) -> Report:
+        theta = node.where()
+        force = node.gamma[:, None] * (theta - node.data.hierarchy.down(self.w))
+        node.memory["newton"], report = node_start(Clients.of(node), theta, force)
+        return report
+
+
+@dataclass(frozen=True)
 class Move:
     """Down: go ``length`` along the direction that ``dw (k, d)`` implies; from the old point if ``retry``."""
 
     dw: Floats
     length: float = 1.0
     retry: bool = False
+
+    def at(self, node: Node) -> Report:
+        state, report = node_move(Clients.of(node), node.memory["newton"], self)
+        node.memory["newton"], node.theta = state, state.now.theta
+        return report
 
 
 @dataclass(frozen=True)
@@ -82,12 +102,16 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Node:
+class Clients:
     """What a node holds for the whole run: its clients' rows, their loss and what ties them to their clusters."""
 
     data: GroupedData
     loss: Loss
     spread: Spread
+
+    @classmethod
+    def of(cls, node: Node) -> Clients:
+        return cls(node.data, node.loss, Spread.of_penalty(node.gamma, node.data.n_terms))
 
     @property
     def aside(self) -> tuple[Floats, Floats]:
@@ -119,7 +143,7 @@ class NodeState:
     du: Floats
 
 
-def node_start(node: Node, theta: Floats, u: Floats) -> tuple[NodeState, Report]:
+def node_start(node: Clients, theta: Floats, u: Floats) -> tuple[NodeState, Report]:
     """Begin at given coefficients, each client held by a force ``u`` from its cluster: ``theta - w = S u``."""
     point = _point(node, theta, u)
     still = np.zeros_like(theta)
@@ -127,7 +151,7 @@ def node_start(node: Node, theta: Floats, u: Floats) -> tuple[NodeState, Report]
     return NodeState(point, point, still, still), _report(node, point, still, still, point, mu)
 
 
-def node_move(node: Node, state: NodeState, move: Move) -> tuple[NodeState, Report]:
+def node_move(node: Clients, state: NodeState, move: Move) -> tuple[NodeState, Report]:
     """Answer one :class:`Move`."""
     if not move.retry:
         origin = state.now
@@ -138,11 +162,11 @@ def node_move(node: Node, state: NodeState, move: Move) -> tuple[NodeState, Repo
     return replace(state, now=point), _report(node, point, state.dtheta, state.du, origin, np.inf)
 
 
-def _point(node: Node, theta: Floats, u: Floats) -> Point:
+def _point(node: Clients, theta: Floats, u: Floats) -> Point:
     return Point(theta, u, node.loss.expand(node.data, theta))
 
 
-def _report(node: Node, point: Point, dtheta: Floats, du: Floats, origin: Point, mu: float) -> Report:
+def _report(node: Clients, point: Point, dtheta: Floats, du: Floats, origin: Point, mu: float) -> Report:
     tree = node.data.hierarchy
     tied = 0.5 * float((node.spread.moved(point.u) * point.u).sum())
     slope = float((origin.here.gradient * dtheta).sum() + (node.spread.moved(origin.u) * du).sum())
@@ -189,6 +213,9 @@ class Stage:
     path: tuple[Step, ...] = ()
     stalled: int = 0
     adrift: int = 0
+
+
+Keep = Callable[[int, Stage], None]
 
 
 def coordinate(
@@ -284,22 +311,64 @@ def _runaway(step: Top, top: Top) -> Anything:
     return np.asarray((ahead > 1e-3 * here) & (ahead > 1e-9 * here.max()) & (ahead > 1e-10))
 
 
-# In memory: one node that holds everybody
+def newton_across(
+    network: Network,
+    penalty: Penalty,
+    *,
+    start: Fit | None = None,
+    centre: Floats | None = None,
+    tol: float = 1e-8,
+    max_iter: int = 100,
+    keep: Keep | None = None,
+    resume: Callable[[int], tuple[Report, Stage] | None] = lambda _: None,
+) -> Fit:
+    """Newton over any network, its nodes beginning where they are; the clients' models stay at their nodes.
+
+    ``start`` is where the upper levels are, zero by default; ``keep`` is told of each step; ``resume`` may know a stage to go
+    on from. Both are told how many exchanges went before the first step.
+    """
+    d, before = len(network.terms), 0
+    if start is None and network.loss.name == "poisson":
+        start, before = _from_the_counts(network, penalty), 1
+    report, stage = resume(before) or _begin(network, penalty, start, centre)
+    limits: dict[str, Any] = {"tol": tol, "max_iter": max_iter, "fixed": centre is not None}
+    told = None if keep is None else partial(keep, before)
+    stage, account, runaway = coordinate(network.ask, report, stage, Spread.of_penalty(penalty.lam, d), **limits, keep=told)
+    account = replace(account, exchanges=account.exchanges + before)
+    history, ledger = _told(network, stage, before)
+    separated = runaway.any() and network.loss.curvature[0] == 0.0
+    if separated:
+        terms = listing(np.array(network.terms)[runaway].tolist(), 3)
+        sentence = (
+            f"the responses are perfectly separated along {terms}: the coefficients grow without bound and were stopped where "
+            "the gradient vanished; drop terms or merge categories"
+        )
+        account = replace(account, message=f"{account.message}; {sentence}")
+    if separated or not account.converged:
+        warn(account.message)
+    return Fit(np.empty((0, d)), stage.top.w, stage.top.wbar, account, history, ledger)
 
 
-def logs_of_counts(data: GroupedData) -> GroupedData:
-    """The working responses of the usual first step of a log-linear fit: the logs of the counts, weighted by the counts."""
-    counts = np.maximum(data.y, 0.5)
-    target = np.log(counts) if data.offset is None else np.log(counts) - data.offset
-    weights = counts if data.weights is None else counts * data.weights
-    return replace(data, y=target, weights=weights, offset=None)
-
-
-def _from_the_counts(data: GroupedData, loss: Loss, penalty: Penalty) -> Fit:
+def _from_the_counts(network: Network, penalty: Penalty) -> Fit:
     """From zero, large counts or exposures would take Newton hundreds of steps: exp grows out of any quadratic's reach."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # a start need not be exact
-        return sweep(logs_of_counts(data), Gaussian(loss.reduction, loss.ridge), penalty)
+        return sweep_across(network, penalty, logs=True)
+
+
+def _begin(network: Network, penalty: Penalty, start: Fit | None, centre: Floats | None) -> tuple[Report, Stage]:
+    k, d = network.tree.n_clusters, len(network.terms)
+    w, wbar = (np.zeros((k, d)), np.zeros(d)) if start is None else (start.w, start.wbar)
+    wbar = wbar if centre is None else np.asarray(centre, dtype=np.float64)
+    one = np.isinf(penalty.lam)[:, None]
+    w = np.where(one, wbar, w)
+    report = network.ask(Begin(w))
+    with np.errstate(invalid="ignore"):
+        v = np.where(one, report.force, penalty.lam[:, None] * (w - wbar))
+    return report, Stage(Top(w, v, wbar), report.mu)
+
+
+# In memory: one node that holds everybody
 
 
 def newton(
@@ -330,74 +399,47 @@ def newton(
     >>> fit.convergence.converged, fit.theta.ravel().round(3).tolist()
     (True, [0.645, -0.291, 2.133])
     """
-    before, objective = 0, Objective(data, loss, penalty)
-    if start is None and loss.name == "poisson":
-        start, before = _from_the_counts(data, loss, penalty), 1
-    k, d = data.n_clusters, data.n_terms
-    nowhere = np.zeros((data.n_clients, d)), np.zeros((k, d)), np.zeros(d)
-    theta, w, wbar = nowhere if start is None else (start.theta, start.w, start.wbar)
-    wbar = wbar if centre is None else np.asarray(centre, dtype=np.float64)
-    w = np.where(np.isinf(penalty.lam)[:, None], wbar, w)
-    node = Node(data, loss, Spread.of_penalty(penalty.gamma, d))
-    place = Checkpoint.at(checkpoint, {"solver": "newton"}, objective, theta)
-    found = place.read()
-    if found is None:
-        state, report = node_start(node, theta, penalty.gamma[:, None] * (theta - data.hierarchy.down(w)))
-        with np.errstate(invalid="ignore"):
-            v = np.where(np.isinf(penalty.lam)[:, None], report.force, penalty.lam[:, None] * (w - wbar))
-        stage = Stage(Top(w, v, wbar), report.mu)
-    else:
-        state, report, stage = _resumed(node, found, before)
+    theta = None if start is None else start.theta
+    network = InMemory.of(data, loss, penalty.gamma, theta)
+    nowhere = np.zeros((data.n_clients, data.n_terms))
+    place = Checkpoint.at(checkpoint, {"solver": "newton"}, Objective(data, loss, penalty), nowhere if theta is None else theta)
 
-    def ask(move: Move) -> Report:
-        nonlocal state
-        state, answer = node_move(node, state, move)
-        return answer
-
-    def keep(stage: Stage) -> None:
+    def keep(before: int, stage: Stage) -> None:
         end = stage.path[-1]
         if place.path is not None:
-            levels = {"theta": state.now.theta, "u": state.now.u, "w": stage.top.w, "v": stage.top.v, "wbar": stage.top.wbar}
-            told = _told(data, stage, before)
+            here = network.node.memory["newton"].now
+            levels = {"theta": here.theta, "u": here.u, "w": stage.top.w, "v": stage.top.v, "wbar": stage.top.wbar}
+            history, ledger = _told(network, stage, before)
             counts = np.array([stage.mu, stage.stalled, stage.adrift])
-            place.write(end.iteration, told[1], told[0].to_dicts(), counts, levels)
+            place.write(end.iteration, ledger, history.to_dicts(), counts, levels)
         if progress is not None:
             progress(end.iteration, end.value, end.norm)
 
-    stage, account, runaway = coordinate(
-        ask, report, stage, Spread.of_penalty(penalty.lam, d), tol=tol, max_iter=max_iter, fixed=centre is not None, keep=keep
-    )
-    account = replace(account, exchanges=account.exchanges + before)
-    history, ledger = _told(data, stage, before)
-    separated = runaway.any() and loss.curvature[0] == 0.0
-    if separated:
-        terms = listing(np.array(data.terms)[runaway].tolist(), 3)
-        sentence = (
-            f"the responses are perfectly separated along {terms}: the coefficients grow without bound and were stopped where "
-            "the gradient vanished; drop terms or merge categories"
-        )
-        account = replace(account, message=f"{account.message}; {sentence}")
-    if separated or not account.converged:
-        warn(account.message)
-    return Fit(state.now.theta, stage.top.w, stage.top.wbar, account, history, ledger)
+    def resume(before: int) -> tuple[Report, Stage] | None:
+        found = place.read()
+        return None if found is None else _resumed(network.node, found, before)
+
+    fit = newton_across(network, penalty, start=start, centre=centre, tol=tol, max_iter=max_iter, keep=keep, resume=resume)
+    return replace(fit, theta=network.node.where())
 
 
-def _resumed(node: Node, found: Found, before: int) -> tuple[NodeState, Report, Stage]:
+def _resumed(node: Node, found: Found, before: int) -> tuple[Report, Stage]:
     """The node and the coordinator as they were after a step."""
-    at = found.nodes
-    point, still = _point(node, at["theta"], at["u"]), np.zeros_like(at["theta"])
+    at, clients = found.nodes, Clients.of(node)
+    point, still = _point(clients, at["theta"], at["u"]), np.zeros_like(at["theta"])
+    node.memory["newton"], node.theta = NodeState(point, point, still, still), point.theta
     mu, stalled, adrift = found.anchor.tolist()
     path = tuple(
         Step(row["iteration"], row["objective"], row["gradient_norm"], row["exchanges"] - before) for row in found.history
     )
     stage = Stage(Top(at["w"], at["v"], at["wbar"]), mu, path, int(stalled), int(adrift))
-    return NodeState(point, point, still, still), _report(node, point, still, still, point, mu), stage
+    return _report(clients, point, still, still, point, mu), stage
 
 
-def _told(data: GroupedData, stage: Stage, before: int) -> tuple[pl.DataFrame, Ledger]:
+def _told(over: Network, stage: Stage, before: int) -> tuple[pl.DataFrame, Ledger]:
     """The way as a history, and what it cost; every exchange is one of the whole network."""
-    network = quadratic_links(data.hierarchy.sizes, data.n_terms)
-    everybody = np.ones(data.n_clusters, dtype=np.int64)
+    network = quadratic_links(over.tree.sizes, len(over.terms))
+    everybody = np.ones(over.tree.n_clusters, dtype=np.int64)
     rows, ledger = [], network.nothing
     for step in stage.path:
         ledger = network.count((step.exchanges + before) * everybody, step.exchanges + before)

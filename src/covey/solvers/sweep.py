@@ -6,15 +6,15 @@ PAPER.md's closed form of the hierarchical linear model, in the covariances of :
     for each cluster   D_j, q_j = what the whole sees of it       wbar = (sum D_j)^-1 sum q_j
     and back down      w_j = wbar + S (q_j - D_j wbar)            theta_i = w_j + S_i (r_i - C_i w_j)
 
-    node          sends   Quadratic: sum of (C_i, r_i) over its clients, for each cluster
-    coordinator   solves  w, wbar from the sum over nodes
-    node          gets    w, computes its clients' theta; they stay there
+    Up     node          sends   Quadratic: sum of (C_i, r_i) over its clients, for each cluster
+           coordinator   solves  w, wbar from the sum over nodes
+    Down   node          gets    w, computes its clients' theta, which stay there; sends Account, by which to judge them
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import polars as pl
@@ -23,7 +23,8 @@ from covey._typing import Floats
 from covey.data import GroupedData
 from covey.errors import SolverError, warn
 from covey.ledger import quadratic_links
-from covey.losses import Loss
+from covey.losses import Gaussian, Loss
+from covey.network import InMemory, Network, Node
 from covey.objective import Penalty
 from covey.solvers.elimination import Quadratic, Spread, descend, eliminate, solve_symmetric
 from covey.solvers.result import HISTORY, Convergence, Fit, certified_gap, entry
@@ -108,6 +109,44 @@ def node_down(data: GroupedData, loss: Loss, gamma: Floats, w: Floats) -> tuple[
     return theta, account
 
 
+@dataclass(frozen=True)
+class Up:
+    """Down: tell what your clusters see of your clients; with ``logs``, as if the logs of their counts were the responses."""
+
+    logs: bool = False
+
+    def at(self, node: Node) -> Quadratic:
+        data, loss = _responses(node, self.logs)
+        return node_up(data, loss, node.gamma)
+
+
+@dataclass(frozen=True)
+class Down:
+    """Down: the clusters' models ``w (k, d)``; move your clients to where these put them."""
+
+    w: Floats
+    logs: bool = False
+
+    def at(self, node: Node) -> Account:
+        data, loss = _responses(node, self.logs)
+        node.theta, account = node_down(data, loss, node.gamma, self.w)
+        return account
+
+
+def _responses(node: Node, logs: bool) -> tuple[GroupedData, Loss]:
+    if logs:
+        return logs_of_counts(node.data), Gaussian(node.loss.reduction, node.loss.ridge)
+    return node.data, node.loss
+
+
+def logs_of_counts(data: GroupedData) -> GroupedData:
+    """The working responses of the usual first step of a log-linear fit: the logs of the counts, weighted by the counts."""
+    counts = np.maximum(data.y, 0.5)
+    target = np.log(counts) if data.offset is None else np.log(counts) - data.offset
+    weights = counts if data.weights is None else counts * data.weights
+    return replace(data, y=target, weights=weights, offset=None)
+
+
 def sweep(data: GroupedData, loss: Loss, penalty: Penalty, *, settle: Settle | None = None) -> Fit:
     """The exact minimiser for a Gaussian loss; with ``settle``, the minimiser given the global model that it chooses.
 
@@ -118,14 +157,21 @@ def sweep(data: GroupedData, loss: Loss, penalty: Penalty, *, settle: Settle | N
     >>> fit.wbar.round(3).tolist(), fit.theta.ravel().round(3).tolist()
     ([4.5], [1.5, 3.0, 7.5])
     """
-    if loss.name != "gaussian":
+    network = InMemory.of(data, loss, penalty.gamma)
+    return replace(sweep_across(network, penalty, settle=settle), theta=network.node.where())
+
+
+def sweep_across(network: Network, penalty: Penalty, *, settle: Settle | None = None, logs: bool = False) -> Fit:
+    """The sweep over any network; the clients' models stay at their nodes."""
+    if network.loss.name != "gaussian" and not logs:
         raise SolverError(
-            f"The solver 'sweep' needs a quadratic loss and the {loss.name} loss is not; use solver='newton', which runs a "
-            "sweep at each of its few steps."
+            f"The solver 'sweep' needs a quadratic loss and the {network.loss.name} loss is not; use solver='newton', which "
+            "runs a sweep at each of its few steps."
         )
-    seen = node_up(data, loss, penalty.gamma)
-    w, force, wbar = solve_top(seen, Spread.of_penalty(penalty.lam, data.n_terms), settle=settle)
-    theta, account = node_down(data, loss, penalty.gamma, w)
+    tree, d = network.tree, len(network.terms)
+    seen = network.ask(Up(logs))
+    w, force, wbar = solve_top(seen, Spread.of_penalty(penalty.lam, d), settle=settle)
+    account = network.ask(Down(w, logs))
 
     objective = account.value + 0.5 * float((force * (w - wbar)).sum())
     # Clients solve for whatever w they are sent; whether w and wbar are right shows in the balance of forces above them.
@@ -141,10 +187,10 @@ def sweep(data: GroupedData, loss: Loss, penalty: Penalty, *, settle: Settle | N
             "columns are badly scaled: standardise them, or refine with solver='newton'"
         )
         warn(message)
-    ledger = quadratic_links(data.hierarchy.sizes, data.n_terms).count(np.ones(data.n_clusters, dtype=np.int64), 1)
+    ledger = quadratic_links(tree.sizes, d).count(np.ones(tree.n_clusters, dtype=np.int64), 1)
     history = pl.DataFrame([entry(1, objective, norm, certified_gap(norm, mu), ledger)], schema=HISTORY)
     end = Convergence("sweep", exact, 1, 1, objective, norm, certified_gap(norm, mu), message)
-    return Fit(theta, w, wbar, end, history, ledger)
+    return Fit(np.empty((0, d)), w, wbar, end, history, ledger)
 
 
 def _normal_equations(data: GroupedData, loss: Loss) -> Quadratic:

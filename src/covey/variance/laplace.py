@@ -33,9 +33,9 @@ from covey.data import GroupedData
 from covey.errors import SolverError
 from covey.losses import Loss, loss_of
 from covey.solvers.elimination import Marginal, Quadratic, Spread, descend, eliminate, marginalise, posterior, sensitivity
-from covey.solvers.newton import Move, Node, NodeState, Point, Report, Stage, coordinate, logs_of_counts, node_move, node_start
+from covey.solvers.newton import Clients, Move, NodeState, Point, Report, Stage, coordinate, node_move, node_start
 from covey.solvers.newton import Top as Upper
-from covey.solvers.sweep import solve_top
+from covey.solvers.sweep import logs_of_counts, solve_top
 from covey.variance.gaussian import Evaluation, Top, below
 
 _STEPS = 60  # of Newton to a mode, at most; a few suffice from that of a nearby point
@@ -44,14 +44,14 @@ _STEPS = 60  # of Newton to a mode, at most; a few suffice from that of a nearby
 # The node
 
 
-def node_curvature(node: Node, at: Point) -> Marginal:
+def node_curvature(node: Clients, at: Point) -> Marginal:
     """What the clusters see of the curvature at the mode, and the sum of log-determinants; what is each client's own stays."""
     H = at.here.hessian
     nothing = np.zeros(len(H))
     return marginalise(Quadratic(H, np.zeros_like(at.u), nothing, nothing), node.spread, node.data.hierarchy.cluster_ptr)
 
 
-def node_bends(node: Node, at: Point, P: Floats) -> tuple[Floats, Floats]:
+def node_bends(node: Clients, at: Point, P: Floats) -> tuple[Floats, Floats]:
     """Each client's ``g_i``, which stays, and what its cluster sees of it, summed: ``(k, d)``."""
     tree, H = node.data.hierarchy, at.here.hessian
     g = node.loss.bend(node.data, at.theta, posterior(H, node.spread, tree.parent, P))
@@ -59,7 +59,7 @@ def node_bends(node: Node, at: Point, P: Floats) -> tuple[Floats, Floats]:
     return g, eliminate(Quadratic(H, g, nothing, nothing), node.spread, tree.cluster_ptr).r
 
 
-def node_slopes(node: Node, at: Point, own: Marginal, g: Floats, P: Floats, y: Floats) -> tuple[Floats, Floats]:
+def node_slopes(node: Clients, at: Point, own: Marginal, g: Floats, P: Floats, y: Floats) -> tuple[Floats, Floats]:
     """The sums of what holds variances down, and of what makes them grow, by cluster; ``y`` solves the second sweep above."""
     tree, width = node.data.hierarchy, node.spread.width
     _, q = descend(at.here.hessian, g, node.spread, tree.parent, y)
@@ -99,7 +99,7 @@ class Laplace:
         """At given covariances, ``(1 or k, d, d)`` of clients and ``(1, d, d)`` of clusters, and global model."""
         data, tree, S = self.data, self.data.hierarchy, S_cluster[0]
         shape = S_client if len(S_client) == 1 else S_client[tree.parent]
-        node = Node(data, self.loss, Spread.of_covariances(shape, data.n_clients, self.widths[0]))
+        node = Clients(data, self.loss, Spread.of_covariances(shape, data.n_clients, self.widths[0]))
         above = Spread.of_covariances(S_cluster, data.n_clusters, self.widths[1])
         objective, upper = self._settle(node, above, wbar)
         at = self.state.now
@@ -120,7 +120,7 @@ class Laplace:
         top = Top(wbar, upper.w, upper.v, np.zeros_like(S), P, D, value, 1.0, np.inf)
         return Evaluation(value, bend - pull, held - pulled, (p - 2 * upper.v).sum(axis=0), (pull, pulled), top)
 
-    def _settle(self, node: Node, above: Spread, wbar: Floats) -> tuple[float, Upper]:
+    def _settle(self, node: Clients, above: Spread, wbar: Floats) -> tuple[float, Upper]:
         """Find the mode: the objective there, and the upper levels."""
         try:
             return self._newton(node, above, wbar)
@@ -128,7 +128,7 @@ class Laplace:
             self.forget()
             return self._newton(node, above, wbar)
 
-    def _newton(self, node: Node, above: Spread, wbar: Floats) -> tuple[float, Upper]:
+    def _newton(self, node: Clients, above: Spread, wbar: Floats) -> tuple[float, Upper]:
         mode = _first_mode(node, above, wbar) if self.mode is None else self.mode
         w = wbar + above.moved(mode.v)
         theta = self.data.hierarchy.down(w) + node.spread.moved(mode.u)
@@ -147,7 +147,7 @@ class Laplace:
         return end.objective, stage.top
 
 
-def _first_mode(node: Node, above: Spread, wbar: Floats) -> Mode:
+def _first_mode(node: Clients, above: Spread, wbar: Floats) -> Mode:
     """Where to begin when no mode is known: at the global model, or for counts at the sweep for their logs.
 
     From a mean far below a count Newton's step would go beyond all bounds.
