@@ -14,9 +14,9 @@ def own_folder_for_examples(request: pytest.FixtureRequest, tmp_path: Path, monk
 
 
 def _drop_stale_kernels() -> None:
-    """Numba looks at a kernel's own file only; the solvers' kernels also contain functions of ``losses/kernels.py``."""
+    """Numba looks at a kernel's own file only; the solvers' kernels also contain functions of these."""
     source = Path(__file__).parent / "src" / "covey"
-    changed = (source / "losses" / "kernels.py").stat().st_mtime
+    changed = max((source / shared).stat().st_mtime for shared in ("losses/kernels.py", "exact.py"))
     for cached in (source / "solvers" / "__pycache__").glob("*.nb?"):
         if cached.stat().st_mtime < changed:
             cached.unlink()

@@ -1,0 +1,231 @@
+"""Sums that do not depend on their order, nor on who added what: fixed point instead of floating point.
+
+Floating-point sums change in their last digits with the order of the addends, so a sum over clients would depend on which
+node holds which client. Here a number is a whole multiple of ``2^-96``, an integer modulo ``2^192`` kept as three limbs of
+64 bits: adding is exact, has the same bits in any order and split, and can be masked by adding random integers.
+
+An addend is rounded to the nearest multiple of ``2^-96``, ties to even: from ``2^-44`` in size on it is exactly itself, below
+``2^-97`` it is 0. Whatever cannot be summed safely comes out as NaN, and that too does not depend on the order: beside the
+integer goes the ``size`` of the addends, in whole multiples of ``2^64``, of which NaN, infinities and anything from ``2^94`` on
+count :data:`TOO_LARGE` at once. Sizes below that mean that a sum of fewer than ``2^30`` addends is less than ``2^95`` and has
+not wrapped around.
+
+Inside kernels a sum is a row of carry-save digits, each worth ``2^32`` of the one before it: :func:`accumulate` adds a number
+by three integer additions, and :func:`from_digits` carries at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit, prange
+
+from covey._typing import Anything, Floats, Ints
+
+Limbs = npt.NDArray[np.uint64]
+
+LIMBS = 3
+DIGITS = 7  # six of 32 bits, then the size
+TOO_LARGE = 1 << 30  # sizes that add up to this: the sum could reach 2^95 and wrap around
+QUANTUM = 2.0**-96
+
+_MASK = 0xFFFFFFFF
+_PIECE = 1024  # rows summed by one thread at a time
+
+
+@dataclass(frozen=True, eq=False)
+class Exact:
+    """An array of exact sums.
+
+    Parameters
+    ----------
+    limbs : (..., 3) uint64, least significant first, two's complement, in multiples of ``2^-96``
+    size : (...) int64: the addends' absolute values in whole multiples of ``2^64``; from :data:`TOO_LARGE` on the sum is NaN
+
+    >>> import numpy as np
+    >>> a, b, c = Exact.of([1e16, 0.1]), Exact.of([1.0, 0.2]), Exact.of([-1e16, 0.3])
+    >>> (a + b + c).floats().tolist(), (c + b + a).floats().tolist()
+    ([1.0, 0.6], [1.0, 0.6])
+    >>> (a + Exact.of([np.inf, 0.0]) - Exact.of([np.inf, 0.0])).floats().tolist()
+    [nan, 0.1]
+    """
+
+    limbs: Limbs
+    size: Ints
+
+    @classmethod
+    def of(cls, values: npt.ArrayLike) -> Exact:
+        """Each value by itself, rounded to the nearest multiple of ``2^-96``."""
+        floats = np.asarray(values, dtype=np.float64)
+        each = segment_sum(floats.reshape(-1), np.arange(floats.size + 1))
+        return each.reshape(*floats.shape)
+
+    @classmethod
+    def zeros(cls, *shape: int) -> Exact:
+        return cls(np.zeros((*shape, LIMBS), dtype=np.uint64), np.zeros(shape, dtype=np.int64))
+
+    @classmethod
+    def join(cls, parts: Sequence[Exact]) -> Exact:
+        """All values of these arrays in one flat array."""
+        limbs = np.concatenate([part.limbs.reshape(-1, LIMBS) for part in parts])
+        return cls(limbs, np.concatenate([part.size.reshape(-1) for part in parts]))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.size.shape
+
+    @property
+    def finite(self) -> Anything:
+        """Which sums are numbers; boolean, of this shape."""
+        return np.asarray(self.size < TOO_LARGE)
+
+    def reshape(self, *shape: int) -> Exact:
+        size = self.size.reshape(shape)
+        return Exact(self.limbs.reshape(*size.shape, LIMBS), size)
+
+    def __getitem__(self, index: Any) -> Exact:
+        """A part of the array, by its leading axes."""
+        size = self.size[index]
+        return Exact(self.limbs[index].reshape(*np.shape(size), LIMBS), np.asarray(size))
+
+    def __add__(self, other: Exact) -> Exact:
+        return from_digits(self._digits() + other._digits())
+
+    def __sub__(self, other: Exact) -> Exact:
+        digits = other._digits()
+        digits[..., :-1] *= -1
+        return from_digits(self._digits() + digits)
+
+    def sum(self, axis: int = 0) -> Exact:
+        """The sum over an axis, of fewer than ``2^30`` values."""
+        return from_digits(self._digits().sum(axis=range(len(self.shape))[axis]))
+
+    def floats(self) -> Floats:
+        """The nearest floating-point numbers, ties to even; NaN where the sum is not a number."""
+        digits = self._digits()
+        negative = digits[..., -2] >> 31
+        digits[..., :-1] *= 1 - 2 * negative[..., None]
+        low, mid, top = np.moveaxis(from_digits(digits).limbs, -1, 0)
+        # Shift left until the leading bit is at the top; what is below the upper limb then only breaks ties.
+        shifted = np.zeros(self.shape, dtype=np.int64)
+        for _ in range(LIMBS - 1):
+            small = top == 0
+            low, mid, top = np.where(small, 0, low), np.where(small, low, mid), np.where(small, mid, top)
+            shifted += 64 * small
+        for bits in (32, 16, 8, 4, 2, 1):
+            small = top >> (64 - bits) == 0
+            top = np.where(small, top << bits | mid >> (64 - bits), top)
+            mid = np.where(small, mid << bits | low >> (64 - bits), mid)
+            low = np.where(small, low << bits, low)
+            shifted += bits * small
+        size = np.ldexp((top | ((mid | low) != 0)).astype(np.float64), 32 - shifted)
+        return np.where(self.finite, (1 - 2 * negative) * size, np.nan)
+
+    def fractions(self) -> Anything:
+        """The sums themselves, as :class:`fractions.Fraction`; a float NaN where the sum is not a number."""
+        exact = np.empty(self.size.size, dtype=object)
+        rows = zip(self.limbs.reshape(-1, LIMBS).astype("<u8"), self.finite.reshape(-1), strict=True)
+        for at, (row, finite) in enumerate(rows):
+            whole = int.from_bytes(row.tobytes(), "little", signed=True)
+            exact[at] = Fraction(whole, 2**96) if finite else np.nan
+        return exact.reshape(self.shape)
+
+    def _digits(self) -> Ints:
+        """``(*shape, DIGITS)``: 32 bits each, and the size; the inverse of :func:`from_digits`."""
+        halves = np.ascontiguousarray(self.limbs, dtype="<u8").view("<u4")
+        return np.concatenate([halves.astype(np.int64), self.size[..., None]], axis=-1)
+
+
+def from_digits(digits: Ints) -> Exact:
+    """The sums that :func:`accumulate` collected in rows ``(*shape, DIGITS)``; carries are done here.
+
+    >>> import numpy as np
+    >>> digits = np.zeros(DIGITS, dtype=np.int64)
+    >>> for x in (0.5, -2.0**70, 2.0**70):
+    ...     accumulate(digits, x)
+    >>> float(from_digits(digits).floats())
+    0.5
+    """
+    halves = np.empty((*digits.shape[:-1], 2 * LIMBS), dtype="<u4")
+    carry = np.zeros(digits.shape[:-1], dtype=np.int64)
+    for i in range(2 * LIMBS):
+        digit = digits[..., i] + carry
+        halves[..., i], carry = digit & _MASK, digit >> 32
+    return Exact(halves.view("<u8").astype(np.uint64), np.minimum(digits[..., -1], TOO_LARGE))
+
+
+def segment_sum(values: Floats, ptr: Ints) -> Exact:
+    """Exact sums of ``values[ptr[j]:ptr[j + 1]]``, ``(k, *rest)``; an empty segment sums to zero.
+
+    >>> import numpy as np
+    >>> segment_sum(np.array([0.1, 0.2, 1e20, 3.0, -1e20]), np.array([0, 2, 2, 5])).floats().tolist()
+    [0.30000000000000004, 0.0, 3.0]
+    """
+    rest = values.shape[1:]
+    rows = np.ascontiguousarray(values, dtype=np.float64).reshape(len(values), -1) if values.size else np.zeros((0, 0))
+    digits = np.zeros((len(ptr) - 1, int(np.prod(rest)), DIGITS), dtype=np.int64)
+    if rows.size:
+        _sum_segments(rows, np.asarray(ptr, dtype=np.int64), *_pieces(ptr), digits)
+    return from_digits(digits.reshape(len(ptr) - 1, *rest, DIGITS))
+
+
+def _pieces(ptr: Ints) -> tuple[Ints, Ints]:
+    """Segments cut into pieces of at most ``_PIECE`` rows: where each starts, and whose it is."""
+    count = -(-np.diff(ptr) // _PIECE)
+    owner = np.repeat(np.arange(len(count)), count)
+    nth = np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count)
+    return np.asarray(ptr)[owner] + _PIECE * nth, owner
+
+
+@njit  # type: ignore[untyped-decorator]
+def accumulate(digits: Ints, x: float) -> None:
+    """Add ``x`` to a sum, a row of :data:`DIGITS` integers that starts as zeros; for use inside kernels.
+
+    Not inlined by numba but by LLVM, so that a kernel with fast arithmetic does not change what happens here.
+    """
+    bits = np.float64(x).view(np.int64)
+    exponent = (bits >> 52) & 0x7FF  # |x| is 2^(exponent - 1023) or more, and less than twice that
+    if 979 <= exponent < 1087:  # a multiple of the quantum, below 2^64: 53 bits, moved into place
+        sign = bits >> 63
+        whole = (((bits & 0xFFFFFFFFFFFFF) | 0x10000000000000) ^ sign) - sign
+        at, shift = (exponent - 979) >> 5, (exponent - 979) & 31
+        upper = whole >> (32 - shift)
+        digits[at] += (whole << shift) & _MASK
+        digits[at + 1] += upper & _MASK
+        digits[at + 2] += upper >> 32
+    elif exponent < 979:
+        whole = np.int64(np.rint(x * 2.0**96))
+        digits[0] += whole & _MASK
+        digits[1] += whole >> 32
+    elif exponent < 1117:  # below 2^94
+        top = np.trunc(x * 2.0**-64)
+        upper = np.trunc((x - top * 2.0**64) * 2.0**-32)
+        digits[6] += np.int64(abs(top))
+        digits[5] += np.int64(top)
+        digits[4] += np.int64(upper)
+        digits[3] += np.int64(x - top * 2.0**64 - upper * 2.0**32)
+    else:
+        digits[6] += TOO_LARGE
+
+
+@njit  # type: ignore[untyped-decorator]
+def _sum_rows(rows: Floats, first: int, last: int, digits: Ints) -> None:
+    for row in range(first, last):
+        for column in range(rows.shape[1]):
+            accumulate(digits[column], rows[row, column])
+
+
+@njit(parallel=True, cache=True)  # type: ignore[untyped-decorator]
+def _sum_segments(rows: Floats, ptr: Ints, start: Ints, owner: Ints, out: Ints) -> None:
+    parts = np.zeros((len(owner), rows.shape[1], DIGITS), dtype=np.int64)
+    for piece in prange(len(owner)):
+        _sum_rows(rows, start[piece], min(start[piece] + _PIECE, ptr[owner[piece] + 1]), parts[piece])
+    for piece in range(len(owner)):
+        for column in range(rows.shape[1]):
+            for digit in range(DIGITS):
+                out[owner[piece], column, digit] += parts[piece, column, digit]

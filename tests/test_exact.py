@@ -1,0 +1,184 @@
+"""Exact sums: equal to rational arithmetic, in any order, split and number of threads; never a wrong number."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from functools import reduce
+from itertools import pairwise
+from operator import add
+
+import numba
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from covey.exact import DIGITS, LIMBS, QUANTUM, TOO_LARGE, Exact, accumulate, from_digits, segment_sum
+
+QUANTA = 2**96
+
+addends = st.one_of(
+    st.floats(-(2.0**80), 2.0**80),
+    st.floats(-1e3, 1e3),
+    st.floats(-(2.0**-40), 2.0**-40),
+    st.integers(-(2**53), 2**53).map(lambda m: m * QUANTUM / 4),  # ties and neighbours of the quantum
+    st.builds(math.ldexp, st.floats(-1, 1), st.integers(-150, 80)),
+)
+anything = st.one_of(addends, st.sampled_from([math.nan, math.inf, -math.inf, 2.0**94, -1e300, 2.0**93, -(2.0**93)]))
+
+
+def rounded(x):
+    """The nearest multiple of the quantum, ties to even, in rational arithmetic."""
+    return Fraction(round(Fraction(x) * QUANTA), QUANTA)
+
+
+def same(a, b):
+    return a.limbs.tolist() == b.limbs.tolist() and a.size.tolist() == b.size.tolist()
+
+
+@given(st.lists(addends, max_size=40))
+def test_a_sum_is_the_exact_sum_correctly_rounded(values):
+    total = segment_sum(np.array(values, dtype=float), np.array([0, len(values)]))
+    truth = sum(map(rounded, values), Fraction())
+    assert total.fractions()[0] == truth
+    assert total.floats()[0] == float(truth)  # Python's division of integers is correctly rounded
+
+
+@given(st.lists(st.builds(math.ldexp, st.floats(-1, 1, width=32), st.integers(-60, 80)), min_size=1, max_size=40))
+def test_where_every_addend_is_a_multiple_of_the_quantum_it_is_fsum(values):
+    values = [x for x in values if x == 0 or abs(x) >= 2.0**-64]
+    assert Exact.of(values).sum().floats() == math.fsum(values)
+
+
+@given(st.lists(anything, min_size=1, max_size=30), st.randoms(use_true_random=False), st.data())
+def test_any_order_and_any_split_give_the_same_bits(values, random, data):
+    at_once = segment_sum(np.array(values), np.array([0, len(values)]))[0]
+    shuffled = list(values)
+    random.shuffle(shuffled)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(values)), max_size=5)))
+    parts = segment_sum(np.array(shuffled), np.array([0, *cuts, len(values)]))
+    one_by_one = reduce(add, (Exact.of(x) for x in shuffled))
+    assert same(at_once, parts.sum())
+    assert same(at_once, one_by_one)
+    assert same(at_once, reduce(add, (parts[j] for j in range(len(cuts) + 1))))
+
+
+@given(hnp.arrays(np.uint64, (5, LIMBS), elements=st.integers(0, 2**64 - 1)), st.data())
+def test_limbs_read_as_numbers_and_back(limbs, data):
+    """Any integer modulo 2^192, also those near a tie of the 53rd bit."""
+    keep = data.draw(st.integers(0, 191))
+    whole = [int.from_bytes(row.tobytes(), "little", signed=True) >> keep for row in limbs.astype("<u8")]
+    tie = [(w << min(192 - w.bit_length() - 1, 54)) + (1 << 53) if w.bit_length() < 130 else w for w in whole]
+    for wholes in (whole, tie):
+        rows = b"".join((w % 2**192).to_bytes(24, "little") for w in wholes)
+        exact = Exact(np.frombuffer(rows, "<u8").reshape(-1, LIMBS).astype(np.uint64), np.zeros(5, dtype=np.int64))
+        signed = [(w + 2**191) % 2**192 - 2**191 for w in wholes]
+        assert exact.fractions().tolist() == [Fraction(w, QUANTA) for w in signed]
+        assert exact.floats().tolist() == [w / QUANTA for w in signed]
+
+
+@given(hnp.arrays(float, (2, 3, 4), elements=anything))
+def test_differences_undo_sums(values):
+    a, b = Exact.of(values[0]), Exact.of(values[1])
+    back = a + b - b
+    assert back.limbs.tolist() == a.limbs.tolist()
+    finite = a.finite & b.finite & (a + b).finite
+    np.testing.assert_array_equal((a - b).floats()[finite], (a + Exact.of(-values[1])).floats()[finite])
+    assert ((a - b).finite == (a + b).finite).all()
+
+
+def test_rounding_at_the_quantum():
+    values = np.array([1.0, 0.5, 1.5, 2.5, 0.75, -0.5, -1.5, -0.25]) * QUANTUM
+    assert (Exact.of(values).floats() / QUANTUM).tolist() == [1, 0, 2, 2, 1, 0, -2, 0]
+    tiny = np.array([5e-324, -5e-324, 1e-310, 0.0, -0.0])
+    assert Exact.of(tiny).limbs.tolist() == np.zeros((5, LIMBS)).tolist()
+
+
+def test_numbers_of_ordinary_size_are_themselves():
+    rng = np.random.default_rng(0)
+    values = rng.choice([-1, 1], 20_000) * 10 ** rng.uniform(-13, 28, size=20_000)
+    np.testing.assert_array_equal(Exact.of(values).floats(), values)
+    ends = np.concatenate([s * 2.0 ** np.arange(-96, 94) for s in (1, -1)])
+    np.testing.assert_array_equal(Exact.of(ends).floats(), ends)
+    largest = np.nextafter(2.0**94, 0)
+    assert Exact.of([largest, -largest]).floats().tolist() == [largest, -largest]
+
+
+def test_cancellation_is_exact():
+    values = np.array([2.0**92, 2.0**-96, 1.0, -(2.0**92), -1.0])
+    assert segment_sum(values, np.array([0, 5])).floats().tolist() == [2.0**-96]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 2.0**94, -(2.0**94), 1e308])
+def test_what_is_not_finite_or_too_large_stays_so(bad):
+    total = Exact.of([1.0, bad]) + Exact.of([2.0, 3.0])
+    assert not (total - Exact.of([0.0, bad])).finite[1]
+    np.testing.assert_array_equal((total - Exact.of([0.0, bad])).floats(), [3.0, np.nan])
+    np.testing.assert_array_equal(total.sum().floats(), np.nan)
+    assert total.fractions()[0] == 3
+    assert math.isnan(total.fractions()[1])
+
+
+def test_a_sum_that_could_wrap_around_is_not_a_number():
+    """Beyond 2^95 the integer wraps: that must not come out as a number, nor must it if the addends cancel elsewhere."""
+    for many in (4, 5, 64):
+        assert np.isnan(segment_sum(np.full(many, 2.0**93), np.array([0, many])).floats()).all()
+    large = Exact.of(np.full(4, 2.0**93))
+    assert np.isnan(large.sum().floats())
+    assert np.isnan((large.sum() - large.sum()).floats())
+    just = np.full(TOO_LARGE // 2**28 - 1, 2.0**92)
+    assert segment_sum(just, np.array([0, len(just)])).floats().tolist() == [just.sum()]
+
+
+def test_segments_of_any_shape_with_empty_ones():
+    rng = np.random.default_rng(1)
+    ptr = np.array([0, 0, 3, 3, 5000, 5000])
+    values = rng.normal(size=(5000, 2, 3))
+    sums = segment_sum(values, ptr)
+    assert sums.shape == (5, 2, 3)
+    truth = [[[math.fsum(values[a:b, i, j]) for j in range(3)] for i in range(2)] for a, b in pairwise(ptr)]
+    np.testing.assert_allclose(sums.floats(), truth, rtol=0, atol=0)
+    assert segment_sum(np.empty((0, 2)), np.array([0, 0])).floats().tolist() == [[0.0, 0.0]]
+    assert segment_sum(np.empty((4, 0)), np.array([0, 4])).shape == (1, 0)
+    assert same(segment_sum(values.transpose(0, 2, 1), ptr), segment_sum(values.transpose(0, 2, 1).copy(), ptr))
+
+
+def test_the_same_bits_with_any_number_of_threads():
+    values = np.random.default_rng(2).normal(size=(100_000, 3))
+    ptr = np.array([0, 10, 60_000, 100_000])
+    before = numba.get_num_threads()
+    try:
+        numba.set_num_threads(1)
+        alone = segment_sum(values, ptr)
+    finally:
+        numba.set_num_threads(before)
+    assert same(alone, segment_sum(values, ptr))
+
+
+@numba.njit(fastmath=True)
+def _collect(values, digits):
+    for x in values:
+        accumulate(digits, x)
+
+
+@given(hnp.arrays(float, 20, elements=addends))
+def test_accumulate_inside_a_kernel_with_fast_arithmetic(values):
+    digits = np.zeros(DIGITS, dtype=np.int64)
+    _collect(values, digits)
+    assert same(from_digits(digits), Exact.of(values).sum())
+
+
+def test_shapes():
+    values = np.arange(24.0).reshape(2, 3, 4)
+    exact = Exact.of(values)
+    assert exact.shape == (2, 3, 4)
+    for axis in (0, 1, 2, -1):
+        np.testing.assert_array_equal(exact.sum(axis).floats(), values.sum(axis))
+    np.testing.assert_array_equal(exact[1, :, 2].floats(), values[1, :, 2])
+    np.testing.assert_array_equal(exact.reshape(6, -1).floats(), values.reshape(6, -1))
+    assert exact[1, 2, 3].shape == ()
+    assert exact[1, 2, 3].floats() == 23.0
+    joined = Exact.join([exact, Exact.zeros(2, 2), Exact.of(7.0)])
+    assert joined.floats().tolist() == [*range(24), 0, 0, 0, 0, 7]
