@@ -38,8 +38,8 @@ class Summary:
         document: dict[str, Any] = {
             "title": title(model),
             "family": model.spec.family,
-            "rows": int(model.rows.sum()),
-            "clients": tree.n_clients,
+            "rows": model.n_rows,
+            "clients": int(model.clients_of_cluster.sum()),
             "clusters": tree.n_clusters,
             "coverage": self.coverage,
             "global": model.coefficients("global", self.coverage).to_dicts(),
@@ -47,7 +47,9 @@ class Summary:
             "message": model.convergence.message,
         }
         if learned is None:
-            penalty = None if model.penalty is None else {"gamma": _ends(model.penalty.gamma), "lam": _ends(model.penalty.lam)}
+            penalty = None
+            if model.penalty is not None and len(model.penalty.gamma):
+                penalty = {"gamma": _ends(model.penalty.gamma), "lam": _ends(model.penalty.lam)}
             return {**document, "method": model.spec.learns, "penalty": penalty, "warnings": []}
         found = learned.components
         levels = {"cluster": found.cluster, "client": found.client}
@@ -107,8 +109,10 @@ def facts(model: Model) -> list[str]:
     tree, spec = model.hierarchy, model.spec
     client = f" ({spec.client})" if spec.client else ""
     cluster = f" ({spec.cluster})" if spec.cluster else ""
-    clients = f"{_count(tree.n_clients, 'client')}{client} in {_count(tree.n_clusters, 'cluster')}{cluster}"
-    said = [f"{_count(int(model.rows.sum()), 'row')} of {clients}"]
+    number = int(model.clients_of_cluster.sum())
+    clients = f"{_count(number, 'client')}{client} in {_count(tree.n_clusters, 'cluster')}{cluster}"
+    away = "" if model.elsewhere is None else f", at {_count(len(model.elsewhere.sites), 'site')} with the clients' models"
+    said = [f"{_count(model.n_rows, 'row')} of {clients}{away}"]
     if model.classes is not None:
         no, yes = model.classes.tolist()
         said.append(f"log-odds of {yes!r} against {no!r}")
@@ -121,8 +125,9 @@ def facts(model: Model) -> list[str]:
         said.append(model.convergence.message)
         return [*said, *_tested(found), *(f"note: {note}" for note in found.notes)]
     if model.penalty is not None:
+        gamma = model.penalty.gamma if model.elsewhere is None else model.penalty.cluster_gamma / model.elsewhere.clients
         said.append(
-            f"penalties gamma {_range(model.penalty.gamma)} (client to cluster), lam {_range(model.penalty.lam)} "
+            f"penalties gamma {_range(gamma)} (client to cluster), lam {_range(model.penalty.lam)} "
             f"(cluster to global){_chosen(spec.learns)}, loss by {spec.reduction} over rows"
         )
     end = model.convergence
@@ -200,6 +205,8 @@ def _table(model: Model) -> list[str]:
 
 
 def _spread(values: Floats) -> str:
+    if not len(values):
+        return f"{'at sites':>12} {'':>9} {'':>9}"
     return f"{values.std():>12.4g} {values.min():>9.4g} {values.max():>9.4g}"
 
 

@@ -83,11 +83,22 @@ class Formula:
     def learn(cls, rhs: str, frame: Frame) -> Formula:
         columns, categorical = _inspect(rhs, frame)
         levels = {name: _levels(frame, name) for name in columns if name in categorical}
-        learnt = cls(rhs, (), columns, levels)
-        terms = tuple(str(name) for name in learnt._model_matrix(frame).columns)
+        return cls.of(rhs, columns, levels)
+
+    @classmethod
+    def of(cls, rhs: str, columns: Sequence[str], levels: Mapping[str, Sequence[Any]]) -> Formula:
+        """For columns whose categories are known, without any data."""
+        import pandas as pd
+
+        # One row is enough to see which terms a formula makes of its categories.
+        row = {
+            name: pd.Categorical(list(levels[name])[:1] or [None], list(levels[name])) if name in levels else [1.0]
+            for name in columns
+        }
+        terms = tuple(str(name) for name in _evaluate(rhs, pd.DataFrame(row, index=[0])).columns)
         if not terms:
             raise FormulaError(f"The formula {rhs!r} has no terms; write at least '1' for an intercept.")
-        return cls(rhs, terms, columns, levels)
+        return cls(rhs, terms, tuple(columns), levels)
 
     def blocks(self, frame: Frame) -> list[Anything]:
         matrix = self._model_matrix(frame)

@@ -36,6 +36,10 @@ class ModelError(CoveyError):
     """A model folder that is missing, damaged or from another version."""
 
 
+class FederationError(CoveyError):
+    """Sites that do not fit together, do not answer, or may not do what they ask."""
+
+
 class ConvergenceWarning(UserWarning):
     """A solver stopped before it reached its tolerance, or the optimum is not finite."""
 

@@ -16,9 +16,10 @@ from covey.data import GroupedData
 from covey.errors import CoveyError, DataError, PenaltyError, warn
 from covey.grouping import Vary, vary_from_setting
 from covey.hierarchy import Hierarchy
+from covey.network import Network, Tie
 from covey.objective import Penalty
 from covey.selection import Count, search
-from covey.solvers import BY_COINS, Fit, Progress, solve
+from covey.solvers import BY_COINS, Fit, Progress, solve, solve_across
 from covey.spec import Spec
 from covey.variance.components import Learned, LikelihoodRatio
 from covey.variance.estimate import estimate
@@ -140,3 +141,14 @@ def _doubted(fit: Fit, tests: tuple[LikelihoodRatio, ...]) -> tuple[Fit, tuple[L
 
 def _beaten(tests: tuple[LikelihoodRatio, ...]) -> list[LikelihoodRatio]:
     return [test for test in tests if test.statistic < -1e-4]
+
+
+def fit_across(network: Network, spec: Spec, vary: Vary, *, progress: Progress | None = None) -> Fitted:
+    """Fit over any network, the clients' models staying at their nodes."""
+    tree = network.tree
+    penalty = Penalty.of(tree, gamma=1.0 if spec.gamma is None else spec.gamma, lam=spec.lam, alpha=spec.alpha)
+    gamma = np.ones(tree.n_clusters)
+    gamma[tree.sizes > 0] = penalty.gamma[tree.cluster_ptr[:-1][tree.sizes > 0]]
+    network.ask(Tie(gamma))
+    fit = solve_across(network, penalty, solver=spec.solver, tol=spec.tol, max_iter=spec.max_iter, progress=progress)
+    return Fitted(fit, penalty)

@@ -32,8 +32,20 @@ from covey.variance.components import Learned
 
 
 @dataclass(frozen=True)
+class Elsewhere:
+    """Clients whose models are at their sites, and not here: how many each cluster has, ``(k,)``, and how many rows."""
+
+    sites: tuple[str, ...]
+    clients: Ints
+    rows: Ints
+
+
+@dataclass(frozen=True)
 class Model:
-    """A fitted hierarchy: coefficients at three levels, and what is needed to use and to explain them."""
+    """A fitted hierarchy: coefficients at three levels, and what is needed to use and to explain them.
+
+    The operator of a fit across sites has a model without clients; ``elsewhere`` then says where they are.
+    """
 
     spec: Spec
     design: Design
@@ -49,6 +61,17 @@ class Model:
     history: pl.DataFrame | None = None
     ledger: Ledger | None = None
     learned: Learned | None = None
+    elsewhere: Elsewhere | None = None
+
+    @property
+    def clients_of_cluster(self) -> Ints:
+        """How many clients each cluster was fitted to, ``(k,)``."""
+        return self.hierarchy.sizes if self.elsewhere is None else self.elsewhere.clients
+
+    @property
+    def n_rows(self) -> int:
+        """How many rows it was fitted to."""
+        return int((self.rows if self.elsewhere is None else self.elsewhere.rows).sum())
 
     @property
     def terms(self) -> tuple[str, ...]:
@@ -167,7 +190,7 @@ class Model:
         if level == "global":
             return pl.DataFrame({"term": self.terms, "estimate": self.wbar})
         if level == "cluster":
-            ids = {"cluster": tree.cluster_ids, "clients": tree.sizes}
+            ids = {"cluster": tree.cluster_ids, "clients": self.clients_of_cluster}
             values = self.w
         elif level == "client":
             ids = {"cluster": tree.cluster_ids.gather(tree.parent), "client": tree.client_ids, "rows": self.rows}
@@ -380,7 +403,7 @@ def encode_response(y: Any, family: str) -> tuple[Any, Anything | None]:
     return codes.ravel().astype(np.float64), classes
 
 
-def _encode_known(y: Any, classes: Anything | None) -> Any:
+def encode_known(y: Any, classes: Anything | None) -> Any:
     """New responses as numbers, by the classes that a model knows."""
     values = series_values(y)
     if classes is None:
@@ -451,7 +474,7 @@ def group_rows(
     return GroupedData.from_blocks(
         blocks,
         n_rows,
-        _encode_known(y, model.classes),
+        encode_known(y, model.classes),
         client,
         cluster,
         weights=weights,

@@ -26,7 +26,7 @@ from covey._version import __version__
 from covey.design import design_from_json
 from covey.errors import CoveyError, ModelError
 from covey.hierarchy import Hierarchy
-from covey.model import Model
+from covey.model import Elsewhere, Model
 from covey.objective import Penalty
 from covey.solvers import Convergence
 from covey.solvers.elimination import Quadratic
@@ -36,6 +36,7 @@ from covey.variance.components import Components, Learned
 FORMAT = 2
 _TABLES = ("clusters", "clients")
 _SUMS = "sums"
+_PENALTIES = ("gamma", "lam", "alpha")
 
 
 def save_model(model: Model, path: str | Path, *, sums: bool = True, extra: Mapping[str, Any] | None = None) -> Path:
@@ -114,11 +115,6 @@ def load_model(path: str | Path) -> tuple[Model, dict[str, Any]]:
 
 
 def _document(model: Model, extra: dict[str, Any]) -> dict[str, Any]:
-    spec = {part.name: getattr(model.spec, part.name) for part in fields(model.spec)}
-    for name in ("gamma", "lam", "alpha"):
-        spec[name] = _plain_penalty(spec[name])
-    spec["vary"] = _plain_vary(model.spec.vary)
-    spec["options"] = _plain_options(model.spec.options)
     classes = None
     if model.classes is not None:
         if model.classes.dtype.kind not in "OUSbiuf" or not all(
@@ -129,19 +125,49 @@ def _document(model: Model, extra: dict[str, Any]) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "covey": __version__,
-        "spec": spec,
+        "spec": spec_to_json(model.spec),
         "design": model.design.to_json(),
         "classes": classes,
         "has_offset": model.has_offset,
         "global": dict(zip(model.terms, model.wbar.tolist(), strict=True)),
         "convergence": asdict(model.convergence),
-        "learned": None if model.learned is None else _learned_document(model.learned),
+        "learned": None if model.learned is None else learned_to_json(model.learned),
+        "elsewhere": None if model.elsewhere is None else _elsewhere_to_json(model.elsewhere),
         "extra": extra,
         "sha256": {},
     }
 
 
-def _learned_document(learned: Learned) -> dict[str, Any]:
+def _elsewhere_to_json(elsewhere: Elsewhere) -> dict[str, Any]:
+    counts = {"clients": elsewhere.clients.tolist(), "rows": elsewhere.rows.tolist()}
+    return {"sites": list(elsewhere.sites), **counts}
+
+
+def _elsewhere(plain: Mapping[str, Any] | None, clusters: int) -> Elsewhere | None:
+    if plain is None:
+        return None
+    counts = [np.array(plain[name], dtype=np.int64) for name in ("clients", "rows")]
+    if any(each.shape != (clusters,) for each in counts):
+        raise ModelError("The model is damaged: what it says of clients elsewhere does not fit its clusters; fit it again.")
+    return Elsewhere(tuple(plain["sites"]), *counts)
+
+
+def spec_to_json(spec: Spec) -> dict[str, Any]:
+    """A specification as JSON has it."""
+    plain = {part.name: getattr(spec, part.name) for part in fields(spec)}
+    penalties = {name: _plain_penalty(plain[name]) for name in _PENALTIES}
+    return {**plain, **penalties, "vary": _plain_vary(spec.vary), "options": _plain_options(spec.options)}
+
+
+def spec_from_json(plain: Mapping[str, Any]) -> Spec:
+    """The specification that JSON stands for, checked."""
+    spec = Spec(**{**plain, **{name: _penalty_from_plain(plain[name]) for name in _PENALTIES}})
+    spec.check()
+    return spec
+
+
+def learned_to_json(learned: Learned) -> dict[str, Any]:
+    """What was learned, but for the clients' sums, as JSON has it."""
     return {
         "components": learned.components.to_json(),
         "covariance": learned.covariance.tolist(),
@@ -193,7 +219,7 @@ def _tables(model: Model) -> tuple[pl.DataFrame, pl.DataFrame]:
     clusters = pl.DataFrame({"cluster": tree.cluster_ids, "clients": tree.sizes})
     clients = pl.DataFrame({"cluster": tree.parent, "client": tree.client_ids, "rows": model.rows})
     if model.penalty is not None:
-        clusters = clusters.with_columns(lam=pl.Series(model.penalty.lam))
+        clusters = clusters.with_columns(lam=pl.Series(model.penalty.lam), gamma=pl.Series(model.penalty.cluster_gamma))
         clients = clients.with_columns(gamma=pl.Series(model.penalty.gamma))
     return _with_coefficients(clusters, model, model.w), _with_coefficients(clients, model, model.theta)
 
@@ -203,9 +229,7 @@ def _with_coefficients(table: pl.DataFrame, model: Model, values: Floats) -> pl.
 
 
 def _rebuild(document: Mapping[str, Any], tables: Mapping[str, pl.DataFrame]) -> tuple[Model, dict[str, Any]]:
-    spec = dict(document["spec"])
-    for name in ("gamma", "lam", "alpha"):
-        spec[name] = _penalty_from_plain(spec[name])
+    restored = spec_from_json(document["spec"])
     design = design_from_json(document["design"])
     clusters, clients = tables["clusters"], tables["clients"]
     cluster_ptr = np.concatenate([[0], np.cumsum(clusters["clients"].to_numpy())]).astype(np.int64)
@@ -215,9 +239,8 @@ def _rebuild(document: Mapping[str, Any], tables: Mapping[str, pl.DataFrame]) ->
     penalty = None
     if "gamma" in clients.columns:
         gamma = clients["gamma"].to_numpy()
-        penalty = Penalty(gamma, clusters["lam"].to_numpy(), tree.sum_up(gamma))
-    restored = Spec(**spec)
-    restored.check()
+        total = clusters["gamma"].to_numpy() if "gamma" in clusters.columns else tree.sum_up(gamma)  # as older models have it
+        penalty = Penalty(gamma, clusters["lam"].to_numpy(), total)
     wbar = [document["global"][term] for term in design.terms]
     if not all(isinstance(value, float) for value in wbar):
         raise ModelError("The model is damaged: its global coefficients are not numbers; fit it again.")
@@ -236,6 +259,7 @@ def _rebuild(document: Mapping[str, Any], tables: Mapping[str, pl.DataFrame]) ->
         None if classes is None else np.array(classes["values"], dtype=np.dtype(classes["dtype"])),
         bool(document["has_offset"]),
         learned=_learned(document.get("learned"), tables.get(_SUMS), design.terms, tree),
+        elsewhere=_elsewhere(document.get("elsewhere"), tree.n_clusters),
     )
     return model, dict(document["extra"])
 

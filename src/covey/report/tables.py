@@ -85,7 +85,7 @@ def coefficient_table(model: Model, level: str, limit: int) -> Table:
         if level == "client":
             ids = [str(tree.cluster_ids[int(tree.parent[at])]), str(tree.client_ids[at]), f"{model.rows[at]:,}"]
         else:
-            ids = [str(tree.cluster_ids[at]), f"{tree.sizes[at]:,}"]
+            ids = [str(tree.cluster_ids[at]), f"{model.clients_of_cluster[at]:,}"]
         table.add_row(*ids, *shown[at])
     if len(values) > limit:
         table.caption = f"{limit} of {len(values):,}; --limit shows more"

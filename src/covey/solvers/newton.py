@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -85,7 +85,7 @@ class Report:
     value: float
     slope: float
     gradient_squared: float
-    mu: float
+    mu: float = field(metadata={"least": True})
 
     def __add__(self, other: Report) -> Report:
         return Report(

@@ -14,7 +14,7 @@ PAPER.md's closed form of the hierarchical linear model, in the covariances of :
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import polars as pl
@@ -49,7 +49,7 @@ class Account:
     gradient_squared: float
     force: Floats
     size_squared: float
-    mu: float
+    mu: float = field(metadata={"least": True})
 
     def __add__(self, other: Account) -> Account:
         return Account(

@@ -1,0 +1,355 @@
+"""What sites agree on before the first fit: columns, categories, clusters, classes; and who may bring whom.
+
+    Hello   coordinator   sends   the specification and its own version
+            site          sends   Profile: kinds of its columns, the categories and clusters it has; no counts, no clients
+    Salt    one site      draws   the key of the tags, sealed for each other site; only if sums are masked
+    Agree   coordinator   sends   what all have in common: the design with all categories, all clusters in order
+            site          sends   Joined: tags of its clients, by which two sites with the same client are found; and Totals
+
+A tag is a keyed hash of a client's id. The key is drawn by the coordinator, or with secure aggregation by the sites among
+themselves: the coordinator then sees that two tags are equal, and cannot try ids.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import date, datetime
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from covey._typing import Anything, Floats, Ints
+from covey._version import __version__
+from covey.data import GroupedData
+from covey.design import Formula, column, design_from_json, numeric, response, split_formula
+from covey.errors import DataError, FederationError, FormulaError, listing
+from covey.exact import Exact, segment_sum
+from covey.federation.members import Members
+from covey.grouping import compose, split_bars
+from covey.hierarchy import Hierarchy
+from covey.labels import as_labels, encode, kind, lookup
+from covey.model import as_frame, encode_known, series_values
+from covey.persist import spec_from_json, spec_to_json
+from covey.spec import Spec
+
+_TYPES: dict[str, Any] = {
+    "integers": pl.Int64,
+    "text": pl.String,
+    "booleans": pl.Boolean,
+    "floating-point numbers": pl.Float64,
+    "dates": pl.Date,
+}
+
+
+# What travels
+
+
+@dataclass(frozen=True)
+class Hello:
+    """Down: what is to be fitted, and by which version."""
+
+    version: str
+    spec: dict[str, Any]
+    secure: bool = False
+
+
+@dataclass(frozen=True)
+class Salt:
+    """Down, to one site: draw the key of the tags, and seal it for each site whose public key is here."""
+
+    keys: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Up: what a site's table is like.
+
+    Attributes
+    ----------
+    version : of covey at the site
+    kinds : of each column that the formula names, "numbers" or "categories"; and of the ids, "client" and "cluster"
+    levels : the categories of columns that hold some
+    clusters : ids, in order
+    classes : of a binary response, those that occur
+    key : the site's public key of this run, if sums are to be masked
+    """
+
+    version: str
+    kinds: dict[str, str]
+    levels: dict[str, tuple[Any, ...]]
+    clusters: tuple[Any, ...]
+    classes: tuple[Any, ...] | None
+    key: str = ""
+
+
+@dataclass(frozen=True)
+class Agree:
+    """Down: what all sites have in common.
+
+    Attributes
+    ----------
+    spec, design : as a model on disk has them
+    clusters, cluster_kind : ids of all clusters, in order, and what kind they are
+    classes : the two of a binary response
+    roster : all sites
+    keys : their public keys, if sums are to be masked
+    salt : the key of the clients' tags; sealed for this site, if sums are to be masked
+    """
+
+    spec: dict[str, Any]
+    design: dict[str, Any]
+    clusters: tuple[Any, ...]
+    cluster_kind: str
+    classes: tuple[Any, ...] | None
+    roster: tuple[str, ...]
+    keys: dict[str, str]
+    salt: str
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Up, and adds: clients ``(k,)`` and rows ``(k,)`` of each cluster, sums of the columns, of their squares, of responses."""
+
+    clients: Ints
+    rows: Ints
+    sums: Exact
+    squares: Exact
+    response: Exact
+
+    def __add__(self, other: Totals) -> Totals:
+        return Totals(
+            self.clients + other.clients,
+            self.rows + other.rows,
+            self.sums + other.sums,
+            self.squares + other.squares,
+            self.response + other.response,
+        )
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Up: ``tags (n, 2)`` of a site's clients, in an order that says nothing; eight bytes times two for each."""
+
+    tags: Anything
+
+
+@dataclass(frozen=True)
+class Deliver:
+    """Down, at the end: the upper levels, and all that a site needs to write its own clients' models.
+
+    Attributes
+    ----------
+    w, wbar : models of clusters and of the whole
+    lam : (k,) what ties clusters, if penalties were given
+    convergence, learned, said : as a model on disk has them
+    """
+
+    w: Floats
+    wbar: Floats
+    lam: Floats | None
+    convergence: dict[str, Any]
+    learned: dict[str, Any] | None
+    said: dict[str, Any]
+
+
+# The site
+
+
+def profile_of(table: Any, spec: Spec, key: str = "") -> Profile:
+    """What a site says of its table; what cannot be used is refused here, by column and row."""
+    frame, spec = as_frame(table), spec.settled()
+    lhs, rhs = _sides(spec)
+    if len(frame) == 0:
+        raise DataError("The table has no rows.")
+    design = Formula.learn(split_bars(rhs)[0], frame)
+    if lhs in design.columns:
+        raise FormulaError(f"The response {lhs!r} is also on the right of '~'; a model that knows the answer is of no use.")
+    y = series_values(response(lhs, frame))
+    classes = None
+    if spec.family == "bernoulli":
+        distinct = pl.Series(y).unique().drop_nulls().sort().to_list()
+        classes = tuple(distinct)
+    clusters, _ = encode(column(frame, spec.cluster), "cluster") if spec.cluster else (pl.Series(["all"]), None)
+    client = as_labels(column(frame, spec.client), "client") if spec.client else pl.Series(["all"])
+    kinds = {name: "categories" if name in design.levels else "numbers" for name in design.columns}
+    kinds |= {"client": kind(client), "cluster": kind(clusters)}
+    for name in (spec.weights, spec.offset):
+        if name is not None:
+            numeric(frame, name)
+    # The rows themselves are grouped once, to refuse what is wrong with them before anything is agreed on.
+    outcome = y if classes is None else (y == classes[0]).astype(np.float64)
+    _group(frame, spec, design, outcome)
+    levels = {name: tuple(values) for name, values in design.levels.items()}
+    return Profile(__version__, kinds, levels, tuple(_plain(clusters)), classes, key)
+
+
+def grouped(table: Any, agreed: Agree) -> GroupedData:
+    """A site's rows, coded as all sites agreed, under the clusters of all of them."""
+    frame, spec = as_frame(table), spec_from_json(agreed.spec)
+    lhs, _ = _sides(spec)
+    classes = None if agreed.classes is None else np.array(agreed.classes)
+    outcome = encode_known(response(lhs, frame), classes)
+    data = _group(frame, spec, design_from_json(agreed.design), outcome)
+    tree, known = data.hierarchy, cluster_ids(agreed)
+    place = lookup(tree.cluster_ids, known, "cluster")
+    sizes = np.zeros(len(known), dtype=np.int64)
+    sizes[place] = tree.sizes
+    whole = Hierarchy(np.concatenate([[0], np.cumsum(sizes)]), tree.client_ids, known)
+    return GroupedData(data.X, data.y, data.client_ptr, whole, data.terms, data.weights, data.offset)
+
+
+def _group(frame: Any, spec: Spec, design: Any, outcome: Any) -> GroupedData:
+    client = column(frame, spec.client) if spec.client else None
+    cluster = column(frame, spec.cluster) if spec.cluster else None
+    return GroupedData.from_blocks(
+        design.blocks(frame),
+        len(frame),
+        outcome,
+        compose(cluster, client) if spec.nested else client,
+        cluster,
+        weights=numeric(frame, spec.weights) if spec.weights else None,
+        offset=numeric(frame, spec.offset) if spec.offset else None,
+        terms=design.terms,
+        check=spec.loss.check_values,
+    )
+
+
+def totals(data: GroupedData) -> Totals:
+    """The first sums that leave a site."""
+    tree, all_rows = data.hierarchy, np.array([0, data.n_rows])
+    columns: list[Floats] = [data.X, data.X**2, data.y]
+    rows = tree.sum_up(data.rows_per_client.astype(np.float64)).astype(np.int64)
+    return Totals(tree.sizes, rows, *(segment_sum(each, all_rows)[0] for each in columns))
+
+
+def digests(ids: Iterable[Any], salt: str) -> Anything:
+    """Keyed hashes of ids, ``(n, 2)``, in an order that says nothing."""
+    key = bytes.fromhex(salt)
+    hashed = [hashlib.blake2b(repr(each).encode(), digest_size=16, key=key).digest() for each in ids]
+    return np.frombuffer(b"".join(sorted(hashed)), dtype="<u8").reshape(-1, 2).copy()
+
+
+def tags(data: GroupedData, salt: str) -> Anything:
+    """What a site shows of its clients' ids."""
+    return digests(data.hierarchy.client_ids.to_list(), salt)
+
+
+def _sides(spec: Spec) -> tuple[str, str]:
+    lhs, rhs = split_formula(spec.formula) if spec.formula is not None else (None, "")
+    if lhs is None:
+        raise FormulaError("Across sites a formula names the response and the terms: write 'response ~ terms'.")
+    return lhs, rhs
+
+
+# The coordinator
+
+
+def agree(profiles: Mapping[str, Profile], spec: Spec, categories: Mapping[str, Iterable[Any]], members: Members) -> Agree:
+    """What sites have in common; one that does not fit the others, or the operator's list, is refused by name."""
+    for site, profile in profiles.items():
+        if profile.version != __version__:
+            raise FederationError(
+                f"Site {site!r} runs covey {profile.version} and the coordinator {__version__}; install the same version."
+            )
+        members.check_clusters(site, profile.clusters)
+    _check_kinds(profiles)
+    _, rhs = _sides(spec.settled())
+    first = next(iter(profiles.values()))
+    columns = [name for name in first.kinds if name not in ("client", "cluster")]
+    levels = {name: _levels(name, profiles, categories) for name in columns if first.kinds[name] == "categories"}
+    design = Formula.of(split_bars(rhs)[0], columns, levels)
+    clusters = revive({each for profile in profiles.values() for each in profile.clusters}, first.kinds["cluster"]).sort()
+    settled = spec.settled()
+    return Agree(
+        spec_to_json(settled),
+        design.to_json(),
+        tuple(_plain(clusters)),
+        first.kinds["cluster"],
+        _classes(profiles) if spec.family == "bernoulli" else None,
+        tuple(sorted(profiles)),
+        {},
+        "",
+    )
+
+
+def cluster_ids(agreed: Agree) -> pl.Series:
+    return revive(agreed.clusters, agreed.cluster_kind)
+
+
+def check_tags(found: Mapping[str, Anything]) -> None:
+    """Refuse a client that two sites have."""
+    sites = list(found)
+    whose = np.repeat(np.arange(len(sites)), [len(found[site]) for site in sites])
+    rows = np.concatenate([found[site] for site in sites])
+    order = np.lexsort(rows.T)
+    same = np.flatnonzero((rows[order[1:]] == rows[order[:-1]]).all(axis=1))
+    if len(same):
+        one, two = sorted(sites[whose[order[int(same[0]) + step]]] for step in (0, 1))
+        many = f"{len(same)} clients" if len(same) > 1 else "A client"
+        raise FederationError(
+            f"{many} with the same id at sites {one!r} and {two!r}; a client belongs to one site: give each site's clients "
+            "ids of their own, or remove the copy."
+        )
+
+
+def check_totals(found: Totals, family: str) -> None:
+    """Refuse responses from which nothing can be learned."""
+    if family == "poisson" and not found.response.floats() > 0:
+        raise DataError("The response is 0 in every row of every site; the poisson family needs a positive count.")
+
+
+def _check_kinds(profiles: Mapping[str, Profile]) -> None:
+    """All sites' columns must be of the kinds that most of them have."""
+    names = {name for profile in profiles.values() for name in profile.kinds}
+    for name in sorted(names):
+        told = {site: profile.kinds.get(name, "missing") for site, profile in profiles.items()}
+        usual = max(sorted(set(told.values())), key=list(told.values()).count)
+        for site, own in told.items():
+            if own != usual:
+                what = f"ids of its {name}s are" if name in ("client", "cluster") else f"column {name!r} holds"
+                raise FederationError(
+                    f"At site {site!r} the {what} {own}, at the other sites {usual}; convert the column there."
+                )
+
+
+def _levels(name: str, profiles: Mapping[str, Profile], categories: Mapping[str, Iterable[Any]]) -> list[Any]:
+    met = {site: set(profile.levels.get(name, ())) for site, profile in profiles.items()}
+    if name in categories:
+        listed = list(categories[name])
+        for site, own in met.items():
+            odd = sorted(own - set(listed), key=repr)
+            if odd:
+                raise FederationError(
+                    f"At site {site!r} column {name!r} has the category {odd[0]!r}, which is not in the operator's list "
+                    f"{listing(listed, 5)}; mend it there, or add it to the list."
+                )
+        return listed
+    return sorted(set().union(*met.values()), key=lambda value: (str(type(value)), value))
+
+
+def _classes(profiles: Mapping[str, Profile]) -> tuple[Any, ...]:
+    found = sorted({each for profile in profiles.values() for each in profile.classes or ()}, key=lambda c: (str(type(c)), c))
+    if len(found) == 1:
+        raise DataError(f"The response has one class only, {found[0]!r}, at all sites; a classifier needs rows of two classes.")
+    if len(found) > 2:
+        odd = {site: profile.classes for site, profile in profiles.items()}
+        raise FederationError(f"The sites' responses have {len(found)} classes, {listing(found, 5)}; of two at most: {odd}.")
+    return tuple(found)
+
+
+def _plain(ids: pl.Series) -> list[Any]:
+    """Ids as JSON has them."""
+    return [each.isoformat() if isinstance(each, date | datetime) else each for each in ids.to_list()]
+
+
+def revive(ids: Iterable[Any], what: str) -> pl.Series:
+    """Ids from JSON, of their own kind."""
+    if what not in _TYPES:
+        raise FederationError(f"Cluster ids of kind {what!r} do not travel; convert the column to text.")
+    plain = list(ids)
+    if what == "dates":
+        plain = [date.fromisoformat(each) for each in plain]
+    return pl.Series(plain, dtype=_TYPES[what])

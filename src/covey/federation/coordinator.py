@@ -1,0 +1,352 @@
+"""The coordinator: a network of sites, as solvers ask it, over any transport.
+
+Every exchange is one letter to each site of the roster and one reply from each, matched by run, epoch and exchange. What may go
+wrong, and what then happens:
+
+    no reply, or late          the same letter again, ``retries`` times; a site answers twice with the same bytes
+    a reply to another letter  is not read; as if there were none
+    a site without its memory  is told all letters of this epoch again, and goes on
+    NaN, or a wrong shape      the site is lost: its numbers are never added
+    a site that is lost        :class:`SiteLost`; the run stops, or begins anew as another epoch without it
+    the coordinator dies       run again, it goes on from its journal
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import add
+from typing import Any, TypeVar
+
+import numpy as np
+import polars as pl
+
+from covey import __version__
+from covey._typing import Anything
+from covey.errors import FederationError
+from covey.exact import Exact
+from covey.federation.agreement import (
+    Agree,
+    Deliver,
+    Hello,
+    Joined,
+    Profile,
+    Salt,
+    Totals,
+    agree,
+    check_tags,
+    check_totals,
+    cluster_ids,
+    digests,
+)
+from covey.federation.journal import Entry, Journal
+from covey.federation.letters import Letter, LetterError, Refusal, decode, encode, join, outline
+from covey.federation.masking import unmask
+from covey.federation.members import Members
+from covey.federation.transport import Failure, Transport
+from covey.hierarchy import Hierarchy
+from covey.losses import Loss
+from covey.network import Request
+from covey.persist import spec_to_json
+from covey.spec import Spec
+
+R = TypeVar("R")
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the operator decides of a run.
+
+    Attributes
+    ----------
+    timeout : seconds to wait for a reply
+    retries : how often a letter is sent again
+    secure : whether sums are masked, so that only totals are seen here
+    categories : of columns, where a site may not bring others
+    members : who may bring which clusters and clients
+    """
+
+    timeout: float = 600.0
+    retries: int = 2
+    secure: bool = False
+    categories: Mapping[str, Any] | None = None
+    members: Members = field(default_factory=Members)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What one exchange was and cost: bytes down and up over all sites, and seconds until the last reply."""
+
+    what: str
+    sites: int
+    down: int
+    up: int
+    seconds: float
+
+
+class SiteLost(FederationError):  # noqa: N818 - an event, of which an error is only one outcome
+    """Sites that do not answer, or answer what cannot be used; ``known`` if the journal already says that the run left them."""
+
+    def __init__(self, sites: Mapping[str, str], *, known: bool = False) -> None:
+        self.sites, self.known = dict(sites), known
+        said = "; ".join(f"{site!r} {why}" for site, why in self.sites.items())
+        super().__init__(f"Lost {'site' if len(self.sites) == 1 else 'sites'} {said}.")
+
+
+@dataclass(frozen=True)
+class _Trouble:
+    """A reply that is none; ``behind`` is the last exchange of a site that has lost its memory."""
+
+    why: str
+    behind: int | None = None
+    hopeless: bool = False
+
+
+class Federation:
+    """The sites of one run as a :class:`~covey.network.Network`.
+
+    Parameters
+    ----------
+    transport : the way to them
+    roster : who takes part
+    spec : what is fitted
+    journal : where exchanges are written down
+    terms : what the operator decides
+    say : told of each exchange, for a live line
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        roster: Sequence[str],
+        spec: Spec,
+        journal: Journal,
+        terms: Terms,
+        say: Say = lambda _: None,
+    ) -> None:
+        self.roster = tuple(sorted(roster))
+        self.spec, self.journal, self.how = spec, journal, terms
+        self.exchanges: list[Exchange] = []
+        self.epoch = -1
+        self._transport, self._say = transport, say
+        self._run: str = journal.head["run"]
+        self._sent: list[Entry] = []
+        self.agreed: Agree
+        self.totals: Totals
+        self.tree: Hierarchy
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        return tuple(self.agreed.design["terms"])
+
+    @property
+    def loss(self) -> Loss:
+        return self.spec.loss
+
+    def open(self) -> None:
+        """Let all sites of the roster agree; a new epoch of the run, if there was one before."""
+        self.epoch += 1
+        self._sent = []
+        profiles: dict[str, Profile] = self._once("hello", {"": self._letter("hello", Hello(*self._greeting))}, _by_site)
+        agreed = agree(profiles, self.spec, self.how.categories or {}, self.how.members)
+        seals: dict[str, str] = {}
+        if self.how.secure:
+            agreed = replace(agreed, keys={site: profile.key for site, profile in profiles.items()})
+            maker = self.roster[0]
+            found = self._once("salt", {maker: self._letter("salt", Salt(agreed.keys))}, _by_site)[maker]
+            seals = {site: f"{maker}:{text}" for site, text in found.items()}
+        letters = {site: self._letter("agree", replace(agreed, salt=self._salt(seals, site))) for site in self.roster}
+        self.agreed = agreed
+        tags, self.totals = self._once("agree", letters if self.how.secure else {"": letters[self.roster[0]]}, self._joined)
+        check_tags(tags)
+        if not self.how.secure:
+            for site, found in tags.items():
+                self.how.members.check_clients(site, found, lambda ids: digests(ids, self.journal.head["salt"]))
+        check_totals(self.totals, self.spec.family)
+        self.tree = Hierarchy(
+            np.concatenate([[0], np.cumsum(self.totals.clients)]),
+            pl.Series(np.arange(int(self.totals.clients.sum()))),
+            cluster_ids(agreed),
+        )
+
+    def ask(self, request: Request[R]) -> R:
+        """One exchange with every site; the sum of their replies."""
+        what = type(request).__name__.lower()
+        total: R = self._once(what, {"": self._letter("ask", request)}, self._summed)
+        return total
+
+    def leave_out(self, lost: SiteLost) -> None:
+        """Go on without some sites, from the next :meth:`open` on; a run that is taken up later does the same."""
+        if not lost.known:
+            self.journal.add(Entry({}, b"", {"lost": lost.sites}))
+        self.roster = tuple(site for site in self.roster if site not in lost.sites)
+
+    def deliver(self, body: Deliver) -> None:
+        """Tell every site the upper levels, so that it writes its clients' models."""
+        self._once("deliver", {"": self._letter("deliver", body)}, lambda _: None)
+
+    # One exchange
+
+    @property
+    def _greeting(self) -> tuple[Any, ...]:
+        return __version__, spec_to_json(self.spec), self.how.secure
+
+    def _salt(self, seals: Mapping[str, str], site: str) -> str:
+        return seals.get(site, "") if self.how.secure else str(self.journal.head["salt"])
+
+    def _letter(self, kind: str, body: Any) -> bytes:
+        return encode(Letter(self._run, self.epoch, len(self._sent), kind, body))
+
+    def _once(self, what: str, letters: Mapping[str, bytes], gather: Callable[[dict[str, Any]], Any]) -> Any:
+        """One exchange: as the journal has it, or over the transport."""
+        entry = self.journal.next()
+        if entry is None:
+            entry = self._exchange(what, letters, gather)
+            self.journal.add(entry)
+        if "lost" in entry.told:
+            raise SiteLost(entry.told["lost"], known=True)
+        if dict(entry.letters) != dict(letters):
+            raise FederationError(
+                f"The journal {str(self.journal.path)!r} is of another run (other letters); delete it to start anew."
+            )
+        if what not in ("hello", "salt"):
+            self._sent.append(entry)
+        self.exchanges.append(Exchange(**entry.told))
+        return decode(entry.total)
+
+    def _exchange(self, what: str, letters: Mapping[str, bytes], gather: Callable[[dict[str, Any]], Any]) -> Entry:
+        sites = self.roster if "" in letters else tuple(letters)
+        waiting = {site: letters[""] if "" in letters else letters[site] for site in sites}
+        replies: dict[str, Any] = {}
+        trouble: dict[str, _Trouble] = {}
+        start, up, down = time.perf_counter(), 0, 0
+        for attempt in range(1 + self.how.retries):
+            again = "" if attempt == 0 else f", again to {len(waiting)}"
+            self._say(f"exchange {len(self.exchanges) + 1} ({what}): {len(sites)} sites{again}")
+            came = self._transport.exchange(waiting, self.how.timeout)
+            for site, letter in list(waiting.items()):
+                down, up = down + len(letter), up + _size(came.get(site))
+                read = self._read(letter, came.get(site))
+                if isinstance(read, _Trouble):
+                    trouble[site] = read
+                    continue
+                replies[site] = read.body
+                del waiting[site]
+            for site in list(waiting):
+                self._refuse(site, trouble[site])
+                if trouble[site].behind is not None:
+                    self._remind(site, trouble[site].behind or 0)
+            if not waiting:
+                break
+        if waiting:
+            raise SiteLost({site: trouble[site].why for site in sorted(waiting)})
+        seconds = time.perf_counter() - start
+        total = gather({site: replies[site] for site in sorted(replies)})
+        told = {"what": what, "sites": len(sites), "down": down, "up": up, "seconds": seconds}
+        return Entry(dict(letters), encode(total), told)
+
+    def _read(self, letter: bytes, reply: bytes | Failure | None) -> Letter | _Trouble:
+        if reply is None:
+            return _Trouble("sent no reply")
+        if isinstance(reply, Failure):
+            return _Trouble(f"did not answer ({reply.reason}: {reply.detail})")
+        try:
+            read = decode(reply)
+        except LetterError as problem:
+            return _Trouble(f"sent bytes that cannot be read ({problem})")
+        asked = decode(letter)
+        if not isinstance(read, Letter):
+            return _Trouble("sent something that is no letter")
+        if isinstance(read.body, Refusal):
+            return _refused(read.body)
+        if (read.run, read.epoch, read.exchange) != (asked.run, asked.epoch, asked.exchange):
+            return _Trouble(f"answered another letter (exchange {read.exchange} of epoch {read.epoch})")
+        return read
+
+    def _refuse(self, site: str, trouble: _Trouble) -> None:
+        """What no second letter can mend stops the run, with the site's own sentence."""
+        if trouble.hopeless:
+            raise FederationError(f"Site {site!r}: {trouble.why}")
+
+    def _remind(self, site: str, last: int) -> None:
+        """Tell a site all letters after its last, for it to catch up; it does not send its sums a second time."""
+        for entry in self._sent[last + 1 :]:
+            letter = encode(replace(decode(entry.to(site)), mute=True))
+            came = self._transport.exchange({site: letter}, self.how.timeout)
+            read = self._read(letter, came.get(site))
+            if isinstance(read, _Trouble):
+                return  # it will be asked again, and lost if that does not help
+
+    # What becomes of the replies
+
+    def _joined(self, replies: dict[str, Any]) -> tuple[dict[str, Anything], Totals]:
+        for site, body in replies.items():
+            if not (isinstance(body, tuple) and len(body) == 2 and isinstance(body[0], Joined)):
+                raise SiteLost({site: "joined with a message of another form"})
+        total: Totals = self._summed({site: body[1] for site, body in replies.items()})
+        return {site: body[0].tags for site, body in replies.items()}, total
+
+    def _summed(self, replies: dict[str, Any]) -> Any:
+        """The sum over sites, in the order of their names; what cannot be added is not."""
+        if all(body is None for body in replies.values()):
+            return None
+        _check_alike(replies)
+        if self.how.secure:
+            first = next(iter(replies.values()))
+            total = unmask({site: body[1] for site, body in replies.items()}, self.roster)
+            reply, ones = join(first[0], total)
+            if ones != len(replies):
+                raise FederationError("The masks of the sites do not cancel; start a new run.")
+            return reply
+        return reduce(add, replies.values())
+
+
+def new_run() -> dict[str, Any]:
+    """What is drawn for each run: its name, never used twice, and the key of the clients' tags."""
+    return {"run": secrets.token_hex(8), "salt": secrets.token_hex(16)}
+
+
+def _by_site(replies: dict[str, Any]) -> dict[str, Any]:
+    return replies
+
+
+def _size(reply: bytes | Failure | None) -> int:
+    return len(reply) if isinstance(reply, bytes) else 0
+
+
+def _refused(refusal: Refusal) -> _Trouble:
+    if refusal.reason == "behind":
+        return _Trouble("has lost its memory of the run", behind=refusal.exchange)
+    if refusal.reason == "stale":
+        return _Trouble(f"is ahead of the coordinator ({refusal.sentence}); start a new run")
+    if refusal.reason == "broken":
+        return _Trouble(f"failed while it answered ({refusal.sentence})")
+    return _Trouble(refusal.sentence, hopeless=True)
+
+
+def _check_alike(replies: Mapping[str, Any]) -> None:
+    """Refuse a reply that is unlike the others, or holds NaN; these never meet the sums of other sites."""
+    for site, reply in replies.items():
+        if _has_nan(reply):
+            raise SiteLost({site: "sent a value that is not a number (NaN)"})
+    outlines = {site: outline(reply) for site, reply in replies.items()}
+    usual = max(outlines.values(), key=list(outlines.values()).count)
+    for site, own in outlines.items():
+        if own != usual:
+            raise SiteLost({site: "sent a reply of another form or shape than the other sites"})
+
+
+def _has_nan(reply: Any) -> bool:
+    if isinstance(reply, Exact):
+        return False  # a sum that is not a number says so itself, and its solver explains it
+    if isinstance(reply, np.ndarray):
+        return reply.dtype.kind == "f" and bool(np.isnan(reply).any())
+    if isinstance(reply, float):
+        return bool(np.isnan(reply))
+    if isinstance(reply, tuple):
+        return any(_has_nan(each) for each in reply)
+    return any(_has_nan(each) for each in vars(reply).values()) if hasattr(reply, "__dict__") else False

@@ -1,0 +1,250 @@
+"""What travels, as bytes: requests down, replies up, and a node's memory when it is put aside on its own disk.
+
+A message is a tree of frozen dataclasses with arrays, numbers, words, tuples and None as leaves. Written, it is a header in
+JSON (the tree, with a number in place of each array) and then the arrays, as they are. Reading builds the classes of
+:data:`MODULES` and nothing else; no code comes with a letter.
+
+    letter    run, epoch, exchange: where the sender is; kind; body
+    epoch     grows when a run begins anew with fewer sites
+    exchange  grows by one with each letter that changes a node
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from covey import exact
+from covey._typing import Anything
+from covey.errors import CoveyError
+
+MODULES = (
+    "exact", "network", "losses.base", "solvers.elimination", "solvers.sweep", "solvers.newton", "solvers.james_stein",
+    "solvers.curvature", "solvers.protocol", "solvers.rounds", "solvers.l2gd", "solvers.al2sgd_plus", "variance.structure",
+    "variance.gaussian", "variance.laplace", "variance.identify", "variance.problem", "federation.agreement",
+    "federation.masking",
+)  # fmt: skip
+"""Where the classes that may travel are."""
+
+_MAGIC = b"covey\x01"
+_DTYPES = ("<f8", "<i8", "<u8", "|b1", "|u1")
+
+
+class LetterError(CoveyError):
+    """Bytes that are no letter, or one that does not fit where the reader is."""
+
+
+@dataclass(frozen=True)
+class Letter:
+    """One message and where its sender is.
+
+    Attributes
+    ----------
+    run, epoch, exchange : see the head of this module
+    kind : "hello", "salt", "agree", "ask" or "deliver" down; "reply", "ready" or "refusal" up
+    body : the message
+    mute : whether only a word of receipt is wanted: a node that catches up says nothing again
+    """
+
+    run: str
+    epoch: int
+    exchange: int
+    kind: str
+    body: Any = None
+    mute: bool = False
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a node does not do what it was asked.
+
+    ``reason`` is "data" (its table or settings: the sentence is for people), "behind" (it has not seen the exchanges before
+    this one; ``exchange`` is the last it has), "stale" (it is past this one) or "broken" (a fault of the program).
+    """
+
+    reason: str
+    sentence: str
+    exchange: int = -1
+
+
+def _name(cls: type) -> str:
+    return f"{cls.__module__.removeprefix('covey.')}.{cls.__name__}"
+
+
+def _is_message(cls: Any) -> bool:
+    return isinstance(cls, type) and (is_dataclass(cls) or (issubclass(cls, tuple) and hasattr(cls, "_fields")))
+
+
+def _known() -> dict[str, type]:
+    modules = [import_module(f"covey.{name}") for name in MODULES]
+    found = {_name(cls): cls for module in modules for cls in vars(module).values() if _is_message(cls)}
+    return {**found, **{_name(cls): cls for cls in (Letter, Refusal)}}
+
+
+_KNOWN = _known()
+
+
+def encode(message: Any) -> bytes:
+    """A message as bytes.
+
+    >>> from covey.solvers.sweep import Up
+    >>> letter = Letter("r1", 0, 3, "ask", Up())
+    >>> decode(encode(letter)) == letter
+    True
+    """
+    arrays: list[Anything] = []
+    tree = _flat(message, arrays)
+    described = [[array.dtype.str, list(array.shape)] for array in arrays]
+    head = json.dumps({"tree": tree, "arrays": described}, separators=(",", ":")).encode()
+    return b"".join([_MAGIC, len(head).to_bytes(4, "little"), head, *(array.tobytes() for array in arrays)])
+
+
+def decode(letter: bytes) -> Any:
+    """The message that some bytes stand for."""
+    try:
+        if letter[:6] != _MAGIC:
+            raise ValueError("it does not begin like one")
+        size = int.from_bytes(letter[6:10], "little")
+        head = json.loads(letter[10 : 10 + size])
+        return _built(head["tree"], list(_arrays(letter, 10 + size, head["arrays"])))
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError) as problem:
+        raise LetterError(f"These {len(letter)} bytes are no letter of covey's: {problem}.") from None
+
+
+def _flat(value: Any, arrays: list[Anything]) -> Any:
+    """The tree of a message as JSON has it; arrays are put aside."""
+    if value is None or isinstance(value, bool | str | int | float):
+        return value
+    if isinstance(value, np.ndarray):
+        array = np.ascontiguousarray(value).reshape(value.shape)
+        if array.dtype.str not in _DTYPES:
+            raise TypeError(f"arrays of {array.dtype} do not travel")
+        arrays.append(array)
+        return {"array": len(arrays) - 1}
+    if isinstance(value, np.generic):
+        return value.item()
+    if _is_message(type(value)):
+        return {"is": _name(type(value)), "has": {name: _flat(getattr(value, name), arrays) for name in _fields(value)}}
+    if isinstance(value, tuple | list):
+        return {"all": [_flat(each, arrays) for each in value]}
+    if isinstance(value, dict):
+        return {"by": [[name, _flat(each, arrays)] for name, each in value.items()]}
+    raise TypeError(f"a {type(value).__name__} does not travel")
+
+
+def _built(tree: Any, arrays: list[Anything]) -> Any:
+    if not isinstance(tree, dict):
+        return tree
+    if "array" in tree:
+        return arrays[tree["array"]]
+    if "all" in tree:
+        return tuple(_built(each, arrays) for each in tree["all"])
+    if "by" in tree:
+        return {name: _built(each, arrays) for name, each in tree["by"]}
+    return _KNOWN[tree["is"]](**{name: _built(each, arrays) for name, each in tree["has"].items()})
+
+
+def _fields(value: Any) -> list[str]:
+    return [each.name for each in fields(value) if each.init] if is_dataclass(value) else list(value._fields)
+
+
+def _arrays(letter: bytes, at: int, described: list[Any]) -> Iterator[Anything]:
+    for dtype, shape in described:
+        if dtype not in _DTYPES:
+            raise ValueError(f"it holds an array of {dtype!r}")
+        count = int(np.prod(shape, dtype=np.int64)) if shape else 1
+        array = np.frombuffer(letter, np.dtype(dtype), count, at).reshape(shape)
+        at += array.nbytes
+        yield array.copy()
+    if at != len(letter):
+        raise ValueError("its length is not what its head says")
+
+
+def outline(message: Any) -> Any:
+    """What a message looks like without its numbers: classes, kinds and shapes."""
+    if isinstance(message, np.ndarray):
+        return message.dtype.str, message.shape
+    if _is_message(type(message)):
+        return _name(type(message)), *(outline(getattr(message, name)) for name in _fields(message))
+    if isinstance(message, tuple | list):
+        return tuple(outline(each) for each in message)
+    return type(message).__name__
+
+
+# Numbers apart from their places
+
+
+def split(message: Any) -> tuple[Any, exact.Exact]:
+    """A reply as its skeleton, which holds no number, and all its numbers in one row that can be added and masked."""
+    parts: list[exact.Exact] = []
+    skeleton = _hollow(message, parts)
+    return skeleton, exact.Exact.join([exact.Exact.zeros(0), *parts])
+
+
+def join(skeleton: Any, numbers: exact.Exact) -> Any:
+    """The reverse: the reply with these numbers."""
+    at = 0
+
+    def take(shape: tuple[int, ...]) -> exact.Exact:
+        nonlocal at
+        count = int(np.prod(shape, dtype=np.int64))
+        part = numbers[at : at + count].reshape(*shape)
+        at += count
+        return part
+
+    reply = _filled(skeleton, take)
+    if at != numbers.shape[0]:
+        raise LetterError("A reply has more numbers than places for them.")
+    return reply
+
+
+def _hollow(value: Any, parts: list[exact.Exact]) -> Any:
+    if isinstance(value, exact.Exact):
+        parts.append(value.reshape(-1))
+        return Hole("exact", tuple(value.shape))
+    if isinstance(value, np.ndarray) and value.dtype.kind in "fiu":
+        parts.append(exact.Exact.of(value.astype(np.float64).ravel()))
+        return Hole(value.dtype.str, tuple(value.shape))
+    if isinstance(value, int | float | np.generic) and not isinstance(value, bool | np.bool_):
+        parts.append(exact.Exact.of(np.array([float(value)])))
+        return Hole("int" if isinstance(value, int | np.integer) else "float", ())
+    if _is_message(type(value)):
+        return {name: _hollow(getattr(value, name), parts) for name in _fields(value)} | {"": _name(type(value))}
+    if isinstance(value, tuple | list):
+        return tuple(_hollow(each, parts) for each in value)
+    if isinstance(value, dict):
+        raise TypeError("a reply that is to be masked holds no dict")
+    return value
+
+
+def _filled(value: Any, take: Callable[[tuple[int, ...]], exact.Exact]) -> Any:
+    if isinstance(value, Hole):
+        numbers = take(tuple(value.shape))
+        if value.kind == "exact":
+            return numbers
+        floats = numbers.floats()
+        if value.kind in ("int", "float"):
+            return int(floats) if value.kind == "int" else float(floats)
+        return floats.astype(np.dtype(value.kind))
+    if isinstance(value, dict):
+        built = {name: _filled(each, take) for name, each in value.items() if name}
+        return _KNOWN[value[""]](**built)
+    if isinstance(value, tuple):
+        return tuple(_filled(each, take) for each in value)
+    return value
+
+
+@dataclass(frozen=True)
+class Hole:
+    """Where numbers belong: their kind and shape."""
+
+    kind: str
+    shape: tuple[int, ...]
+
+
+_KNOWN[_name(Hole)] = Hole

@@ -1,0 +1,163 @@
+"""A whole federated fit, as an operator starts it: settings in, models at the sites and at the operator's, a report out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from covey import __version__
+from covey.design import design_from_json
+from covey.errors import FederationError, listing, one_of
+from covey.federation.agreement import Deliver
+from covey.federation.coordinator import Exchange, Federation, SiteLost, Terms, new_run
+from covey.federation.journal import Journal
+from covey.federation.members import Members
+from covey.federation.models import operator_model
+from covey.federation.report import report
+from covey.federation.transport import Transport
+from covey.learning import Fitted, fit_across
+from covey.model import Model
+from covey.persist import check_target, learned_to_json, save_model, spec_to_json
+from covey.spec import Spec
+
+OnLoss = Literal["stop", "continue"]
+ON_LOSS = ("stop", "continue")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to.
+
+    Attributes
+    ----------
+    model : clusters and the whole; the clients' models are at their sites
+    exchanges : each, with its cost
+    roster : who took part to the end
+    without : sites that were lost, and why
+    run : its name, by which sites remember it
+    """
+
+    model: Model
+    exchanges: tuple[Exchange, ...]
+    roster: tuple[str, ...]
+    without: Mapping[str, str]
+    run: str
+
+
+def run_fit(
+    transport: Transport,
+    roster: Sequence[str],
+    spec: Spec,
+    terms: Terms,
+    *,
+    journal: Path | None = None,
+    on_loss: OnLoss = "stop",
+    say: Callable[[str], None] = lambda _: None,
+) -> Outcome:
+    """Fit a specification across the sites of a roster.
+
+    Parameters
+    ----------
+    journal : file to write exchanges to; if it holds those of the same run, killed, that run goes on to the same bits
+    on_loss : what to do when a site is lost: "stop", to go on later from the journal, or "continue" without it, from the start
+    say : told what is being done, for a live line
+    """
+    spec.check()
+    if on_loss not in ON_LOSS:
+        raise one_of("on_loss", on_loss, ON_LOSS)
+    about = {"covey": __version__, "spec": spec_to_json(spec), "roster": tuple(sorted(roster)), "secure": terms.secure}
+    book = Journal(journal, about, new_run())
+    federation = Federation(transport, roster, spec, book, terms, say)
+    without: dict[str, str] = {}
+    try:
+        while True:
+            try:
+                fitted = _fit(federation, spec)
+                break
+            except SiteLost as lost:
+                if on_loss == "stop" and not lost.known:
+                    raise _stopped(lost, book) from None
+                federation.leave_out(lost)
+                without |= lost.sites
+                if not federation.roster:
+                    raise FederationError(f"No site is left: {lost}") from None
+        said = {"run": federation.journal.head["run"], "sites": list(federation.roster), "without": without}
+        federation.deliver(_delivered(fitted, said))
+    except SiteLost as lost:
+        raise _stopped(lost, book) from None
+    except BaseException:
+        book.close(done=False)
+        raise
+    book.close(done=True)
+    model = operator_model(federation, fitted)
+    return Outcome(model, tuple(federation.exchanges), federation.roster, without, said["run"])
+
+
+def _fit(federation: Federation, spec: Spec) -> Fitted:
+    federation.open()
+    settled = spec.settled()
+    return fit_across(federation, settled, settled.varying(design_from_json(federation.agreed.design)))
+
+
+def _stopped(lost: SiteLost, book: Journal) -> FederationError:
+    book.close(done=False)
+    kept = "" if book.path is None else f" {len(book.entries)} exchanges are kept in {str(book.path)!r}: run the same again."
+    return FederationError(f"{str(lost).rstrip('.')}; the run has stopped.{kept}")
+
+
+def _delivered(fitted: Fitted, said: Mapping[str, Any]) -> Deliver:
+    fit, penalty = fitted.fit, fitted.penalty
+    learned = None if fitted.learned is None else learned_to_json(fitted.learned)
+    lam = None if penalty is None else penalty.lam
+    return Deliver(fit.w, fit.wbar, lam, asdict(fit.convergence), learned, dict(said))
+
+
+def operate(transport: Transport, settings: Mapping[str, Any], say: Callable[[str], None]) -> str:
+    """Run a fit from plain settings, as a command line or a Flower run has them; the text to print at its end."""
+    spec, terms = spec_of(settings), terms_of(settings)
+    out = Path(str(settings["out"])) if settings.get("out") else None
+    if out is not None:
+        check_target(out)
+    roster = roster_of(transport, settings, terms.members)
+    journal = None if out is None else out.with_name(f"{out.name}.journal")
+    on_loss = settings.get("on_loss", settings.get("on-loss", "stop"))
+    outcome = run_fit(transport, roster, spec, terms, journal=journal, on_loss=on_loss, say=say)
+    if out is not None:
+        save_model(outcome.model, out, extra={"federation": {"run": outcome.run, "sites": list(outcome.roster)}})
+    text = report(outcome)
+    return text if out is None else f"{text}\n\nmodel of clusters and of the whole written to {out}"
+
+
+def spec_of(settings: Mapping[str, Any]) -> Spec:
+    """The specification among some settings; what is empty is not set."""
+    known = {each.name for each in fields(Spec)}
+    plain = {name.replace("-", "_"): value for name, value in settings.items()}
+    chosen = {name: value for name, value in plain.items() if name in known and value not in ("", None)}
+    if isinstance(chosen.get("vary"), str):
+        chosen["vary"] = [each.strip() for each in chosen["vary"].split(",")]
+    spec = Spec(**chosen)
+    spec.check()
+    return spec
+
+
+def terms_of(settings: Mapping[str, Any]) -> Terms:
+    """What the operator decides, among some settings."""
+    members = Members.read(settings.get("members") or None)
+    given = {name: settings[name] for name in ("timeout", "retries", "secure") if settings.get(name) not in (None, "")}
+    return Terms(**given, members=members)
+
+
+def roster_of(transport: Transport, settings: Mapping[str, Any], members: Members) -> tuple[str, ...]:
+    """Who takes part: the sites that are expected, all of which must be connected."""
+    present, wanted = transport.sites(), settings.get("sites")
+    names = [each.strip() for each in wanted.split(",")] if isinstance(wanted, str) and wanted else list(members.sites)
+    missing = [site for site in names if site not in present]
+    if missing:
+        raise FederationError(f"Sites {listing(missing, 5)} are not connected; start their nodes, or leave them off the list.")
+    if isinstance(wanted, int) and len(present) < wanted:
+        raise FederationError(f"{len(present)} of {wanted} sites are connected: {listing(present, 5)}; start the others.")
+    if not present:
+        raise FederationError("No site is connected; start their nodes first.")
+    return tuple(names) if names else present

@@ -1,0 +1,50 @@
+"""A federated run in words: the model, who took part, what was sent and what that was planned to be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from covey.describe import describe
+from covey.federation.coordinator import Exchange
+
+if TYPE_CHECKING:
+    from covey.federation.operate import Outcome
+
+_MOST = 12  # kinds of exchange listed
+
+
+def report(outcome: Outcome) -> str:
+    """The text that ends a run."""
+    lines = [describe(outcome.model), "", *who(outcome), "", *costs(outcome.exchanges)]
+    return "\n".join(lines)
+
+
+def who(outcome: Outcome) -> list[str]:
+    """Who took part, and who did not."""
+    said = [f"Sites: {', '.join(outcome.roster)}"]
+    said += [f"Without {site}, which {why}: its clients are in no sum of this fit" for site, why in outcome.without.items()]
+    return said
+
+
+def costs(exchanges: Sequence[Exchange]) -> list[str]:
+    """What was sent, by kind of exchange."""
+    head = f"{'exchange':12}{'times':>7}{'sites':>7}{'down':>12}{'up':>12}{'seconds':>10}"
+    kinds = list(dict.fromkeys(each.what for each in exchanges))
+    rows = [_row(kind, [each for each in exchanges if each.what == kind]) for kind in kinds[:_MOST]]
+    return [head, *rows, _row("in all", exchanges)]
+
+
+def _row(name: str, part: Sequence[Exchange]) -> str:
+    down, up, seconds = sum(e.down for e in part), sum(e.up for e in part), sum(e.seconds for e in part)
+    sites = max((e.sites for e in part), default=0)
+    return f"{name:12}{len(part):>7}{sites:>7}{size(down):>12}{size(up):>12}{seconds:>10.2f}"
+
+
+def size(count: float) -> str:
+    """Bytes, with a unit."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"

@@ -1,0 +1,89 @@
+"""All sites on this machine: a table dealt out to them, and the same fit as across real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import narwhals as nw
+import numpy as np
+
+from covey._typing import Ints
+from covey.design import column
+from covey.errors import DataError
+from covey.federation.coordinator import Terms
+from covey.federation.operate import OnLoss, Outcome, run_fit
+from covey.federation.site import Site
+from covey.federation.transport import InProcess
+from covey.labels import encode
+from covey.model import as_frame
+from covey.spec import Spec
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A run with all its sites at hand."""
+
+    outcome: Outcome
+    sites: Mapping[str, Site]
+
+
+def simulate(
+    table: Any,
+    spec: Spec,
+    sites: int | str = 3,
+    *,
+    terms: Terms | None = None,
+    minimum: int = 1,
+    models: Path | None = None,
+    journal: Path | None = None,
+    on_loss: OnLoss = "stop",
+    say: Callable[[str], None] = lambda _: None,
+) -> Simulation:
+    """Deal the clients of a table out to sites, and fit across them.
+
+    Parameters
+    ----------
+    sites : how many there are, each client at one of them by turns; or the column that says where a row is
+    minimum : clients that a site wants behind each sum it sends
+    models : folder in which each site writes the models of its clients
+
+    >>> from covey.datasets import load_radon
+    >>> spec = Spec(formula="log_radon ~ floor", client="county", cluster="state", gamma=10.0)
+    >>> run = simulate(load_radon(), spec, sites=3)
+    >>> run.outcome.roster, [exchange.what for exchange in run.outcome.exchanges]
+    (('site1', 'site2', 'site3'), ['hello', 'agree', 'tie', 'up', 'down', 'deliver'])
+    """
+    spec.check()
+    parts = deal(table, spec, sites)
+    at = {
+        name: Site(name, _reads(part), models=None if models is None else models / name, minimum=minimum)
+        for name, part in parts.items()
+    }
+    outcome = run_fit(InProcess(at), list(at), spec, terms or Terms(), journal=journal, on_loss=on_loss, say=say)
+    return Simulation(outcome, at)
+
+
+def deal(table: Any, spec: Spec, sites: int | str) -> dict[str, Any]:
+    """The rows of each site."""
+    frame, settled = as_frame(table), spec.settled()
+    if settled.client is None:
+        raise DataError("Say which column holds the clients: client=, or a formula with (terms | cluster/client).")
+    if isinstance(sites, str):
+        names, codes = encode(column(frame, sites), "site")
+        return {str(name): _rows(frame, codes == at) for at, name in enumerate(names.to_list())}
+    _, codes = encode(column(frame, settled.client), "client")
+    if not 1 <= sites <= int(codes.max()) + 1:
+        raise DataError(f"{sites!r} sites cannot share {int(codes.max()) + 1} clients; give from 1 to that many.")
+    width = len(str(sites))
+    return {f"site{at + 1:0{width}}": _rows(frame, codes % sites == at) for at in range(sites)}
+
+
+def _rows(frame: Any, keep: Ints) -> Any:
+    return frame[np.flatnonzero(keep)].to_native() if isinstance(frame, nw.DataFrame) else frame
+
+
+def _reads(part: Any) -> Callable[[Spec], Any]:
+    return lambda _: part

@@ -1,0 +1,306 @@
+"""The node of a site: its table, what it remembers of a run, and how it answers letters.
+
+It answers each exchange once, in order. Asked the same again it sends the same bytes; asked for an exchange it is not at, it
+says where it is. Between two letters it may be put aside: all it needs is in its home folder, which nobody else can read.
+
+    home/
+      runs/      what it remembers of a run that is under way
+      model/     the models of its own clients, once a run has ended; they do not leave the site
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from covey import __version__
+from covey._typing import Anything
+from covey.data import GroupedData, read_table
+from covey.errors import CoveyError, DataError, FederationError
+from covey.federation.agreement import Agree, Hello, Joined, Salt, grouped, profile_of, tags, totals
+from covey.federation.letters import Letter, Refusal, decode, encode, split
+from covey.federation.masking import Epoch, Keys, check_keys, check_roster, mask, open_sealed, pair_secret, seal
+from covey.federation.models import keep_model
+from covey.network import Node
+from covey.persist import spec_from_json
+from covey.solvers.threads import threads_for
+from covey.spec import Spec
+
+MINIMUM = 3  # clients behind a sum, unless the site says otherwise
+
+Read = Callable[[Spec], Any]
+"""How a site reads its table, once it knows which columns hold ids."""
+
+
+@dataclass
+class Run:
+    """What a site remembers of one run.
+
+    Attributes
+    ----------
+    private, salt : its key, and the key of the clients' tags; in hexadecimal, only if sums are masked
+    epochs : who took part in earlier starts of the fit, and now
+    epoch, exchange : the last letter answered; ``digest`` of its bytes, and the ``reply``
+    agreed, rows : what all sites agreed on, and a digest of the rows this was about
+    gamma, theta, memory : the node's, as :class:`covey.network.Node` has them
+    """
+
+    private: str = ""
+    salt: str = ""
+    epochs: tuple[Epoch, ...] = ()
+    epoch: int = -1
+    exchange: int = -1
+    digest: str = ""
+    reply: Anything = field(default_factory=lambda: np.empty(0, dtype=np.uint8))
+    agreed: Agree | None = None
+    rows: str = ""
+    gamma: Anything | None = None
+    theta: Anything | None = None
+    memory: dict[str, Any] = field(default_factory=dict)
+
+
+class Site:
+    """One site.
+
+    Parameters
+    ----------
+    name : what the operator calls it
+    read : how it reads its table
+    home : folder for what it remembers; None keeps it in this object, for simulation
+    models : folder for its clients' models; by default in its home
+    minimum : clients that must stand behind each sum that leaves it
+    """
+
+    def __init__(
+        self, name: str, read: Read, *, home: Path | None = None, models: Path | None = None, minimum: int = MINIMUM
+    ) -> None:
+        self.name, self.minimum, self.home = name, minimum, home
+        self.models = home / "model" if models is None and home is not None else models
+        self._read = read
+        self._runs: dict[str, Run] = {}
+        self._nodes: dict[str, Node] = {}
+
+    def answer(self, letter: bytes) -> bytes:
+        """The reply to one letter; what goes wrong is in it, in words that hold no data."""
+        asked = None
+        try:
+            asked = decode(letter)
+            if not isinstance(asked, Letter):
+                raise FederationError("This is not a letter from a coordinator.")
+            return self._answer(asked, letter)
+        except CoveyError as problem:
+            return encode(_refusal(asked, Refusal("data", str(problem))))
+        except Exception as problem:  # a fault of the program; its own words could hold values of rows
+            return encode(_refusal(asked, Refusal("broken", f"{type(problem).__name__} in covey {__version__}")))
+
+    def node(self, run: str) -> Node:
+        """The node of a run, as it stands; for simulation and tests."""
+        return self._nodes[run]
+
+    def _answer(self, asked: Letter, letter: bytes) -> bytes:
+        if asked.kind == "hello":
+            return encode(replace(asked, kind="reply", body=self._introduce(asked)))
+        if asked.kind == "salt":
+            return encode(replace(asked, kind="reply", body=self._draw_salt(asked)))
+        run, digest = self._remember(asked.run), hashlib.sha256(letter).hexdigest()
+        if (asked.epoch, asked.exchange) == (run.epoch, run.exchange) and run.digest == digest:
+            return run.reply.tobytes()
+        refusal = _out_of_step(asked, run)
+        if refusal is not None:
+            return encode(_refusal(asked, refusal))
+        run = replace(run)  # a letter that fails leaves everything as it was
+        reply = self._join(asked, run) if asked.kind == "agree" else self._work(asked, run)
+        sent = encode(replace(asked, kind="ready" if asked.mute else "reply", body=None if asked.mute else reply))
+        run.epoch, run.exchange, run.digest = asked.epoch, asked.exchange, digest
+        run.reply = np.frombuffer(sent, dtype=np.uint8)
+        self._put_aside(asked.run, run)
+        return sent
+
+    # Before the fit
+
+    def _introduce(self, asked: Letter) -> Any:
+        hello: Hello = asked.body
+        if hello.version != __version__:
+            raise FederationError(f"This site runs covey {__version__}, the coordinator {hello.version}; install the same.")
+        spec = spec_from_json(hello.spec)
+        key = ""
+        if hello.secure:
+            run = self._remember(asked.run)
+            if not run.private:
+                run.private = Keys.fresh().private.hex()
+                self._put_aside(asked.run, run)
+            key = Keys.fresh(bytes.fromhex(run.private)).public.hex()
+        return profile_of(self._table(spec), spec, key)
+
+    def _draw_salt(self, asked: Letter) -> dict[str, str]:
+        wanted: Salt = asked.body
+        run = self._remember(asked.run)
+        run.salt = run.salt or secrets.token_hex(16)
+        self._put_aside(asked.run, run)
+        shared = self._shared(asked.run, run, wanted.keys)
+        return {site: seal(key, bytes.fromhex(run.salt), f"salt for {site}").hex() for site, key in shared.items()}
+
+    def _join(self, asked: Letter, run: Run) -> Any:
+        agreed: Agree = asked.body
+        if self.name not in agreed.roster:
+            raise FederationError(f"Site {self.name!r} is not on the roster of this run.")
+        if agreed.keys:
+            self._check_masks(agreed, run)
+            shared = self._shared(asked.run, run, agreed.keys)
+            sealed = agreed.salt
+            if sealed and not run.salt:
+                maker, text = sealed.split(":", 1)
+                run.salt = open_sealed(shared[maker], bytes.fromhex(text), f"salt for {self.name}").hex()
+        data = grouped(self._table(spec_from_json(agreed.spec)), agreed)
+        self._check_minimum(data)
+        run.agreed, run.rows = agreed, _digest(data)
+        run.gamma, run.theta, run.memory = None, None, {}
+        run.epochs = (*run.epochs, Epoch(agreed.roster, answered=True))
+        self._nodes[asked.run] = Node(data, spec_from_json(agreed.spec).loss, np.ones(data.n_clients))
+        return (Joined(tags(data, run.salt if agreed.keys else agreed.salt)), self._sent(asked, run, totals(data)))
+
+    def _check_masks(self, agreed: Agree, run: Run) -> None:
+        check_keys({site: bytes.fromhex(key) for site, key in agreed.keys.items()})
+        own = Keys.fresh(bytes.fromhex(run.private)).public.hex() if run.private else ""
+        if agreed.keys.get(self.name) != own:
+            raise FederationError(f"Site {self.name!r} no longer has its key of this run; start a new run.")
+        check_roster(run.epochs, agreed.roster)
+
+    def _check_minimum(self, data: GroupedData) -> None:
+        sizes = data.hierarchy.sizes
+        few = np.flatnonzero((sizes > 0) & (sizes < self.minimum))
+        if len(few):
+            j = int(few[0])
+            clients = "1 client" if sizes[j] == 1 else f"{sizes[j]} clients"
+            raise DataError(
+                f"There are {clients} of cluster {data.hierarchy.cluster_ids[j]!r} here, fewer than the {self.minimum} that "
+                "this site wants behind each sum it sends; lower its minimum, or leave the cluster out."
+            )
+
+    # The fit
+
+    def _work(self, asked: Letter, run: Run) -> Any:
+        node = self._node(asked.run, run)
+        if asked.kind == "deliver":
+            if self.models is not None and run.agreed is not None:
+                keep_model(node, run.agreed, asked.body, self.models)
+            return None
+        if asked.kind != "ask":
+            raise FederationError(f"A site does not know letters of kind {asked.kind!r}.")
+        before = node.gamma, node.theta, dict(node.memory)
+        try:
+            with threads_for(node.data), np.errstate(over="ignore", invalid="ignore"):
+                reply = asked.body.at(node)
+        except BaseException:
+            node.gamma, node.theta, node.memory = before
+            raise
+        run.gamma, run.theta, run.memory = node.gamma, node.theta, dict(node.memory)
+        return self._sent(asked, run, reply)
+
+    def _sent(self, asked: Letter, run: Run, reply: Any) -> Any:
+        """A reply as it leaves: under masks, if that was agreed."""
+        agreed = run.agreed
+        if agreed is None or not agreed.keys or reply is None:
+            return reply
+        # The one at the end is a proof: over all sites these add up to their number, if the masks cancel.
+        skeleton, numbers = split((_without_least(reply), 1.0))
+        about = None if asked.kind == "agree" else asked.body  # what is agreed holds a seal of this site's own
+        question = hashlib.sha256(encode(replace(asked, mute=False, body=about))).digest()
+        shared = self._shared(asked.run, run, agreed.keys)
+        return (skeleton, mask(numbers, self.name, shared, asked.epoch, asked.exchange, question))
+
+    def _shared(self, run_name: str, run: Run, keys: Mapping[str, str]) -> dict[str, bytes]:
+        own = Keys.fresh(bytes.fromhex(run.private))
+        return {site: pair_secret(own, bytes.fromhex(key), run_name) for site, key in keys.items() if site != self.name}
+
+    # What it remembers
+
+    def _table(self, spec: Spec) -> Any:
+        return self._read(spec.settled())
+
+    def _node(self, name: str, run: Run) -> Node:
+        if run.agreed is None:
+            raise FederationError("This site has not joined the run.")
+        if name not in self._nodes:
+            spec = spec_from_json(run.agreed.spec)
+            data = grouped(self._table(spec), run.agreed)
+            if _digest(data) != run.rows:
+                raise DataError("The table has changed since the run began; put it back, or start a new run.")
+            gamma = np.ones(data.n_clients) if run.gamma is None else run.gamma
+            self._nodes[name] = Node(data, spec.loss, gamma, run.theta, run.memory)
+        return self._nodes[name]
+
+    def _remember(self, name: str) -> Run:
+        if not name.isalnum():
+            raise FederationError(f"A run's name is letters and digits; got {name[:40]!r}.")
+        if name not in self._runs:
+            file = None if self.home is None else self.home / "runs" / f"{name}.state"
+            self._runs[name] = Run(**decode(file.read_bytes())) if file is not None and file.exists() else Run()
+        return self._runs[name]
+
+    def _put_aside(self, name: str, run: Run) -> None:
+        self._runs[name] = run
+        if self.home is None:
+            return
+        folder = self.home / "runs"
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        fresh = folder / f"{name}.part"
+        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(encode({part.name: getattr(run, part.name) for part in fields(run)}))
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(folder / f"{name}.state")
+
+
+def open_site(name: str, settings: Mapping[str, Any]) -> Site:
+    """The site of a node's settings: ``data`` (its table), ``home`` (its folder) and, if not 3, ``minimum``."""
+    for needed in ("data", "home"):
+        if not settings.get(needed):
+            raise FederationError(f"The node of site {name!r} has no setting {needed!r}; start it with {needed}=... .")
+    path = str(settings["data"])
+    home = Path(str(settings["home"]))
+    minimum = settings.get("minimum", MINIMUM)
+    if not isinstance(minimum, int) or minimum < 1:
+        raise FederationError(f"The 'minimum' of site {name!r} must be a whole number >= 1. Got {minimum!r} instead.")
+    return Site(name, lambda spec: read_table(path, ids=[spec.client, spec.cluster]), home=home, minimum=minimum)
+
+
+def _out_of_step(asked: Letter, run: Run) -> Refusal | None:
+    """Why a letter is not the one that comes next; None if it is."""
+    if asked.kind == "agree":
+        if asked.epoch > run.epoch and asked.exchange == 0:
+            return None
+    elif (asked.epoch, asked.exchange) == (run.epoch, run.exchange + 1):
+        return None
+    here = f"this site is at exchange {run.exchange} of epoch {run.epoch}, the letter is for {asked.exchange} of {asked.epoch}"
+    if (asked.epoch, asked.exchange) <= (run.epoch, run.exchange):
+        return Refusal("stale", here, run.exchange)
+    return Refusal("behind", here, run.exchange if asked.epoch == run.epoch else -1)
+
+
+def _refusal(asked: Any, refusal: Refusal) -> Letter:
+    if not isinstance(asked, Letter):
+        return Letter("", -1, -1, "refusal", refusal)
+    return replace(asked, kind="refusal", body=refusal)
+
+
+def _without_least(reply: Any) -> Any:
+    """A reply without bounds that are the least over clients: they do not add, so no mask could hide them."""
+    if is_dataclass(reply) and not isinstance(reply, type):
+        least = {part.name: 0.0 for part in fields(reply) if part.metadata.get("least")}
+        return replace(reply, **least)
+    return reply
+
+
+def _digest(data: GroupedData) -> str:
+    digest = hashlib.sha256()
+    for array in (data.X, data.y, data.weights, data.offset, data.client_ptr):
+        digest.update(b"none" if array is None else np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
