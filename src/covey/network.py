@@ -108,6 +108,19 @@ class InMemory:
 
 
 @dataclass(frozen=True)
+class Batch:
+    """Down: several requests in one exchange; the answer is that to the last."""
+
+    requests: tuple[Any, ...]
+
+    def at(self, node: Node) -> Any:
+        answer = None
+        for request in self.requests:
+            answer = request.at(node)
+        return answer
+
+
+@dataclass(frozen=True)
 class Tie:
     """Down: what ties clients to their clusters, ``gamma (k,)``, one for all clients of each."""
 

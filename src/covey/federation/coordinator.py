@@ -49,7 +49,7 @@ from covey.federation.members import Members
 from covey.federation.transport import Failure, Transport
 from covey.hierarchy import Hierarchy
 from covey.losses import Loss
-from covey.network import Request
+from covey.network import Batch, Request, Tie
 from covey.persist import spec_to_json
 from covey.spec import Spec
 
@@ -135,6 +135,7 @@ class Federation:
         self._transport, self._say = transport, say
         self._run: str = journal.head["run"]
         self._sent: list[Entry] = []
+        self._held: tuple[Any, ...] = ()
         self.agreed: Agree
         self.totals: Totals
         self.tree: Hierarchy
@@ -150,7 +151,7 @@ class Federation:
     def open(self) -> None:
         """Let all sites of the roster agree; a new epoch of the run, if there was one before."""
         self.epoch += 1
-        self._sent = []
+        self._sent, self._held = [], ()
         profiles: dict[str, Profile] = self._once("hello", {"": self._letter("hello", Hello(*self._greeting))}, _by_site)
         agreed = agree(profiles, self.spec, self.how.categories or {}, self.how.members)
         seals: dict[str, str] = {}
@@ -175,8 +176,12 @@ class Federation:
 
     def ask(self, request: Request[R]) -> R:
         """One exchange with every site; the sum of their replies."""
-        what = type(request).__name__.lower()
-        total: R = self._once(what, {"": self._letter("ask", request)}, self._summed)
+        if isinstance(request, Tie):  # has no answer, so it can go with the next request
+            self._held = (*self._held, request)
+            return None  # type: ignore[return-value]
+        body = Batch((*self._held, request)) if self._held else request
+        self._held = ()
+        total: R = self._once(type(request).__name__.lower(), {"": self._letter("ask", body)}, self._summed)
         return total
 
     def leave_out(self, lost: SiteLost) -> None:

@@ -54,7 +54,7 @@ def simulate(
     >>> spec = Spec(formula="log_radon ~ floor", client="county", cluster="state", gamma=10.0)
     >>> run = simulate(load_radon(), spec, sites=3)
     >>> run.outcome.roster, [exchange.what for exchange in run.outcome.exchanges]
-    (('site1', 'site2', 'site3'), ['hello', 'agree', 'tie', 'up', 'down', 'deliver'])
+    (('site1', 'site2', 'site3'), ['hello', 'agree', 'up', 'down', 'deliver'])
     """
     spec.check()
     parts = deal(table, spec, sites)

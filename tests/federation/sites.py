@@ -1,0 +1,117 @@
+"""Small federations for tests: tables dealt out to sites, and transports on which things go wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import polars as pl
+
+from covey.federation.coordinator import Terms
+from covey.federation.operate import run_fit
+from covey.federation.site import Site
+from covey.federation.transport import InProcess
+from covey.model import fit_table
+from covey.spec import Spec
+
+FAMILIES = ("gaussian", "bernoulli", "poisson")
+
+
+def table(seed: int, family: str = "gaussian", clients: int = 12, clusters: int = 3, rows: int = 8) -> pl.DataFrame:
+    """Clients ``c0, c1, ...`` in clusters ``a, b, ...``, with a number ``x`` and a category ``z``."""
+    rng = np.random.default_rng(seed)
+    n = clients * rows
+    client = np.repeat(np.arange(clients), rows)
+    x, z = rng.normal(size=n), rng.integers(0, 3, size=n)
+    own = rng.normal(size=(clients, 2)) * 0.5
+    margin = 0.3 + own[client, 0] + (0.5 + own[client, 1]) * x + 0.3 * z
+    y = {
+        "gaussian": margin + rng.normal(size=n),
+        "bernoulli": (rng.random(n) < 1 / (1 + np.exp(-margin))).astype(int),
+        "poisson": rng.poisson(np.exp(np.clip(margin, -3, 3))),
+    }[family]
+    return pl.DataFrame(
+        {
+            "client": [f"c{i}" for i in client],
+            "cluster": ["abcdefgh"[i % clusters] for i in client],
+            "x": x,
+            "z": [f"z{i}" for i in z],
+            "y": y,
+            "weight": rng.uniform(0.5, 2.0, size=n),
+        }
+    )
+
+
+def spec(family: str = "gaussian", **settings) -> Spec:
+    given = {"formula": "y ~ x + z", "client": "client", "cluster": "cluster", "gamma": 2.0, "lam": 1.5}
+    return Spec(family=family, **{**given, **settings})
+
+
+def dealt(frame: pl.DataFrame, owner: dict[str, str]) -> dict[str, pl.DataFrame]:
+    """The rows of each site, given the site of each client."""
+    where = frame["client"].replace_strict(owner)
+    return {name: frame.filter(where == name) for name in sorted(set(owner.values()))}
+
+
+def by_turns(frame: pl.DataFrame, sites: int) -> dict[str, pl.DataFrame]:
+    clients = frame["client"].unique(maintain_order=True).to_list()
+    return dealt(frame, {client: f"s{at % sites}" for at, client in enumerate(clients)})
+
+
+def sites_of(parts: dict[str, pl.DataFrame], **settings) -> dict[str, Site]:
+    given = {"minimum": 1, **settings}
+    return {name: Site(name, lambda _, part=part: part, **given) for name, part in parts.items()}
+
+
+def fit(sites: dict[str, Site], asked: Spec, transport=None, terms: Terms | None = None, **settings):
+    carrier = InProcess(sites) if transport is None else transport
+    return run_fit(carrier, list(sites), asked, terms or Terms(retries=1, timeout=1.0), **settings)
+
+
+def in_memory(frame: pl.DataFrame, asked: Spec):
+    return fit_table(frame, asked)
+
+
+def thetas(sites: dict[str, Site], run: str) -> dict[str, np.ndarray]:
+    """Every client's coefficients, from the site that has them."""
+    found = {}
+    for site in sites.values():
+        node = site.node(run)
+        found.update(zip(node.data.hierarchy.client_ids.to_list(), node.where(), strict=True))
+    return found
+
+
+def assert_same(outcome, sites, model, atol=1e-10):
+    """The models of a run are those of a fit in memory."""
+    np.testing.assert_allclose(outcome.model.w, model.w, rtol=0, atol=atol)
+    np.testing.assert_allclose(outcome.model.wbar, model.wbar, rtol=0, atol=atol)
+    found = thetas(sites, outcome.run)
+    assert sorted(found) == model.hierarchy.client_ids.sort().to_list()
+    for client, theta in zip(model.hierarchy.client_ids.to_list(), model.theta, strict=True):
+        np.testing.assert_allclose(found[client], theta, rtol=0, atol=atol)
+
+
+class Meddling:
+    """A transport on which something goes wrong: ``meddle(site, letter, reply)`` may return another reply, or a Failure.
+
+    It counts letters to each site, and keeps all that was sent.
+    """
+
+    def __init__(self, sites: dict[str, Site], meddle: Callable | None = None) -> None:
+        self.inner, self.meddle = InProcess(sites), meddle
+        self.letters: list[tuple[str, bytes]] = []
+        self.replies: list[tuple[str, object]] = []
+
+    def sites(self):
+        return self.inner.sites()
+
+    def exchange(self, letters, timeout):
+        came = {}
+        for site, letter in letters.items():
+            self.letters.append((site, letter))
+            reply = self.inner.exchange({site: letter}, timeout)[site]
+            if self.meddle is not None:
+                reply = self.meddle(site, letter, reply)
+            self.replies.append((site, reply))
+            came[site] = reply
+        return came
