@@ -65,18 +65,27 @@ def test_any_order_and_any_split_give_the_same_bits(values, random, data):
     assert same(at_once, reduce(add, (parts[j] for j in range(len(cuts) + 1))))
 
 
-@given(hnp.arrays(np.uint64, (5, LIMBS), elements=st.integers(0, 2**64 - 1)), st.data())
-def test_limbs_read_as_numbers_and_back(limbs, data):
-    """Any integer modulo 2^192, also those near a tie of the 53rd bit."""
-    keep = data.draw(st.integers(0, 191))
-    whole = [int.from_bytes(row.tobytes(), "little", signed=True) >> keep for row in limbs.astype("<u8")]
-    tie = [(w << min(192 - w.bit_length() - 1, 54)) + (1 << 53) if w.bit_length() < 130 else w for w in whole]
-    for wholes in (whole, tie):
-        rows = b"".join((w % 2**192).to_bytes(24, "little") for w in wholes)
-        exact = Exact(np.frombuffer(rows, "<u8").reshape(-1, LIMBS).astype(np.uint64), np.zeros(5, dtype=np.int64))
-        signed = [(w + 2**191) % 2**192 - 2**191 for w in wholes]
-        assert exact.fractions().tolist() == [Fraction(w, QUANTA) for w in signed]
-        assert exact.floats().tolist() == [w / QUANTA for w in signed]
+def of_integers(wholes):
+    """Multiples of the quantum, modulo 2^192."""
+    rows = b"".join((whole % 2**192).to_bytes(8 * LIMBS, "little") for whole in wholes)
+    limbs = np.frombuffer(rows, "<u8").reshape(-1, LIMBS).astype(np.uint64)
+    return Exact(limbs, np.zeros(len(limbs), dtype=np.int64))
+
+
+@given(
+    st.lists(st.builds(lambda whole, drop: whole >> drop, st.integers(-(2**191), 2**191 - 1), st.integers(0, 191)), min_size=1)
+)
+def test_any_limbs_read_as_the_nearest_number(wholes):
+    exact = of_integers(wholes)
+    assert exact.fractions().tolist() == [Fraction(whole, QUANTA) for whole in wholes]
+    assert exact.floats().tolist() == [whole / QUANTA for whole in wholes]
+
+
+@given(st.integers(2**52, 2**53 - 1), st.integers(1, 137), st.sampled_from([1, -1]))
+def test_ties_go_to_even_and_the_last_bit_breaks_them(leading, below, sign):
+    tie = (2 * leading + 1) << below
+    wholes = [sign * (tie + nudge) for nudge in (-1, 0, 1)]
+    assert of_integers(wholes).floats().tolist() == [whole / QUANTA for whole in wholes]
 
 
 @given(hnp.arrays(float, (2, 3, 4), elements=anything))
@@ -117,6 +126,7 @@ def test_what_is_not_finite_or_too_large_stays_so(bad):
     assert not (total - Exact.of([0.0, bad])).finite[1]
     np.testing.assert_array_equal((total - Exact.of([0.0, bad])).floats(), [3.0, np.nan])
     np.testing.assert_array_equal(total.sum().floats(), np.nan)
+    assert total.size.tolist() == (total + total).size.tolist() == [0, TOO_LARGE]  # it does not grow until it wraps itself
     assert total.fractions()[0] == 3
     assert math.isnan(total.fractions()[1])
 

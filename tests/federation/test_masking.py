@@ -98,6 +98,7 @@ def test_no_two_streams_are_alike():
         send(nothing, names, exchange=256)["a"],
         send(nothing, names, question=b"?")["a"],
         send(nothing, SITES[:2])["a"],
+        mask(nothing["a"], "a", dict(zip(("bern", "d"), secrets_of(names)["a"].values(), strict=True)), 0, 0),
         mask(nothing["a"], "a", secrets_of(names, "other run")["a"], 0, 0),
         send(nothing, names)["bern"],
     ]
