@@ -156,7 +156,7 @@ def from_digits(digits: Ints) -> Exact:
     for i in range(2 * LIMBS):
         digit = digits[..., i] + carry
         halves[..., i], carry = digit & _MASK, digit >> 32
-    return Exact(halves.view("<u8").astype(np.uint64), np.minimum(digits[..., -1], TOO_LARGE))
+    return Exact(halves.view("<u8").astype(np.uint64), np.asarray(np.minimum(digits[..., -1], TOO_LARGE)))
 
 
 def segment_sum(values: Floats, ptr: Ints) -> Exact:

@@ -178,7 +178,7 @@ class Federation:
         """One exchange with every site; the sum of their replies."""
         if isinstance(request, Tie):  # has no answer, so it can go with the next request
             self._held = (*self._held, request)
-            return None  # type: ignore[return-value]
+            return None
         body = Batch((*self._held, request)) if self._held else request
         self._held = ()
         total: R = self._once(type(request).__name__.lower(), {"": self._letter("ask", body)}, self._summed)
