@@ -36,6 +36,7 @@ QUANTUM = 2.0**-96
 
 _MASK = 0xFFFFFFFF
 _PIECE = 1024  # rows summed by one thread at a time
+_WORTH_SHARING = 1 << 16  # values below which threads would mostly wait for each other
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,7 +171,8 @@ def segment_sum(values: Floats, ptr: Ints) -> Exact:
     rows = np.ascontiguousarray(values, dtype=np.float64).reshape(len(values), -1) if values.size else np.zeros((0, 0))
     digits = np.zeros((len(ptr) - 1, int(np.prod(rest)), DIGITS), dtype=np.int64)
     if rows.size:
-        _sum_segments(rows, np.asarray(ptr, dtype=np.int64), *_pieces(ptr), digits)
+        kernel = _sum_segments if rows.size > _WORTH_SHARING else _sum_few
+        kernel(rows, np.asarray(ptr, dtype=np.int64), *_pieces(ptr), digits)
     return from_digits(digits.reshape(len(ptr) - 1, *rest, DIGITS))
 
 
@@ -229,3 +231,6 @@ def _sum_segments(rows: Floats, ptr: Ints, start: Ints, owner: Ints, out: Ints) 
         for column in range(rows.shape[1]):
             for digit in range(DIGITS):
                 out[owner[piece], column, digit] += parts[piece, column, digit]
+
+
+_sum_few = njit(cache=True)(_sum_segments.py_func)

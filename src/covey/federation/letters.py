@@ -181,59 +181,67 @@ def outline(message: Any) -> Any:
 
 def split(message: Any) -> tuple[Any, exact.Exact]:
     """A reply as its skeleton, which holds no number, and all its numbers in one row that can be added and masked."""
-    parts: list[exact.Exact] = []
-    skeleton = _hollow(message, parts)
-    return skeleton, exact.Exact.join([exact.Exact.zeros(0), *parts])
+    floats: list[Anything] = []
+    sums: list[exact.Exact] = []
+    skeleton = _hollow(message, floats, sums)
+    return skeleton, exact.Exact.join([exact.Exact.of(np.concatenate([np.empty(0), *floats])), *sums])
 
 
 def join(skeleton: Any, numbers: exact.Exact) -> Any:
     """The reverse: the reply with these numbers."""
-    at = 0
+    holes = list(_holes(skeleton))
+    sizes = [int(np.prod(hole.shape, dtype=np.int64)) for hole in holes]
+    plain = sum(size for size, hole in zip(sizes, holes, strict=True) if hole.kind != "exact")
+    if sum(sizes) != numbers.shape[0]:
+        raise LetterError(f"A reply has {numbers.shape[0]} numbers for {sum(sizes)} places.")
+    # Floating-point numbers come first, so that all of them are converted at once; then the sums that stay exact.
+    floats, at = numbers[:plain].floats(), {"exact": plain, "float": 0}
 
-    def take(shape: tuple[int, ...]) -> exact.Exact:
-        nonlocal at
-        count = int(np.prod(shape, dtype=np.int64))
-        part = numbers[at : at + count].reshape(*shape)
-        at += count
-        return part
+    def take(hole: Hole) -> Any:
+        which = "exact" if hole.kind == "exact" else "float"
+        start = at[which]
+        at[which] = stop = start + int(np.prod(hole.shape, dtype=np.int64))
+        if which == "exact":
+            return numbers[start:stop].reshape(*hole.shape)
+        if hole.kind in ("int", "float"):
+            return int(floats[start]) if hole.kind == "int" else float(floats[start])
+        return floats[start:stop].reshape(hole.shape).astype(np.dtype(hole.kind))
 
-    reply = _filled(skeleton, take)
-    if at != numbers.shape[0]:
-        raise LetterError("A reply has more numbers than places for them.")
-    return reply
+    return _filled(skeleton, take)
 
 
-def _hollow(value: Any, parts: list[exact.Exact]) -> Any:
+def _hollow(value: Any, floats: list[Anything], sums: list[exact.Exact]) -> Any:
     if isinstance(value, exact.Exact):
-        parts.append(value.reshape(-1))
+        sums.append(value.reshape(-1))
         return Hole("exact", tuple(value.shape))
     if isinstance(value, np.ndarray) and value.dtype.kind in "fiu":
-        parts.append(exact.Exact.of(value.astype(np.float64).ravel()))
+        floats.append(value.astype(np.float64).ravel())
         return Hole(value.dtype.str, tuple(value.shape))
-    if isinstance(value, int | float | np.generic) and not isinstance(value, bool | np.bool_):
-        parts.append(exact.Exact.of(np.array([float(value)])))
+    if isinstance(value, int | float | np.number) and not isinstance(value, bool):
+        floats.append(np.array([float(value)]))
         return Hole("int" if isinstance(value, int | np.integer) else "float", ())
     if _is_message(type(value)):
-        return {name: _hollow(getattr(value, name), parts) for name in _fields(value)} | {"": _name(type(value))}
+        return {name: _hollow(getattr(value, name), floats, sums) for name in _fields(value)} | {"": _name(type(value))}
     if isinstance(value, tuple | list):
-        return tuple(_hollow(each, parts) for each in value)
-    if isinstance(value, dict):
-        raise TypeError("a reply that is to be masked holds no dict")
-    return value
+        return tuple(_hollow(each, floats, sums) for each in value)
+    if value is None or isinstance(value, bool | str):
+        return value
+    raise TypeError(f"a {type(value).__name__} cannot be masked")
 
 
-def _filled(value: Any, take: Callable[[tuple[int, ...]], exact.Exact]) -> Any:
+def _holes(value: Any) -> Iterator[Hole]:
     if isinstance(value, Hole):
-        numbers = take(tuple(value.shape))
-        if value.kind == "exact":
-            return numbers
-        floats = numbers.floats()
-        if value.kind in ("int", "float"):
-            return int(floats) if value.kind == "int" else float(floats)
-        return floats.astype(np.dtype(value.kind))
+        yield value
+    elif isinstance(value, dict | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _holes(each)
+
+
+def _filled(value: Any, take: Callable[[Hole], Any]) -> Any:
+    if isinstance(value, Hole):
+        return take(value)
     if isinstance(value, dict):
-        built = {name: _filled(each, take) for name, each in value.items() if name}
-        return _KNOWN[value[""]](**built)
+        return _KNOWN[value[""]](**{name: _filled(each, take) for name, each in value.items() if name})
     if isinstance(value, tuple):
         return tuple(_filled(each, take) for each in value)
     return value
