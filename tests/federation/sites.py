@@ -54,8 +54,9 @@ def dealt(frame: pl.DataFrame, owner: dict[str, str]) -> dict[str, pl.DataFrame]
 
 
 def by_turns(frame: pl.DataFrame, sites: int) -> dict[str, pl.DataFrame]:
+    """Two clients to each site by turns: clusters, which go one by one, are split over sites."""
     clients = frame["client"].unique(maintain_order=True).to_list()
-    return dealt(frame, {client: f"s{at % sites}" for at, client in enumerate(clients)})
+    return dealt(frame, {client: f"s{at // 2 % sites}" for at, client in enumerate(clients)})
 
 
 def sites_of(parts: dict[str, pl.DataFrame], **settings) -> dict[str, Site]:

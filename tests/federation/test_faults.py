@@ -71,7 +71,9 @@ def test_a_reply_that_is_none_is_asked_for_again(act, secure):
 def test_a_site_that_stays_away_stops_the_run_and_the_run_goes_on_when_it_is_back(tmp_path):
     sites, journal = sites_of(by_turns(FRAME, 4)), tmp_path / "run.journal"
     away = Meddling(sites, when("s2", 3, lambda *_: GONE, times=99))
-    with pytest.raises(FederationError, match="Lost site 's2' did not answer .gone: it is not connected.; the run has stopped"):
+    with pytest.raises(
+        FederationError, match=r"Lost site .s2. did not answer .gone: it is not connected.; the run has stopped"
+    ):
         fit(sites, ASKED, away, journal=journal)
     back = Meddling(sites)
     outcome = fit(sites, ASKED, back, journal=journal)
@@ -157,7 +159,7 @@ def test_a_journal_of_another_run_is_refused(tmp_path):
     journal, sites = tmp_path / "run.journal", sites_of(by_turns(FRAME, 4))
     with pytest.raises(Killed):
         fit(sites, ASKED, Killing(sites, 5), journal=journal)
-    with pytest.raises(FederationError, match="of another run .other spec.; delete it"):
+    with pytest.raises(FederationError, match=r"of another run .other spec.; delete it"):
         fit(sites, replace(ASKED, gamma=3.0), journal=journal)
     journal.write_bytes(b"something else")
     with pytest.raises(FederationError, match="cannot be read; delete it"):

@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from covey.cli import demo, fit, plan, predict, reproduce, show
+from covey.cli import demo, federate, fit, plan, predict, reproduce, show
 from covey.errors import CoveyError
 
 app = typer.Typer(
@@ -27,6 +27,7 @@ app.command("fit")(fit.fit)
 app.command("predict")(predict.predict)
 app.command("show")(show.show)
 app.command("plan")(plan.plan)
+app.command("federate")(federate.federate)
 app.command("demo")(demo.demo)
 app.command("reproduce")(reproduce.reproduce)
 

@@ -7,40 +7,39 @@ from typing import Annotated, Any
 
 import typer
 
+from covey.cli import _options
+
 
 def fit(
     data: Annotated[Path, typer.Argument(help="Table: .parquet, .csv, .csv.gz or .tsv.")],
     formula: Annotated[str, typer.Argument(help="Response and terms: 'y ~ log(x) + zone', 'y ~ x + (x | cluster/client)'.")],
-    client: Annotated[str | None, typer.Option(help="Column with the clients' ids, unless the formula names it.")] = None,
-    cluster: Annotated[str | None, typer.Option(help="Column with the clusters' ids.")] = None,
-    family: Annotated[str, typer.Option(help="gaussian, bernoulli (two classes) or poisson (counts).")] = "gaussian",
+    client: _options.Client = None,
+    cluster: _options.Cluster = None,
+    family: _options.Family = "gaussian",
     penalty: Annotated[str, typer.Option(help="How to learn penalties: reml, ml or cv.")] = "auto",
-    vary: Annotated[list[str] | None, typer.Option(help="A term that varies; all by default. Repeat it.")] = None,
-    covariance: Annotated[str | None, typer.Option(help="isotropic, diagonal or full; diagonal by default.")] = None,
-    per_cluster: Annotated[bool, typer.Option("--per-cluster", help="Learn each cluster's own spread of clients.")] = False,
-    tests: Annotated[bool, typer.Option("--tests/--no-tests", help="Test whether clients differ and clusters matter.")] = True,
-    gamma: Annotated[float | None, typer.Option(help="Pull of clients to their cluster, if not to be learned.")] = None,
-    lam: Annotated[float | None, typer.Option(help="Pull of clusters to the global model (1 with --gamma).")] = None,
-    alpha: Annotated[float | None, typer.Option(help="In place of --lam: 0 independent clusters, 1 one cluster.")] = None,
-    reduction: Annotated[str, typer.Option(help="'sum' or 'mean' of the loss over a client's rows.")] = "sum",
-    weights: Annotated[str | None, typer.Option(help="Column with row weights.")] = None,
-    offset: Annotated[str | None, typer.Option(help="Column with a known part of the linear predictor.")] = None,
+    vary: _options.Vary = None,
+    covariance: _options.Covariance = None,
+    per_cluster: _options.PerCluster = False,
+    tests: _options.Tests = True,
+    gamma: _options.Gamma = None,
+    lam: _options.Lam = None,
+    alpha: _options.Alpha = None,
+    reduction: _options.Reduction = "sum",
+    weights: _options.Weights = None,
+    offset: _options.Offset = None,
     baseline: Annotated[str | None, typer.Option(help="single-model, locally-trained or single-cluster.")] = None,
-    ridge: Annotated[float, typer.Option(help="Pull of every client's coefficients to zero.")] = 0.0,
-    james_stein: Annotated[
-        bool,
-        typer.Option("--james-stein", help="Shrink the global model towards zero by its uncertainty (more than two terms)."),
-    ] = False,
-    solver: Annotated[str, typer.Option(help="auto, sweep, newton, l2gd, al2sgd_plus or one_coin.")] = "auto",
-    option: Annotated[list[str] | None, typer.Option(help="Of l2gd, al2sgd_plus or one_coin, as name=value: p0=0.1.")] = None,
+    ridge: _options.Ridge = 0.0,
+    james_stein: _options.JamesStein = False,
+    solver: _options.Solver = "auto",
+    option: _options.Option = None,
     checkpoint: Annotated[Path | None, typer.Option(help="File that these and newton write, and resume from.")] = None,
-    tol: Annotated[float, typer.Option(help="Gradient norm at which Newton stops; certified gap for these.")] = 1e-8,
-    max_iter: Annotated[int | None, typer.Option(help="Most iterations.")] = None,
+    tol: _options.Tol = 1e-8,
+    max_iter: _options.MaxIter = None,
     holdout: Annotated[float, typer.Option(help="Share of each client's rows to compare models on; 0 skips it.")] = 0.2,
     seed: Annotated[int, typer.Option(help="Seed of the split, of cross-validation and of coins.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for the model.")] = None,
     sums: Annotated[bool, typer.Option("--sums/--no-sums", help="Keep clients' sums in it, which intervals need.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: _options.AsJson = False,
 ) -> None:
     """Fit every client's, every cluster's and the global model.
 
@@ -59,6 +58,7 @@ def fit(
 
     if out is not None:
         check_target(out)
+    kept = {} if checkpoint is None else {"checkpoint": str(checkpoint)}
     spec = Spec(
         family=family,
         client=client,
@@ -79,7 +79,7 @@ def fit(
         james_stein=james_stein,
         baseline=baseline,
         solver=solver,  # type: ignore[arg-type]
-        options=_options(option, checkpoint) or None,
+        options={**_options.settings_of(option), **kept} or None,
         tol=tol,
         max_iter=max_iter,
         seed=seed,
@@ -118,27 +118,6 @@ def fit(
     screen.print(describe(model), markup=False)
     if out is not None:
         screen.print(f"\nmodel written to {out}", markup=False)
-
-
-def _options(given: list[str] | None, checkpoint: Path | None) -> dict[str, Any]:
-    """``name=value`` pairs; a value that reads as JSON (a number, a list) is one, anything else is text."""
-    import json
-
-    from covey.errors import SolverError
-
-    options: dict[str, Any] = {}
-    for pair in given or []:
-        name, equals, text = (part.strip() for part in pair.partition("="))
-        if not (name and equals):
-            raise SolverError(f"The option --option must be name=value, such as p0=0.1. Got {pair!r} instead.")
-        if name in options or name == "checkpoint":
-            why = "is given twice" if name in options else "has an option of its own, --checkpoint"
-            raise SolverError(f"The setting {name!r} {why}; leave out one.")
-        try:
-            options[name] = json.loads(text)
-        except ValueError:
-            options[name] = text
-    return options if checkpoint is None else {**options, "checkpoint": str(checkpoint)}
 
 
 def _document(model: Any, comparison: Any) -> dict[str, Any]:

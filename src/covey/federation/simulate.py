@@ -59,7 +59,7 @@ def simulate(
     spec.check()
     parts = deal(table, spec, sites)
     at = {
-        name: Site(name, _reads(part), models=None if models is None else models / name, minimum=minimum)
+        name: Site(name, _reads(part), models=None if models is None else models / name, minimum=minimum, frank=True)
         for name, part in parts.items()
     }
     outcome = run_fit(InProcess(at), list(at), spec, terms or Terms(), journal=journal, on_loss=on_loss, say=say)

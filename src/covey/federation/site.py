@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ import numpy as np
 from covey import __version__
 from covey._typing import Anything
 from covey.data import GroupedData, read_table
-from covey.errors import CoveyError, DataError, FederationError
+from covey.errors import CoveyError, FederationError, FormulaError, PenaltyError, SolverError
 from covey.federation.agreement import Agree, Hello, Joined, Salt, grouped, profile_of, tags, totals
 from covey.federation.letters import Letter, Refusal, decode, encode, split
 from covey.federation.masking import Epoch, Keys, check_keys, check_roster, mask, open_sealed, pair_secret, seal
@@ -33,6 +34,7 @@ from covey.persist import spec_from_json
 from covey.solvers.threads import threads_for
 from covey.spec import Spec
 
+_OF_SETTINGS = (FederationError, FormulaError, PenaltyError, SolverError)  # errors that are not about rows
 MINIMUM = 3  # clients behind a sum, unless the site says otherwise
 
 Read = Callable[[Spec], Any]
@@ -76,12 +78,20 @@ class Site:
     home : folder for what it remembers; None keeps it in this object, for simulation
     models : folder for its clients' models; by default in its home
     minimum : clients that must stand behind each sum that leaves it
+    frank : whether sentences about its rows may leave it; in a simulation they may
     """
 
     def __init__(
-        self, name: str, read: Read, *, home: Path | None = None, models: Path | None = None, minimum: int = MINIMUM
+        self,
+        name: str,
+        read: Read,
+        *,
+        home: Path | None = None,
+        models: Path | None = None,
+        minimum: int = MINIMUM,
+        frank: bool = False,
     ) -> None:
-        self.name, self.minimum, self.home = name, minimum, home
+        self.name, self.minimum, self.home, self.frank = name, minimum, home, frank
         self.models = home / "model" if models is None and home is not None else models
         self._read = read
         self._runs: dict[str, Run] = {}
@@ -96,13 +106,25 @@ class Site:
                 raise FederationError("This is not a letter from a coordinator.")
             return self._answer(asked, letter)
         except CoveyError as problem:
-            return encode(_refusal(asked, Refusal("data", str(problem))))
+            return encode(_refusal(asked, Refusal("data", self._fit_to_print(problem))))
         except Exception as problem:  # a fault of the program; its own words could hold values of rows
             return encode(_refusal(asked, Refusal("broken", f"{type(problem).__name__} in covey {__version__}")))
 
     def node(self, run: str) -> Node:
         """The node of a run, as it stands; for simulation and tests."""
         return self._nodes[run]
+
+    def _fit_to_print(self, problem: CoveyError) -> str:
+        """A sentence that may leave the site: one about rows names clients and values, so it stays in the site's own log."""
+        if self.frank or isinstance(problem, _OF_SETTINGS) or _of_schema(problem):
+            return str(problem)
+        print(f"covey: {problem}", file=sys.stderr)
+        if self.home is not None:
+            self.home.mkdir(parents=True, exist_ok=True)
+            (self.home / "refusal.txt").write_text(f"{problem}\n")
+        return (
+            "Its table cannot be used as it is; the site's own log (refusal.txt in its home) says which column, row and value."
+        )
 
     def _answer(self, asked: Letter, letter: bytes) -> bytes:
         if asked.kind == "hello":
@@ -178,10 +200,9 @@ class Site:
         few = np.flatnonzero((sizes > 0) & (sizes < self.minimum))
         if len(few):
             j = int(few[0])
-            clients = "1 client" if sizes[j] == 1 else f"{sizes[j]} clients"
-            raise DataError(
-                f"There are {clients} of cluster {data.hierarchy.cluster_ids[j]!r} here, fewer than the {self.minimum} that "
-                "this site wants behind each sum it sends; lower its minimum, or leave the cluster out."
+            raise FederationError(
+                f"There are fewer clients of cluster {data.hierarchy.cluster_ids[j]!r} here than the {self.minimum} that this "
+                "site wants behind each sum it sends; lower its minimum, or leave the cluster out."
             )
 
     # The fit
@@ -232,7 +253,7 @@ class Site:
             spec = spec_from_json(run.agreed.spec)
             data = grouped(self._table(spec), run.agreed)
             if _digest(data) != run.rows:
-                raise DataError("The table has changed since the run began; put it back, or start a new run.")
+                raise FederationError("The table has changed since the run began; put it back, or start a new run.")
             gamma = np.ones(data.n_clients) if run.gamma is None else run.gamma
             self._nodes[name] = Node(data, spec.loss, gamma, run.theta, run.memory)
         return self._nodes[name]
@@ -289,6 +310,11 @@ def _refusal(asked: Any, refusal: Refusal) -> Letter:
     if not isinstance(asked, Letter):
         return Letter("", -1, -1, "refusal", refusal)
     return replace(asked, kind="refusal", body=refusal)
+
+
+def _of_schema(problem: CoveyError) -> bool:
+    """Whether a sentence is about what columns there are, and not about what is in them."""
+    return str(problem).startswith(("There is no column", "The table has no rows", "There is no file"))
 
 
 def _without_least(reply: Any) -> Any:

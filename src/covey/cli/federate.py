@@ -1,0 +1,148 @@
+"""``covey federate``: the same fit across sites that keep their data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from covey.cli import _options
+
+
+def federate(
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="[DATA] FORMULA", help="Response and terms; before them, only to simulate, the table."),
+    ],
+    simulate: Annotated[int | None, typer.Option(help="Deal the clients out to so many sites on this machine.")] = None,
+    by: Annotated[str | None, typer.Option(help="To simulate: the column that says at which site a row is.")] = None,
+    link: Annotated[str | None, typer.Option(help="To deploy: the link, as Flower's config.toml names it.")] = None,
+    client: _options.Client = None,
+    cluster: _options.Cluster = None,
+    family: _options.Family = "gaussian",
+    penalty: Annotated[str, typer.Option(help="How to learn penalties: reml or ml.")] = "auto",
+    vary: _options.Vary = None,
+    covariance: _options.Covariance = None,
+    per_cluster: _options.PerCluster = False,
+    tests: _options.Tests = True,
+    gamma: _options.Gamma = None,
+    lam: _options.Lam = None,
+    alpha: _options.Alpha = None,
+    reduction: _options.Reduction = "sum",
+    weights: _options.Weights = None,
+    offset: _options.Offset = None,
+    ridge: _options.Ridge = 0.0,
+    james_stein: _options.JamesStein = False,
+    solver: _options.Solver = "auto",
+    option: _options.Option = None,
+    tol: _options.Tol = 1e-8,
+    max_iter: _options.MaxIter = None,
+    seed: Annotated[int, typer.Option(help="Seed of the coins.")] = 0,
+    sites: Annotated[str | None, typer.Option(help="To deploy: how many sites must be there, or their names: a,b,c.")] = None,
+    members: Annotated[Path | None, typer.Option(help="Table of site, cluster and perhaps client: who may bring whom.")] = None,
+    minimum: Annotated[int, typer.Option(help="To simulate: clients that must stand behind each sum.")] = 1,
+    secure: Annotated[bool, typer.Option("--secure", help="Mask the sums: the coordinator sees only totals.")] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for a site's reply.")] = 600.0,
+    retries: Annotated[int, typer.Option(help="How often a letter without reply is sent again.")] = 2,
+    on_loss: Annotated[str, typer.Option(help="When a site is lost: stop, or continue without it.")] = "stop",
+    out: Annotated[Path | None, typer.Option(help="Folder for the models of clusters and of the whole.")] = None,
+    as_json: _options.AsJson = False,
+) -> None:
+    """Fit every client's, every cluster's and the global model across sites; clients' models stay at their sites.
+
+    [bold]Example[/bold]   covey federate --simulate 3 homes.parquet "log_radon ~ floor" --client county --cluster state
+    """
+    from covey.errors import CoveyError
+
+    if simulate is None and by is None and link is None:
+        raise CoveyError("Say where the sites are: --simulate 3 for so many on this machine, or --link NAME for real ones.")
+    if (simulate is not None or by is not None) == (link is not None):
+        raise CoveyError("--simulate and --by are for one machine, --link for real sites; leave out one.")
+    if len(words) != (1 if link is not None else 2):
+        needed = "a formula" if link is not None else "a table and a formula, in this order"
+        raise CoveyError(f"covey federate needs {needed}; got {len(words)} arguments: {' '.join(words)[:80]!r}.")
+    settings: dict[str, Any] = {
+        "formula": words[-1],
+        "client": client,
+        "cluster": cluster,
+        "family": family,
+        "penalty": penalty,
+        "vary": vary,
+        "covariance": covariance,
+        "per_cluster": per_cluster,
+        "tests": tests,
+        "gamma": gamma,
+        "lam": lam,
+        "alpha": alpha,
+        "reduction": reduction,
+        "weights": weights,
+        "offset": offset,
+        "ridge": ridge,
+        "james_stein": james_stein,
+        "solver": solver,
+        "options": _options.settings_of(option) or None,
+        "tol": tol,
+        "max_iter": max_iter,
+        "seed": seed,
+        "members": None if members is None else str(members),
+        "secure": secure,
+        "timeout": timeout,
+        "retries": retries,
+        "on_loss": on_loss,
+        "out": None if out is None else str(out),
+    }
+    if link is not None:
+        from covey.federation.flower.launch import deploy
+
+        wanted = int(sites) if sites is not None and sites.isdigit() else sites
+        raise typer.Exit(deploy({**settings, "sites": wanted}, link))
+    _simulate(words[0], settings, by if by is not None else simulate or 0, minimum, out, as_json)
+
+
+def _simulate(data: str, settings: dict[str, Any], sites: int | str, minimum: int, out: Path | None, as_json: bool) -> None:
+    from dataclasses import asdict
+
+    from covey.cli._console import console, print_json, working
+    from covey.data import read_table
+    from covey.describe import summary
+    from covey.federation.operate import spec_of, terms_of
+    from covey.federation.report import report
+    from covey.federation.simulate import simulate
+    from covey.persist import check_target, save_model
+
+    spec, terms = spec_of(settings), terms_of(settings)
+    places = {} if out is None else {name: check_target(out / name) for name in ("operator",)}
+    with working("reading the table") as say:
+        settled = spec.settled()
+        table = read_table(data, ids=[settled.client, settled.cluster])
+        run = simulate(
+            table,
+            spec,
+            sites,
+            terms=terms,
+            minimum=minimum,
+            models=None if out is None else out / "sites",
+            journal=None if out is None else out / "journal",
+            on_loss=settings["on_loss"],
+            say=say,
+        )
+        for place in places.values():
+            save_model(run.outcome.model, place)
+    if as_json:
+        outcome = run.outcome
+        print_json(
+            {
+                "sites": list(outcome.roster),
+                "without": dict(outcome.without),
+                "summary": summary(outcome.model).to_json(),
+                "exchanges": [asdict(each) for each in outcome.exchanges],
+                "out": None if out is None else str(out),
+            }
+        )
+        return
+    screen = console()
+    screen.print(report(run.outcome), markup=False)
+    if out is not None:
+        screen.print(f"\nmodels of clusters and of the whole  {out / 'operator'}", markup=False)
+        screen.print(f"models of each site's clients        {out / 'sites'}", markup=False)

@@ -1,0 +1,183 @@
+"""Sites that do not fit together are refused by name, before the first exchange of the fit."""
+
+from dataclasses import replace
+
+import polars as pl
+import pytest
+
+from covey.errors import CoveyError
+from covey.federation.agreement import check_tags, digests
+from covey.federation.coordinator import Terms
+from covey.federation.letters import decode, encode
+from covey.federation.members import Members
+from tests.federation.sites import Meddling, by_turns, fit, sites_of, spec, table
+
+FRAME = table(21)
+NUMBER = pl.col("client").str.slice(1).cast(pl.Int64)
+OWN_LOG = r"Site 's1': Its table cannot be used as it is; the site's own log"
+
+
+def refused(parts, pattern, asked=None, terms=None, meddle=None, **settings):
+    """One sentence, and no letter of the fit was sent."""
+    sites = sites_of(parts, **settings)
+    carrier = Meddling(sites, meddle)
+    with pytest.raises(CoveyError, match=pattern) as error:
+        fit(sites, asked or spec(), carrier, terms)
+    assert not [letter for _, letter in carrier.letters if decode(letter).kind in ("ask", "deliver")]
+    sentence = str(error.value)
+    assert len(sentence) < 320
+    assert sentence.endswith((".", "?"))
+    return sentence
+
+
+def changed(**columns):
+    parts = by_turns(FRAME, 3)
+    parts["s1"] = parts["s1"].with_columns(**columns)
+    return parts
+
+
+def test_a_missing_column():
+    parts = by_turns(FRAME, 3)
+    parts["s1"] = parts["s1"].drop("x")
+    refused(parts, r"Site 's1': There is no column 'x'")
+    parts = by_turns(FRAME, 3)
+    parts["s1"] = parts["s1"].rename({"y": "yy"})
+    refused(parts, r"Site 's1': There is no column 'y'; did you mean 'yy'")
+
+
+@pytest.mark.parametrize(
+    ("columns", "pattern"),
+    [
+        ({"x": pl.col("z")}, r"At site 's1' the column 'x' holds categories, at the other sites numbers"),
+        ({"z": pl.col("x")}, r"At site 's1' the column 'z' holds numbers, at the other sites categories"),
+        (
+            {"client": pl.col("client").str.slice(1).cast(pl.Int64)},
+            r"At site 's1' the ids of its clients are integers, at the other sites text",
+        ),
+        ({"cluster": pl.lit(3)}, r"At site 's1' the ids of its clusters are integers, at the other sites text"),
+        ({"x": pl.lit(None, dtype=pl.Float64)}, OWN_LOG),
+        ({"y": pl.lit("word")}, OWN_LOG),
+        ({"client": pl.lit(None, dtype=pl.String)}, OWN_LOG),
+    ],
+)
+def test_a_column_of_another_kind(columns, pattern):
+    refused(changed(**columns), pattern)
+
+
+def test_what_is_wrong_with_rows_is_told_at_the_site_alone(tmp_path, capsys):
+    """The operator is not told clients and values; the site is, in one sentence. In a simulation they are the same person."""
+    parts = changed(x=pl.lit(None, dtype=pl.Float64))
+    refused(parts, OWN_LOG, home=tmp_path)
+    assert "Column 'x' is NaN in row 8 (client 'c3')" in (tmp_path / "refusal.txt").read_text()
+    assert "client 'c3'" in capsys.readouterr().err
+    refused(parts, r"Site 's1': Column 'x' is NaN in row 8 .client 'c3'.", frank=True)
+
+
+def test_a_category_that_the_operator_does_not_list():
+    terms = Terms(categories={"z": ["z0", "z1", "z2"]})
+    fit(sites_of(by_turns(FRAME, 3)), spec(), terms=terms)
+    odd = changed(z=pl.when(pl.int_range(pl.len()) == 0).then(pl.lit("other")).otherwise(pl.col("z")))
+    refused(
+        odd,
+        r"At site 's1' column 'z' has the category 'other', which is not in the operator's list 'z0', 'z1', 'z2'",
+        terms=terms,
+    )
+
+
+def test_a_site_with_no_rows():
+    parts = by_turns(FRAME, 3)
+    parts["s1"] = parts["s1"].clear()
+    refused(parts, r"Site 's1': The table has no rows")
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_a_client_at_two_sites(secure):
+    parts = by_turns(FRAME, 3)
+    parts["s2"] = pl.concat([parts["s2"], parts["s0"].filter(pl.col("client") == "c0")])
+    sentence = refused(parts, r"A client with the same id at sites 's0' and 's2'", terms=Terms(secure=secure))
+    assert "c0" not in sentence
+
+
+def test_another_version():
+    def older(site, letter, reply):
+        read = decode(reply)
+        if site == "s1" and decode(letter).kind == "hello":
+            return encode(replace(read, body=replace(read.body, version="0.0.9")))
+        return reply
+
+    refused(by_turns(FRAME, 3), r"Site 's1' runs covey 0.0.9 and the coordinator .*; install the same version", meddle=older)
+
+
+def test_a_site_itself_refuses_a_coordinator_of_another_version(monkeypatch):
+    monkeypatch.setattr("covey.federation.coordinator.__version__", "9.9")
+    refused(by_turns(FRAME, 3), r"Site 's0': This site runs covey .*, the coordinator 9.9")
+
+
+def test_fewer_clients_than_a_site_wants_behind_a_sum():
+    parts = by_turns(FRAME, 3)
+    refused(
+        parts,
+        r"Site 's0': There are fewer clients of cluster 'a' here than the 5 that this site wants",
+        asked=spec(),
+        minimum=5,
+    )
+
+
+def test_classes_are_agreed_and_there_are_two(tmp_path):
+    frame = table(22, "bernoulli").with_columns(y=pl.col("y").replace_strict({0: "no", 1: "yes"}))
+    parts = by_turns(frame, 3)
+    parts["s1"] = parts["s1"].with_columns(y=pl.lit("yes"))
+    outcome = fit(sites_of(parts), spec("bernoulli"))
+    assert outcome.model.classes.tolist() == ["no", "yes"]
+    parts["s2"] = parts["s2"].with_columns(y=pl.lit("perhaps"))
+    refused(parts, r"responses have 3 classes, 'no', 'perhaps', 'yes'", asked=spec("bernoulli"))
+    refused(
+        {name: part.with_columns(y=pl.lit("no")) for name, part in parts.items()}, "one class only", asked=spec("bernoulli")
+    )
+
+
+def test_counts_that_are_zero_everywhere():
+    refused(by_turns(FRAME.with_columns(y=pl.lit(0)), 3), "0 in every row of every site", asked=spec("poisson"))
+
+
+def test_the_operators_list_of_clusters(tmp_path):
+    frame = FRAME.with_columns(site=pl.col("cluster").replace_strict({"a": "s0", "b": "s1", "c": "s2"}))
+    parts = {name: frame.filter(pl.col("site") == name) for name in ("s0", "s1", "s2")}
+    frame.select("site", "cluster").unique().write_csv(tmp_path / "members.csv")
+    members = Members.read(tmp_path / "members.csv")
+    fit(sites_of(parts), spec(), terms=Terms(members=members))
+    parts["s1"] = parts["s1"].with_columns(cluster=pl.lit("a"))
+    refused(parts, r"Site 's1' has rows of cluster 'a', but the operator's list gives it 'b'", terms=Terms(members=members))
+    parts = {"s0": parts["s0"], "s9": parts["s2"]}
+    refused(parts, r"'s9' is not in the operator's list", terms=Terms(members=replace(members, clients={})))
+
+
+def test_a_site_that_claims_clients_of_another(tmp_path):
+    parts = by_turns(FRAME, 3)
+    rows = [part.select(pl.lit(name).alias("site"), "cluster", "client").unique() for name, part in parts.items()]
+    rows += [pl.DataFrame({"site": "s1", "cluster": list("abc"), "client": None})]
+    pl.concat(rows, how="vertical_relaxed").write_parquet(tmp_path / "members.parquet")
+    members = Members.read(tmp_path / "members.parquet")
+    fit(sites_of(parts), spec(), terms=Terms(members=members))
+    mine = pl.col("client") == parts["s2"]["client"][0]
+    stolen = {**parts, "s1": pl.concat([parts["s1"], parts["s2"].filter(~mine)]), "s2": parts["s2"].filter(mine)}
+    refused(
+        stolen, r"Site 's1' claims 3 of the clients that the operator's list gives to site 's2'", terms=Terms(members=members)
+    )
+    new = {**parts, "s1": parts["s1"].with_columns(client=pl.col("client") + "x")}
+    refused(new, r"Site 's1' has 4 clients that are not in the operator's list", terms=Terms(members=members))
+
+
+def test_tags_do_not_depend_on_order_and_need_their_key():
+    one = digests(["a", "b", 3], "00" * 16)
+    assert one.tolist() == digests([3, "b", "a"], "00" * 16).tolist()
+    assert one.tolist() != digests(["a", "b", 3], "01" * 16).tolist()
+    check_tags({"x": one, "y": digests(["c"], "00" * 16)})
+
+
+def test_a_formula_is_needed():
+    refused(by_turns(FRAME, 3), "names the response", asked=replace(spec(), formula=None))
+
+
+def test_a_formula_that_cannot_be_read_is_the_operators_own_mistake():
+    refused(by_turns(FRAME, 3), "Site 's0': ", asked=spec(formula="y ~ x +"))
