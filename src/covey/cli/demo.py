@@ -25,6 +25,8 @@ def demo(
     from covey.datasets import load_radon
     from covey.describe import describe, summary
     from covey.experiments.radon import fit_all, typical_clients
+    from covey.federation.report import agreement
+    from covey.federation.simulate import simulate
     from covey.model import read_frame
     from covey.persist import check_target, save_model
     from covey.report.plots import shrinkage_figure
@@ -49,6 +51,9 @@ def demo(
         say("fitting all homes")
         model, local = fit_all(data, design, spec)
         save_model(model, out / "model")
+        say("fitting across three sites")
+        across = simulate(homes, spec, sites=3, say=say)
+        apart = across.difference(model)
         say("drawing")
         figure = shrinkage_figure(
             model,
@@ -59,12 +64,15 @@ def demo(
         )
     if as_json:
         files = {"figure": str(figure), "model": str(out / "model"), "data": str(out / "homes.parquet")}
-        print_json({"held_out": asdict(comparison), "summary": summary(model).to_json(), **files})
+        federated = {"sites": list(across.outcome.roster), "difference": apart}
+        federated["exchanges"] = [asdict(each) for each in across.outcome.exchanges]
+        print_json({"held_out": asdict(comparison), "summary": summary(model).to_json(), "federated": federated, **files})
         return
     screen.print(comparison_table(comparison.errors, spec.family, comparison.test_rows))
     screen.print()
     screen.print(describe(model), markup=False)
     screen.print()
     screen.print(shrinkage_table(model, local, typical_clients(model, local)))
+    screen.print("\n" + agreement(across.outcome, apart), markup=False)
     screen.print(f"\nfigure {figure}\nmodel  {out / 'model'}\ndata   {out / 'homes.parquet'}", markup=False)
     screen.print(f"\nNext:  {Path(sys.argv[0])} show {out / 'model'} --level client", markup=False)

@@ -11,6 +11,7 @@ from covey.federation.coordinator import Exchange
 if TYPE_CHECKING:
     from covey.federation.operate import Outcome
 
+AGREE = 1e-8  # of coefficients: what a search for variances leaves to its own tolerance
 _MOST = 12  # kinds of exchange listed
 
 
@@ -18,6 +19,17 @@ def report(outcome: Outcome) -> str:
     """The text that ends a run."""
     lines = [describe(outcome.model), "", *who(outcome), "", *costs(outcome.exchanges)]
     return "\n".join(lines)
+
+
+def agreement(outcome: Outcome, apart: float) -> str:
+    """That a run gives the coefficients of the fit in memory, or not, and what was sent for it."""
+    sites = len(outcome.roster)
+    if apart <= AGREE:
+        said = f"coefficients of all clients, clusters and the whole agree with those above (largest difference {apart:.0e})"
+    else:
+        said = f"coefficients differ from those above by up to {apart:.1e}"
+    head = f"The same fit across {sites} sites that keep their rows: {said}."
+    return "\n".join([head, "What was sent:", *costs(outcome.exchanges)])
 
 
 def who(outcome: Outcome) -> list[str]:

@@ -17,8 +17,8 @@ from covey.federation.coordinator import Terms
 from covey.federation.operate import OnLoss, Outcome, run_fit
 from covey.federation.site import Site
 from covey.federation.transport import InProcess
-from covey.labels import encode
-from covey.model import as_frame
+from covey.labels import encode, lookup
+from covey.model import Model, as_frame
 from covey.spec import Spec
 
 
@@ -28,6 +28,17 @@ class Simulation:
 
     outcome: Outcome
     sites: Mapping[str, Site]
+
+    def difference(self, model: Model) -> float:
+        """The largest difference of any coefficient, at any level, from those of a model fitted in memory."""
+        own = self.outcome.model
+        apart = [np.abs(own.w - model.w).max(), np.abs(own.wbar - model.wbar).max()]
+        for name in self.outcome.roster:
+            node = self.sites[name].node(self.outcome.run)
+            tree = node.data.hierarchy
+            place = lookup(tree.client_ids, model.hierarchy.client_ids, "client")
+            apart.append(np.abs(node.where() - model.theta[place]).max())
+        return float(max(apart))
 
 
 def simulate(

@@ -1,0 +1,173 @@
+"""Every letter of every solver is opened: only sums leave a site, and docs/privacy.md lists them all."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from covey.exact import Exact
+from covey.federation.coordinator import Terms
+from covey.federation.letters import decode
+from tests.federation.sites import Meddling, dealt, fit, sites_of, spec, table
+
+DOCS = Path(__file__).parents[2] / "docs" / "privacy.md"
+CLIENTS, CLUSTERS = 21, 5  # clients of one site: 7, 6 and 8; no two sizes here are equal, and none is that of the terms
+RUNS = {
+    "sweep": spec(),
+    "newton": spec("bernoulli"),
+    "newton, counts": spec("poisson"),
+    "james_stein": spec("bernoulli", james_stein=True),
+}
+
+
+def run(asked, **terms):
+    frame = table(31, asked.family, clients=CLIENTS, clusters=CLUSTERS)
+    owner = {f"c{i}": "a" if i < 7 else "b" if i < 13 else "c" for i in range(CLIENTS)}
+    sites = sites_of(dealt(frame, owner))
+    carrier = Meddling(sites)
+    outcome = fit(sites, asked, carrier, Terms(**terms))
+    return frame, sites, carrier, outcome
+
+
+def leaves(value, name=""):
+    """Every array and number in a message, by name."""
+    if isinstance(value, Exact):
+        yield name, "exact", value.shape
+    elif isinstance(value, np.ndarray):
+        yield name, value.dtype.kind, value.shape
+    elif isinstance(value, bool | str) or value is None:
+        yield name, type(value).__name__, ()
+    elif isinstance(value, int | float):
+        yield name, "number", ()
+    elif isinstance(value, tuple | list) and not hasattr(value, "_fields"):
+        for each in value:
+            yield from leaves(each, name)
+    else:
+        items = value.items() if isinstance(value, dict) else ((part, getattr(value, part)) for part in _fields(value))
+        for part, each in items:
+            yield from leaves(each, part)
+
+
+def _fields(value):
+    return value._fields if hasattr(value, "_fields") else vars(value)
+
+
+def replies(carrier, kind):
+    """What was asked, and what came back."""
+    for (_, letter), (site, reply) in zip(carrier.letters, carrier.replies, strict=True):
+        asked = decode(letter)
+        if asked.kind == kind:
+            yield site, asked.body, decode(reply).body
+
+
+def sizes(shape, d):
+    named = {CLUSTERS: "k", d: "d"}
+    return ", ".join(named.get(size, str(size)) for size in shape)
+
+
+def told(carrier, d):
+    """Each kind of reply in words: its fields and shapes."""
+    rows = {}
+    for _, request, reply in replies(carrier, "ask"):
+        last = request.requests[-1] if hasattr(request, "requests") else request
+        parts = [f"{name} ({sizes(shape, d)})" if shape else name for name, _, shape in leaves(reply)]
+        rows[type(last).__name__.lower()] = ", ".join(parts)
+    return rows
+
+
+@pytest.mark.parametrize("solver", RUNS)
+def test_no_letter_has_as_many_of_anything_as_a_site_has_clients_or_rows(solver):
+    frame, sites, carrier, outcome = run(RUNS[solver])
+    own = {name: sites[name].node(outcome.run).data for name in sites}
+    for site, _, reply in replies(carrier, "ask"):
+        for name, _, shape in leaves(reply):
+            assert own[site].n_clients not in shape, f"{name} {shape}"
+            assert own[site].n_rows not in shape, f"{name} {shape}"
+
+
+@pytest.mark.parametrize("solver", RUNS)
+def test_the_page_lists_what_leaves(solver):
+    _, _, carrier, outcome = run(RUNS[solver])
+    listed = {}
+    for line in DOCS.read_text().splitlines():
+        cells = [cell.strip().strip("`") for cell in line.strip("|").split("|")]
+        if (len(cells) == 3 and cells[0].split(";")[0] in (solver, "")) or (len(cells) == 3 and solver in cells[0].split("; ")):
+            listed[cells[1]] = cells[2].replace("`", "")
+    assert told(carrier, len(outcome.model.terms)) == listed
+
+
+@pytest.mark.parametrize("solver", RUNS)
+def test_no_id_of_a_client_and_no_value_of_a_row_is_in_any_letter(solver):
+    frame, _, carrier, _ = run(RUNS[solver])
+    sent = b"\n".join(reply for _, reply in carrier.replies)
+    for client in frame["client"].unique().to_list():
+        assert not re.search(rf"\b{client}\b".encode(), sent)
+    for value in frame["x"].to_list():
+        assert np.float64(value).tobytes() not in sent
+
+
+def test_what_goes_down_names_no_client_and_no_site_but_those_of_the_roster():
+    frame, _, carrier, _ = run(RUNS["newton"])
+    sent = b"\n".join(letter for _, letter in carrier.letters)
+    for client in frame["client"].unique().to_list():
+        assert not re.search(rf"\b{client}\b".encode(), sent)
+
+
+@pytest.mark.parametrize("solver", RUNS)
+def test_under_masks_no_sum_of_a_site_can_be_read(solver):
+    """The coordinator's letters hold none of the site's numbers, neither as they are nor in fixed point; only the total does."""
+    _, _, plain, _ = run(RUNS[solver])
+    _, sites, masked, _ = run(RUNS[solver], secure=True)
+    sent = dict.fromkeys(sites, b"")
+    for site, reply in masked.replies:
+        sent[site] += reply
+    for site, _, reply in replies(plain, "ask"):
+        for array in (each for each in arrays(reply) if each.size):
+            for value in array.ravel():
+                if value not in (0.0, 1.0) and np.isfinite(value):
+                    assert np.float64(value).tobytes() not in sent[site]
+                    assert Exact.of(value).limbs.tobytes() not in sent[site]
+
+
+def arrays(value):
+    if isinstance(value, Exact):
+        yield value.floats()
+    elif isinstance(value, np.ndarray):
+        yield value.astype(np.float64)
+    elif isinstance(value, float):
+        yield np.array([value])
+    elif isinstance(value, tuple):
+        for each in value:
+            yield from arrays(each)
+    elif hasattr(value, "__dict__"):
+        for each in vars(value).values():
+            yield from arrays(each)
+
+
+@pytest.mark.parametrize("solver", RUNS)
+def test_under_masks_every_letter_of_the_fit_is_masked(solver):
+    """Nothing bypasses the masks: what comes back is a skeleton without numbers, and limbs that are noise."""
+    _, _, carrier, _ = run(RUNS[solver], secure=True)
+    limbs = []
+    for kind in ("ask", "agree"):
+        for _, _, reply in replies(carrier, kind):
+            skeleton, numbers = reply if kind == "ask" else reply[1]
+            assert not [kind_ for _, kind_, _ in leaves_of_skeleton(skeleton) if kind_ in ("number", "f", "i", "u")]
+            limbs.append(numbers.limbs.ravel())
+            assert not numbers.size.any()
+    bits = np.unpackbits(np.concatenate(limbs).view(np.uint8))
+    assert abs(bits.mean() - 0.5) < 5 * 0.5 / np.sqrt(len(bits))
+
+
+def leaves_of_skeleton(skeleton):
+    if type(skeleton).__name__ == "Hole":
+        return
+    if isinstance(skeleton, dict):
+        for each in skeleton.values():
+            yield from leaves_of_skeleton(each)
+    elif isinstance(skeleton, tuple):
+        for each in skeleton:
+            yield from leaves_of_skeleton(each)
+    else:
+        yield from leaves(skeleton)
