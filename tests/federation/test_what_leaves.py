@@ -78,7 +78,7 @@ def told(carrier, d):
 
 @pytest.mark.parametrize("solver", RUNS)
 def test_no_letter_has_as_many_of_anything_as_a_site_has_clients_or_rows(solver):
-    frame, sites, carrier, outcome = run(RUNS[solver])
+    _, sites, carrier, outcome = run(RUNS[solver])
     own = {name: sites[name].node(outcome.run).data for name in sites}
     for site, _, reply in replies(carrier, "ask"):
         for name, _, shape in leaves(reply):
@@ -116,7 +116,7 @@ def test_what_goes_down_names_no_client_and_no_site_but_those_of_the_roster():
 
 @pytest.mark.parametrize("solver", RUNS)
 def test_under_masks_no_sum_of_a_site_can_be_read(solver):
-    """The coordinator's letters hold none of the site's numbers, neither as they are nor in fixed point; only the total does."""
+    """What the coordinator gets holds none of the site's numbers, neither as they are nor in fixed point."""
     _, _, plain, _ = run(RUNS[solver])
     _, sites, masked, _ = run(RUNS[solver], secure=True)
     sent = dict.fromkeys(sites, b"")

@@ -5,20 +5,47 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from covey.describe import describe
 from covey.federation.coordinator import Exchange
+from covey.ledger import links, quadratic_links
+from covey.solvers import BY_COINS, DIRECT
+from covey.solvers.costs import BANDWIDTH, LATENCY
 
 if TYPE_CHECKING:
     from covey.federation.operate import Outcome
 
 AGREE = 1e-8  # of coefficients: what a search for variances leaves to its own tolerance
+_AROUND = ("hello", "salt", "agree", "deliver")  # exchanges before and after the fit
 _MOST = 12  # kinds of exchange listed
 
 
 def report(outcome: Outcome) -> str:
     """The text that ends a run."""
-    lines = [describe(outcome.model), "", *who(outcome), "", *costs(outcome.exchanges)]
+    lines = [describe(outcome.model), "", *who(outcome), "", *costs(outcome.exchanges), *planned(outcome)]
     return "\n".join(lines)
+
+
+def planned(outcome: Outcome) -> list[str]:
+    """What the plan would have said of the fit's own exchanges; it knows solvers with given penalties."""
+    end, (k, d) = outcome.model.convergence, outcome.model.w.shape
+    if end.solver in DIRECT:
+        link = quadratic_links(np.ones(k, dtype=np.int64), d)
+    elif end.solver in BY_COINS:
+        link = links(np.ones(k, dtype=np.int64), d)
+    else:
+        return []
+    fit = [each for each in outcome.exchanges if each.what not in _AROUND]
+    floats = 8 * k * (link.up + link.down) * len(outcome.roster) * end.exchanges
+    seconds = 2 * LATENCY * end.exchanges + floats / len(outcome.roster) / (1e6 * BANDWIDTH)
+    sent, took = sum(each.down + each.up for each in fit), sum(each.seconds for each in fit)
+    plan = f"{_times(end.exchanges)}, {size(floats)}, {seconds:.2f} s at {1000 * LATENCY:g} ms a message"
+    return [f"the fit alone: planned {plan}; sent {_times(len(fit))}, {size(sent)}, {took:.2f} s"]
+
+
+def _times(count: int) -> str:
+    return f"{count:,} exchange" + ("" if count == 1 else "s")
 
 
 def agreement(outcome: Outcome, apart: float) -> str:
