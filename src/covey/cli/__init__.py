@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from covey.cli import demo, federate, fit, plan, predict, reproduce, show
+from covey.cli import demo, federate, fit, link, node, plan, predict, reproduce, show
 from covey.errors import CoveyError
 
 app = typer.Typer(
@@ -30,6 +30,8 @@ app.command("plan")(plan.plan)
 app.command("federate")(federate.federate)
 app.command("demo")(demo.demo)
 app.command("reproduce")(reproduce.reproduce)
+app.command("link")(link.link)
+app.command("node")(node.node)
 
 _ClickError: Any = typer.BadParameter.__mro__[2]  # the base of all usage errors; click or typer's own copy of it
 

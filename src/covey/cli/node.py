@@ -1,0 +1,36 @@
+"""``covey node``: a site, with its own table, connected to a link."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def node(
+    data: Annotated[
+        Path, typer.Argument(help="The site's table: .parquet, .csv, .csv.gz or .tsv. It is read here and stays here.")
+    ],
+    home: Annotated[Path, typer.Option(help="Folder for the site's state and for its clients' models.")],
+    link: Annotated[str, typer.Option(help="Host and port of the operator's link.")],
+    key: Annotated[Path | None, typer.Option(help="The site's private key, whose public half the operator registered.")] = None,
+    ca: Annotated[Path | None, typer.Option(help="The certificate, from the operator, by which to know the link.")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="No TLS and no keys: on one machine, to try it.")] = False,
+    site: Annotated[str | None, typer.Option(help="The site's name; needed with --insecure, else checked.")] = None,
+    minimum: Annotated[int | None, typer.Option(help="Send no sum over fewer clients than this.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port of this machine for the node's own processes; a free one.")] = None,
+) -> None:
+    """Connect a site to a link, and answer the operator's fits from the site's own table until stopped.
+
+    [bold]Example[/bold]   covey node homes.parquet --home north --link link.example.org:8000 --key north.key --ca link.crt
+    """
+    from covey.errors import CoveyError
+    from covey.federation.flower.launch import start_node
+
+    if insecure and site is None:
+        raise CoveyError("Without keys the operator cannot name this site; give it a name with --site.")
+    if minimum is not None and minimum < 1:
+        raise CoveyError(f"The --minimum must be at least 1 client. Got {minimum} instead.")
+    settings = {"site": site, "minimum": minimum}
+    start_node(data, home=home, link=link, key=key, ca=ca, insecure=insecure, port=port, settings=settings)

@@ -1,0 +1,199 @@
+"""The processes of a deployment: the link, a node, a run. Each is one of Flower's own commands with its options set right.
+
+Flower's programs look for one another on the PATH and keep files in a folder of their own, so both are set here: the programs
+of this environment come first, and every node has its own folder. Nothing is installed at run time and nothing phones home.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NoReturn
+
+from covey.errors import CoveyError
+
+APP = Path(__file__).parent / "app"
+
+_STARTED = re.compile(r"Successfully started run (\d+)")
+_CHATTER = re.compile(r"^(\x1b\[\d+m)?(INFO|DEBUG) ")  # Flower's own lines in the log of a run
+
+
+def start_link(
+    *,
+    database: Path,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    certificate: Path | None = None,
+    key: Path | None = None,
+    ca: Path | None = None,
+    insecure: bool = False,
+    isolated: bool = False,
+) -> NoReturn:
+    """Become the link (``flower-superlink``): with TLS and node keys, unless ``insecure``.
+
+    ``isolated`` leaves the coordinator to a ``flower-superexec`` that is started beside it, so that a run survives a link
+    that is stopped and started again.
+    """
+    program = _program("flower-superlink")
+    words = ["--host", host, "--port", str(port), "--database", str(database), "--disable-runtime-dependency-installation"]
+    if isolated:
+        words += ["--isolation", "process"]
+    if insecure:
+        words += ["--insecure"]
+    else:
+        if certificate is None or key is None:
+            raise CoveyError("A link needs --cert and --key for TLS; say --insecure to go without, on one machine only.")
+        _check_file(certificate, "certificate")
+        _check_secret(key)
+        ca = certificate if ca is None else _check_file(ca, "certificate")
+        words += ["--ssl-certfile", str(certificate), "--ssl-keyfile", str(key), "--ssl-ca-certfile", str(ca)]
+        words += ["--enable-supernode-auth"]
+    _become(program, words, _environment())
+
+
+def start_node(
+    data: Path,
+    *,
+    home: Path,
+    link: str,
+    key: Path | None = None,
+    ca: Path | None = None,
+    insecure: bool = False,
+    port: int | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> NoReturn:
+    """Become the node of a site (``flower-supernode``) that answers from ``data`` and keeps its state and models in ``home``.
+
+    ``settings`` (``site``, ``minimum``, ...) reach the site as they are; those that are None are left out.
+    """
+    program = _program("flower-supernode")
+    _check_file(data, "table")
+    if not re.fullmatch(r".+:\d+", link):
+        raise CoveyError(f"The --link must be the link's host and port, such as link.example.org:8000. Got {link!r} instead.")
+    words = ["--superlink", link, "--port", str(_free_port() if port is None else port)]
+    if insecure:
+        words += ["--insecure"]
+    else:
+        if key is None or ca is None:
+            raise CoveyError("A node needs --key and --ca; say --insecure for a link without TLS, on one machine only.")
+        words += ["--root-certificates", str(_check_file(ca, "certificate"))]
+        words += ["--auth-supernode-private-key", str(_check_secret(key))]
+    home.mkdir(parents=True, exist_ok=True)
+    config = home / "node.toml"
+    config.write_text(_toml({"data": str(data.resolve()), "home": str(home.resolve()), **(settings or {})}), encoding="utf-8")
+    words += ["--node-config", str(config)]
+    # Several nodes of one machine would unpack the same app into one folder at the same time.
+    _become(program, words, {**_environment(), "FLWR_HOME": str((home / "flower").resolve())})
+
+
+def deploy(settings: Mapping[str, Any], link: str) -> int:
+    """Run the fit on a link (a name in Flower's ``config.toml``), show what it says, and return 0 if it ended well, else 2.
+
+    Relative paths among the ``settings`` are those of this folder: the command is for the machine of the link.
+    """
+    program = _program("flwr")
+    paths = {name: str(Path(settings[name]).resolve()) for name in ("out", "members") if settings.get(name) is not None}
+    given = {name: value for name, value in {**settings, **paths}.items() if value is not None}
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "run.toml"
+        config.write_text(_toml(run_config(given)), encoding="utf-8")
+        command = [program, "run", str(APP), link, "--stream", "--run-config", str(config)]
+        run = _show(subprocess.Popen(command, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    if run is None:
+        return 2
+    listed = subprocess.run(
+        [program, "list", link, "--run-id", run, "--format", "json"],
+        env=_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return 0 if "finished:completed" in listed.stdout else 2
+
+
+def run_config(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as Flower's run config takes them: those it has no room for go as JSON in one of them.
+
+    Examples
+    --------
+    >>> run_config({"formula": "y ~ x", "insecure": True, "sites": ["north", "south"]})
+    {'insecure': True, 'settings': '{"formula": "y ~ x", "sites": ["north", "south"]}'}
+    """
+    rest = {name: value for name, value in settings.items() if name != "insecure"}
+    return {"insecure": bool(settings.get("insecure", False)), "settings": json.dumps(rest)}
+
+
+def _show(process: subprocess.Popen[str]) -> str | None:
+    """Print what a run says, without Flower's chatter; the run's number, None if it did not start."""
+    run = None
+    with process:
+        for line in _lines(process):
+            started = _STARTED.search(line)
+            if started:
+                run = started[1]
+            elif not _CHATTER.match(line):
+                print(line, end="", flush=True)
+    return run
+
+
+def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
+    if process.stdout is not None:
+        yield from process.stdout
+
+
+def _toml(values: Mapping[str, Any]) -> str:
+    """Flat TOML; a JSON scalar is one of TOML's too."""
+    return "".join(f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in values.items() if value is not None)
+
+
+def _environment() -> dict[str, str]:
+    here = str(Path(sys.executable).parent)
+    return {
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",  # how often Flower looks for a process to start; its default is 1 second
+        **os.environ,
+        "PATH": os.pathsep.join([here, os.environ.get("PATH", os.defpath)]),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+    }
+
+
+def _program(name: str) -> str:
+    path = Path(sys.executable).with_name(name)
+    if find_spec("flwr") is None or not path.exists():
+        raise CoveyError("Federation across machines needs Flower; pip install 'covey[flower]'.")
+    return str(path)
+
+
+def _become(program: str, words: list[str], environment: Mapping[str, str]) -> NoReturn:
+    sys.stdout.flush()
+    os.execve(program, [program, *words], environment)
+
+
+def _check_file(path: Path, what: str) -> Path:
+    if not path.is_file():
+        raise CoveyError(f"There is no {what} {str(path)!r}; check the path.")
+    if not os.access(path, os.R_OK):
+        raise CoveyError(f"The {what} {str(path)!r} cannot be read by this user; check its permissions.")
+    return path
+
+
+def _check_secret(path: Path) -> Path:
+    _check_file(path, "key")
+    if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise CoveyError(f"The key {str(path)!r} is open to other users of this machine; chmod 600 it.")
+    return path
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,99 @@
+"""The app beside the link: waits for the sites, runs the fit, prints the result.
+
+It is described by ``app/pyproject.toml`` and started by ``covey federate`` or ``flwr run``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from covey.errors import CoveyError, listing
+from covey.federation.flower.transport import FlowerTransport
+from covey.federation.transport import Transport
+
+app = ServerApp()
+
+_PAUSE = 1.0  # seconds between looks at who is connected
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run a federated fit with the settings of the run."""
+    try:
+        settings = read_settings(context.run_config)
+        transport = FlowerTransport(grid, named=not settings.pop("insecure", False))
+        wait_for_sites(transport, settings.get("sites"), float(settings.pop("wait", 60.0)), _say)
+        from covey.federation.operate import operate
+
+        print(operate(transport, settings, _say), flush=True)
+    except CoveyError as problem:
+        _say(str(problem))
+        # Flower logs what ends a run with its traceback; a mistake in the settings has none that would help.
+        sys.tracebacklimit = 0
+        raise
+
+
+def read_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a run from Flower's run config, which knows no lists, no nothing and no nesting.
+
+    Empty text stands for a setting that is not given; the value of ``settings`` is JSON and goes before the others. Of
+    ``sites``, a number is how many there are, and text their names, with commas.
+
+    Examples
+    --------
+    >>> read_settings({"formula": "y ~ x", "seed": "", "sites": "north,south", "settings": '{"gamma": 2}'})
+    {'formula': 'y ~ x', 'sites': ['north', 'south'], 'gamma': 2}
+    """
+    given = {name: value for name, value in config.items() if value != ""}
+    try:
+        given |= json.loads(given.pop("settings", "{}"))
+    except (ValueError, TypeError):
+        raise CoveyError("The setting 'settings' must be a JSON object; leave it out, or write it as '{...}'.") from None
+    sites = given.get("sites")
+    if isinstance(sites, str):
+        given["sites"] = [name.strip() for name in sites.split(",") if name.strip()]
+    return given
+
+
+def wait_for_sites(transport: Transport, sites: int | list[str] | None, patience: float, say: Callable[[str], None]) -> None:
+    """Wait until the expected sites (so many, these, or any) are connected; an error that names who is missing if they are not.
+
+    Examples
+    --------
+    >>> from covey.federation.transport import InProcess
+    >>> wait_for_sites(InProcess({"north": None, "south": None}), ["north", "south"], 0.0, print)
+    2 sites are connected: 'north', 'south'
+    """
+    deadline = time.monotonic() + patience
+    before: tuple[str, ...] | None = None
+    while True:
+        here = transport.sites()
+        missing = _missing(here, sites)
+        if not missing:
+            say(f"{len(here)} sites are connected: {listing(here)}")
+            return
+        if here != before:
+            say(f"waiting for {missing}; connected: {listing(here) or 'nobody'}")
+            before = here
+        if time.monotonic() >= deadline:
+            raise CoveyError(f"After {patience:g} seconds {missing} missing; start covey node there, or change --sites.")
+        time.sleep(_PAUSE)
+
+
+def _missing(here: tuple[str, ...], sites: int | list[str] | None) -> str:
+    if isinstance(sites, list):
+        absent = [name for name in sites if name not in here]
+        return f"{listing(absent)} {'is' if len(absent) == 1 else 'are'}" if absent else ""
+    absent_count = (1 if sites is None else int(sites)) - len(here)
+    return f"{absent_count} of the sites {'is' if absent_count == 1 else 'are'}" if absent_count > 0 else ""
+
+
+def _say(what: str) -> None:
+    print(f"covey: {what}", flush=True)

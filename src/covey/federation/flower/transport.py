@@ -1,0 +1,131 @@
+"""Letters over Flower's Grid: one message a site, the letter as one bytes value in it.
+
+Sites are named by the operator, at ``flwr supernode register KEY.pub LINK --name NAME``. On a link that authenticates nobody
+the nodes are asked for their names instead. Replies are matched by the message they reply to, since Flower's own error
+replies do not say which node they speak of.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
+
+from covey.errors import CoveyError, listing
+from covey.federation.transport import Failure, Reason
+
+LETTER, WHO = "train.covey", "query.covey"  # the types of our messages: to be answered by the site, by its node
+RECORD = "covey"  # the record of a message that is ours
+
+_PAUSE = 0.2  # seconds between looks for replies; Flower's own loop sleeps 3
+_PATIENCE_FOR_NAMES = 120.0  # seconds; an idle node looks for letters every 3 seconds and starts a process for each
+
+_REASONS: dict[int, tuple[Reason, str]] = {
+    1: ("failed", "covey could not be loaded there; install covey[flower] at the site"),
+    2: ("failed", "it broke while answering; see the log at the site"),
+    3: ("gone", "it is not connected"),
+    4: ("late", "its reply has expired"),
+    5: ("gone", "its node has stopped"),
+    7: ("refused", "its node does not trust the app of this run"),
+    8: ("failed", "its process was ended while it answered"),
+}
+
+
+class FlowerTransport:
+    """The sites connected to a link, reached through the Grid of a running ServerApp.
+
+    Parameters
+    ----------
+    grid : flwr.serverapp.Grid
+        What Flower hands to the ServerApp.
+    named : bool
+        Whether sites go by the names under which the operator registered their keys (the default), so that a node without
+        one is an error; else nodes are asked, which is fit only for a link that authenticates nobody.
+    """
+
+    def __init__(self, grid: Grid, *, named: bool = True) -> None:
+        self._grid = grid
+        self._named = named
+        self._told: dict[int, str] = {}  # what nodes said of themselves, by node id
+
+    def sites(self) -> tuple[str, ...]:
+        return tuple(sorted(self._nodes()))
+
+    def exchange(self, letters: Mapping[str, bytes], timeout: float) -> dict[str, bytes | Failure]:
+        nodes = self._nodes()
+        replies: dict[str, bytes | Failure] = {name: Failure("gone", "it is not connected") for name in letters}
+        messages = {
+            name: Message(
+                RecordDict({RECORD: ConfigRecord({"letter": letter, "site": name})}),
+                dst_node_id=nodes[name],
+                message_type=LETTER,
+                ttl=timeout,
+            )
+            for name, letter in letters.items()
+            if name in nodes
+        }
+        answers = self._carry(messages, timeout)
+        return replies | {name: _read(message, timeout) for name, message in answers.items()}
+
+    def _nodes(self) -> dict[str, int]:
+        """Node ids by site name."""
+        infos = list(self._grid.get_nodes())
+        if not self._named:
+            return _by_name(self._ask([info.node_id for info in infos]))
+        nameless = [info.node_id for info in infos if not info.name]
+        if nameless:
+            raise CoveyError(
+                f"The node {nameless[0]} is connected but was registered without a name; "
+                "unregister it and register its key with --name, or say --insecure if this link authenticates nobody."
+            )
+        return _by_name({info.node_id: info.name for info in infos})
+
+    def _ask(self, nodes: list[int]) -> dict[int, str]:
+        """Names as the nodes tell them; each is asked once."""
+        unknown = {
+            str(node): Message(RecordDict(), dst_node_id=node, message_type=WHO, ttl=_PATIENCE_FOR_NAMES)
+            for node in nodes
+            if node not in self._told
+        }
+        for node, reply in self._carry(unknown, _PATIENCE_FOR_NAMES).items():
+            if reply is not None and reply.has_content():
+                self._told[int(node)] = str(reply.content.config_records[RECORD]["site"])
+        return {node: self._told[node] for node in nodes if node in self._told}
+
+    def _carry(self, messages: Mapping[str, Message], timeout: float) -> dict[str, Message | None]:
+        """Push all, pull until all have a reply or time is up; None for those that have none."""
+        deadline = time.monotonic() + timeout
+        # One push each: a single push of everything is refused as a whole if it is too large.
+        pushed = {name: [*self._grid.push_messages([message])] for name, message in messages.items()}
+        waiting = {ids[0]: name for name, ids in pushed.items() if ids and ids[0]}
+        replies: dict[str, Message | None] = dict.fromkeys(messages)
+        while waiting:
+            for reply in self._grid.pull_messages([*waiting]):
+                name = waiting.pop(reply.metadata.reply_to_message_id, None)
+                if name is not None:
+                    replies[name] = reply
+            if not waiting or time.monotonic() >= deadline:
+                break
+            time.sleep(_PAUSE)
+        return replies
+
+
+def _by_name(names: Mapping[int, str]) -> dict[str, int]:
+    twice = sorted({name for name in names.values() if [*names.values()].count(name) > 1})
+    if twice:
+        raise CoveyError(f"Two connected nodes have the same name: {listing(twice)}; stop one of them, or name it otherwise.")
+    return {name: node for node, name in names.items()}
+
+
+def _read(reply: Message | None, timeout: float) -> bytes | Failure:
+    if reply is None:
+        return Failure("late", f"it did not answer within {timeout:g} seconds")
+    if reply.has_error():
+        return Failure(*_REASONS.get(reply.error.code, ("failed", f"Flower reports error {reply.error.code}")))
+    record = reply.content.config_records.get(RECORD, ConfigRecord())
+    letter, refusal = record.get("letter"), record.get("refusal")
+    if isinstance(letter, bytes):
+        return letter
+    return Failure("refused", str(refusal)) if refusal else Failure("failed", "its reply holds no letter")
