@@ -14,7 +14,8 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,7 +25,9 @@ from covey.errors import CoveyError
 APP = Path(__file__).parent / "app"
 
 _STARTED = re.compile(r"Successfully started run (\d+)")
-_CHATTER = re.compile(r"^(\x1b\[\d+m)?(INFO|DEBUG) ")  # Flower's own lines in the log of a run
+_CHATTER = re.compile(r"(\x1b\[\d+m)?(INFO|DEBUG) |Successfully installed ")  # Flower's own lines in the log of a run
+_BROKEN = re.compile(r"ServerApp raised an exception$")  # Flower, before it shows what was raised
+_MISTAKE = re.compile(r"covey\.[\w.]+: (.*)")  # an error of covey's own, without a traceback
 
 
 def start_link(
@@ -98,26 +101,32 @@ def start_node(
 def deploy(settings: Mapping[str, Any], link: str) -> int:
     """Run the fit on a link (a name in Flower's ``config.toml``), show what it says, and return 0 if it ended well, else 2.
 
+    What the operator can put right is raised as a :class:`CoveyError`, as if the fit ran here. An interrupt stops the run.
     Relative paths among the ``settings`` are those of this folder: the command is for the machine of the link.
     """
     program = _program("flwr")
     paths = {name: str(Path(settings[name]).resolve()) for name in ("out", "members") if settings.get(name) is not None}
     given = {name: value for name, value in {**settings, **paths}.items() if value is not None}
+    story = _Story()
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "run.toml"
         config.write_text(_toml(run_config(given)), encoding="utf-8")
         command = [program, "run", str(APP), link, "--stream", "--run-config", str(config)]
-        run = _show(subprocess.Popen(command, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
-    if run is None:
-        return 2
-    listed = subprocess.run(
-        [program, "list", link, "--run-id", run, "--format", "json"],
-        env=_environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return 0 if "finished:completed" in listed.stdout else 2
+        with _started(command) as process:
+            try:
+                for line in process.stdout or ():
+                    story.hear(line.rstrip("\n"))
+            except KeyboardInterrupt:
+                if story.run is not None:
+                    subprocess.run([program, "stop", story.run, link], env=_environment(), stdout=sys.stderr, check=False)
+                raise
+    if story.run is None:
+        raise _not_taken(link, " ".join(" ".join(story.unsaid).split()))
+    if story.mistake is not None:
+        raise CoveyError(story.mistake)
+    command = [program, "list", link, "--run-id", story.run, "--format", "json"]
+    listed = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=False)
+    return 0 if '"finished:completed"' in listed.stdout else 2
 
 
 def run_config(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,22 +141,50 @@ def run_config(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {"insecure": bool(settings.get("insecure", False)), "settings": json.dumps(rest)}
 
 
-def _show(process: subprocess.Popen[str]) -> str | None:
-    """Print what a run says, without Flower's chatter; the run's number, None if it did not start."""
-    run = None
-    with process:
-        for line in _lines(process):
-            started = _STARTED.search(line)
-            if started:
-                run = started[1]
-            elif not _CHATTER.match(line):
-                print(line, end="", flush=True)
-    return run
+@dataclass
+class _Story:
+    """What a run says, line by line: results to stdout, progress to stderr, Flower's own chatter to nobody."""
+
+    run: str | None = None
+    mistake: str | None = None  # the sentence for the operator, if one ended the run
+    unsaid: list[str] = field(default_factory=list)  # lines held back: before the run has started, or of a failure
+
+    def hear(self, line: str) -> None:
+        started, mistake = _STARTED.search(line), _MISTAKE.match(line)
+        if started:
+            self.run = started[1]
+            self.unsaid.clear()
+        elif self.run is None:
+            self.unsaid.append(line.strip("\u2500\u2502\u256d\u256e\u2570\u256f "))  # Flower draws a box around errors
+        elif self.mistake is not None or _CHATTER.match(line):
+            pass
+        elif _BROKEN.search(line):
+            self.unsaid.append(line)
+        elif mistake and self.unsaid:
+            self.mistake = mistake[1]
+        else:
+            for known in [*self.unsaid, line]:
+                print(known, file=sys.stderr if known.startswith("covey: ") else sys.stdout, flush=True)
+            self.unsaid.clear()
 
 
-def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
-    if process.stdout is not None:
-        yield from process.stdout
+def _not_taken(link: str, said: str) -> CoveyError:
+    """Why Flower did not start a run, in our words where we know it."""
+    config = Path(os.environ.get("FLWR_HOME", "~/.flwr")) / "config.toml"
+    if f"'{link}' not found" in said:
+        return CoveyError(
+            f"There is no link {link!r} in {config}; add [superlink.{link}] with its address and root-certificates."
+        )
+    if "unavailable" in said:
+        return CoveyError(
+            f"The link {link!r} does not answer; check that it runs, and its address and certificate in {config}."
+        )
+    return CoveyError(f"The link {link!r} did not take the run: {said[-150:].rstrip('.')}.")
+
+
+def _started(command: list[str]) -> subprocess.Popen[str]:
+    environment = {**_environment(), "COLUMNS": "500"}  # an error in one line
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def _toml(values: Mapping[str, Any]) -> str:

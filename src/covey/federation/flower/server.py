@@ -33,8 +33,7 @@ def main(grid: Grid, context: Context) -> None:
         from covey.federation.operate import operate
 
         print(operate(transport, settings, _say), flush=True)
-    except CoveyError as problem:
-        _say(str(problem))
+    except CoveyError:
         # Flower logs what ends a run with its traceback; a mistake in the settings has none that would help.
         sys.tracebacklimit = 0
         raise
@@ -83,16 +82,15 @@ def wait_for_sites(transport: Transport, sites: int | list[str] | None, patience
             say(f"waiting for {missing}; connected: {listing(here) or 'nobody'}")
             before = here
         if time.monotonic() >= deadline:
-            raise CoveyError(f"After {patience:g} seconds {missing} missing; start covey node there, or change --sites.")
+            raise CoveyError(f"Not connected after {patience:g} seconds: {missing}; start covey node there, or change --sites.")
         time.sleep(_PAUSE)
 
 
 def _missing(here: tuple[str, ...], sites: int | list[str] | None) -> str:
     if isinstance(sites, list):
-        absent = [name for name in sites if name not in here]
-        return f"{listing(absent)} {'is' if len(absent) == 1 else 'are'}" if absent else ""
-    absent_count = (1 if sites is None else int(sites)) - len(here)
-    return f"{absent_count} of the sites {'is' if absent_count == 1 else 'are'}" if absent_count > 0 else ""
+        return listing(name for name in sites if name not in here)
+    expected = 1 if sites is None else int(sites)
+    return f"{expected - len(here)} of {expected} sites" if len(here) < expected else ""
 
 
 def _say(what: str) -> None:
