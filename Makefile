@@ -1,10 +1,11 @@
 # make demo   fits the bundled data and shows the result        make test   lint, types and tests
+# make test-federation  the deployments that take minutes
 # make bench  the speed benchmarks                              make clean  removes the environment
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test bench clean
+.PHONY: demo test test-federation bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/covey demo
@@ -13,7 +14,10 @@ test: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not federation"
+
+test-federation: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m federation tests/federation
 
 bench: $(VENV)/.installed-dev
 	for script in benchmarks/bench_*.py; do $(BIN)/python $$script || exit 1; done

@@ -1,0 +1,38 @@
+"""Deployments that are stopped with all their processes, however a test ends."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+import pytest
+
+from .deployment import Deployment
+
+collect_ignore = ["standin"]  # for processes of a deployment, not for this one
+
+
+@contextmanager
+def deployed(folder, **options):
+    if find_spec("flwr") is None:
+        pytest.skip("needs Flower: pip install 'covey[flower]'")
+    for program in ("openssl", "ssh-keygen"):
+        if shutil.which(program) is None:
+            pytest.skip(f"needs {program}")
+    deployment = Deployment(folder, **options)
+    try:
+        deployment.start_link()
+        yield deployment
+    finally:
+        deployment.stop()
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """Two sites whose core is a stand-in: for what the transport does."""
+    with deployed(tmp_path_factory.mktemp("two"), standin=True) as deployment:
+        deployment.register("north", "south")
+        deployment.start_node("north", "--minimum 3")
+        deployment.start_node("south")
+        yield deployment

@@ -1,0 +1,150 @@
+"""A deployment on this machine, of real processes: a link and its nodes, under TLS with node keys, on free ports."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+BIN = Path(sys.executable).parent
+STANDIN = Path(__file__).with_name("standin")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def until(what, patience: float = 30.0, pause: float = 0.1):
+    """Wait until this is true, and give it back."""
+    deadline = time.monotonic() + patience
+    while not (value := what()):
+        assert time.monotonic() < deadline, "it took too long"
+        time.sleep(pause)
+    return value
+
+
+class Deployment:
+    """Every process has a mark of its own in its environment, by which all are found at the end, whoever started them."""
+
+    def __init__(self, folder: Path, *, standin: bool = False, insecure: bool = False) -> None:
+        self.folder, self.insecure = folder, insecure
+        self.address = f"127.0.0.1:{free_port()}"
+        self.mark = f"COVEY_TEST_MARK={uuid.uuid4()}"
+        paths = [str(STANDIN)] * standin + [os.environ.get("PYTHONPATH", "")]
+        self.environment = {
+            **os.environ,
+            "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+            "FLWR_HOME": str(folder / "flwr"),
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+            "COVEY_TEST_MARK": self.mark.partition("=")[2],
+        }
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        certificate = "" if insecure else f'root-certificates = "{folder / "link.crt"}"'
+        config = f'[superlink.link]\naddress = "{self.address}"\ninsecure = {str(insecure).lower()}\n{certificate}\n'
+        (folder / "flwr").mkdir()
+        (folder / "flwr" / "config.toml").write_text(config)
+        if not insecure:
+            self.command(
+                "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-384 -nodes -days 2 -keyout link.key -out link.crt "
+                "-subj /CN=link -addext subjectAltName=IP:127.0.0.1 -addext keyUsage=critical,digitalSignature,keyCertSign"
+            )
+
+    def command(self, line: str, *, code: int = 0, patience: float = 60.0) -> str:
+        done = subprocess.run(
+            line,
+            shell=True,
+            cwd=self.folder,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=patience,
+            check=False,
+        )
+        assert done.returncode == code, f"{line}\n{done.stdout}{done.stderr}"
+        return done.stdout
+
+    def start(self, name: str, line: str) -> subprocess.Popen[bytes]:
+        log = (self.folder / f"{name}.log").open("ab")
+        with log:
+            self.processes[name] = subprocess.Popen(
+                line.split(), cwd=self.folder, env=self.environment, stdout=log, stderr=log, start_new_session=True
+            )
+        return self.processes[name]
+
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text()
+
+    def start_link(self, more: str = "") -> None:
+        secure = "--insecure" if self.insecure else "--cert link.crt --key link.key"
+        self.start("link", f"covey link {secure} --port {self.address.rpartition(':')[2]} {more}")
+        until(lambda: "Application startup complete" in self.log("link"))
+
+    def register(self, *sites: str) -> None:
+        for site in sites:
+            self.command(f"ssh-keygen -q -t ecdsa -b 384 -N '' -f {site}.key")
+            self.command(f"flwr supernode register {site}.key.pub link --name {site}")
+
+    def start_node(self, site: str, more: str = "", *, key: str | None = None) -> None:
+        secure = f"--insecure --site {site}" if self.insecure else f"--key {key or site}.key --ca link.crt"
+        table = self.folder / f"{site}.csv"
+        if not table.exists():
+            table.write_text("x\n1\n")
+        self.start(site, f"covey node {site}.csv --home {site} --link {self.address} {secure} {more}")
+
+    def run(self, settings: dict, *, wait: float = 60.0) -> tuple[int, str, str]:
+        """A run through ``deploy`` in a process of its own: exit code, results, progress (and an error, if there is one)."""
+        process = self.start_run(settings, wait=wait)
+        out, err = process.communicate(timeout=300)
+        return process.returncode, out, err
+
+    def start_run(self, settings: dict, *, wait: float = 60.0) -> subprocess.Popen[str]:
+        code = "import json, sys; from covey.federation.flower.launch import deploy; sys.exit(deploy(json.loads(sys.argv[1]), 'link'))"
+        words = json.dumps({"wait": wait, "insecure": self.insecure, **settings})
+        return subprocess.Popen(
+            [sys.executable, "-c", code, words],
+            cwd=self.folder,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def marked(self, word: str = "") -> list[int]:
+        """Processes of this deployment whose command line holds this word."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if (
+                    self.mark.encode() in (folder / "environ").read_bytes()
+                    and word.encode() in (folder / "cmdline").read_bytes()
+                ):
+                    found.append(int(folder.name))
+            except OSError:  # it has ended, or is another user's
+                continue
+        return found
+
+    def kill(self, name: str) -> None:
+        """As a power cut would: the node with all that it started."""
+        self.processes[name].kill()
+        self.processes[name].wait()
+
+    def stop(self) -> None:
+        for sign in (signal.SIGTERM, signal.SIGKILL):
+            for pid in self.marked():
+                os.kill(pid, sign)
+            for process in self.processes.values():
+                try:
+                    process.wait(timeout=8)
+                except subprocess.TimeoutExpired:
+                    continue
+        until(lambda: not self.marked())

@@ -1,0 +1,47 @@
+"""In place of covey's site and coordinator, in the processes of a test of the transport alone: a site that does what its letter
+says, and an operator that sends the letters of the settings and prints what became of each.
+"""
+
+import json
+import os
+import sys
+import time
+import types
+
+
+class Site:
+    def __init__(self, name, settings):
+        self.name, self.settings = name, settings
+
+    def answer(self, letter):
+        word, _, rest = letter.decode().partition(" ")
+        if word == "break":
+            raise ValueError(f"a secret value {rest}")
+        if word == "sleep":
+            time.sleep(float(rest))
+        if word == "die":
+            os._exit(1)
+        if word == "settings":
+            return json.dumps(self.settings, sort_keys=True).encode()
+        return b"%s: %s, by process %d" % (self.name.encode(), letter, os.getpid())
+
+
+def operate(transport, settings, say):
+    from covey.errors import DataError
+
+    if settings.get("mistake"):
+        raise DataError(settings["mistake"])
+    told = []
+    for letters, timeout in settings["script"]:
+        say(f"exchange {len(told) + 1}")
+        began = time.monotonic()
+        replies = transport.exchange({name: letter.encode() for name, letter in letters.items()}, timeout)
+        seconds = time.monotonic() - began
+        words = {name: r.decode() if isinstance(r, bytes) else [r.reason, r.detail] for name, r in replies.items()}
+        told.append({"seconds": seconds, "replies": words})
+    return json.dumps(told)
+
+
+for module, name, thing in (("covey.federation.site", "open_site", Site), ("covey.federation.operate", "operate", operate)):
+    sys.modules[module] = types.ModuleType(module)
+    setattr(sys.modules[module], name, thing)

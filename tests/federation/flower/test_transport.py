@@ -1,0 +1,167 @@
+"""Letters over Flower with real processes, under TLS with node keys; the core is a stand-in that does what its letters say."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from .conftest import deployed
+from .deployment import until
+
+SITES = ["north", "south"]
+
+
+def exchanges(deployment, *script, sites=SITES):
+    code, out, err = deployment.run({"sites": sites, "script": [*script]})
+    assert code == 0, err
+    return [step["replies"] for step in json.loads(out)], [step["seconds"] for step in json.loads(out)]
+
+
+def test_letters_go_and_come_back(two):
+    """The right letter to the right site; who is absent is gone; a site's error does not leave it in words."""
+    script = [{"north": "1", "south": "settings", "west": "1"}, 60], [{"north": "break in", "south": "3"}, 60]
+    (first, second), seconds = exchanges(two, *script)
+    print(f"seconds per exchange with two nodes: {seconds}")
+    assert first["north"].startswith("north: 1, by process")
+    assert first["west"] == ["gone", "it is not connected"]
+    told = json.loads(first["south"])
+    assert told == {"data": str(two.folder / "south.csv"), "home": str(two.folder / "south")}
+    assert second["north"] == ["refused", "it broke on ValueError; see the log at the site"]
+    assert second["south"].startswith("south: 3")
+    assert "a secret value in" in two.log("north")
+    assert "a secret value" not in two.log("link")
+
+
+def test_a_mistake_is_one_sentence(two):
+    code, out, err = two.run({"sites": SITES, "mistake": "The column 'z' is not there; name another."})
+    assert (code, out) == (1, "")
+    assert err.splitlines()[-1] == "covey.errors.CoveyError: The column 'z' is not there; name another."
+    assert "Exit Code" not in err
+    code, _, err = two.run({"sites": ["north", "east"], "script": []}, wait=1)
+    assert code == 1
+    assert "Not connected after 1 seconds: 'east'; start covey node there, or change --sites." in err
+
+
+def hear(run, word):
+    """Read what a run says until this is said."""
+    for line in run.stderr:
+        if word in line:
+            return
+    raise AssertionError(f"the run ended before it said {word!r}")
+
+
+def replies(run):
+    out, err = run.communicate(timeout=300)
+    assert run.returncode == 0, err
+    return [step["replies"] for step in json.loads(out)]
+
+
+def is_asked(deployment, site):
+    """Whether this node has a process at work on a letter."""
+    return lambda: any(f"{site}/flower" in _environment(pid) for pid in deployment.marked("flwr-clientapp"))
+
+
+def _environment(pid):
+    try:
+        return Path(f"/proc/{pid}/environ").read_text()
+    except OSError:
+        return ""
+
+
+@pytest.mark.federation
+def test_a_node_killed_in_an_exchange_is_gone_and_may_come_back(two):
+    """The other site's reply is kept. The link holds the place of the dead node until its heartbeat is overdue, then lets it in."""
+    script = [{"north": "sleep 600", "south": "1"}, 150], [{"south": "sleep 15"}, 60], [{"north": "3", "south": "3"}, 60]
+    run = two.start_run({"sites": SITES, "script": [*script]})
+    until(is_asked(two, "north"))
+    two.kill("north")
+    two.start_node("north")
+    assert two.processes["north"].wait(timeout=20) != 0
+    assert "Failed to activate SuperNode" in two.log("north")
+    hear(run, "exchange 2")
+    two.start_node("north")
+    first, _, third = replies(run)
+    assert first["north"] == ["gone", "its node has stopped"]
+    assert first["south"].startswith("south: 1")
+    assert third["north"].startswith("north: 3")
+
+
+@pytest.mark.federation
+def test_a_slow_site_is_late_and_a_crash_is_a_failure(two):
+    """A late reply is not taken for that of the next letter."""
+    script = [{"north": "sleep 20", "south": "1"}, 8], [{"north": "2", "south": "2"}, 60], [{"north": "die", "south": "3"}, 150]
+    late, after, crash = replies(two.start_run({"sites": SITES, "script": [*script]}))
+    assert late["north"] == ["late", "it did not answer within 8 seconds"]
+    assert late["south"].startswith("south: 1")
+    assert after["north"].startswith("north: 2")
+    assert crash["north"] == ["failed", "its process was ended while it answered"]
+    assert crash["south"].startswith("south: 3")
+
+
+@pytest.mark.federation
+def test_a_killed_coordinator_ends_its_run_and_the_next_one_works(two):
+    run = two.start_run({"sites": SITES, "script": [[{"north": "sleep 5", "south": "1"}, 60]]})
+    until(is_asked(two, "north"))
+    (pid,) = two.marked("flwr-serverapp")
+    os.kill(pid, signal.SIGKILL)
+    began = time.monotonic()
+    run.communicate(timeout=200)
+    print(f"seconds until the run of a killed coordinator ended: {time.monotonic() - began:.0f}")
+    assert run.returncode == 2
+    (again,), _ = exchanges(two, [{"north": "1", "south": "1"}, 60])
+    assert again["north"].startswith("north: 1")
+    assert again["south"].startswith("south: 1")
+
+
+@pytest.mark.federation
+def test_strangers_are_not_let_in(two):
+    """Neither a key that nobody registered, nor a node without TLS; and a site does not take another's name."""
+    two.command("ssh-keygen -q -t ecdsa -b 384 -N '' -f stranger.key")
+    two.start_node("stranger")
+    assert two.processes["stranger"].wait(timeout=20) != 0
+    two.start("plain", f"covey node north.csv --home plain --link {two.address} --insecure --site plain")
+    two.kill("south")
+    time.sleep(61)  # the link's patience with a node that has said no goodbye
+    two.start_node("south", "--site north")
+    (only,), _ = exchanges(two, [{"north": "1", "south": "1", "stranger": "1", "plain": "1"}, 60])
+    assert two.processes["plain"].poll() is None, "it tries on, in vain"
+    two.kill("plain")
+    assert only["north"].startswith("north: 1")
+    assert only["south"] == ["refused", "it was started as 'north' but is registered as 'south'; start it with --site south"]
+    assert only["stranger"] == only["plain"] == ["gone", "it is not connected"]
+
+
+@pytest.mark.federation
+def test_a_link_that_authenticates_nobody_asks_for_names(tmp_path):
+    with deployed(tmp_path, standin=True, insecure=True) as deployment:
+        deployment.start_node("north")
+        deployment.start_node("south")
+        (first,), _ = exchanges(deployment, [{"north": "1", "south": "2"}, 60])
+        assert first["north"].startswith("north: 1")
+        assert first["south"].startswith("south: 2")
+        deployment.start("again", f"covey node north.csv --home again --link {deployment.address} --insecure --site north")
+        until(lambda: "SuperNode ID" in deployment.log("again"))
+        code, _, err = deployment.run({"sites": 3, "script": []})
+        assert code == 1
+        assert "Two connected nodes have the same name: 'north'; stop one of them, or name it otherwise." in err
+        code, _, err = deployment.run({"sites": 3, "script": [], "insecure": False})
+        assert "was registered without a name" in err
+
+
+@pytest.mark.federation
+def test_four_nodes(tmp_path):
+    sites = ["east", "north", "south", "west"]
+    with deployed(tmp_path, standin=True) as deployment:
+        deployment.register(*sites)
+        for site in sites:
+            deployment.start_node(site)
+        began = time.monotonic()
+        script = [[dict.fromkeys(sites, str(k)), 60] for k in range(3)]
+        told, seconds = exchanges(deployment, *script, sites=sites)
+        print(f"seconds from flwr run to its end: {time.monotonic() - began:.1f}; per exchange with four nodes: {seconds}")
+        assert all(told[k][site].startswith(f"{site}: {k}") for site in sites for k in range(3))
