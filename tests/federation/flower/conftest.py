@@ -13,13 +13,17 @@ from .deployment import Deployment
 collect_ignore = ["standin"]  # for processes of a deployment, not for this one
 
 
-@contextmanager
-def deployed(folder, **options):
+def needs_programs(*programs):
     if find_spec("flwr") is None:
         pytest.skip("needs Flower: pip install 'covey[flower]'")
-    for program in ("openssl", "ssh-keygen"):
+    for program in programs:
         if shutil.which(program) is None:
             pytest.skip(f"needs {program}")
+
+
+@contextmanager
+def deployed(folder, **options):
+    needs_programs("openssl", "ssh-keygen")
     deployment = Deployment(folder, **options)
     try:
         deployment.start_link()

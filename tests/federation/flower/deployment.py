@@ -31,33 +31,20 @@ def until(what, patience: float = 30.0, pause: float = 0.1):
     return value
 
 
-class Deployment:
-    """Every process has a mark of its own in its environment, by which all are found at the end, whoever started them."""
+class Processes:
+    """Processes in a folder, with a mark in their environment by which all are found at the end, whoever started them."""
 
-    def __init__(self, folder: Path, *, standin: bool = False, insecure: bool = False) -> None:
-        self.folder, self.insecure = folder, insecure
-        self.address = f"127.0.0.1:{free_port()}"
-        self.mark = f"COVEY_TEST_MARK={uuid.uuid4()}"
-        paths = [str(STANDIN)] * standin + [os.environ.get("PYTHONPATH", "")]
+    def __init__(self, folder: Path, **variables: str) -> None:
+        self.folder = folder
         self.environment = {
             **os.environ,
             "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-            "FLWR_HOME": str(folder / "flwr"),
             "FLWR_TELEMETRY_ENABLED": "0",
             "FLWR_DISABLE_UPDATE_CHECK": "1",
-            "COVEY_TEST_MARK": self.mark.partition("=")[2],
+            "COVEY_TEST_MARK": str(uuid.uuid4()),
+            **variables,
         }
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        certificate = "" if insecure else f'root-certificates = "{folder / "link.crt"}"'
-        config = f'[superlink.link]\naddress = "{self.address}"\ninsecure = {str(insecure).lower()}\n{certificate}\n'
-        (folder / "flwr").mkdir()
-        (folder / "flwr" / "config.toml").write_text(config)
-        if not insecure:
-            self.command(
-                "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-384 -nodes -days 2 -keyout link.key -out link.crt "
-                "-subj /CN=link -addext subjectAltName=IP:127.0.0.1 -addext keyUsage=critical,digitalSignature,keyCertSign"
-            )
 
     def command(self, line: str, *, code: int = 0, patience: float = 60.0) -> str:
         done = subprocess.run(
@@ -74,8 +61,7 @@ class Deployment:
         return done.stdout
 
     def start(self, name: str, line: str) -> subprocess.Popen[bytes]:
-        log = (self.folder / f"{name}.log").open("ab")
-        with log:
+        with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
                 line.split(), cwd=self.folder, env=self.environment, stdout=log, stderr=log, start_new_session=True
             )
@@ -83,6 +69,56 @@ class Deployment:
 
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text()
+
+    def marked(self, word: str = "") -> list[int]:
+        """Processes of this deployment whose command line holds this word."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if (
+                    f"COVEY_TEST_MARK={self.environment['COVEY_TEST_MARK']}".encode() in (folder / "environ").read_bytes()
+                    and word.encode() in (folder / "cmdline").read_bytes()
+                ):
+                    found.append(int(folder.name))
+            except OSError:  # it has ended, or is another user's
+                continue
+        return found
+
+    def kill(self, name: str) -> None:
+        """As a power cut would: the node with all that it started."""
+        self.processes[name].kill()
+        self.processes[name].wait()
+
+    def stop(self) -> None:
+        for sign in (signal.SIGTERM, signal.SIGKILL):
+            for pid in self.marked():
+                os.kill(pid, sign)
+            for process in self.processes.values():
+                try:
+                    process.wait(timeout=8)
+                except subprocess.TimeoutExpired:
+                    continue
+        until(lambda: not self.marked())
+
+
+class Deployment(Processes):
+    """A link and its nodes; the core may be a stand-in, for tests of the transport alone."""
+
+    def __init__(self, folder: Path, *, standin: bool = False, insecure: bool = False) -> None:
+        paths = [str(STANDIN)] * standin + [os.environ.get("PYTHONPATH", "")]
+        path = os.pathsep.join(path for path in paths if path)
+        super().__init__(folder, PYTHONPATH=path, FLWR_HOME=str(folder / "flwr"))
+        self.insecure = insecure
+        self.address = f"127.0.0.1:{free_port()}"
+        certificate = "" if insecure else f'root-certificates = "{folder / "link.crt"}"'
+        config = f'[superlink.link]\naddress = "{self.address}"\ninsecure = {str(insecure).lower()}\n{certificate}\n'
+        (folder / "flwr").mkdir()
+        (folder / "flwr" / "config.toml").write_text(config)
+        if not insecure:
+            self.command(
+                "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-384 -nodes -days 2 -keyout link.key -out link.crt "
+                "-subj /CN=link -addext subjectAltName=IP:127.0.0.1 -addext keyUsage=critical,digitalSignature,keyCertSign"
+            )
 
     def start_link(self, more: str = "") -> None:
         secure = "--insecure" if self.insecure else "--cert link.crt --key link.key"
@@ -108,7 +144,8 @@ class Deployment:
         return process.returncode, out, err
 
     def start_run(self, settings: dict, *, wait: float = 60.0) -> subprocess.Popen[str]:
-        code = "import json, sys; from covey.federation.flower.launch import deploy; sys.exit(deploy(json.loads(sys.argv[1]), 'link'))"
+        load = "import json, sys; from covey.federation.flower.launch import deploy"
+        code = f"{load}; sys.exit(deploy(json.loads(sys.argv[1]), 'link'))"
         words = json.dumps({"wait": wait, "insecure": self.insecure, **settings})
         return subprocess.Popen(
             [sys.executable, "-c", code, words],
@@ -118,33 +155,3 @@ class Deployment:
             stderr=subprocess.PIPE,
             text=True,
         )
-
-    def marked(self, word: str = "") -> list[int]:
-        """Processes of this deployment whose command line holds this word."""
-        found = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                if (
-                    self.mark.encode() in (folder / "environ").read_bytes()
-                    and word.encode() in (folder / "cmdline").read_bytes()
-                ):
-                    found.append(int(folder.name))
-            except OSError:  # it has ended, or is another user's
-                continue
-        return found
-
-    def kill(self, name: str) -> None:
-        """As a power cut would: the node with all that it started."""
-        self.processes[name].kill()
-        self.processes[name].wait()
-
-    def stop(self) -> None:
-        for sign in (signal.SIGTERM, signal.SIGKILL):
-            for pid in self.marked():
-                os.kill(pid, sign)
-            for process in self.processes.values():
-                try:
-                    process.wait(timeout=8)
-                except subprocess.TimeoutExpired:
-                    continue
-        until(lambda: not self.marked())

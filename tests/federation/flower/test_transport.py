@@ -13,7 +13,7 @@ import pytest
 from .conftest import deployed
 from .deployment import until
 
-SITES = ["north", "south"]
+SITES = "north,south"
 
 
 def exchanges(deployment, *script, sites=SITES):
@@ -42,7 +42,7 @@ def test_a_mistake_is_one_sentence(two):
     assert (code, out) == (1, "")
     assert err.splitlines()[-1] == "covey.errors.CoveyError: The column 'z' is not there; name another."
     assert "Exit Code" not in err
-    code, _, err = two.run({"sites": ["north", "east"], "script": []}, wait=1)
+    code, _, err = two.run({"sites": "north,east", "script": []}, wait=1)
     assert code == 1
     assert "Not connected after 1 seconds: 'east'; start covey node there, or change --sites." in err
 
@@ -75,7 +75,7 @@ def _environment(pid):
 
 @pytest.mark.federation
 def test_a_node_killed_in_an_exchange_is_gone_and_may_come_back(two):
-    """The other site's reply is kept. The link holds the place of the dead node until its heartbeat is overdue, then lets it in."""
+    """The other's reply is kept; the link holds the place of a dead node until its heartbeat is overdue, then lets it in."""
     script = [{"north": "sleep 600", "south": "1"}, 150], [{"south": "sleep 15"}, 60], [{"north": "3", "south": "3"}, 60]
     run = two.start_run({"sites": SITES, "script": [*script]})
     until(is_asked(two, "north"))
@@ -162,6 +162,6 @@ def test_four_nodes(tmp_path):
             deployment.start_node(site)
         began = time.monotonic()
         script = [[dict.fromkeys(sites, str(k)), 60] for k in range(3)]
-        told, seconds = exchanges(deployment, *script, sites=sites)
+        told, seconds = exchanges(deployment, *script, sites=",".join(sites))
         print(f"seconds from flwr run to its end: {time.monotonic() - began:.1f}; per exchange with four nodes: {seconds}")
         assert all(told[k][site].startswith(f"{site}: {k}") for site in sites for k in range(3))

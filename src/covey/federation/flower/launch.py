@@ -125,8 +125,11 @@ def deploy(settings: Mapping[str, Any], link: str) -> int:
     if story.mistake is not None:
         raise CoveyError(story.mistake)
     command = [program, "list", link, "--run-id", story.run, "--format", "json"]
-    listed = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=False)
-    return 0 if '"finished:completed"' in listed.stdout else 2
+    listed = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=False).stdout
+    if '"finished:' not in listed:
+        again = f"when it is back, 'flwr log {story.run} {link}' shows whether it goes on; if not, run the same again."
+        raise CoveyError(f"The link {link!r} went away in the middle of run {story.run}; {again}")
+    return 0 if '"finished:completed"' in listed else 2
 
 
 def run_config(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,8 +137,8 @@ def run_config(settings: Mapping[str, Any]) -> dict[str, Any]:
 
     Examples
     --------
-    >>> run_config({"formula": "y ~ x", "insecure": True, "sites": ["north", "south"]})
-    {'insecure': True, 'settings': '{"formula": "y ~ x", "sites": ["north", "south"]}'}
+    >>> run_config({"formula": "y ~ x", "insecure": True, "vary": ["x"]})
+    {'insecure': True, 'settings': '{"formula": "y ~ x", "vary": ["x"]}'}
     """
     rest = {name: value for name, value in settings.items() if name != "insecure"}
     return {"insecure": bool(settings.get("insecure", False)), "settings": json.dumps(rest)}
@@ -146,8 +149,9 @@ class _Story:
     """What a run says, line by line: results to stdout, progress to stderr, Flower's own chatter to nobody."""
 
     run: str | None = None
+    broken: bool = False  # Flower has said that the coordinator raised something
     mistake: str | None = None  # the sentence for the operator, if one ended the run
-    unsaid: list[str] = field(default_factory=list)  # lines held back: before the run has started, or of a failure
+    unsaid: list[str] = field(default_factory=list)  # what was said before the run had started, or why it did not
 
     def hear(self, line: str) -> None:
         started, mistake = _STARTED.search(line), _MISTAKE.match(line)
@@ -158,14 +162,11 @@ class _Story:
             self.unsaid.append(line.strip("\u2500\u2502\u256d\u256e\u2570\u256f "))  # Flower draws a box around errors
         elif self.mistake is not None or _CHATTER.match(line):
             pass
-        elif _BROKEN.search(line):
-            self.unsaid.append(line)
-        elif mistake and self.unsaid:
+        elif mistake and self.broken:
             self.mistake = mistake[1]
         else:
-            for known in [*self.unsaid, line]:
-                print(known, file=sys.stderr if known.startswith("covey: ") else sys.stdout, flush=True)
-            self.unsaid.clear()
+            self.broken = self.broken or _BROKEN.search(line) is not None
+            print(line, file=sys.stderr if self.broken or line.startswith("covey: ") else sys.stdout, flush=True)
 
 
 def _not_taken(link: str, said: str) -> CoveyError:

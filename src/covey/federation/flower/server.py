@@ -42,32 +42,28 @@ def main(grid: Grid, context: Context) -> None:
 def read_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a run from Flower's run config, which knows no lists, no nothing and no nesting.
 
-    Empty text stands for a setting that is not given; the value of ``settings`` is JSON and goes before the others. Of
-    ``sites``, a number is how many there are, and text their names, with commas.
+    Empty text stands for a setting that is not given; the value of ``settings`` is JSON and goes before the others.
 
     Examples
     --------
-    >>> read_settings({"formula": "y ~ x", "seed": "", "sites": "north,south", "settings": '{"gamma": 2}'})
-    {'formula': 'y ~ x', 'sites': ['north', 'south'], 'gamma': 2}
+    >>> read_settings({"formula": "y ~ x", "seed": "", "settings": '{"gamma": 2}'})
+    {'formula': 'y ~ x', 'gamma': 2}
     """
     given = {name: value for name, value in config.items() if value != ""}
     try:
         given |= json.loads(given.pop("settings", "{}"))
     except (ValueError, TypeError):
         raise CoveyError("The setting 'settings' must be a JSON object; leave it out, or write it as '{...}'.") from None
-    sites = given.get("sites")
-    if isinstance(sites, str):
-        given["sites"] = [name.strip() for name in sites.split(",") if name.strip()]
     return given
 
 
-def wait_for_sites(transport: Transport, sites: int | list[str] | None, patience: float, say: Callable[[str], None]) -> None:
-    """Wait until the expected sites (so many, these, or any) are connected; an error that names who is missing if they are not.
+def wait_for_sites(transport: Transport, sites: int | str | None, patience: float, say: Callable[[str], None]) -> None:
+    """Wait until the expected sites are connected: so many, those named with commas, or any; if not, say who is missing.
 
     Examples
     --------
     >>> from covey.federation.transport import InProcess
-    >>> wait_for_sites(InProcess({"north": None, "south": None}), ["north", "south"], 0.0, print)
+    >>> wait_for_sites(InProcess({"north": None, "south": None}), "north,south", 0.0, print)
     2 sites are connected: 'north', 'south'
     """
     deadline = time.monotonic() + patience
@@ -86,9 +82,9 @@ def wait_for_sites(transport: Transport, sites: int | list[str] | None, patience
         time.sleep(_PAUSE)
 
 
-def _missing(here: tuple[str, ...], sites: int | list[str] | None) -> str:
-    if isinstance(sites, list):
-        return listing(name for name in sites if name not in here)
+def _missing(here: tuple[str, ...], sites: int | str | None) -> str:
+    if isinstance(sites, str):
+        return listing(name for name in map(str.strip, sites.split(",")) if name not in here)
     expected = 1 if sites is None else int(sites)
     return f"{expected - len(here)} of {expected} sites" if len(here) < expected else ""
 

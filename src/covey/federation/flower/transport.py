@@ -20,6 +20,7 @@ LETTER, WHO = "train.covey", "query.covey"  # the types of our messages: to be a
 RECORD = "covey"  # the record of a message that is ours
 
 _PAUSE = 0.2  # seconds between looks for replies; Flower's own loop sleeps 3
+_MARGIN = 10.0  # seconds that a letter outlives our patience, so that it is we who say it is late, not Flower that it is gone
 _PATIENCE_FOR_NAMES = 120.0  # seconds; an idle node looks for letters every 3 seconds and starts a process for each
 
 _REASONS: dict[int, tuple[Reason, str]] = {
@@ -61,7 +62,7 @@ class FlowerTransport:
                 RecordDict({RECORD: ConfigRecord({"letter": letter, "site": name})}),
                 dst_node_id=nodes[name],
                 message_type=LETTER,
-                ttl=timeout,
+                ttl=timeout + _MARGIN,
             )
             for name, letter in letters.items()
             if name in nodes

@@ -1,0 +1,73 @@
+"""docs/federation.md, typed word by word into a shell, with real programs; only the port is another."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from .conftest import needs_programs
+from .deployment import Processes, free_port, until
+
+GUIDE = Path(__file__).parents[3] / "docs" / "federation.md"
+
+
+def commands():
+    """What stands after ``$``, with the lines after ``>`` that belong to it."""
+    for block in re.findall(r"```console\n(.*?)```", GUIDE.read_text(), re.S):
+        for part in re.split(r"^\$ ", block, flags=re.M)[1:]:
+            yield re.sub(r"^> ", "", part, flags=re.M).rstrip("\n")
+
+
+class Shell:
+    """One bash for the whole page, so that jobs are its own; each command is waited for, and must succeed."""
+
+    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
+        self.folder, self.said = folder, folder / "said.txt"
+        self.said.touch()
+        with self.said.open("ab") as said:
+            self.bash = subprocess.Popen(
+                ["bash"], cwd=folder, env=environment, stdin=subprocess.PIPE, stdout=said, stderr=said, text=True
+            )
+
+    def type(self, command: str, patience: float) -> str:
+        before = self.said.read_text()
+        end = f"end of command {time.monotonic_ns()}"
+        self.bash.stdin.write(f'{command}\necho "{end}: $?"\n')
+        self.bash.stdin.flush()
+        until(lambda: f"{end}: " in self.said.read_text(), patience)
+        said = self.said.read_text().removeprefix(before)
+        assert said.rstrip().endswith(f"{end}: 0"), f"{command}\n{said}"
+        log = re.search(r"> (\S+\.log) 2>&1 &$", command)
+        if log:
+            ready = "Uvicorn running" if "covey link" in command else "SuperNode ID"
+            until(lambda: ready in (self.folder / log[1]).read_text(), patience)
+        return said.partition(end)[0]
+
+
+@pytest.mark.federation
+def test_the_guide_word_by_word(tmp_path):
+    needs_programs("bash", "openssl", "ssh-keygen")
+    port = str(free_port())
+    typed = [command.replace("127.0.0.1:8000", f"127.0.0.1:{port}") for command in commands()]
+    typed = [re.sub(r"^covey link ", f"covey link --port {port} ", command) for command in typed]
+    processes = Processes(tmp_path, HOME=str(tmp_path), FLWR_HOME=str(tmp_path / ".flwr"))
+    try:
+        shell = Shell(tmp_path, processes.environment)
+        said = {command: shell.type(command, 180) for command in typed}
+        assert (tmp_path / "link.key").stat().st_mode & 0o77 == 0
+        (federate,) = (command for command in typed if command.startswith("covey federate"))
+        print(said[federate])
+        until(lambda: not processes.marked("flower-"), 30)
+    finally:
+        processes.stop()
+
+
+def test_the_guides_links_lead_somewhere():
+    text = GUIDE.read_text()
+    headings = {re.sub(r"[^a-z ]", "", line.lower()).strip().replace(" ", "-") for line in re.findall(r"^#+ (.*)$", text, re.M)}
+    for link in re.findall(r"\]\(([^)h][^)]*)\)", text):
+        assert link.removeprefix("#") in headings or (GUIDE.parent / link.split("#")[0]).exists(), link
