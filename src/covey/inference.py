@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from scipy import special, stats
+from scipy import special
 
 from covey._typing import Anything, Floats, Ints
 from covey.errors import SolverError
@@ -157,6 +157,8 @@ def quantile(coverage: float, freedom: Any = np.inf) -> Any:
     """How many standard errors to either side an interval reaches, given degrees of freedom."""
     if not (isinstance(coverage, int | float | np.number) and 0 < coverage < 1):
         raise SolverError(f"The 'coverage' parameter must lie between 0 and 1. Got {coverage!r} instead.")
+    from scipy import stats  # slow to import, and only needed here
+
     return stats.t.ppf(0.5 + coverage / 2, freedom)
 
 
@@ -169,7 +171,7 @@ def count_interval(margin: Floats, sd: Floats, coverage: float) -> Floats:
         low, high = np.full(len(margin), -1.0), np.ceil(np.minimum(top + 10.0 * np.sqrt(top) + 20.0, _COUNTABLE))
         while (high - low > 1).any():
             middle = np.floor((low + high) / 2)
-            enough = _count_below(middle, margin, sd) >= stats.norm.cdf(tail)
+            enough = _count_below(middle, margin, sd) >= special.ndtr(tail)
             high, low = np.where(enough, middle, high), np.where(enough, low, middle)
         out[:, side] = np.where(high < _COUNTABLE, high, np.exp(np.minimum(margin + tail * sd, 700.0)))
     return out

@@ -13,7 +13,6 @@ from __future__ import annotations
 import warnings
 
 import numpy as np
-from scipy import stats
 
 from covey._typing import Floats
 from covey.data import GroupedData
@@ -55,6 +54,8 @@ def chi_bar_tail(statistic: float, kind: Kind, q: int, count: int = 1) -> float:
     >>> round(chi_bar_tail(2.706, "isotropic", 3), 3), round(chi_bar_tail(2.706, "diagonal", 1), 3)
     (0.05, 0.05)
     """
+    from scipy import stats  # slow to import, and only needed here
+
     if statistic <= 0:
         return 1.0
     if kind == "full" and q > 1:
