@@ -25,12 +25,12 @@ def node(
 
     [bold]Example[/bold]   covey node homes.parquet --home north --link link.example.org:8000 --key north.key --ca link.crt
     """
-    from covey.errors import CoveyError
+    from covey.errors import FederationError
     from covey.federation.flower.launch import start_node
 
     if insecure and site is None:
-        raise CoveyError("Without keys the operator cannot name this site; give it a name with --site.")
+        raise FederationError("Without keys the operator cannot name this site; give it a name with --site.")
     if minimum is not None and minimum < 1:
-        raise CoveyError(f"The --minimum must be at least 1 client. Got {minimum} instead.")
+        raise FederationError(f"The --minimum must be at least 1 client. Got {minimum} instead.")
     settings = {"site": site, "minimum": minimum}
     start_node(data, home=home, link=link, key=key, ca=ca, insecure=insecure, port=port, settings=settings)

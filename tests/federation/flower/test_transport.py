@@ -40,7 +40,7 @@ def test_letters_go_and_come_back(two):
 def test_a_mistake_is_one_sentence(two):
     code, out, err = two.run({"sites": SITES, "mistake": "The column 'z' is not there; name another."})
     assert (code, out) == (1, "")
-    assert err.splitlines()[-1] == "covey.errors.CoveyError: The column 'z' is not there; name another."
+    assert err.splitlines()[-1] == "covey.errors.FederationError: The column 'z' is not there; name another."
     assert "Exit Code" not in err
     code, _, err = two.run({"sites": "north,east", "script": []}, wait=1)
     assert code == 1

@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from covey.errors import CoveyError
+from covey.errors import FederationError
 
 APP = Path(__file__).parent / "app"
 
@@ -54,7 +54,7 @@ def start_link(
         words += ["--insecure"]
     else:
         if certificate is None or key is None:
-            raise CoveyError("A link needs --cert and --key for TLS; say --insecure to go without, on one machine only.")
+            raise FederationError("A link needs --cert and --key for TLS; say --insecure to go without, on one machine only.")
         _check_file(certificate, "certificate")
         _check_secret(key)
         ca = certificate if ca is None else _check_file(ca, "certificate")
@@ -81,13 +81,15 @@ def start_node(
     program = _program("flower-supernode")
     _check_file(data, "table")
     if not re.fullmatch(r".+:\d+", link):
-        raise CoveyError(f"The --link must be the link's host and port, such as link.example.org:8000. Got {link!r} instead.")
+        raise FederationError(
+            f"The --link must be the link's host and port, such as link.example.org:8000. Got {link!r} instead."
+        )
     words = ["--superlink", link, "--port", str(_free_port() if port is None else port)]
     if insecure:
         words += ["--insecure"]
     else:
         if key is None or ca is None:
-            raise CoveyError("A node needs --key and --ca; say --insecure for a link without TLS, on one machine only.")
+            raise FederationError("A node needs --key and --ca; say --insecure for a link without TLS, on one machine only.")
         words += ["--root-certificates", str(_check_file(ca, "certificate"))]
         words += ["--auth-supernode-private-key", str(_check_secret(key))]
     home.mkdir(parents=True, exist_ok=True)
@@ -101,7 +103,7 @@ def start_node(
 def deploy(settings: Mapping[str, Any], link: str) -> int:
     """Run the fit on a link (a name in Flower's ``config.toml``), show what it says, and return 0 if it ended well, else 2.
 
-    What the operator can put right is raised as a :class:`CoveyError`, as if the fit ran here. An interrupt stops the run.
+    What the operator can put right is raised as a :class:`FederationError`, as if the fit ran here. An interrupt stops the run.
     Relative paths among the ``settings`` are those of this folder: the command is for the machine of the link.
     """
     program = _program("flwr")
@@ -123,12 +125,12 @@ def deploy(settings: Mapping[str, Any], link: str) -> int:
     if story.run is None:
         raise _not_taken(link, " ".join(" ".join(story.unsaid).split()))
     if story.mistake is not None:
-        raise CoveyError(story.mistake)
+        raise FederationError(story.mistake)
     command = [program, "list", link, "--run-id", story.run, "--format", "json"]
     listed = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=False).stdout
     if '"finished:' not in listed:
         again = f"when it is back, 'flwr log {story.run} {link}' shows whether it goes on; if not, run the same again."
-        raise CoveyError(f"The link {link!r} went away in the middle of run {story.run}; {again}")
+        raise FederationError(f"The link {link!r} went away in the middle of run {story.run}; {again}")
     return 0 if '"finished:completed"' in listed else 2
 
 
@@ -164,23 +166,24 @@ class _Story:
             pass
         elif mistake and self.broken:
             self.mistake = mistake[1]
+        elif _BROKEN.search(line):
+            self.broken = True
         else:
-            self.broken = self.broken or _BROKEN.search(line) is not None
             print(line, file=sys.stderr if self.broken or line.startswith("covey: ") else sys.stdout, flush=True)
 
 
-def _not_taken(link: str, said: str) -> CoveyError:
+def _not_taken(link: str, said: str) -> FederationError:
     """Why Flower did not start a run, in our words where we know it."""
     config = Path(os.environ.get("FLWR_HOME", "~/.flwr")) / "config.toml"
     if f"'{link}' not found" in said:
-        return CoveyError(
+        return FederationError(
             f"There is no link {link!r} in {config}; add [superlink.{link}] with its address and root-certificates."
         )
     if "unavailable" in said:
-        return CoveyError(
+        return FederationError(
             f"The link {link!r} does not answer; check that it runs, and its address and certificate in {config}."
         )
-    return CoveyError(f"The link {link!r} did not take the run: {said[-150:].rstrip('.')}.")
+    return FederationError(f"The link {link!r} did not take the run: {said[-150:].rstrip('.')}.")
 
 
 def _started(command: list[str]) -> subprocess.Popen[str]:
@@ -207,7 +210,7 @@ def _environment() -> dict[str, str]:
 def _program(name: str) -> str:
     path = Path(sys.executable).with_name(name)
     if find_spec("flwr") is None or not path.exists():
-        raise CoveyError("Federation across machines needs Flower; pip install 'covey[flower]'.")
+        raise FederationError("Federation across machines needs Flower; pip install 'covey[flower]'.")
     return str(path)
 
 
@@ -218,16 +221,16 @@ def _become(program: str, words: list[str], environment: Mapping[str, str]) -> N
 
 def _check_file(path: Path, what: str) -> Path:
     if not path.is_file():
-        raise CoveyError(f"There is no {what} {str(path)!r}; check the path.")
+        raise FederationError(f"There is no {what} {str(path)!r}; check the path.")
     if not os.access(path, os.R_OK):
-        raise CoveyError(f"The {what} {str(path)!r} cannot be read by this user; check its permissions.")
+        raise FederationError(f"The {what} {str(path)!r} cannot be read by this user; check its permissions.")
     return path
 
 
 def _check_secret(path: Path) -> Path:
     _check_file(path, "key")
     if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise CoveyError(f"The key {str(path)!r} is open to other users of this machine; chmod 600 it.")
+        raise FederationError(f"The key {str(path)!r} is open to other users of this machine; chmod 600 it.")
     return path
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from covey.errors import CoveyError, listing
+from covey.errors import CoveyError, FederationError, listing
 from covey.federation.flower.transport import FlowerTransport
 from covey.federation.transport import Transport
 
@@ -53,7 +53,7 @@ def read_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     try:
         given |= json.loads(given.pop("settings", "{}"))
     except (ValueError, TypeError):
-        raise CoveyError("The setting 'settings' must be a JSON object; leave it out, or write it as '{...}'.") from None
+        raise FederationError("The setting 'settings' must be a JSON object; leave it out, or write it as '{...}'.") from None
     return given
 
 
@@ -78,7 +78,9 @@ def wait_for_sites(transport: Transport, sites: int | str | None, patience: floa
             say(f"waiting for {missing}; connected: {listing(here) or 'nobody'}")
             before = here
         if time.monotonic() >= deadline:
-            raise CoveyError(f"Not connected after {patience:g} seconds: {missing}; start covey node there, or change --sites.")
+            raise FederationError(
+                f"Not connected after {patience:g} seconds: {missing}; start covey node there, or change --sites."
+            )
         time.sleep(_PAUSE)
 
 

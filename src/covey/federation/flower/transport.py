@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
-from covey.errors import CoveyError, listing
+from covey.errors import FederationError, listing
 from covey.federation.transport import Failure, Reason
 
 LETTER, WHO = "train.covey", "query.covey"  # the types of our messages: to be answered by the site, by its node
@@ -77,7 +77,7 @@ class FlowerTransport:
             return _by_name(self._ask([info.node_id for info in infos]))
         nameless = [info.node_id for info in infos if not info.name]
         if nameless:
-            raise CoveyError(
+            raise FederationError(
                 f"The node {nameless[0]} is connected but was registered without a name; "
                 "unregister it and register its key with --name, or say --insecure if this link authenticates nobody."
             )
@@ -116,7 +116,9 @@ class FlowerTransport:
 def _by_name(names: Mapping[int, str]) -> dict[str, int]:
     twice = sorted({name for name in names.values() if [*names.values()].count(name) > 1})
     if twice:
-        raise CoveyError(f"Two connected nodes have the same name: {listing(twice)}; stop one of them, or name it otherwise.")
+        raise FederationError(
+            f"Two connected nodes have the same name: {listing(twice)}; stop one of them, or name it otherwise."
+        )
     return {name: node for node, name in names.items()}
 
 
