@@ -27,7 +27,6 @@ APP = Path(__file__).parent / "app"
 _STARTED = re.compile(r"Successfully started run (\d+)")
 _CHATTER = re.compile(r"(\x1b\[\d+m)?(INFO|DEBUG) |Successfully installed ")  # Flower's own lines in the log of a run
 _BROKEN = re.compile(r"ServerApp raised an exception$")  # Flower, before it shows what was raised
-_MISTAKE = re.compile(r"covey\.[\w.]+: (.*)")  # an error of covey's own, without a traceback
 
 
 def start_link(
@@ -111,8 +110,8 @@ def deploy(settings: Mapping[str, Any], link: str) -> int:
     given = {name: value for name, value in {**settings, **paths}.items() if value is not None}
     story = _Story()
     with tempfile.TemporaryDirectory() as folder:
-        config = Path(folder) / "run.toml"
-        config.write_text(_toml(run_config(given)), encoding="utf-8")
+        config, report = Path(folder) / "run.toml", Path(folder) / "report.json"
+        config.write_text(_toml(run_config({**given, "report": str(report)})), encoding="utf-8")
         command = [program, "run", str(APP), link, "--stream", "--run-config", str(config)]
         with _started(command) as process:
             try:
@@ -122,10 +121,15 @@ def deploy(settings: Mapping[str, Any], link: str) -> int:
                 if story.run is not None:
                     subprocess.run([program, "stop", story.run, link], env=_environment(), stdout=sys.stderr, check=False)
                 raise
+        left = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
     if story.run is None:
         raise _not_taken(link, " ".join(" ".join(story.unsaid).split()))
-    if story.mistake is not None:
-        raise FederationError(story.mistake)
+    if "mistake" in left:
+        raise FederationError(left["mistake"])
+    if "text" in left:
+        print(left["text"])
+    for line in story.failure:
+        print(line, file=sys.stderr)
     command = [program, "list", link, "--run-id", story.run, "--format", "json"]
     listed = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=False).stdout
     if '"finished:' not in listed:
@@ -148,28 +152,22 @@ def run_config(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class _Story:
-    """What a run says, line by line: results to stdout, progress to stderr, Flower's own chatter to nobody."""
+    """What a run says, line by line: progress to stderr, anything else to stdout, Flower's chatter to nobody."""
 
     run: str | None = None
-    broken: bool = False  # Flower has said that the coordinator raised something
-    mistake: str | None = None  # the sentence for the operator, if one ended the run
     unsaid: list[str] = field(default_factory=list)  # what was said before the run had started, or why it did not
+    failure: list[str] = field(default_factory=list)  # from where Flower says that the coordinator raised something
 
     def hear(self, line: str) -> None:
-        started, mistake = _STARTED.search(line), _MISTAKE.match(line)
+        started = _STARTED.search(line)
         if started:
             self.run = started[1]
-            self.unsaid.clear()
         elif self.run is None:
             self.unsaid.append(line.strip("\u2500\u2502\u256d\u256e\u2570\u256f "))  # Flower draws a box around errors
-        elif self.mistake is not None or _CHATTER.match(line):
-            pass
-        elif mistake and self.broken:
-            self.mistake = mistake[1]
-        elif _BROKEN.search(line):
-            self.broken = True
-        else:
-            print(line, file=sys.stderr if self.broken or line.startswith("covey: ") else sys.stdout, flush=True)
+        elif self.failure or _BROKEN.search(line):
+            self.failure.append(line)
+        elif not _CHATTER.match(line):
+            print(line, file=sys.stderr if line.startswith("covey: ") else sys.stdout, flush=True)
 
 
 def _not_taken(link: str, said: str) -> FederationError:

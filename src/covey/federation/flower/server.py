@@ -9,6 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from flwr.app import Context
@@ -26,17 +27,31 @@ _PAUSE = 1.0  # seconds between looks at who is connected
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run a federated fit with the settings of the run."""
+    report = None
     try:
         settings = read_settings(context.run_config)
+        report = settings.pop("report", None)
         transport = FlowerTransport(grid, named=not settings.pop("insecure", False))
         wait_for_sites(transport, settings.get("sites"), float(settings.pop("wait", 60.0)), _say)
         from covey.federation.operate import operate
 
-        print(operate(transport, settings, _say), flush=True)
-    except CoveyError:
+        text = operate(transport, settings, _say)
+    except CoveyError as problem:
+        _leave(report, {"mistake": str(problem)})
         # Flower logs what ends a run with its traceback; a mistake in the settings has none that would help.
         sys.tracebacklimit = 0
         raise
+    if not _leave(report, {"text": text}):
+        print(text, flush=True)
+
+
+def _leave(report: str | None, document: Mapping[str, str]) -> bool:
+    """Whether the outcome could be left in a file for who started the run: the end of Flower's log is at times lost."""
+    try:
+        Path(report or "").write_text(json.dumps(document), encoding="utf-8")
+    except OSError:
+        return False
+    return True
 
 
 def read_settings(config: Mapping[str, Any]) -> dict[str, Any]:

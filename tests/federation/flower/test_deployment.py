@@ -1,0 +1,115 @@
+"""The real thing: covey's sites and coordinator across real SuperNodes, under TLS with node keys, against the fit in memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import numpy as np
+import polars as pl
+import pytest
+
+from covey.model import fit_table
+from covey.persist import load_model
+from covey.spec import Spec
+
+from .conftest import deployed
+from .deployment import until
+
+STATES = {"east": ["IN", "MA", "PA"], "north": ["MI", "MN", "ND", "WI"], "south": ["AZ"], "west": ["MO"]}
+SETTINGS = {"client": "county", "cluster": "state", "gamma": 10.0, "lam": 5.0, "timeout": 120.0}
+FAMILIES = {
+    "sweep": {"formula": "log_radon ~ floor", "solver": "sweep"},
+    "newton": {"formula": "high ~ floor", "family": "bernoulli", "solver": "newton"},
+}
+
+
+def start_sites(deployment, homes, sites):
+    """Each site with the homes of its states, and one state of each with its neighbour: clusters are split across nodes."""
+    names = sorted(sites)
+    deployment.register(*names)
+    place = {state: site for site, states in STATES.items() for state in states if site in names}
+    county = homes["county"].rank("dense")
+    at = [
+        names[(names.index(place[state]) + (state in ("IN", "MN") and int(c) % 2)) % len(names)]
+        for state, c in zip(homes["state"], county, strict=True)
+    ]
+    for site in names:
+        homes.filter(pl.Series(at) == site).write_parquet(deployment.folder / f"{site}.parquet")
+        deployment.start(
+            site,
+            f"covey node {site}.parquet --home {site} --link {deployment.address} --key {site}.key --ca link.crt --minimum 1",
+        )
+
+
+def radon(homes, sites):
+    states = [state for site in sites for state in STATES[site]]
+    return homes.filter(homes["state"].is_in(states)).with_columns(high=pl.col("radon") > 4)
+
+
+def agree(deployment, homes, sites, settings, out):
+    """Clusters at the operator and clients at every site are those of the fit in memory; clients are at their own site only."""
+    kept = ("client", "cluster", "gamma", "lam", "formula", "family", "solver")
+    whole = fit_table(homes, Spec(**{name: value for name, value in settings.items() if name in kept}))
+    operators = load_model(deployment.folder / out)[0]
+    np.testing.assert_allclose(operators.wbar, whole.wbar, rtol=0, atol=1e-10)
+    np.testing.assert_allclose(operators.w, whole.w, rtol=0, atol=1e-10)
+    theta = dict(zip(whole.hierarchy.client_ids.to_list(), whole.theta, strict=True))
+    assert operators.hierarchy.n_clients == 0
+    seen = []
+    for site in sites:
+        model = load_model(deployment.folder / site / "model")[0]
+        ids = model.hierarchy.client_ids.to_list()
+        assert set(ids) == set(pl.read_parquet(deployment.folder / f"{site}.parquet")["county"])
+        np.testing.assert_allclose(model.theta, [theta[each] for each in ids], rtol=0, atol=1e-10)
+        seen += ids
+    assert sorted(seen) == sorted(theta)
+
+
+def test_two_sites_fit_as_in_memory(tmp_path, homes):
+    sites = ["north", "south"]
+    homes = radon(homes, sites)
+    with deployed(tmp_path) as deployment:
+        start_sites(deployment, homes, sites)
+        settings = {**SETTINGS, **FAMILIES["sweep"]}
+        began = time.monotonic()
+        code, out, err = deployment.run({**settings, "sites": "north,south", "out": "fit"})
+        print(out, err, f"seconds from flwr run to its end: {time.monotonic() - began:.1f}")
+        assert code == 0, err
+        agree(deployment, homes, sites, settings, "fit")
+        assert "Apache, AZ" not in deployment.log("link") + out + err
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory, homes):
+    with deployed(tmp_path_factory.mktemp("four")) as deployment:
+        start_sites(deployment, radon(homes, STATES), STATES)
+        yield deployment
+
+
+@pytest.mark.federation
+@pytest.mark.parametrize("solver", FAMILIES)
+def test_four_sites_fit_as_in_memory(four, homes, solver):
+    settings = {**SETTINGS, **FAMILIES[solver]}
+    began = time.monotonic()
+    code, out, err = four.run({**settings, "sites": 4, "out": solver})
+    print(out, f"seconds from flwr run to its end: {time.monotonic() - began:.1f}")
+    assert code == 0, err
+    agree(four, radon(homes, STATES), STATES, settings, solver)
+
+
+@pytest.mark.federation
+def test_a_killed_coordinator_goes_on_where_it_was(four, homes):
+    settings = {**SETTINGS, **FAMILIES["newton"]}
+    run = four.start_run({**settings, "sites": 4, "out": "again"})
+    journal = four.folder / "again.journal"
+    until(lambda: journal.exists() and journal.stat().st_size > 20_000, 120)
+    (pid,) = four.marked("flwr-serverapp")
+    os.kill(pid, signal.SIGKILL)
+    run.communicate(timeout=200)
+    assert run.returncode == 2
+    code, out, err = four.run({**settings, "sites": 4, "out": "again"})
+    print(out, err)
+    assert code == 0, err
+    agree(four, radon(homes, STATES), STATES, settings, "again")
