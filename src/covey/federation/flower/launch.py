@@ -197,7 +197,7 @@ def _toml(values: Mapping[str, Any]) -> str:
 def _environment() -> dict[str, str]:
     here = str(Path(sys.executable).parent)
     return {
-        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",  # how often Flower looks for a process to start; its default is 1 second
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.25",  # how often Flower looks for a process to start; its default is 1 second
         **os.environ,
         "PATH": os.pathsep.join([here, os.environ.get("PATH", os.defpath)]),
         "FLWR_TELEMETRY_ENABLED": "0",
