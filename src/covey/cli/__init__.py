@@ -30,6 +30,7 @@ app.command("plan")(plan.plan)
 app.command("federate")(federate.federate)
 app.command("demo")(demo.demo)
 app.command("reproduce")(reproduce.reproduce)
+app.command("federate")(federate.federate)
 app.command("link")(link.link)
 app.command("node")(node.node)
 

@@ -22,11 +22,11 @@ def needs_programs(*programs):
 
 
 @contextmanager
-def deployed(folder, **options):
+def deployed(folder, link="", **options):
     needs_programs("openssl", "ssh-keygen")
     deployment = Deployment(folder, **options)
     try:
-        deployment.start_link()
+        deployment.start_link(link)
         yield deployment
     finally:
         deployment.stop()

@@ -61,6 +61,8 @@ def test_the_guide_word_by_word(tmp_path):
         assert (tmp_path / "link.key").stat().st_mode & 0o77 == 0
         (federate,) = (command for command in typed if command.startswith("covey federate"))
         print(said[federate])
+        assert "in 9 clusters (state), at 3 sites" in said[federate]
+        assert "169 clients (county)" in said["covey show north/model"]
         until(lambda: not processes.marked("flower-"), 30)
     finally:
         processes.stop()

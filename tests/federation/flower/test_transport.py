@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -151,6 +152,42 @@ def test_a_link_that_authenticates_nobody_asks_for_names(tmp_path):
         assert "Two connected nodes have the same name: 'north'; stop one of them, or name it otherwise." in err
         code, _, err = deployment.run({"sites": 3, "script": [], "insecure": False})
         assert "was registered without a name" in err
+
+
+@pytest.mark.federation
+@pytest.mark.parametrize("isolated", [False, True])
+def test_a_link_that_is_killed_and_started_again(tmp_path, isolated):
+    """Sites stay registered and come back by themselves; a run goes on if its coordinator was started apart from the link."""
+    link = "--isolated" * isolated
+    with deployed(tmp_path, link, standin=True) as deployment:
+        if isolated:
+            deployment.start(
+                "superexec", f"flower-superexec --runtime-api-address {deployment.address} --root-certificates link.crt"
+            )
+        deployment.register("north")
+        deployment.start_node("north")
+        run = deployment.start_run({"sites": 1, "script": [[{"north": "sleep 10"}, 150], [{"north": "2"}, 60]]})
+        until(is_asked(deployment, "north"))
+        deployment.kill("link")
+        _, err = run.communicate(timeout=100)
+        assert run.returncode == 1
+        assert "The link 'link' went away in the middle of run" in err
+        deployment.start_link(link)
+        ended = until(lambda: re.search(r"finished:\w+", deployment.command("flwr list link --format json")), 180, 3)
+        assert ended[0] == ("finished:completed" if isolated else "finished:failed")
+        (again,), _ = exchanges(deployment, [{"north": "1"}, 60], sites="north")
+        assert again["north"].startswith("north: 1")
+
+
+@pytest.mark.federation
+def test_an_interrupt_stops_the_run(two):
+    run = two.start_run({"sites": SITES, "script": [[{"north": "sleep 5", "south": "1"}, 60]] * 5})
+    hear(run, "exchange 1")
+    run.send_signal(signal.SIGINT)
+    run.communicate(timeout=60)
+    assert run.returncode != 0
+    listed = json.loads(two.command("flwr list link --format json"))["runs"]
+    assert listed[0]["status"] == "finished:stopped"
 
 
 @pytest.mark.federation
