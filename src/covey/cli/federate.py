@@ -43,6 +43,8 @@ def federate(
     members: Annotated[Path | None, typer.Option(help="Table of site, cluster and perhaps client: who may bring whom.")] = None,
     minimum: Annotated[int, typer.Option(help="To simulate: clients that must stand behind each sum.")] = 1,
     secure: Annotated[bool, typer.Option("--secure", help="Mask the sums: the coordinator sees only totals.")] = False,
+    wait: Annotated[float, typer.Option(help="To deploy: seconds to wait for sites to connect.")] = 60.0,
+    insecure: Annotated[bool, typer.Option("--insecure", help="To deploy on a link that authenticates nobody.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for a site's reply.")] = 600.0,
     retries: Annotated[int, typer.Option(help="How often a letter without reply is sent again.")] = 2,
     on_loss: Annotated[str, typer.Option(help="When a site is lost: stop, or continue without it.")] = "stop",
@@ -96,7 +98,7 @@ def federate(
         from covey.federation.flower.launch import deploy
 
         wanted = int(sites) if sites is not None and sites.isdigit() else sites
-        raise typer.Exit(deploy({**settings, "sites": wanted}, link))
+        raise typer.Exit(deploy({**settings, "sites": wanted, "wait": wait, "insecure": insecure}, link))
     _simulate(words[0], settings, by if by is not None else simulate or 0, minimum, out, as_json)
 
 
