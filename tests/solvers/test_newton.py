@@ -17,6 +17,7 @@ from covey.losses import Bernoulli, Gaussian, Poisson, loss_of
 from covey.solvers.elimination import Spread
 from covey.solvers.newton import Clients, Stage, Top, coordinate, node_move, node_start
 from tests.conftest import random_problem, seeds
+from tests.networks import shard
 
 FAMILIES = ("gaussian", "bernoulli", "poisson")
 
@@ -118,27 +119,6 @@ def test_nodes_add_up_to_the_same_fit(family, seed):
     assert account.converged
     np.testing.assert_allclose(theta, whole.theta, atol=1e-10)
     np.testing.assert_allclose(stage.top.wbar, whole.wbar, atol=1e-10)
-
-
-def shard(data, clients):
-    """A node's own rows under the clusters all nodes agreed on."""
-    from covey.hierarchy import Hierarchy
-
-    rows = np.concatenate([np.arange(data.client_ptr[i], data.client_ptr[i + 1]) for i in clients])
-    counts = np.bincount(data.hierarchy.parent[clients], minlength=data.n_clusters)
-    tree = Hierarchy(
-        np.concatenate([[0], np.cumsum(counts)]), data.hierarchy.client_ids.gather(clients), data.hierarchy.cluster_ids
-    )
-    ptr = np.concatenate([[0], np.cumsum(data.rows_per_client[clients])])
-    return replace(
-        data,
-        X=data.X[rows],
-        y=data.y[rows],
-        weights=data.weights[rows],
-        offset=data.offset[rows],
-        client_ptr=ptr,
-        hierarchy=tree,
-    )
 
 
 def test_start_elsewhere_reaches_the_same_point():

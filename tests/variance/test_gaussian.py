@@ -10,17 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covey.losses import Gaussian as Squares
-from covey.solvers.elimination import Quadratic, marginalise, sensitivity
+from covey.solvers.elimination import Quadratic, Spread, marginalise, sensitivity
+from covey.variance.frame import Layout, Sums, units_at
 from covey.variance.gaussian import Gaussian, below, invert, upper
-from covey.variance.problem import Linear, Sums
+from covey.variance.problem import Linear
 from covey.variance.structure import Shape
 from tests.conftest import random_problem, seeds
+from tests.networks import surveyed
 from tests.variance.dense import linear_log_likelihood, random_covariances, slopes, symmetric_slopes
 
 
-def criterion_of(data, reml, widths=None):
-    sums = Sums.of(data, Squares())
-    return Gaussian(sums.units, data.hierarchy, reml, sums.log_weights, widths or (data.n_terms, data.n_terms)), sums
+def criterion_of(data, reml):
+    known, d = surveyed(data, Squares()), data.n_terms
+    node = known.network.network.node
+    sums = Sums(units_at(node), known.frame.origin, known.log_weights)
+    return Gaussian(known.network, Layout(np.arange(d), d), reml, sums.log_weights), sums
 
 
 @given(seeds, st.booleans(), st.booleans())
@@ -85,7 +89,7 @@ def test_terms_that_vary_at_one_level_only_or_at_none(seed, reml, per_cluster, k
     data, rng = random_problem(seed, d=4).data, np.random.default_rng(seed)
     client, cluster = (tuple(sorted(rng.choice(4, size=rng.integers(0, 4), replace=False).tolist())) for _ in range(2))
     shape = Shape(client, cluster, kind, kind, per_cluster)
-    problem = Linear(Sums.of(data, Squares()), data.hierarchy, data.terms, shape, reml=reml)
+    problem = Linear(surveyed(data, Squares()), shape, reml=reml)
     x = rng.normal(size=problem.structure.n_parameters)
     back = problem.back
     S, T = (each[:, back[:, None], back] for each in problem.covariances(x))
@@ -123,7 +127,7 @@ def test_the_pull_is_the_slope_of_the_residual_variance(seed, reml):
 def test_the_slopes_in_the_parameters(seed, reml, kind):
     data, rng = random_problem(seed, d=3).data, np.random.default_rng(seed)
     shape = Shape((0, 2), (2, 1), kind, kind, bool(rng.integers(2)))
-    problem = Linear(Sums.of(data, Squares()), data.hierarchy, data.terms, shape, reml=reml)
+    problem = Linear(surveyed(data, Squares()), shape, reml=reml)
     x = rng.normal(size=problem.structure.n_parameters)
     differences = slopes(lambda x: problem.criterion(x)[0], x)
     np.testing.assert_allclose(problem.criterion(x)[1], differences, rtol=1e-4, atol=1e-4)
@@ -141,7 +145,7 @@ def test_sums_over_three_nodes_are_those_of_the_whole(seed, reml):
         mine = np.flatnonzero(owner == node)
         units = Quadratic(*(each[mine] for each in (sums.units.C, sums.units.r, sums.units.c, sums.units.n)))
         ptr = np.concatenate([[0], np.cumsum(np.bincount(parent[mine], minlength=k))])
-        spread = replace(whole.spread(S), scale=np.ones(len(mine)), shape=S[parent[mine]])
+        spread = Spread.of_covariances(S[parent[mine]], len(mine))
         nodes.append((marginalise(units, spread, ptr), ptr))
     seen = nodes[0][0].seen + nodes[1][0].seen + nodes[2][0].seen
     top = upper(seen, sum(float(own.volume.sum()) for own, _ in nodes) - sums.log_weights, T[0], reml)

@@ -22,8 +22,10 @@ from covey.solvers.elimination import Quadratic, Spread
 from covey.solvers.threads import threads_for
 from covey.variance.components import Components, Learned
 from covey.variance.estimate import estimate, search
-from covey.variance.problem import Linear, Sums
+from covey.variance.frame import Sums
+from covey.variance.problem import Linear
 from covey.variance.structure import Shape
+from covey.variance.survey import Survey
 
 Count = Callable[[int, int], None]
 
@@ -90,7 +92,7 @@ def bootstrap(
             else:
                 sums = _sums(learned, theta, rng)
                 with threads_for(tree.n_clients * len(terms) ** 2):
-                    problem = Linear(sums, tree, terms, shape, reml=reml)
+                    problem = Linear(Survey.of_sums(sums, tree, terms), shape, reml=reml)
                     components = problem.finish(*search(problem))[1].components
             found.append(components)
             if progress is not None:

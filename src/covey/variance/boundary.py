@@ -27,7 +27,7 @@ def polished(problem: Problem, found: Optimum, progress: Progress | None) -> Opt
         out = _escape(problem, found)
         if out is None:
             return found
-        again = minimise(problem.criterion, *problem.approach(out, 1), progress=progress)
+        again = minimise(problem.criterion, *problem.approach(out, 1), criteria=problem.criteria, progress=progress)
         if again.value > found.value - NEGLIGIBLE:
             return found
         found = replace(again, evaluations=found.evaluations + again.evaluations + 2)
@@ -38,15 +38,21 @@ def _settled(problem: Problem, found: Optimum, progress: Progress | None) -> Opt
     """The best point of the parameters that are left, those at zero held there."""
     free = problem.free(found.x)
 
-    def among_free(part: Floats) -> tuple[float, Floats]:
+    def whole(part: Floats) -> Floats:
         x = found.x.copy()
         x[free] = part
-        value, gradient = problem.criterion(x)
+        return x
+
+    def among_free(part: Floats) -> tuple[float, Floats]:
+        value, gradient = problem.criterion(whole(part))
         return value, gradient[free]
+
+    def many_free(parts: Sequence[Floats]) -> list[tuple[float, Floats]]:
+        return [(value, gradient[free]) for value, gradient in problem.criteria([whole(part) for part in parts])]
 
     guess = problem.approach(found.x, 0)[1] if len(found.x) > MANY else np.diag(found.hessian)
     curvature = np.maximum(guess[free], 1e-3)
-    rest = minimise(among_free, found.x[free], curvature, progress=progress)
+    rest = minimise(among_free, found.x[free], curvature, criteria=many_free, progress=progress)
     x, gradient, hessian = found.x.copy(), np.zeros(len(free)), np.zeros((len(free), len(free)))
     x[free], gradient[free] = rest.x, rest.gradient
     hessian[np.ix_(free, free)] = rest.hessian

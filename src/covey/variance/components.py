@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from covey._typing import Floats
+from covey._typing import Anything, Floats
 from covey.hierarchy import Hierarchy
 from covey.solvers.elimination import Quadratic, Spread
 from covey.variance.structure import Kind
@@ -131,6 +131,30 @@ class Components:
 
 
 @dataclass(frozen=True)
+class Whole:
+    """What intervals need to know of all clients where the sums of these are not, or not all, at hand.
+
+    Attributes
+    ----------
+    clients : how many there are
+    clusters : (k, d, d) the covariance of each cluster's model
+    flat : (2, d) which terms are constant within every cluster, and within every client
+    """
+
+    clients: int
+    clusters: Floats
+    flat: Anything
+
+    def to_json(self) -> dict[str, Any]:
+        return {"clients": self.clients, "clusters": self.clusters.tolist(), "flat": self.flat.tolist()}
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> Whole:
+        flat = np.array(plain["flat"], dtype=bool)
+        return cls(int(plain["clients"]), np.array(plain["clusters"], dtype=np.float64), flat)
+
+
+@dataclass(frozen=True)
 class Learned:
     """Components as the ties of a hierarchy, and what intervals, tests and updates are made of.
 
@@ -140,6 +164,7 @@ class Learned:
     client, cluster : the same for each client and cluster; all relative to the residual variance (1 for counts and classes)
     covariance : (d, d) that of the global model
     units : each client's loss about ``origin (d,)``; of counts and classes to second order about the mode
+    whole : after a fit across sites, what is known of the clients of all of them
     """
 
     components: Components
@@ -150,6 +175,7 @@ class Learned:
     units: Quadratic
     origin: Floats
     log_weights: float = 0.0
+    whole: Whole | None = None
 
     @classmethod
     def of(

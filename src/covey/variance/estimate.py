@@ -10,15 +10,17 @@ from covey._typing import Floats
 from covey.data import GroupedData
 from covey.errors import DataError, SolverError, warn
 from covey.losses import Loss
+from covey.network import InMemory, Network, Node
 from covey.solvers.result import Fit, Progress
 from covey.solvers.threads import threads_for
 from covey.variance.boundary import polished, singular
-from covey.variance.centring import centred, shift_of, uncentred
+from covey.variance.centring import uncentred
 from covey.variance.components import Learned
-from covey.variance.identify import check_told_apart
-from covey.variance.problem import START, Generalised, Linear, Problem, Sums
+from covey.variance.frame import node_learned
+from covey.variance.problem import START, Linear, Problem, problem_for
 from covey.variance.search import CONVERGED, NEGLIGIBLE, Optimum, minimise
 from covey.variance.structure import Shape
+from covey.variance.survey import Survey, survey
 
 _OTHER_STARTS = ((5.0, 5.0), (0.05, 0.05), (20.0, 0.5), (0.5, 20.0))  # sds of clients and clusters, in units of the residual's
 _FAR = 6.0  # the factor by which a level's standard deviations are changed, up and down, to look for better points
@@ -46,45 +48,51 @@ def estimate(
     >>> learned.components.client.sd.round(2).tolist(), learned.components.cluster.sd.round(2).tolist()
     ([[0.52]], [[0.84]])
     """
-    shift = shift_of(data, shape)
-    moved = centred(data, shift)
+    network = InMemory.of(data, loss, np.ones(data.n_clients))
     with threads_for(work(data)):
-        problem = problem_for(moved, loss, shape, reml=reml)
-        best, notes = search_rows(problem, moved, loss, progress)
-        if thorough or problem.doubtful(best.x):
-            best, notes = _from_below(problem, best, notes, moved, loss, reml, progress)
-        fit, learned = uncentred(*problem.finish(best, notes), data, shift)
+        fit, learned = estimate_across(network, shape, reml=reml, thorough=thorough, progress=progress)
+    return everybody(network.node, fit, learned)
+
+
+def everybody(node: Node, fit: Fit, learned: Learned) -> tuple[Fit, Learned]:
+    """A fit over one node that holds everybody, with the clients' models and sums, which it has kept."""
+    return replace(fit, theta=node.where()), node_learned(node, learned.components, learned.covariance)
+
+
+def estimate_across(
+    network: Network,
+    shape: Shape,
+    *,
+    reml: bool = True,
+    thorough: bool = False,
+    progress: Progress | None = None,
+    known: Survey | None = None,
+) -> tuple[Fit, Learned]:
+    """Learn the covariances over any network; the clients' models and sums stay at their nodes (:func:`.node_learned`).
+
+    ``known`` is what an earlier fit to the same network found out about it.
+    """
+    known = survey(network, shape) if known is None else known
+    problem = problem_for(known, shape, reml=reml)
+    best, notes = search_rows(problem, progress)
+    if thorough or problem.doubtful(best.x):
+        best, notes = _from_below(problem, best, notes, reml, progress)
+    fit, learned = uncentred(*problem.finish(best, notes), known.frame, network.terms, network.tree)
     if not best.converged:
         warn(notes[-1])
-    if not (np.isfinite(fit.theta).all() and np.isfinite(learned.covariance).all()):
+    if not all(np.isfinite(each).all() for each in (fit.w, fit.wbar, learned.covariance)):
         raise DataError("The coefficients are not finite; the columns are probably on extreme scales: standardise them.")
     return fit, learned
 
 
-def problem_for(data: GroupedData, loss: Loss, shape: Shape, *, reml: bool, check: bool = True) -> Problem:
-    """The likelihood of this data, after a check for levels that cannot be told apart."""
-    if loss.name != "gaussian":
-        return Generalised(data, loss, shape, check=check)
-    sums = Sums.of(data, loss)
-    if check:
-        check_told_apart(sums.units, data.hierarchy, data.terms, shape, squares=sums.squares)
-    return Linear(sums, data.hierarchy, data.terms, shape, reml=reml)
-
-
 def _from_below(
-    problem: Problem,
-    best: Optimum,
-    notes: tuple[str, ...],
-    data: GroupedData,
-    loss: Loss,
-    reml: bool,
-    progress: Progress | None,
+    problem: Problem, best: Optimum, notes: tuple[str, ...], reml: bool, progress: Progress | None
 ) -> tuple[Optimum, tuple[str, ...]]:
     """Begin again at the best fits with one level less, where there are two."""
     for level, null in problem.shape.without().items():
         if null.client or null.cluster:
-            smaller = problem_for(data, loss, null, reml=reml, check=False)
-            found, _ = search_rows(smaller, data, loss, progress)
+            smaller = problem_for(problem.known, null, reml=reml)
+            found, _ = search_rows(smaller, progress)
             again, told = search(problem, progress, problem.joined(level, smaller, found.x))
             if again.value < best.value - NEGLIGIBLE:
                 best, notes = again, told
@@ -96,13 +104,11 @@ def work(data: GroupedData) -> int:
     return data.n_rows * data.n_terms + data.n_clients * data.n_terms**3 // 8
 
 
-def search_rows(
-    problem: Problem, data: GroupedData, loss: Loss, progress: Progress | None = None
-) -> tuple[Optimum, tuple[str, ...]]:
+def search_rows(problem: Problem, progress: Progress | None = None) -> tuple[Optimum, tuple[str, ...]]:
     """As :func:`search`, with the rows at hand to go back to where their sums do not tell enough."""
     best, notes = search(problem, progress)
     if isinstance(problem, Linear) and problem.blurred(best):
-        problem.sharpened(data, loss)
+        problem.sharpened()
         best, notes = search(problem, progress)
     return best, notes
 
@@ -140,7 +146,7 @@ def _from(problem: Problem, x: Floats, progress: Progress | None) -> Optimum:
     except (SolverError, np.linalg.LinAlgError):
         nothing = np.full((len(x), len(x)), np.nan)
         return Optimum(x, np.inf, np.full(len(x), np.nan), nothing, np.inf, 0)
-    found = minimise(problem.criterion, x, curvature, progress=progress)
+    found = minimise(problem.criterion, x, curvature, criteria=problem.criteria, progress=progress)
     return polished(problem, replace(found, evaluations=found.evaluations + _APPROACH + 1), progress)
 
 
@@ -154,9 +160,8 @@ def _better(best: Optimum, other: Optimum) -> Optimum:
 def _elsewhere(problem: Problem, best: Optimum) -> Floats | None:
     """A far point that is better than the best: the likelihood of classes and counts can have several tops."""
     lowest, where = best.value - CONVERGED, None
-    for x in problem.far(best.x, _FAR):
-        problem.forget()
-        value, _ = problem.criterion(x)
+    points = problem.far(best.x, _FAR)
+    for x, (value, _) in zip(points, problem.criteria(points, afresh=True), strict=True):
         if value < lowest:
             lowest, where = value, x
     problem.forget()

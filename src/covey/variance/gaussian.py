@@ -11,20 +11,24 @@ of one sweep. So does the gradient: to a change of ``S_j`` the criterion answers
 ``C_i - C_i P_j C_i - f_i f_i' / s2``, where ``f_i`` is the force that holds a client at its cluster and ``P_j`` the
 covariance of ``w_j``; to a change of ``S`` with the same one level up.
 
-    node          sends   sum of (C_i, r_i, c_i, log|I + A_i S_j|) over its clients, for each cluster
-    coordinator   solves  w, P, s2
-    node          gets    w, P; sends the sums of C_i - C_i P C_i and of f_i f_i'
+    Integrate   node          gets    S_j; sends the sum of (C_i, r_i, c_i, log|I + A_i S_j|) over its clients, for each cluster
+                coordinator   solves  w, P, s2
+    Slope       node          gets    w, P; sends the sums of C_i - C_i P C_i and of f_i f_i'
+
+Points that do not depend on each other, such as those of a Hessian by differences, go together: two exchanges for all of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from covey._typing import Floats
-from covey.hierarchy import Hierarchy
-from covey.solvers.elimination import Quadratic, Spread, descend, marginalise, sensitivity
+from covey.network import Network, Node
+from covey.solvers.elimination import Marginal, Quadratic, descend, marginalise, sensitivity, solve_symmetric
+from covey.variance.frame import Finished, Layout, finish_at, frame_at, kept, rows_at, spread_at, units_at
 
 
 @dataclass(frozen=True)
@@ -45,8 +49,9 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Top:
-    """The upper levels given the covariances: means, forces, covariances relative to ``dispersion``."""
+    """The upper levels given the covariances: means, forces, covariances relative to ``dispersion``; ``C`` is what is seen."""
 
+    C: Floats
     wbar: Floats
     w: Floats
     force: Floats
@@ -58,43 +63,148 @@ class Top:
     dof: float
 
 
+# What travels, and the node
+
+
 @dataclass(frozen=True)
-class Gaussian:
-    """The criterion for clients whose normal equations are ``units``.
+class Integrate:
+    """Down: integrate your clients out, at each of ``m`` covariances ``S (m, 1 or k, d, d)`` of clients about their clusters.
 
     Where the residual is tiny beside what varies, ``c_i - 1/2 b_i'S r_i`` cancels to nothing; it equals half the sum of squares
-    about the client's own fit ``t_i`` plus ``1/2 t_i'r_i``, which does not. ``alone`` is these fits and sums, if needed.
+    about the client's own fit ``t_i`` plus ``1/2 t_i'r_i``, which does not: ``sharp`` asks for that.
     """
 
-    units: Quadratic
-    tree: Hierarchy
+    S: Floats
+    layout: Layout
+    sharp: bool = False
+
+    def at(self, node: Node) -> Integrated:
+        node.memory["covariances"] = self
+        tree, parts = node.data.hierarchy, []
+        for own in _integrated(node, self):
+            seen = own.seen
+            if self.sharp:
+                fits, squares = _alone(node, self.layout)
+                seen = replace(seen, c=tree.sum_up(0.5 * (squares + np.einsum("ia,ia->i", fits, own.r))))
+            parts.append((seen.C, seen.r, seen.c, seen.n, own.volume.sum()))
+        C, r, c, n, volume = (np.stack(each) for each in zip(*parts, strict=True))
+        return Integrated(Quadratic(C, r, c, n), volume)
+
+
+@dataclass(frozen=True)
+class Integrated:
+    """Up: what each cluster sees of a node's clients, and the sum of log-determinants, at each point. Adds over nodes."""
+
+    seen: Quadratic
+    volume: Floats
+
+    def __add__(self, other: Integrated) -> Integrated:
+        return Integrated(self.seen + other.seen, self.volume + other.volume)
+
+    def point(self, at: int) -> Quadratic:
+        seen = self.seen
+        return Quadratic(seen.C[at], seen.r[at], seen.c[at], seen.n[at])
+
+
+@dataclass(frozen=True)
+class Slope:
+    """Down: clusters' means ``w (m, k, d)`` and covariances ``P (m, k, d, d)`` at the points that were asked about last."""
+
+    w: Floats
+    P: Floats
+
+    def at(self, node: Node) -> Slopes:
+        asked: Integrate = node.memory["covariances"]
+        width, ptr = asked.layout.width, node.data.hierarchy.cluster_ptr
+        points = zip(_integrated(node, asked), self.w, self.P, strict=True)
+        sums = [sensitivity(own, width, ptr, w, P) for own, w, P in points]
+        bend, pull = (np.stack(each) for each in zip(*sums, strict=True))
+        if asked.S.shape[1] == 1:  # one covariance for all clusters: nothing is asked of each
+            bend, pull = bend.sum(axis=1, keepdims=True), pull.sum(axis=1, keepdims=True)
+        return Slopes(bend, pull)
+
+
+@dataclass(frozen=True)
+class Slopes:
+    """Up: sums of what holds variances down and of what makes them grow, ``(m, 1 or k, width, width)``. Adds over nodes."""
+
+    bend: Floats
+    pull: Floats
+
+    def __add__(self, other: Slopes) -> Slopes:
+        return Slopes(self.bend + other.bend, self.pull + other.pull)
+
+
+@dataclass(frozen=True)
+class FinishSums:
+    """Down: the covariance of your clients ``S (1 or k, d, d)`` and their clusters' models ``w (k, d)`` for good."""
+
+    S: Floats
+    layout: Layout
+    w: Floats
+
+    def at(self, node: Node) -> Finished:
+        units, origin = units_at(node, self.layout.order), frame_at(node).origin
+        spread = spread_at(node, self.S, self.layout)
+        theta, _ = descend(units.C, units.r, spread, node.data.hierarchy.parent, self.w)
+        return finish_at(node, origin + theta[:, self.layout.back], units_at(node), origin)
+
+
+def _integrated(node: Node, asked: Integrate) -> tuple[Marginal, ...]:
+    """Each client's own part at each point; kept from one request to the next, or made again."""
+    frame, layout = frame_at(node), asked.layout
+
+    def make() -> tuple[Marginal, ...]:
+        units, ptr = units_at(node, layout.order), node.data.hierarchy.cluster_ptr
+        return tuple(marginalise(units, spread_at(node, S, layout), ptr) for S in asked.S)
+
+    return kept(node, "integrated", (asked.S, *layout.key, frame.shift, frame.origin), make)
+
+
+def _alone(node: Node, layout: Layout) -> tuple[Floats, Floats]:
+    """Each client's own fit, and the sum of squares about it."""
+    frame = frame_at(node)
+
+    def make() -> tuple[Floats, Floats]:
+        units = units_at(node)
+        fits = solve_symmetric(units.C, units.r)
+        squares = 2 * node.loss.value(rows_at(node), frame.origin + fits)
+        return np.ascontiguousarray(fits[:, layout.order]), squares
+
+    return kept(node, "alone", (frame.shift, frame.origin, layout.order), make)
+
+
+# The coordinator
+
+
+@dataclass(frozen=True)
+class Gaussian:
+    """The criterion over any network, whose nodes know the frame; ``log_weights`` is the sum over all rows."""
+
+    network: Network
+    layout: Layout
     reml: bool
     log_weights: float
-    widths: tuple[int, int]
-    alone: tuple[Floats, Floats] | None = None
+    sharp: bool = False
 
     def __call__(self, S_client: Floats, S_cluster: Floats) -> Evaluation:
         """At given covariances, ``(1 or k, d, d)`` of clients and ``(1, d, d)`` of clusters."""
-        own = marginalise(self.units, self.spread(S_client), self.tree.cluster_ptr)
-        seen = own.seen
-        if self.alone is not None:
-            fits, squares = self.alone
-            seen = replace(seen, c=self.tree.sum_up(0.5 * (squares + np.einsum("ia,ia->i", fits, own.r))))
-        top = upper(seen, float(own.volume.sum()) - self.log_weights, S_cluster[0], self.reml)
-        bend, pull = sensitivity(own, self.widths[0], self.tree.cluster_ptr, top.w, top.P)
-        if len(S_client) == 1:
-            bend, pull = bend.sum(axis=0, keepdims=True), pull.sum(axis=0, keepdims=True)
-        above = (top.D - top.D @ (top.P0 @ top.D)).sum(axis=0, keepdims=True)
-        pulled = (top.force.T @ top.force)[None]
-        pull, pulled = pull / top.dispersion, pulled / top.dispersion
-        return Evaluation(top.criterion, bend - pull, above - pulled, np.empty(0), (pull, pulled), top)
+        return self.many([(S_client, S_cluster)])[0]
 
-    def spread(self, S_client: Floats) -> Spread:
-        shape = S_client if len(S_client) == 1 else S_client[self.tree.parent]
-        return Spread.of_covariances(shape, self.tree.n_clients, self.widths[0])
+    def many(self, points: Sequence[tuple[Floats, Floats]]) -> list[Evaluation]:
+        """At several of these, in as many exchanges as at one."""
+        told = self.network.ask(Integrate(np.stack([S for S, _ in points]), self.layout, self.sharp))
+        volume = told.volume - self.log_weights
+        tops = [upper(told.point(at), float(volume[at]), S[0], self.reml) for at, (_, S) in enumerate(points)]
+        slopes = self.network.ask(Slope(np.stack([top.w for top in tops]), np.stack([top.P for top in tops])))
+        return [_evaluation(top, bend, pull) for top, bend, pull in zip(tops, slopes.bend, slopes.pull, strict=True)]
 
-    def theta(self, S_client: Floats, top: Top) -> Floats:
-        return descend(self.units.C, self.units.r, self.spread(S_client), self.tree.parent, top.w)[0]
+
+def _evaluation(top: Top, bend: Floats, pull: Floats) -> Evaluation:
+    above = (top.D - top.D @ (top.P0 @ top.D)).sum(axis=0, keepdims=True)
+    pulled = (top.force.T @ top.force)[None]
+    pull, pulled = pull / top.dispersion, pulled / top.dispersion
+    return Evaluation(top.criterion, bend - pull, above - pulled, np.empty(0), (pull, pulled), top)
 
 
 def upper(seen: Quadratic, volume: float, S: Floats, reml: bool) -> Top:
@@ -115,7 +225,7 @@ def upper(seen: Quadratic, volume: float, S: Floats, reml: bool) -> Top:
         criterion = dof * (np.log(2 * np.pi * dispersion) + 1.0) + volume + (log_whole if reml else 0.0)
     force = q - D @ wbar
     P0 = inverse if reml else np.zeros_like(inverse)
-    return Top(wbar, wbar + force @ S, force, P0, below(seen.C, S, P0), D, float(criterion), dispersion, dof)
+    return Top(seen.C, wbar, wbar + force @ S, force, P0, below(seen.C, S, P0), D, float(criterion), dispersion, dof)
 
 
 def below(C: Floats, S: Floats, P0: Floats) -> Floats:

@@ -15,33 +15,48 @@ mode held still and one for the mode's own motion. With ``P_i`` the covariance o
 
 Each of these is a sum over clients, and adds over nodes:
 
-    node          goes with Newton to the mode; sends the sums of C_i and log|I + H_i S_j|, for each cluster
-    coordinator   solves  P, the covariance of w
-    node          gets    P; sends the sums of what its clients' clusters see of g_i
-    coordinator   solves  p and the clusters' solution of the second sweep
-    node          gets    that; sends the sums of C_i - C_i P C_i, of u_i u_i' and of (q_i u_i' + u_i q_i') / 2
+    Settle, Approach   node         goes with Newton to the mode; tells what its clusters see of the curvature there
+                       coordinator  solves  P, the covariance of w
+    Bend               node         gets    P; sends the sums of log|I + H_i S_j| and of what its clusters see of g_i
+                       coordinator  solves  p and the clusters' solution of the second sweep
+    SlopeAtMode        node         gets    that; sends the sums of C_i - C_i P C_i, of u_i u_i', of (q_i u_i' + u_i q_i') / 2
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import numpy as np
 
 from covey._typing import Floats
-from covey.data import GroupedData
-from covey.errors import SolverError
-from covey.losses import Loss, loss_of
-from covey.solvers.elimination import Marginal, Quadratic, Spread, descend, eliminate, marginalise, posterior, sensitivity
+from covey.errors import DataError, SolverError, listing
+from covey.losses import loss_of
+from covey.network import Network, Node
+from covey.solvers.elimination import (
+    Marginal,
+    Quadratic,
+    Spread,
+    descend,
+    eliminate,
+    marginalise,
+    posterior,
+    sensitivity,
+    solve_symmetric,
+)
 from covey.solvers.newton import Clients, Move, NodeState, Point, Report, Stage, coordinate, node_move, node_start
 from covey.solvers.newton import Top as Upper
 from covey.solvers.sweep import logs_of_counts, solve_top
-from covey.variance.gaussian import Evaluation, Top, below
+from covey.variance.frame import Finished, Layout, finish_at, kept, rows_at, spread_at
+from covey.variance.gaussian import Evaluation, Slopes, Top, below
+
+T = TypeVar("T")
 
 _STEPS = 60  # of Newton to a mode, at most; a few suffice from that of a nearby point
 
 
-# The node
+# What a node does
 
 
 def node_curvature(node: Clients, at: Point) -> Marginal:
@@ -68,99 +83,259 @@ def node_slopes(node: Clients, at: Point, own: Marginal, g: Floats, P: Floats, y
     return bend + tree.sum_up(moving), tree.sum_up(pull)
 
 
-# The coordinator, with one node that holds everybody
+# What travels, and what the node keeps
 
 
-@dataclass
-class Mode:
-    """Where the last search ended: the forces, from which any other covariances begin."""
+@dataclass(frozen=True)
+class Settled:
+    """Where a node's clients are, given covariances ``S``; it stays there, and the next search begins at its forces."""
 
-    u: Floats
-    v: Floats
+    S: Floats
+    layout: Layout
+    state: NodeState
+
+
+@dataclass(frozen=True)
+class Logs:
+    """Down: tell what your clusters see of the logs of your counts, about the global model ``centre (d,)``."""
+
+    S: Floats
+    layout: Layout
+    centre: Floats
+
+    def at(self, node: Node) -> Quadratic:
+        clients = _clients(node, self.S, self.layout)
+        return eliminate(_near(clients, self.centre), clients.spread, node.data.hierarchy.cluster_ptr)
+
+
+@dataclass(frozen=True)
+class FromLogs:
+    """Where the sweep for the logs of counts about ``centre (d,)`` puts clusters, ``w (k, d)`` relative to it."""
+
+    centre: Floats
+    w: Floats
+
+
+@dataclass(frozen=True)
+class Settle:
+    """Down: begin Newton with clusters at ``w (k, d)`` and clients about them by covariances ``S (1 or k, d, d)``.
+
+    Clients begin at the forces that the last search left, or ``fresh``: without any, or at those of the logs of their counts.
+    """
+
+    S: Floats
+    layout: Layout
+    w: Floats
+    fresh: bool
+    logs: FromLogs | None = None
+
+    def at(self, node: Node) -> Report:
+        clients, tree = _clients(node, self.S, self.layout), node.data.hierarchy
+        u, last = np.zeros((tree.n_clients, self.w.shape[1])), node.memory.get("laplace")
+        if self.logs is not None:
+            near = _near(clients, self.logs.centre)
+            _, u = descend(near.C, near.r, clients.spread, tree.parent, self.logs.w)
+        elif not self.fresh and last is not None and np.array_equal(last.layout.order, self.layout.order):
+            u = last.state.now.u
+        state, report = _quietly(node_start, clients, tree.down(self.w) + clients.spread.moved(u), u)
+        node.memory["laplace"] = Settled(self.S, self.layout, state)
+        return report
+
+
+@dataclass(frozen=True)
+class Approach:
+    """Down: one step of Newton, as :class:`~covey.solvers.newton.Move`."""
+
+    move: Move
+
+    def at(self, node: Node) -> Report:
+        settled: Settled = node.memory["laplace"]
+        state, report = _quietly(node_move, _clients(node, settled.S, settled.layout), settled.state, self.move)
+        node.memory["laplace"] = replace(settled, state=state)
+        return report
+
+
+@dataclass(frozen=True)
+class Bend:
+    """Down: the covariance ``P (k, d, d)`` of the clusters at the mode."""
+
+    P: Floats
+
+    def at(self, node: Node) -> Bent:
+        _, own, _, lifted = _bent(node, self.P)
+        return Bent(float(own.volume.sum()), lifted)
+
+
+@dataclass(frozen=True)
+class Bent:
+    """Up: the sum of log-determinants, and what clusters see of their slopes, ``lifted (k, d)``. Adds over nodes."""
+
+    volume: float
+    lifted: Floats
+
+    def __add__(self, other: Bent) -> Bent:
+        return Bent(self.volume + other.volume, self.lifted + other.lifted)
+
+
+@dataclass(frozen=True)
+class SlopeAtMode:
+    """Down: the same ``P``, and the clusters' solution ``y (k, d)`` of the second sweep."""
+
+    P: Floats
+    y: Floats
+
+    def at(self, node: Node) -> Slopes:
+        clients, own, g, _ = _bent(node, self.P)
+        settled: Settled = node.memory["laplace"]
+        bend, pull = node_slopes(clients, settled.state.now, own, g, self.P, self.y)
+        if len(settled.S) == 1:  # one covariance for all clusters: nothing is asked of each
+            bend, pull = bend.sum(axis=0, keepdims=True), pull.sum(axis=0, keepdims=True)
+        return Slopes(bend, pull)
+
+
+@dataclass(frozen=True)
+class FinishAtMode:
+    """Down: the mode at which you are is the one to keep."""
+
+    def at(self, node: Node) -> Finished:
+        settled: Settled = node.memory["laplace"]
+        back, now = settled.layout.back, settled.state.now
+        theta = now.theta[:, back]
+        # To second order about the mode, where the loss's slope is minus the force that holds a client: b = H theta + u.
+        H = np.ascontiguousarray(now.here.hessian[:, back[:, None], back])
+        b = np.einsum("iab,ib->ia", H, theta) + now.u[:, back]
+        units = Quadratic(H, b, np.zeros(len(H)), node.data.rows_that_count)
+        return finish_at(node, theta, units, np.zeros(theta.shape[1]))
+
+
+def _quietly(move: Callable[..., T], *given: Any) -> T:
+    """Steps too far overflow, and are refused for it."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return move(*given)
+
+
+def _clients(node: Node, S: Floats, layout: Layout) -> Clients:
+    spread = kept(node, "spread", (S, *layout.key), lambda: spread_at(node, S, layout))
+    return Clients(rows_at(node, layout.order), node.loss, spread)
+
+
+def _near(clients: Clients, centre: Floats) -> Quadratic:
+    """The logs of counts as responses of a linear model, about the global model."""
+    n = clients.data.n_clients
+    here = loss_of("gaussian").expand(logs_of_counts(clients.data), np.tile(centre, (n, 1)))
+    return Quadratic(here.hessian, -here.gradient, *clients.aside)
+
+
+def _bent(node: Node, P: Floats) -> tuple[Clients, Marginal, Floats, Floats]:
+    """At the mode: the clients, what is each one's own, their ``g_i``, and what their clusters see of these."""
+    settled: Settled = node.memory["laplace"]
+    clients, now = _clients(node, settled.S, settled.layout), settled.state.now
+    key = settled.S, *settled.layout.key, now.theta, P
+    own, (g, lifted) = kept(node, "bent", key, lambda: (node_curvature(clients, now), node_bends(clients, now, P)))
+    return clients, own, g, lifted
+
+
+# The coordinator
 
 
 @dataclass
 class Laplace:
-    """The criterion for the rows themselves. It remembers the last mode, to begin the next search there."""
+    """The criterion over any network, whose nodes know the frame. It remembers the last mode, to begin the next search there.
 
-    data: GroupedData
-    loss: Loss
-    widths: tuple[int, int]
+    ``width`` is how many of the first terms, in the layout's order, vary between clusters.
+    """
+
+    network: Network
+    layout: Layout
+    width: int
     tol: float
-    mode: Mode | None = field(init=False, default=None)
-    exchanges: int = field(init=False, default=0)
-    state: NodeState = field(init=False)
+    v: Floats | None = field(init=False, default=None)
 
     def forget(self) -> None:
         """Begin the next search anew."""
-        self.mode = None
+        self.v = None
 
     def __call__(self, S_client: Floats, S_cluster: Floats, wbar: Floats) -> Evaluation:
         """At given covariances, ``(1 or k, d, d)`` of clients and ``(1, d, d)`` of clusters, and global model."""
-        data, tree, S = self.data, self.data.hierarchy, S_cluster[0]
-        shape = S_client if len(S_client) == 1 else S_client[tree.parent]
-        node = Clients(data, self.loss, Spread.of_covariances(shape, data.n_clients, self.widths[0]))
-        above = Spread.of_covariances(S_cluster, data.n_clusters, self.widths[1])
-        objective, upper = self._settle(node, above, wbar)
-        at = self.state.now
+        S = S_cluster[0]
+        above = Spread.of_covariances(S_cluster, self.network.tree.n_clusters, self.width)
+        objective, upper, C = self._settle(S_client, above, wbar)
 
-        own = node_curvature(node, at)
-        K = np.eye(len(S)) + own.seen.C @ S
-        D = np.linalg.solve(K, own.seen.C)
-        P = below(own.seen.C, S, np.zeros_like(S))
-        value = 2 * objective + float(own.volume.sum()) + float(np.linalg.slogdet(K)[1].sum())
-        g, lifted = node_bends(node, at, P)
-        p = np.linalg.solve(K, lifted[:, :, None])[:, :, 0]
-        bend, pull = node_slopes(node, at, own, g, P, p @ S)
+        K = np.eye(len(S)) + C @ S
+        D = np.linalg.solve(K, C)
+        P = below(C, S, np.zeros_like(S))
+        bent = self.network.ask(Bend(P))
+        value = 2 * objective + bent.volume + float(np.linalg.slogdet(K)[1].sum())
+        p = np.linalg.solve(K, bent.lifted[:, :, None])[:, :, 0]
+        slopes = self.network.ask(SlopeAtMode(P, p @ S))
 
-        if len(S_client) == 1:
-            bend, pull = bend.sum(axis=0, keepdims=True), pull.sum(axis=0, keepdims=True)
         pulled, moving = (each.sum(axis=0, keepdims=True) for each in _pulls(upper.v, p))
         held = D.sum(axis=0, keepdims=True) + moving
-        top = Top(wbar, upper.w, upper.v, np.zeros_like(S), P, D, value, 1.0, np.inf)
-        return Evaluation(value, bend - pull, held - pulled, (p - 2 * upper.v).sum(axis=0), (pull, pulled), top)
+        top = Top(C, wbar, upper.w, upper.v, np.zeros_like(S), P, D, value, 1.0, np.inf)
+        centre, pull = (p - 2 * upper.v).sum(axis=0), (slopes.pull, pulled)
+        return Evaluation(value, slopes.bend - slopes.pull, held - pulled, centre, pull, top)
 
-    def _settle(self, node: Clients, above: Spread, wbar: Floats) -> tuple[float, Upper]:
-        """Find the mode: the objective there, and the upper levels."""
+    def _settle(self, S_client: Floats, above: Spread, wbar: Floats) -> tuple[float, Upper, Floats]:
+        """Find the mode: the objective there, the upper levels, and what clusters see of the curvature."""
         try:
-            return self._newton(node, above, wbar)
+            return self._newton(S_client, above, wbar)
         except (SolverError, np.linalg.LinAlgError):  # begun too far away, at forces that other covariances left behind
             self.forget()
-            return self._newton(node, above, wbar)
+            return self._newton(S_client, above, wbar)
 
-    def _newton(self, node: Clients, above: Spread, wbar: Floats) -> tuple[float, Upper]:
-        mode = _first_mode(node, above, wbar) if self.mode is None else self.mode
-        w = wbar + above.moved(mode.v)
-        theta = self.data.hierarchy.down(w) + node.spread.moved(mode.u)
-        self.state, report = node_start(node, theta, mode.u)
+    def _newton(self, S_client: Floats, above: Spread, wbar: Floats) -> tuple[float, Upper, Floats]:
+        v, logs = self.v, None
+        if v is None:
+            v, logs = self._first(S_client, above, wbar)
+        w = wbar + above.moved(v)
+        report = last = self.network.ask(Settle(S_client, self.layout, w, self.v is None, logs))
 
         def ask(move: Move) -> Report:
-            self.state, answer = node_move(node, self.state, move)
-            return answer
+            nonlocal last
+            last = self.network.ask(Approach(move))
+            return last
 
-        stage = Stage(Upper(w, mode.v, wbar), report.mu)
+        stage = Stage(Upper(w, v, wbar), report.mu)
         stage, end, _ = coordinate(ask, report, stage, above, tol=self.tol, max_iter=_STEPS, fixed=True)
         if not end.converged:
             raise SolverError(f"No mode was found in {_STEPS} Newton steps.")
-        self.mode = Mode(self.state.now.u, stage.top.v)
-        self.exchanges = end.exchanges + 3
-        return end.objective, stage.top
+        self.v = stage.top.v
+        return end.objective, stage.top, last.seen.C
+
+    def _first(self, S_client: Floats, above: Spread, wbar: Floats) -> tuple[Floats, FromLogs | None]:
+        """Where to begin when no mode is known: at the global model, or for counts at the sweep for their logs.
+
+        From a mean far below a count Newton's step would go beyond all bounds.
+        """
+        if self.network.loss.name != "poisson":
+            return np.zeros((self.network.tree.n_clusters, len(wbar))), None
+        seen = self.network.ask(Logs(S_client, self.layout, wbar))
+        w, v, _ = solve_top(seen, above, settle=lambda centre, *_: 0.0 * centre)
+        return v, FromLogs(wbar, w)
 
 
-def _first_mode(node: Clients, above: Spread, wbar: Floats) -> Mode:
-    """Where to begin when no mode is known: at the global model, or for counts at the sweep for their logs.
+def pooled(network: Network) -> Floats:
+    """The one model of all rows, where nothing varies, ``(d,)``; refused if some coefficient has no finite value."""
+    k, d = network.tree.n_clusters, len(network.terms)
+    S, layout, wbar = np.zeros((1, d, d)), Layout(np.arange(d), 0), np.zeros(d)
+    if network.loss.name == "poisson":
+        seen = network.ask(Logs(S, layout, wbar))
+        wbar = solve_symmetric(seen.C.sum(axis=0), seen.r.sum(axis=0))
+    w, still, above = np.tile(wbar, (k, 1)), np.zeros((k, d)), Spread.of_covariances(S, k, 0)
+    report = network.ask(Settle(S, layout, w, True))
 
-    From a mean far below a count Newton's step would go beyond all bounds.
-    """
-    data, tree = node.data, node.data.hierarchy
-    if node.loss.name != "poisson":
-        return Mode(np.zeros((data.n_clients, data.n_terms)), np.zeros((data.n_clusters, data.n_terms)))
-    near = loss_of("gaussian").expand(logs_of_counts(data), np.tile(wbar, (data.n_clients, 1)))
-    nothing = np.zeros(data.n_clients)
-    seen = eliminate(Quadratic(near.hessian, -near.gradient, nothing, nothing), node.spread, tree.cluster_ptr)
-    w, v, _ = solve_top(seen, above, settle=lambda centre, *_: 0.0 * centre)
-    _, u = descend(near.hessian, -near.gradient, node.spread, tree.parent, w)
-    return Mode(u, v)
+    def ask(move: Move) -> Report:
+        return network.ask(Approach(move))
+
+    with np.errstate(over="ignore", invalid="ignore"):
+        stage, _, runaway = coordinate(ask, report, Stage(Upper(w, still, wbar), report.mu), above, tol=1e-8, max_iter=100)
+    if runaway.any() and network.loss.curvature[0] == 0.0:
+        along = listing(np.array(network.terms)[runaway].tolist(), 3)
+        raise DataError(
+            f"The responses are perfectly separated along {along}: some coefficient is infinite, whatever varies; drop terms "
+            "or merge categories, or give gamma and a ridge."
+        )
+    return stage.top.wbar
 
 
 def _pulls(u: Floats, q: Floats) -> tuple[Floats, Floats]:

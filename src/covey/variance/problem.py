@@ -5,69 +5,42 @@ The parameters are those of the clients' covariances, of the clusters', and, but
 
 from __future__ import annotations
 
-import warnings
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from covey._typing import Anything, Floats, Ints
-from covey.data import GroupedData
-from covey.errors import ConvergenceWarning, DataError, SolverError
-from covey.hierarchy import Hierarchy
-from covey.losses import Loss, loss_of
-from covey.objective import Penalty
-from covey.solvers.elimination import Quadratic, solve_symmetric
-from covey.solvers.newton import newton
+from covey.errors import DataError, SolverError
+from covey.solvers.elimination import Quadratic
 from covey.solvers.result import Convergence, Fit
-from covey.variance.components import Components, Learned, Level, Method
-from covey.variance.gaussian import Evaluation, Gaussian, invert
-from covey.variance.identify import check_classes, check_rank, check_told_apart
-from covey.variance.laplace import Laplace
+from covey.variance.components import Components, Learned, Level, Method, Whole
+from covey.variance.frame import Finished, Layout
+from covey.variance.gaussian import Evaluation, FinishSums, Gaussian, Top, below, invert
+from covey.variance.laplace import FinishAtMode, Laplace
 from covey.variance.search import MANY, Optimum
 from covey.variance.structure import Shape, Structure, Variation
+from covey.variance.survey import Survey
 
 _BLURRED = 1e-7  # share of the squares about the pooled fit
 _LARGE = 3.0  # standard deviation of log-odds or log-means
+_AT_ONCE = 1 << 24  # numbers that nodes keep of their clients for points that are evaluated together
 START = 0.5  # standard deviation of everything that varies, in units of the residual's
-
-
-@dataclass(frozen=True)
-class Sums:
-    """All that a linear fit needs of the rows: each client's loss about ``origin (d,)``, sums of log weights and of squares.
-
-    Rows are left behind: tests, bootstraps and updates start from here.
-    """
-
-    units: Quadratic
-    origin: Floats
-    log_weights: float
-    squares: float = np.nan
-
-    @classmethod
-    def of(cls, data: GroupedData, loss: Loss) -> Sums:
-        n, d = data.n_clients, data.n_terms
-        at_zero = loss.expand(data, np.zeros((n, d)))
-        gram = at_zero.hessian.sum(axis=0)
-        check_rank(gram, data.terms)
-        # About the pooled fit, so that sums of squares are of residuals and lose no digits to a large mean.
-        origin = invert(gram)[0] @ -at_zero.gradient.sum(axis=0)
-        here = loss.expand(data, np.tile(origin, (n, 1)))
-        log_weights = 0.0 if data.weights is None else float(np.log(data.weights[data.weights > 0]).sum())
-        units = Quadratic(here.hessian, -here.gradient, here.value, data.rows_that_count)
-        return cls(units, origin, log_weights, 2 * float(at_zero.value.sum()))
 
 
 class Problem:
     """What the search needs to know, whatever the family."""
 
-    evaluations, exchanges = 0, 0
+    evaluations = 0
 
-    def __init__(self, tree: Hierarchy, terms: tuple[str, ...], shape: Shape, rms: Floats) -> None:
-        self.tree, self.terms, self.shape = tree, terms, shape
-        self.order = shape.order(len(terms))
+    def __init__(self, known: Survey, shape: Shape, mean_squares: Floats) -> None:
+        self.known, self.shape = known, shape
+        self.network, self.tree, self.terms = known.network, known.network.tree, known.network.terms
+        self.order = shape.order(len(self.terms))
         self.back = np.argsort(self.order)
-        self.structure = Structure.of(shape, 1.0 / np.where(rms > 0, rms, 1.0), tree.n_clusters)
-        self.widths = (self.structure.client.width, self.structure.cluster.width)
+        rms = np.sqrt(mean_squares)
+        self.structure = Structure.of(shape, 1.0 / np.where(rms > 0, rms, 1.0), self.tree.n_clusters)
+        self.layout = Layout(self.order, self.structure.client.width)
 
     def evaluate(self, x: Floats) -> Evaluation:
         """The criterion at ``x`` with all that comes with it."""
@@ -79,6 +52,18 @@ class Problem:
             here = self.evaluate(x)
         except (SolverError, np.linalg.LinAlgError):
             return np.inf, np.zeros_like(x)
+        return self.told(x, here)
+
+    def criteria(self, points: Sequence[Floats], *, afresh: bool = False) -> list[tuple[float, Floats]]:
+        """The same at several points that do not depend on each other; ``afresh``, each without regard to the one before."""
+        found = []
+        for x in points:
+            if afresh:
+                self.forget()
+            found.append(self.criterion(x))
+        return found
+
+    def told(self, x: Floats, here: Evaluation) -> tuple[float, Floats]:
         return here.value, self.flat(x, here.client, here.cluster, here.centre)
 
     def covariances(self, x: Floats) -> tuple[Floats, Floats]:
@@ -211,87 +196,100 @@ class Problem:
         message = f"{method} within {best.decrement:.0e} of its optimum after {self.evaluations} evaluations"
         gap = best.decrement if np.isfinite(best.decrement) else None
         norm = float(np.linalg.norm(best.gradient))
-        return Convergence(method, best.converged, self.evaluations, self.exchanges, best.value, norm, gap, message)
+        spent = self.network.exchanges
+        return Convergence(method, best.converged, self.evaluations, spent, best.value, norm, gap, message)
+
+    def learned(self, components: Components, covariance: Floats, top: Top, S: Floats, origin: Floats) -> Learned:
+        """What the coordinator knows, without the clients' sums; covariances in the working order."""
+        back, d = self.back, len(self.terms)
+        s2 = 1.0 if components.residual is None else components.residual
+        told = s2 * below(top.C, S, covariance / s2)[:, back[:, None], back]
+        nothing = Quadratic(np.empty((0, d, d)), np.empty((0, d)), np.empty(0), np.empty(0))
+        whole = Whole(self.tree.n_clients, told, self.known.flat)
+        learned = Learned.of(
+            components, self.terms, self.tree, covariance[back[:, None], back], nothing, origin, self.known.log_weights
+        )
+        return replace(learned, whole=whole)
 
 
 class Linear(Problem):
     """REML or ML of a linear model, from its clients' sums."""
 
-    def __init__(self, sums: Sums, tree: Hierarchy, terms: tuple[str, ...], shape: Shape, *, reml: bool) -> None:
-        units = sums.units
-        mean_squares = np.einsum("iaa->a", units.C) / max(float(units.n.sum()), 1.0)
-        super().__init__(tree, terms, shape, np.sqrt(mean_squares))
-        self.sums = sums
-        order = self.order
-        if (order != np.arange(len(order))).any():
-            units = replace(
-                units, C=np.ascontiguousarray(units.C[:, order[:, None], order]), r=np.ascontiguousarray(units.r[:, order])
-            )
-        self.marginal = Gaussian(units, tree, reml, sums.log_weights, self.widths)
+    def __init__(self, known: Survey, shape: Shape, *, reml: bool) -> None:
+        self.rows = float(known.above.n.sum())
+        self.gram = known.above.C.sum(axis=0)
+        super().__init__(known, shape, np.diag(self.gram) / max(self.rows, 1.0))
+        self.marginal = Gaussian(self.network, self.layout, reml, known.log_weights)
+        self.seen: list[tuple[bytes, Evaluation]] = []
 
     def evaluate(self, x: Floats) -> Evaluation:
-        self.evaluations += 1
-        self.exchanges += 2
-        return self.marginal(*self.covariances(x))
+        for at, here in self.seen:
+            if at == x.tobytes():
+                return here
+        return self._evaluate([x])[0]
+
+    def criteria(self, points: Sequence[Floats], *, afresh: bool = False) -> list[tuple[float, Floats]]:
+        """In as many exchanges as one of them, if there is a likelihood at all of them."""
+        n, d = self.tree.n_clients, len(self.terms)
+        size = max(1, _AT_ONCE // (n * d * (d + 1)))
+        found: list[tuple[float, Floats]] = []
+        for first in range(0, len(points), size):
+            part = points[first : first + size]
+            try:
+                found += [self.told(x, here) for x, here in zip(part, self._evaluate(part), strict=True)]
+            except np.linalg.LinAlgError:
+                found += super().criteria(part)
+        return found
+
+    def _evaluate(self, points: Sequence[Floats]) -> list[Evaluation]:
+        self.evaluations += len(points)
+        found = self.marginal.many([self.covariances(x) for x in points])
+        # The search comes back to the best point and to the last.
+        both = [*self.seen, *((x.tobytes(), here) for x, here in zip(points, found, strict=True))]
+        self.seen = [min(both, key=lambda each: each[1].value), both[-1]]
+        return found
 
     def blurred(self, best: Optimum) -> bool:
         """Whether so little is left over that the sums, which are of squares about the pooled fit, have lost its digits."""
         top = self.evaluate(best.x).top
-        return bool(top.dispersion * top.dof < _BLURRED * 2 * float(self.sums.units.c.sum()))
+        return bool(top.dispersion * top.dof < _BLURRED * 2 * float(self.known.above.c.sum()))
 
-    def sharpened(self, data: GroupedData, loss: Loss) -> None:
+    def sharpened(self) -> None:
         """From now on by each client's own fit."""
-        units = self.sums.units
-        fits = solve_symmetric(units.C, units.r)
-        squares = 2 * loss.value(data, self.sums.origin + fits)
-        self.marginal = replace(self.marginal, alone=(np.ascontiguousarray(fits[:, self.order]), squares))
+        self.marginal, self.seen = replace(self.marginal, sharp=True), []
 
     def finish(self, best: Optimum, notes: tuple[str, ...]) -> tuple[Fit, Learned]:
-        here, back, origin = self.evaluate(best.x), self.back, self.sums.origin
+        here, back, origin = self.evaluate(best.x), self.back, self.known.frame.origin
         top, s2 = here.top, here.top.dispersion
-        theta = self.marginal.theta(self.covariances(best.x)[0], top)
+        S_client, S_cluster = self.covariances(best.x)
+        refuse_strange(self.network.ask(FinishSums(S_client, self.layout, top.w)))
         method: Method = "REML" if self.marginal.reml else "ML"
-        end = self.account(best, method)
-        fit = Fit(origin + theta[:, back], origin + top.w[:, back], origin + top.wbar[back], end)
+        nowhere = np.empty((0, len(self.terms)))
+        fit = Fit(nowhere, origin + top.w[:, back], origin + top.wbar[back], self.account(best, method))
         below, above = (-pull / top.dof for pull in here.pull)
         levels = self.levels(best, s2, self.flat(best.x, below, above, np.empty(0)), parameter_covariance(best))
         parameters = len(self.terms) + self.structure.n_parameters + 1
-        rows = int(self.sums.units.n.sum())
-        shares = self.shares(levels, self.sums.units.C.sum(axis=0) / rows, s2)
-        components = Components(method, *levels, s2, -0.5 * best.value, parameters, rows, notes, shares=shares)
-        covariance = s2 * invert(top.D.sum(axis=0))[0][back[:, None], back]
-        units, log_weights = self.sums.units, self.sums.log_weights
-        return fit, Learned.of(components, self.terms, self.tree, covariance, units, origin, log_weights)
+        shares = self.shares(levels, self.gram / int(self.rows), s2)
+        components = Components(method, *levels, s2, -0.5 * best.value, parameters, int(self.rows), notes, shares=shares)
+        covariance = s2 * invert(top.D.sum(axis=0))[0]
+        return fit, self.learned(components, covariance, top, S_cluster[0], origin)
 
 
 class Generalised(Problem):
     """The Laplace approximation for any other family, from the rows."""
 
-    def __init__(self, data: GroupedData, loss: Loss, shape: Shape, *, check: bool = True) -> None:
-        weights = np.ones(data.n_rows) if data.weights is None else data.weights
-        self.moments = (data.X.T * weights) @ data.X / weights.sum()
-        self.residual = loss.residual(data.y)
-        super().__init__(data.hierarchy, data.terms, shape, np.sqrt(np.diag(self.moments)))
-        pooled, order, n, d = data.pooled(), self.order, data.n_clients, data.n_terms
-        if check:
-            gram = loss_of("gaussian").hessian(data, np.zeros((n, d)))
-            check_rank(gram.sum(axis=0), data.terms)
-            units = Quadratic(gram, np.zeros((n, d)), np.zeros(n), data.rows_that_count)
-            check_told_apart(units, self.tree, self.terms, shape)
-        if check and loss.name == "bernoulli":
-            check_classes(data, shape)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)  # of a start
-            alone = newton(pooled, loss, Penalty.of(pooled.hierarchy))
-        if "separated" in alone.convergence.message:
-            _refuse_separated(alone.convergence.message)
-        self.rows = int(data.rows_that_count.sum())
-        self.constant = 2 * loss.constant(data)
-        if (order != np.arange(d)).any():
-            data = replace(data, X=np.ascontiguousarray(data.X[:, order]), terms=tuple(data.terms[at] for at in order))
-        self.marginal = Laplace(data, loss, self.widths, tol=1e-9 + 1e-10 * float(np.sqrt(data.n_rows)))
+    def __init__(self, known: Survey, shape: Shape) -> None:
+        loss, totals = known.network.loss, known.totals
+        if totals is None:
+            raise SolverError("A model of counts or classes needs the rows that it is to be fitted to.")
+        self.moments = totals.gram / totals.weight
+        self.residual = loss.residual(np.array([totals.response / totals.rows]))  # of the responses it needs their mean
+        super().__init__(known, shape, np.diag(self.moments))
+        self.rows, self.constant = int(totals.counted), 2 * totals.constant
+        tol = 1e-9 + 1e-10 * float(np.sqrt(totals.rows))
+        self.marginal = Laplace(self.network, self.layout, self.structure.cluster.width, tol)
         # The global model in units of its own uncertainty, so that one step suits it and the covariances.
-        self.middle, self.half = alone.wbar[order], np.eye(d)
+        self.middle, self.half = known.middle[self.order], np.eye(len(self.terms))
         begin = self.evaluate(self.start(START, START)).top
         values, vectors = np.linalg.eigh(invert(begin.D.sum(axis=0))[0])
         self.half = vectors * np.sqrt(np.maximum(values, 0.0))
@@ -300,7 +298,6 @@ class Generalised(Problem):
         self.evaluations += 1
         with np.errstate(over="ignore", invalid="ignore"):
             here = self.marginal(*self.covariances(x), self.centre(x))
-        self.exchanges += self.marginal.exchanges
         return replace(here, value=here.value + self.constant)
 
     def centre(self, x: Floats) -> Floats:
@@ -339,30 +336,27 @@ class Generalised(Problem):
 
     def finish(self, best: Optimum, notes: tuple[str, ...]) -> tuple[Fit, Learned]:
         top, back = self.evaluate(best.x).top, self.back
-        state, wbar = self.marginal.state.now, self.centre(best.x)[self.back]
-        theta = state.theta[:, back]
-        fit = Fit(theta, top.w[:, back], wbar, self.account(best, "Laplace"))
+        refuse_strange(self.network.ask(FinishAtMode()))
+        wbar = self.centre(best.x)[back]
+        fit = Fit(np.empty((0, len(wbar))), top.w[:, back], wbar, self.account(best, "Laplace"))
         cut = self.structure.n_parameters
         errors = parameter_covariance(best, cut)
         levels = self.levels(best, 1.0, np.zeros(len(best.x)), errors)
         shares = self.shares(levels, self.moments, self.residual)
         parameters = len(wbar) + cut
         components = Components("Laplace", *levels, None, -0.5 * best.value, parameters, self.rows, notes, shares=shares)
-        spread = self.half @ errors[cut:, cut:] @ self.half.T if len(best.x) <= MANY else invert(top.D.sum(axis=0))[0]
-        covariance = spread[back[:, None], back]
-        # To second order about the mode, where the loss's slope is minus the force that holds a client: b = H theta + u.
-        H = np.ascontiguousarray(state.here.hessian[:, back[:, None], back])
-        b = np.einsum("iab,ib->ia", H, theta) + state.u[:, back]
-        units = Quadratic(H, b, np.zeros(len(H)), self.marginal.data.rows_that_count)
-        return fit, Learned.of(components, self.terms, self.tree, covariance, units, np.zeros(len(wbar)))
+        covariance = self.half @ errors[cut:, cut:] @ self.half.T if len(best.x) <= MANY else invert(top.D.sum(axis=0))[0]
+        return fit, self.learned(components, covariance, top, self.covariances(best.x)[1][0], np.zeros(len(wbar)))
 
 
-def _refuse_separated(message: str) -> None:
-    along = message.split("separated ", 1)[1].split(":", 1)[0]
-    raise DataError(
-        f"The responses are perfectly separated {along}: some coefficient is infinite, whatever varies; drop terms or merge "
-        "categories, or give gamma and a ridge."
-    )
+def problem_for(known: Survey, shape: Shape, *, reml: bool) -> Problem:
+    """The likelihood of what was surveyed, with these levels and terms varying."""
+    return Linear(known, shape, reml=reml) if known.network.loss.name == "gaussian" else Generalised(known, shape)
+
+
+def refuse_strange(finished: Finished) -> None:
+    if finished.strange:
+        raise DataError("The coefficients are not finite; the columns are probably on extreme scales: standardise them.")
 
 
 def parameter_covariance(best: Optimum, variances: int | None = None) -> Floats:

@@ -8,7 +8,7 @@ each, by a guess at the curvature, so that one step length suits them all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,6 +18,8 @@ from covey._typing import Floats
 from covey.solvers.result import Progress
 
 Criterion = Callable[[Floats], tuple[float, Floats]]
+Criteria = Callable[[Sequence[Floats]], list[tuple[float, Floats]]]
+"""The same at several points at once, which across a network costs no more than at one."""
 
 # Decrements: where the search stops, the parameters within a ten-thousandth of a standard error of the best; and what still
 # counts as converged, where rounding leaves no better.
@@ -44,23 +46,38 @@ class Optimum:
         return bool(self.decrement <= CONVERGED and np.isfinite(self.value))
 
 
-def minimise(criterion: Criterion, x: Floats, curvature: Floats, *, progress: Progress | None = None) -> Optimum:
+def minimise(
+    criterion: Criterion,
+    x: Floats,
+    curvature: Floats,
+    *,
+    criteria: Criteria | None = None,
+    progress: Progress | None = None,
+) -> Optimum:
     """Search from ``x``, where the criterion's second derivatives are about ``curvature``."""
     count, unit = 0, 1.0 / np.sqrt(np.maximum(0.5 * curvature, 1e-12))
 
-    def scaled(z: Floats) -> tuple[float, Floats]:
+    def told(found: tuple[float, Floats]) -> tuple[float, Floats]:
         nonlocal count
         count += 1
-        value, gradient = criterion(z * unit)
+        value, gradient = found
         if progress is not None:
             progress(count, value, float(np.linalg.norm(gradient * unit)))
         if not np.isfinite(value) or not np.isfinite(gradient).all():
-            return np.inf, np.zeros_like(z)
+            return np.inf, np.zeros_like(x)
         return value, gradient * unit
+
+    def scaled(z: Floats) -> tuple[float, Floats]:
+        return told(criterion(z * unit))
+
+    def scaled_many(points: Sequence[Floats]) -> list[tuple[float, Floats]]:
+        if criteria is None:
+            return [scaled(z) for z in points]
+        return [told(found) for found in criteria([z * unit for z in points])]
 
     if len(x) == 0:
         return Optimum(x, scaled(x)[0], x, np.empty((0, 0)), 0.0, count)
-    best = _finished(scaled, _quasi_newton(scaled, x / unit))
+    best = _finished(scaled, scaled_many, _quasi_newton(scaled, x / unit))
     hessian = best.hessian / (unit[:, None] * unit)
     return replace(best, x=best.x * unit, gradient=best.gradient / unit, hessian=hessian, evaluations=count)
 
@@ -84,12 +101,12 @@ def _limited(criterion: Criterion, z: Floats) -> Optimum:
     return Optimum(np.asarray(found.x), float(found.fun), gradient, hessian, 0.25 * float(gradient @ gradient), 0)
 
 
-def _finished(criterion: Criterion, best: Optimum) -> Optimum:
+def _finished(criterion: Criterion, criteria: Criteria, best: Optimum) -> Optimum:
     """Newton steps, until nothing is left to gain."""
     if len(best.x) > MANY:
         return best
     for _ in range(12):
-        best = replace(best, hessian=_hessian(criterion, best.x, best.gradient))
+        best = replace(best, hessian=_hessian(criteria, best.x, best.gradient))
         step, decrement = _newton(best)
         best = replace(best, decrement=decrement)
         if decrement <= 1e-2 * NEGLIGIBLE:
@@ -104,13 +121,10 @@ def _finished(criterion: Criterion, best: Optimum) -> Optimum:
     return best
 
 
-def _hessian(criterion: Criterion, z: Floats, gradient: Floats) -> Floats:
-    H = np.empty((len(z), len(z)))
-    for a in range(len(z)):
-        ahead = z.copy()
-        ahead[a] += _STEP
-        H[a] = (criterion(ahead)[1] - gradient) / _STEP
-    return 0.5 * (H + H.T)
+def _hessian(criteria: Criteria, z: Floats, gradient: Floats) -> Floats:
+    ahead = criteria([z + step for step in _STEP * np.eye(len(z))])
+    H = np.array([(slope - gradient) / _STEP for _, slope in ahead])
+    return np.asarray(0.5 * (H + H.T))
 
 
 def _newton(at: Optimum) -> tuple[Floats, float]:

@@ -1,0 +1,226 @@
+"""How a node sees its rows while covariances are learned, and how it keeps what can be made of them again.
+
+Columns may be shifted (see :mod:`.centring`), sums are about an origin that all nodes share, and terms are put in the order
+in which they are worked on. What was made for one request serves the next, as long as it was made of the same numbers: nodes
+may be served by one process or by several, so a cache is trusted only after a look at what it was made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+
+from covey._typing import Anything, Floats, Ints
+from covey.data import GroupedData
+from covey.hierarchy import Hierarchy
+from covey.losses import Loss
+from covey.network import Network, Node, R, Request
+from covey.solvers.elimination import Quadratic, Spread
+from covey.variance.components import Components, Learned, Whole
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Columns less ``shift (d,)``, which the column ``one`` of ones takes up, and losses about ``origin (d,)``.
+
+    >>> frame = Frame(np.array([0.0, 2000.0]), 0, np.zeros(2))
+    >>> frame.told(np.array([[5.0, 3.0]])).tolist()  # the intercept of the year 2000, as that of the year 0
+    [[-5995.0, 3.0]]
+    """
+
+    shift: Floats
+    one: int
+    origin: Floats
+
+    @classmethod
+    def plain(cls, d: int) -> Frame:
+        return cls(np.zeros(d), -1, np.zeros(d))
+
+    def told(self, coefficients: Floats) -> Floats:
+        """Coefficients ``(..., d)`` of shifted columns as those of the columns as they were."""
+        return coefficients @ self.back.T if self.shift.any() else coefficients
+
+    @property
+    def back(self) -> Floats:
+        """The matrix that does so."""
+        matrix = np.eye(len(self.shift))
+        if self.shift.any():
+            matrix[self.one] -= self.shift
+        return matrix
+
+    @property
+    def forth(self) -> Floats:
+        """Its inverse."""
+        return 2.0 * np.eye(len(self.shift)) - self.back
+
+    def sums_told(self, units: Quadratic) -> Quadratic:
+        """Losses of shifted columns as those of the columns as they were."""
+        if not self.shift.any():
+            return units
+        return Quadratic(self.forth.T @ units.C @ self.forth, units.r @ self.forth, units.c, units.n)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The order in which terms are worked on, ``(d,)``, and how many of the first may vary between clients."""
+
+    order: Ints
+    width: int
+
+    @property
+    def back(self) -> Ints:
+        return np.argsort(self.order)
+
+    @property
+    def key(self) -> tuple[Anything, ...]:
+        return self.order, np.array([self.width])
+
+
+@dataclass(frozen=True)
+class Sums:
+    """All that a linear fit needs of the rows: each client's loss about ``origin (d,)``, and the sum of log weights.
+
+    Rows are left behind: bootstraps and updates start from here.
+    """
+
+    units: Quadratic
+    origin: Floats
+    log_weights: float
+
+
+@dataclass
+class Counted:
+    """A network, and how many exchanges were asked of it."""
+
+    network: Network
+    exchanges: int = 0
+
+    @property
+    def tree(self) -> Hierarchy:
+        return self.network.tree
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        return self.network.terms
+
+    @property
+    def loss(self) -> Loss:
+        return self.network.loss
+
+    def ask(self, request: Request[R]) -> R:
+        self.exchanges += 1
+        return self.network.ask(request)
+
+
+# At the node
+
+
+def frame_at(node: Node) -> Frame:
+    """The frame that the coordinator has set; without one, the columns as they are."""
+    frame: Frame = node.memory["frame"] if "frame" in node.memory else Frame.plain(node.data.n_terms)
+    return frame
+
+
+def kept(node: Node, name: str, key: tuple[Anything, ...], make: Callable[[], T]) -> T:
+    """What was made of the arrays ``key``, made again if the cache has it not, or has what was made of others."""
+    found = node.cache.get(name)
+    if found is None or not all(a is b or np.array_equal(a, b) for a, b in zip(found[0], key, strict=True)):
+        found = node.cache[name] = (key, make())
+    value: T = found[1]
+    return value
+
+
+def rows_at(node: Node, order: Ints | None = None) -> GroupedData:
+    """The node's rows, columns shifted and put in order."""
+    data, shift = node.data, frame_at(node).shift
+    order = np.arange(data.n_terms) if order is None else order
+    turned = bool((order != np.arange(data.n_terms)).any())
+    if not (turned or shift.any()):
+        return data
+
+    def make() -> GroupedData:
+        X = data.X - shift if shift.any() else data.X
+        terms = tuple(data.terms[at] for at in order)
+        return replace(data, X=np.ascontiguousarray(X[:, order]) if turned else X, terms=terms)
+
+    return kept(node, "rows", (shift, order), make)
+
+
+def units_at(node: Node, order: Ints | None = None) -> Quadratic:
+    """Each client's loss about the origin, terms put in order; of a linear model, where that is all there is to know."""
+    frame = frame_at(node)
+
+    def make() -> Quadratic:
+        data = rows_at(node)
+        here = node.loss.expand(data, np.tile(frame.origin, (data.n_clients, 1)))
+        return Quadratic(here.hessian, -here.gradient, here.value, data.rows_that_count)
+
+    units = kept(node, "units", (frame.shift, frame.origin), make)
+    if order is None or not (order != np.arange(len(order))).any():
+        return units
+
+    def turn() -> Quadratic:
+        C, r = units.C[:, order[:, None], order], units.r[:, order]
+        return replace(units, C=np.ascontiguousarray(C), r=np.ascontiguousarray(r))
+
+    return kept(node, "units in order", (frame.shift, frame.origin, order), turn)
+
+
+def without_rows(node: Node, sums: Sums) -> None:
+    """Give a node its clients' sums instead of rows."""
+    d = len(sums.origin)
+    frame = Frame(np.zeros(d), -1, sums.origin)
+    node.memory["frame"], node.cache["units"] = frame, ((frame.shift, frame.origin), sums.units)
+
+
+def spread_at(node: Node, S: Floats, layout: Layout) -> Spread:
+    """How the node's clients spread about their clusters, given ``S``, one for all ``(1, d, d)`` or for each cluster's."""
+    tree = node.data.hierarchy
+    return Spread.of_covariances(S if len(S) == 1 else S[tree.parent], tree.n_clients, layout.width)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Up: how many clients have coefficients that are not finite. Adds over nodes."""
+
+    strange: int
+
+    def __add__(self, other: Finished) -> Finished:
+        return Finished(self.strange + other.strange)
+
+
+def finish_at(node: Node, theta: Floats, units: Quadratic, origin: Floats) -> Finished:
+    """Keep what was found at the node, where it belongs: coefficients and sums of its clients, told of its own columns."""
+    frame, weights = frame_at(node), node.data.weights
+    node.theta = frame.told(theta)
+    log_weights = 0.0 if weights is None else float(np.log(weights[weights > 0]).sum())
+    node.memory["learned"] = Sums(frame.sums_told(units), frame.told(origin), log_weights)
+    return Finished(int((~np.isfinite(node.theta).all(axis=1)).sum()))
+
+
+def node_learned(node: Node, components: Components, covariance: Floats, whole: Whole | None = None) -> Learned:
+    """What was learned, for the clients of one node: with their sums, which it has kept, so that it can tell intervals.
+
+    ``components``, ``covariance`` and ``whole`` are those of the coordinator's :class:`.Learned`; without ``whole`` the node
+    is taken to hold everybody.
+    """
+    sums: Sums = node.memory["learned"]
+    tree, terms = node.data.hierarchy, node.data.terms
+    learned = Learned.of(components, terms, tree, covariance, sums.units, sums.origin, sums.log_weights)
+    return replace(learned, whole=whole)
+
+
+@dataclass(frozen=True)
+class Leave:
+    """Down: forget what was found while covariances were learned, so that a solver begins as if nothing had been."""
+
+    def at(self, node: Node) -> None:
+        node.theta = None
+        for name in ("frame", "covariances", "laplace", "learned"):
+            node.memory.pop(name, None)
+        node.cache.clear()

@@ -1,0 +1,105 @@
+"""Networks for tests: one node that holds everybody, or several in this process that hold some clients each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from covey.hierarchy import Hierarchy
+from covey.network import InMemory, Node
+from covey.variance.structure import Shape
+from covey.variance.survey import survey
+
+
+def in_memory(data, loss):
+    return InMemory.of(data, loss, np.ones(data.n_clients))
+
+
+def surveyed(data, loss):
+    """What a coordinator knows of data, with no check of what can be told apart."""
+    return survey(in_memory(data, loss), Shape((), ()), check=False)
+
+
+def shard(data, clients):
+    """Some clients' rows under the clusters that all nodes agreed on."""
+    clients = np.asarray(clients, dtype=np.int64)
+    rows = np.concatenate([np.arange(0), *(np.arange(data.client_ptr[i], data.client_ptr[i + 1]) for i in clients)])
+    counts = np.bincount(data.hierarchy.parent[clients], minlength=data.n_clusters)
+    tree = Hierarchy(
+        np.concatenate([[0], np.cumsum(counts)]), data.hierarchy.client_ids.gather(clients), data.hierarchy.cluster_ids
+    )
+    return replace(
+        data,
+        X=data.X[rows],
+        y=data.y[rows],
+        weights=None if data.weights is None else data.weights[rows],
+        offset=None if data.offset is None else data.offset[rows],
+        client_ptr=np.concatenate([[0], np.cumsum(data.rows_per_client[clients])]),
+        hierarchy=tree,
+    )
+
+
+@dataclass
+class Sharded:
+    """Nodes in this process; answers are added up, and remembered if ``listens``.
+
+    With ``forgets`` every node loses its cache after each request, as if another process served the next.
+    """
+
+    nodes: list[Node]
+    clients: list[np.ndarray]
+    tree: Hierarchy
+    listens: bool = False
+    forgets: bool = False
+    asked: list[Any] = field(default_factory=list)
+    exchanges: int = 0
+
+    @classmethod
+    def of(cls, data, loss, owner, **settings):
+        """``owner`` says which node each client is at."""
+        clients = [np.flatnonzero(owner == site) for site in range(int(owner.max()) + 1)]
+        nodes = [Node(shard(data, mine), loss, np.ones(len(mine))) for mine in clients]
+        ids = data.hierarchy.client_ids.clear(len(data.hierarchy.client_ids))  # not known to a coordinator
+        return cls(nodes, clients, replace(data.hierarchy, client_ids=ids), **settings)
+
+    @property
+    def terms(self):
+        return self.nodes[0].data.terms
+
+    @property
+    def loss(self):
+        return self.nodes[0].loss
+
+    def ask(self, request):
+        replies = [request.at(node) for node in self.nodes]
+        self.exchanges += 1
+        if self.listens:
+            self.asked.append((request, replies))
+        if self.forgets:
+            for node in self.nodes:
+                node.cache.clear()
+        total = replies[0]
+        for reply in replies[1:]:
+            total = None if total is None else total + reply
+        return total
+
+    def gathered(self, name="theta"):
+        """An array that each node holds of its clients, in the order of all."""
+        parts = [getattr(node, name) for node in self.nodes]
+        whole = np.empty((sum(map(len, self.clients)), *parts[0].shape[1:]))
+        whole[np.concatenate(self.clients)] = np.concatenate(parts)
+        return whole
+
+
+def leaves(value):
+    """All that a message holds."""
+    if is_dataclass(value):
+        for each in fields(value):
+            yield from leaves(getattr(value, each.name))
+    elif isinstance(value, tuple):
+        for each in value:
+            yield from leaves(each)
+    else:
+        yield value
