@@ -54,6 +54,11 @@ class Left:
         return Left(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(Left)))
 
     @classmethod
+    def nothing(cls) -> Left:
+        """Of a model without a residual."""
+        return cls(0.0, np.zeros((0, 0)), np.zeros(0), 0)
+
+    @classmethod
     def of(cls, units: Quadratic, varying: Sequence[int]) -> Left:
         own = list(varying)
         shared = [a for a in range(units.r.shape[1]) if a not in own]
@@ -116,10 +121,11 @@ class Weigh:
         data, tree = rows_at(node), node.data.hierarchy
         if node.loss.name == "gaussian":
             units = units_at(node)
+            left = Left.of(units, self.varying)
         else:
             n, d = data.n_clients, data.n_terms
             gram = loss_of("gaussian").hessian(data, np.zeros((n, d)))
-            units = Quadratic(gram, np.zeros((n, d)), np.zeros(n), data.rows_that_count)
+            units, left = Quadratic(gram, np.zeros((n, d)), np.zeros(n), data.rows_that_count), Left.nothing()
         ones, rows = segment_sum(data.y, data.client_ptr), data.rows_per_client.astype(np.float64)
         return Evidence(
             Quadratic(*(tree.sum_up(each) for each in (units.C, units.r, units.c, units.n))),
@@ -128,7 +134,7 @@ class Weigh:
             bent(units.C, _TINY),
             bent(self.frame.sums_told(units).C, FLAT),
             _unknown(units.C, self.inverse),
-            Left.of(units, self.varying),
+            left,
             int(((ones != 0) & (ones != rows)).sum()),
             int((rows > 1).sum()),
             tree.sum_up(ones),
