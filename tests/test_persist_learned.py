@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,9 @@ import pytest
 
 from covey import HierarchicalClassifier, HierarchicalPoissonRegressor, HierarchicalRegressor, load
 from covey.datasets import simulate
+from covey.persist import load_model, save_model
+from covey.update import remove_clients
+from covey.variance.components import Whole
 from tests.test_inference import one_sentence
 
 FRAME = simulate(
@@ -117,3 +121,25 @@ def test_a_model_without_its_sums_file_is_damaged(tmp_path):
     (folder / "sums.parquet").unlink()
     with pytest.raises(ValueError, match=r"sums\.parquet is missing"):
         load(folder)
+
+
+def test_what_one_site_knows_of_all_is_saved_and_checked(tmp_path):
+    """With it a part of the clients has the intervals of the whole, and even clusters without clients have some."""
+    fitted = HierarchicalRegressor(formula="y ~ x + (1 | cluster/client)").fit(FRAME)
+    model, posterior = fitted.model_, fitted.model_.posterior
+    flat = np.array([[True, False], [True, False]])
+    part = replace(model, learned=replace(model.learned, whole=Whole(30, posterior.clusters, flat)))
+    again, _ = load_model(save_model(part, tmp_path / "model", sums=False))
+    assert again.coefficients("cluster").equals(model.coefficients("cluster"))
+    assert "std_error" not in again.coefficients("client").columns
+    np.testing.assert_array_equal(again.posterior.freedom, posterior.freedom)
+    with_sums, _ = load_model(save_model(part, tmp_path / "model"))
+    assert with_sums.coefficients("client").equals(model.coefficients("client"))
+    with pytest.raises(ValueError, match="one part of a fit across sites") as caught:
+        remove_clients(with_sums, [0])
+    one_sentence(caught)
+    document = json.loads((tmp_path / "model" / "model.json").read_text())
+    document["learned"]["whole"]["clusters"].pop()
+    (tmp_path / "model" / "model.json").write_text(json.dumps(document))
+    with pytest.raises(ValueError, match="what it says of all sites does not fit"):
+        load_model(tmp_path / "model")

@@ -52,6 +52,16 @@ class Posterior:
             )
         return self.learned
 
+    @property
+    def with_everybody(self) -> Learned:
+        """What was learned, if it has the sums of all clients that it was learned from."""
+        if self.learned.whole is not None:
+            raise SolverError(
+                "This model is one part of a fit across sites, and the sums of all clients are nowhere together; fit across "
+                "the sites again instead."
+            )
+        return self.with_sums
+
     @cached_property
     def freedom(self) -> Floats:
         """Degrees of freedom of each global coefficient, by containment: the units it is compared between, less what they fit.
@@ -59,9 +69,13 @@ class Posterior:
         A term that varies by cluster, or is constant within clusters whose intercepts vary, is known from as many cases as
         there are clusters; then the same for clients; else from rows.
         """
-        found, n, k, d = self.learned.components, self.tree.n_clients, self.tree.n_clusters, len(self.terms)
+        found, whole, k, d = self.learned.components, self.learned.whole, self.tree.n_clusters, len(self.terms)
+        n = self.tree.n_clients if whole is None else whole.clients
         between, within = (np.isin(self.terms, level.terms) for level in (found.cluster, found.client))
-        flat_cluster, flat_client = self._constant(self.tree.cluster_ptr), self._constant(np.arange(n + 1))
+        if whole is None:
+            flat_cluster, flat_client = self._constant(self.tree.cluster_ptr), self._constant(np.arange(n + 1))
+        else:
+            flat_cluster, flat_client = whole.flat
         one = np.array([term == "Intercept" for term in self.terms])
         steady = flat_cluster & bool((between & one).any())
         settled = flat_client & ~(flat_cluster & (k > 1)) & bool((within & one).any())
@@ -91,6 +105,8 @@ class Posterior:
     @cached_property
     def clusters(self) -> Floats:
         """The covariance of each cluster's coefficients, ``(k, d, d)``."""
+        if self.learned.whole is not None:
+            return self.learned.whole.clusters
         learned = self.with_sums
         seen = eliminate(learned.units, learned.client, self.tree.cluster_ptr)
         return learned.dispersion * below(seen.C, learned.cluster.shape[0], learned.covariance / learned.dispersion)

@@ -5,26 +5,30 @@ The one place that decides which of the three it is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
+from covey._typing import Floats
 from covey.baselines import fit_baseline
 from covey.data import GroupedData
-from covey.errors import CoveyError, DataError, PenaltyError, warn
+from covey.errors import CoveyError, DataError, PenaltyError, SolverError, warn
 from covey.grouping import Vary, vary_from_setting
 from covey.hierarchy import Hierarchy
-from covey.network import Network, Tie
+from covey.network import InMemory, Network, Tie
 from covey.objective import Penalty
 from covey.selection import Count, search
 from covey.solvers import BY_COINS, Fit, Progress, solve, solve_across
+from covey.solvers.threads import threads_for
 from covey.spec import Spec
 from covey.variance.components import Learned, LikelihoodRatio
-from covey.variance.estimate import estimate
-from covey.variance.ratio import likelihood_ratios
+from covey.variance.estimate import estimate_across, everybody, work
+from covey.variance.frame import Leave
+from covey.variance.ratio import likelihood_ratios_across
 from covey.variance.structure import Shape
+from covey.variance.survey import survey
 
 
 @dataclass(frozen=True)
@@ -54,16 +58,10 @@ def fit_data(
     if spec.by_likelihood and named:
         _refuse_one(data.hierarchy.client_ids.to_list(), "client")
     if method in ("reml", "ml") and data.n_clients > 1 and not spec.in_two_steps:
-        shape = shape_of(data.hierarchy, data.terms, spec, vary)
-        reml = method == "reml"
-        fit, learned = estimate(data, loss, shape, reml=reml, progress=progress)
-        if spec.tests:
-            tests = likelihood_ratios(learned, shape, data, loss, reml=reml, progress=progress)
-            if _beaten(tests):
-                fit, learned = estimate(data, loss, shape, reml=reml, thorough=True, progress=progress)
-                tests = likelihood_ratios(learned, shape, data, loss, reml=reml, progress=progress)
-            fit, tests = _doubted(fit, tests)
-            learned = replace(learned, components=replace(learned.components, tests=tests))
+        network = InMemory.of(data, loss, np.ones(data.n_clients))
+        with threads_for(work(data)):
+            fitted = _by_likelihood(network, spec, vary, progress)
+        fit, learned = everybody(network.node, fitted.fit, cast(Learned, fitted.learned))
         return Fitted(fit, None, learned)
     penalty = penalty_for(data, spec, vary, progress=progress, count=count)
     settings: dict[str, Any] = {"tol": spec.tol, "max_iter": spec.max_iter, "seed": spec.seed, "options": spec.options}
@@ -84,14 +82,85 @@ def penalty_for(
     if method is None or data.n_clients == 1:
         return Penalty.of(tree, gamma=1.0 if spec.gamma is None else spec.gamma, lam=spec.lam, alpha=spec.alpha)
     vary = vary_from_setting(spec.vary, data.terms) if vary is None else vary
-    for level, varying in (("client", vary.client), ("cluster", vary.cluster if data.n_clusters > 1 else data.terms)):
-        if set(varying) != set(data.terms):
+    network = InMemory.of(data, spec.loss, np.ones(data.n_clients))
+    with threads_for(work(data)):
+        gamma, lam = _isotropic(network, spec, vary, progress)
+    return Penalty.of(tree, gamma=gamma, lam=lam)
+
+
+def fit_across(network: Network, spec: Spec, vary: Vary | None = None, *, progress: Progress | None = None) -> Fitted:
+    """Fit over any network, as :func:`fit_data` does in memory; the clients' models stay at their nodes.
+
+    What was learned comes without the clients' sums; :func:`covey.variance.frame.node_learned` joins them at each node.
+    """
+    spec.check()
+    tree, method = network.tree, spec.learns
+    for asked, what in ((spec.baseline is not None, f"baseline={spec.baseline!r}"), (method == "cv", "penalty='cv'")):
+        if asked:
+            raise SolverError(
+                f"{what} across sites is not supported: give gamma and lam, or let reml or ml learn them from the likelihood."
+            )
+    vary = vary_from_setting(spec.vary, network.terms) if vary is None else vary
+    if spec.by_likelihood and tree.n_clients == 1:
+        raise DataError(
+            "There is one client only, so variation between clients cannot be told from the global model; give gamma and lam."
+        )
+    if method is not None and not spec.in_two_steps:
+        return _by_likelihood(network, spec, vary, progress)
+    gamma, lam = (spec.gamma, spec.lam) if method is None else _isotropic(network, spec, vary, progress)
+    each = _of_clusters(gamma, tree)
+    penalty = Penalty.of(tree, gamma=each[tree.parent], lam=lam, alpha=spec.alpha)
+    if method is not None:
+        network.ask(Leave())
+    network.ask(Tie(each))
+    settings: dict[str, Any] = {"tol": spec.tol, "max_iter": spec.max_iter, "james_stein": spec.james_stein}
+    if spec.solver in BY_COINS:
+        settings |= {"seed": spec.seed, "options": spec.options}
+    fit = solve_across(network, penalty, solver=spec.solver, progress=progress, **settings)
+    if not (np.isfinite(fit.w).all() and np.isfinite(fit.wbar).all()):
+        raise CoveyError("The coefficients are not finite; the columns are probably on extreme scales: standardise them.")
+    return Fitted(fit, penalty)
+
+
+def _of_clusters(gamma: Any, tree: Hierarchy) -> Floats:
+    """One value for each cluster, ``(k,)``; the ids of clients, for which there could be others, are not known here."""
+    ids = tree.clusters.tolist()
+    by_id = set(gamma) == set(ids) if isinstance(gamma, Mapping) else np.shape(gamma) in ((), (len(ids),))
+    if not by_id:
+        raise PenaltyError(
+            "Across sites gamma is one number, or one for each cluster, since clients' ids stay at their sites; give it so."
+        )
+    alone = Hierarchy(np.arange(len(ids) + 1), tree.cluster_ids, tree.cluster_ids)
+    return Penalty.of(alone, gamma=1.0 if gamma is None else gamma).gamma
+
+
+def _by_likelihood(network: Network, spec: Spec, vary: Vary, progress: Progress | None) -> Fitted:
+    """Covariances from the likelihood, each level tested by a fit without it, over any network."""
+    shape, reml = shape_of(network.tree, network.terms, spec, vary), spec.learns == "reml"
+    known = survey(network, shape)
+    asked: dict[str, Any] = {"reml": reml, "progress": progress}
+    fit, learned = estimate_across(network, shape, known=known, **asked)
+    if spec.tests:
+        tests = likelihood_ratios_across(known, learned, shape, **asked)
+        if _beaten(tests):
+            fit, learned = estimate_across(network, shape, thorough=True, known=known, **asked)
+            tests = likelihood_ratios_across(known, learned, shape, **asked)
+        fit, tests = _doubted(fit, tests)
+        fit = replace(fit, convergence=replace(fit.convergence, exchanges=known.network.exchanges))
+        learned = replace(learned, components=replace(learned.components, tests=tests))
+    return Fitted(fit, None, learned)
+
+
+def _isotropic(network: Network, spec: Spec, vary: Vary, progress: Progress | None) -> tuple[Any, float]:
+    """The likelihood's ``gamma``, one for all clients or for those of each cluster, and ``lam``, with isotropic spread."""
+    tree, terms = network.tree, network.terms
+    for level, varying in (("client", vary.client), ("cluster", vary.cluster if tree.n_clusters > 1 else terms)):
+        if set(varying) != set(terms):
             why = f"solver={spec.solver!r}" if spec.solver in BY_COINS else "james_stein=True"
             raise PenaltyError(f"{why} lets every term vary; let all vary by {level}, or leave it out.")
     isotropic = replace(spec, covariance="isotropic", solver="auto", options=None, james_stein=False)
-    learned = estimate(data, spec.loss, shape_of(tree, data.terms, isotropic, vary), reml=method == "reml", progress=progress)[
-        1
-    ]
+    shape = shape_of(tree, terms, isotropic, vary)
+    learned = estimate_across(network, shape, reml=spec.learns == "reml", progress=progress)[1]
     scale = learned.dispersion
     client, cluster = (level.sd[:, :1] ** 2 / scale for level in (learned.components.client, learned.components.cluster))
     if (client == 0).any():
@@ -100,7 +169,7 @@ def penalty_for(
         )
     gamma = 1.0 / client[:, 0]
     lam = 1.0 / cluster[0, 0] if cluster.size and cluster[0, 0] > 0 else np.inf
-    return Penalty.of(tree, gamma=gamma if len(gamma) > 1 else float(gamma[0]), lam=lam)
+    return gamma if len(gamma) > 1 else float(gamma[0]), float(lam)
 
 
 def shape_of(tree: Hierarchy, terms: Sequence[str], spec: Spec, vary: Vary) -> Shape:
@@ -141,14 +210,3 @@ def _doubted(fit: Fit, tests: tuple[LikelihoodRatio, ...]) -> tuple[Fit, tuple[L
 
 def _beaten(tests: tuple[LikelihoodRatio, ...]) -> list[LikelihoodRatio]:
     return [test for test in tests if test.statistic < -1e-4]
-
-
-def fit_across(network: Network, spec: Spec, vary: Vary, *, progress: Progress | None = None) -> Fitted:
-    """Fit over any network, the clients' models staying at their nodes."""
-    tree = network.tree
-    penalty = Penalty.of(tree, gamma=1.0 if spec.gamma is None else spec.gamma, lam=spec.lam, alpha=spec.alpha)
-    gamma = np.ones(tree.n_clusters)
-    gamma[tree.sizes > 0] = penalty.gamma[tree.cluster_ptr[:-1][tree.sizes > 0]]
-    network.ask(Tie(gamma))
-    fit = solve_across(network, penalty, solver=spec.solver, tol=spec.tol, max_iter=spec.max_iter, progress=progress)
-    return Fitted(fit, penalty)

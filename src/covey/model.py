@@ -169,7 +169,7 @@ class Model:
         """The coefficients of one level, a row for each unit and term; with standard errors and intervals if known."""
         tidy = self._coefficients(level)
         quantile(coverage)
-        if self.learned is None or not (self.learned.has_sums or level == "global"):
+        if self.learned is None or not self.learned.knows(level):
             return tidy
         error = self.posterior.standard_errors(level).ravel()
         alone = level == "global" or (level == "cluster" and self.hierarchy.n_clusters == 1)

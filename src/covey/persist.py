@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from covey.objective import Penalty
 from covey.solvers import Convergence
 from covey.solvers.elimination import Quadratic
 from covey.spec import Spec
-from covey.variance.components import Components, Learned
+from covey.variance.components import Components, Learned, Whole
 
 FORMAT = 2
 _TABLES = ("clusters", "clients")
@@ -173,6 +173,7 @@ def learned_to_json(learned: Learned) -> dict[str, Any]:
         "covariance": learned.covariance.tolist(),
         "origin": learned.origin.tolist(),
         "log_weights": learned.log_weights,
+        "whole": None if learned.whole is None else learned.whole.to_json(),
     }
 
 
@@ -211,7 +212,18 @@ def _learned(
     )
     if not fits or not all(np.isfinite(each).all() for each in numbers) or not (s2 is None or 0 < s2 < np.inf):
         raise ModelError("The model is damaged: what it learned does not fit its clients and terms; fit it again.")
-    return Learned.of(components, terms, tree, covariance, units, origin, float(log_weights))
+    learned = Learned.of(components, terms, tree, covariance, units, origin, float(log_weights))
+    return replace(learned, whole=_whole(document.get("whole"), d, tree.n_clusters))
+
+
+def _whole(plain: Mapping[str, Any] | None, d: int, clusters: int) -> Whole | None:
+    """What a fit across sites knows of the clients of all of them."""
+    if plain is None:
+        return None
+    whole = Whole.from_json(plain)
+    if whole.clusters.shape != (clusters, d, d) or whole.flat.shape != (2, d) or not np.isfinite(whole.clusters).all():
+        raise ModelError("The model is damaged: what it says of all sites does not fit its clusters and terms; fit it again.")
+    return whole
 
 
 def _tables(model: Model) -> tuple[pl.DataFrame, pl.DataFrame]:

@@ -32,7 +32,7 @@ _LATER = "clients came or went since: variances, log-likelihood and tests are th
 
 def add_clients(model: Model, data: GroupedData) -> Model:
     """The model with new rows (see :func:`~covey.model.group_rows`): of new clients or known ones, in known clusters or new."""
-    learned = model.posterior.with_sums
+    learned = model.posterior.with_everybody
     tree, places = _joined(model.hierarchy, data.hierarchy)
     n = tree.n_clients
     kept = model.hierarchy.n_clients
@@ -60,7 +60,7 @@ def add_clients(model: Model, data: GroupedData) -> Model:
 
 def remove_clients(model: Model, clients: Sequence[Any]) -> Model:
     """The model as if these clients had never taken part."""
-    learned, tree = model.posterior.with_sums, model.hierarchy
+    learned, tree = model.posterior.with_everybody, model.hierarchy
     if isinstance(clients, str):
         clients = [clients]
     found = lookup(as_labels(clients, "client"), tree.client_ids, "client")

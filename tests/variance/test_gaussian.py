@@ -111,6 +111,19 @@ def test_the_slopes_in_the_covariances(seed, reml, per_cluster):
     np.testing.assert_allclose(here.cluster, symmetric_slopes(lambda T: marginal(S, T).value, T), rtol=1e-4, atol=1e-4)
 
 
+@given(seeds, st.booleans(), st.booleans())
+def test_several_points_at_once_are_each_of_them(seed, reml, per_cluster):
+    data, rng = random_problem(seed).data, np.random.default_rng(seed)
+    count = data.n_clusters if per_cluster else 1
+    points = [(random_covariances(rng, count, data.n_terms), random_covariances(rng, 1, data.n_terms)) for _ in range(3)]
+    marginal, _ = criterion_of(data, reml)
+    for here, point in zip(marginal.many(points), points, strict=True):
+        alone = marginal(*point)
+        assert here.value == alone.value
+        np.testing.assert_array_equal(here.client, alone.client)
+        np.testing.assert_array_equal(here.cluster, alone.cluster)
+
+
 @given(seeds, st.booleans())
 def test_the_pull_is_the_slope_of_the_residual_variance(seed, reml):
     data, rng = random_problem(seed, d=2).data, np.random.default_rng(seed)

@@ -110,3 +110,20 @@ def test_many_parameters_are_found_without_a_hessian_by_differences():
     assert best.converged
     np.testing.assert_allclose(best.x, centre, atol=1e-3)
     assert len(calls) < p
+
+
+def test_several_points_at_once_lead_to_the_same_bits_in_fewer_calls():
+    one_by_one, single = counted(valley)
+    alone = minimise(one_by_one, np.array([-1.2, 1.0, -0.5]), np.full(3, 200.0))
+    count, calls = counted(valley)
+    together = []
+
+    def criteria(points):
+        together.append(len(points))
+        return [valley(x) for x in points]
+
+    both = minimise(count, np.array([-1.2, 1.0, -0.5]), np.full(3, 200.0), criteria=criteria)
+    np.testing.assert_array_equal(both.x, alone.x)
+    np.testing.assert_array_equal(both.hessian, alone.hessian)
+    assert set(together) == {3}
+    assert both.evaluations == alone.evaluations == len(single) == len(calls) + sum(together)

@@ -126,7 +126,7 @@ class Uncertain:
         """
         check_is_fitted(self, "model_")
         quantile(coverage)  # refused before the draws, not after them
-        model, learned = self.model_, self.model_.posterior.with_sums
+        model, learned = self.model_, self.model_.posterior.with_everybody
         data: GroupedData | None = None
         if model.spec.family != "gaussian":
             if X is None:

@@ -25,8 +25,8 @@ from covey.errors import CoveyError
 
 MODULES = (
     "exact", "network", "losses.base", "solvers.elimination", "solvers.sweep", "solvers.newton", "solvers.james_stein",
-    "solvers.curvature", "solvers.protocol", "solvers.rounds", "solvers.l2gd", "solvers.al2sgd_plus", "variance.structure",
-    "variance.gaussian", "variance.laplace", "variance.identify", "variance.problem", "federation.agreement",
+    "solvers.curvature", "solvers.protocol", "solvers.rounds", "solvers.l2gd", "solvers.al2sgd_plus", "variance.frame",
+    "variance.centring", "variance.gaussian", "variance.laplace", "variance.identify", "federation.agreement",
     "federation.masking",
 )  # fmt: skip
 """Where the classes that may travel are."""

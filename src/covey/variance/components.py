@@ -205,6 +205,10 @@ class Learned:
         """Whether the clients' sums are there; a model may be saved without them."""
         return len(self.units.n) == len(self.client.scale)
 
+    def knows(self, level: str) -> bool:
+        """Whether there are standard errors of the coefficients of a level."""
+        return level == "global" or self.has_sums or (level == "cluster" and self.whole is not None)
+
     @property
     def dispersion(self) -> float:
         """What covariances are relative to."""

@@ -24,9 +24,7 @@ Each of these is a sum over clients, and adds over nodes:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
 
 import numpy as np
 
@@ -50,8 +48,6 @@ from covey.solvers.newton import Top as Upper
 from covey.solvers.sweep import logs_of_counts, solve_top
 from covey.variance.frame import Finished, Layout, finish_at, kept, rows_at, spread_at
 from covey.variance.gaussian import Evaluation, Slopes, Top, below
-
-T = TypeVar("T")
 
 _STEPS = 60  # of Newton to a mode, at most; a few suffice from that of a nearby point
 
@@ -137,9 +133,10 @@ class Settle:
             _, u = descend(near.C, near.r, clients.spread, tree.parent, self.logs.w)
         elif not self.fresh and last is not None and np.array_equal(last.layout.order, self.layout.order):
             u = last.state.now.u
-        state, report = _quietly(node_start, clients, tree.down(self.w) + clients.spread.moved(u), u)
+        with np.errstate(over="ignore", invalid="ignore"):
+            state, report = node_start(clients, tree.down(self.w) + clients.spread.moved(u), u)
         node.memory["laplace"] = Settled(self.S, self.layout, state)
-        return report
+        return _sound(report)
 
 
 @dataclass(frozen=True)
@@ -150,9 +147,10 @@ class Approach:
 
     def at(self, node: Node) -> Report:
         settled: Settled = node.memory["laplace"]
-        state, report = _quietly(node_move, _clients(node, settled.S, settled.layout), settled.state, self.move)
+        with np.errstate(over="ignore", invalid="ignore"):
+            state, report = node_move(_clients(node, settled.S, settled.layout), settled.state, self.move)
         node.memory["laplace"] = replace(settled, state=state)
-        return report
+        return _sound(report)
 
 
 @dataclass(frozen=True)
@@ -208,10 +206,14 @@ class FinishAtMode:
         return finish_at(node, theta, units, np.zeros(theta.shape[1]))
 
 
-def _quietly(move: Callable[..., T], *given: Any) -> T:
-    """Steps too far overflow, and are refused for it."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        return move(*given)
+def _sound(report: Report) -> Report:
+    """Of a step so far that numbers overflow nothing can be added; its value is infinite, so that it is refused."""
+    sums = report.seen.C, report.seen.r, report.force, report.value, report.slope, report.gradient_squared
+    if all(np.isfinite(each).all() for each in sums):
+        return report
+    seen = report.seen
+    nothing = Quadratic(np.zeros_like(seen.C), np.zeros_like(seen.r), np.zeros_like(seen.c), np.zeros_like(seen.n))
+    return Report(nothing, np.zeros_like(report.force), np.inf, 0.0, 0.0, report.mu)
 
 
 def _clients(node: Node, S: Floats, layout: Layout) -> Clients:
@@ -289,6 +291,9 @@ class Laplace:
             v, logs = self._first(S_client, above, wbar)
         w = wbar + above.moved(v)
         report = last = self.network.ask(Settle(S_client, self.layout, w, self.v is None, logs))
+
+        if not np.isfinite(report.value):
+            raise SolverError("There is no likelihood so far away.")
 
         def ask(move: Move) -> Report:
             nonlocal last

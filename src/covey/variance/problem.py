@@ -68,9 +68,11 @@ class Problem:
 
     def covariances(self, x: Floats) -> tuple[Floats, Floats]:
         """Of clients and clusters, in the working order of terms."""
-        own, above = self.structure.split(x)
-        d = len(self.terms)
-        return self.structure.client.covariances(own, d), self.structure.cluster.covariances(above, d)
+        (own, above), d = self.structure.split(x), len(self.terms)
+        S, T = self.structure.client.covariances(own, d), self.structure.cluster.covariances(above, d)
+        if not (np.isfinite(S).all() and np.isfinite(T).all()):
+            raise SolverError("There is no likelihood at covariances that are not finite.")
+        return S, T
 
     def flat(self, x: Floats, client: Floats, cluster: Floats, centre: Floats) -> Floats:
         """Derivatives in the covariances, and in ``wbar``, as derivatives in the parameters."""
@@ -237,7 +239,7 @@ class Linear(Problem):
             part = points[first : first + size]
             try:
                 found += [self.told(x, here) for x, here in zip(part, self._evaluate(part), strict=True)]
-            except np.linalg.LinAlgError:
+            except (SolverError, np.linalg.LinAlgError):
                 found += super().criteria(part)
         return found
 
