@@ -7,6 +7,7 @@ sites (:mod:`covey.federation`) requests and replies travel as bytes. The solver
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -32,6 +33,7 @@ class Node:
     theta : (n, d) where its clients are; None before the first solver
     memory : what solvers keep between requests, by name: dataclasses of arrays, so that a node can be put aside on disk
     cache : what they may compute again
+    draw : standard normal numbers, for noise; None draws them from the system's randomness, and only simulations do otherwise
     """
 
     data: GroupedData
@@ -40,6 +42,7 @@ class Node:
     theta: Floats | None = None
     memory: dict[str, Any] = field(default_factory=dict)
     cache: dict[str, Any] = field(default_factory=dict)
+    draw: Callable[[int], Floats] | None = None
 
     def where(self) -> Floats:
         """Where its clients are: at zero, if no solver has moved them yet."""
