@@ -112,7 +112,9 @@ def facts(model: Model) -> list[str]:
     number = int(model.clients_of_cluster.sum())
     clients = f"{_count(number, 'client')}{client} in {_count(tree.n_clusters, 'cluster')}{cluster}"
     away = "" if model.elsewhere is None else f", at {_count(len(model.elsewhere.sites), 'site')} with the clients' models"
-    said = [f"{_count(model.n_rows, 'row')} of {clients}{away}"]
+    # Of a private fit across sites nobody knows how many rows there are.
+    rows = "" if model.elsewhere is not None and model.n_rows == 0 else f"{_count(model.n_rows, 'row')} of "
+    said = [f"{rows}{clients}{away}"]
     if model.classes is not None:
         no, yes = model.classes.tolist()
         said.append(f"log-odds of {yes!r} against {no!r}")

@@ -130,12 +130,23 @@ def _document(model: Model, extra: dict[str, Any]) -> dict[str, Any]:
         "classes": classes,
         "has_offset": model.has_offset,
         "global": dict(zip(model.terms, model.wbar.tolist(), strict=True)),
-        "convergence": asdict(model.convergence),
+        "convergence": _plain_convergence(model.convergence),
         "learned": None if model.learned is None else learned_to_json(model.learned),
         "elsewhere": None if model.elsewhere is None else _elsewhere_to_json(model.elsewhere),
         "extra": extra,
         "sha256": {},
     }
+
+
+def _plain_convergence(end: Convergence) -> dict[str, Any]:
+    """As JSON: what a private fit does not know is null, since JSON has no NaN."""
+    plain = asdict(end)
+    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in plain.items()}
+
+
+def _convergence(plain: Mapping[str, Any]) -> Convergence:
+    known = {name: math.nan if plain[name] is None else plain[name] for name in ("objective", "gradient_norm")}
+    return Convergence(**{**plain, **known})
 
 
 def _elsewhere_to_json(elsewhere: Elsewhere) -> dict[str, Any]:
@@ -266,7 +277,7 @@ def _rebuild(document: Mapping[str, Any], tables: Mapping[str, pl.DataFrame]) ->
         _matrix(clusters, coefficients),
         np.array(wbar),
         clients["rows"].to_numpy().astype(np.int64),
-        Convergence(**document["convergence"]),
+        _convergence(document["convergence"]),
         penalty,
         None if classes is None else np.array(classes["values"], dtype=np.dtype(classes["dtype"])),
         bool(document["has_offset"]),

@@ -45,6 +45,15 @@ def federate(
     secure: Annotated[bool, typer.Option("--secure", help="Mask the sums: the coordinator sees only totals.")] = False,
     wait: Annotated[float, typer.Option(help="To deploy: seconds to wait for sites to connect.")] = 60.0,
     insecure: Annotated[bool, typer.Option("--insecure", help="To deploy on a link that authenticates nobody.")] = False,
+    epsilon: Annotated[
+        float | None, typer.Option(help="Differential privacy for every client; needs --gamma and --lam.")
+    ] = None,
+    delta: Annotated[float | None, typer.Option(help="With --epsilon: the probability that it fails (1e-6).")] = None,
+    clip: Annotated[float | None, typer.Option(help="With --epsilon: the most a client adds to a sum (1).")] = None,
+    rounds: Annotated[
+        int | None, typer.Option(help="With --epsilon: how often sums are sent (2; 3 for classes, counts).")
+    ] = None,
+    categories: Annotated[str | None, typer.Option(help='What columns may hold, as JSON: \'{"zone": ["a", "b"]}\'.')] = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for a site's reply.")] = 600.0,
     retries: Annotated[int, typer.Option(help="How often a letter without reply is sent again.")] = 2,
     on_loss: Annotated[str, typer.Option(help="When a site is lost: stop, or continue without it.")] = "stop",
@@ -89,6 +98,11 @@ def federate(
         "seed": seed,
         "members": None if members is None else str(members),
         "secure": secure,
+        "epsilon": epsilon,
+        "delta": delta,
+        "clip": clip,
+        "rounds": rounds,
+        "categories": categories,
         "timeout": timeout,
         "retries": retries,
         "on_loss": on_loss,

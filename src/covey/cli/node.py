@@ -19,6 +19,9 @@ def node(
     insecure: Annotated[bool, typer.Option("--insecure", help="No TLS and no keys: on one machine, to try it.")] = False,
     site: Annotated[str | None, typer.Option(help="The site's name; needed with --insecure, else checked.")] = None,
     minimum: Annotated[int | None, typer.Option(help="Send no sum over fewer clients than this.")] = None,
+    epsilon: Annotated[float | None, typer.Option(help="Answer only with differential privacy, up to this in one run.")] = None,
+    epsilon_total: Annotated[float | None, typer.Option(help="And up to this in all runs together.")] = None,
+    delta: Annotated[float | None, typer.Option(help="With --epsilon: the probability that it may fail (1e-6).")] = None,
     port: Annotated[int | None, typer.Option(help="Port of this machine for the node's own processes; a free one.")] = None,
 ) -> None:
     """Connect a site to a link, and answer the operator's fits from the site's own table until stopped.
@@ -26,11 +29,14 @@ def node(
     [bold]Example[/bold]   covey node homes.parquet --home north --link link.example.org:8000 --key north.key --ca link.crt
     """
     from covey.errors import FederationError
+    from covey.federation.budget import Budget
     from covey.federation.flower.launch import start_node
 
     if insecure and site is None:
         raise FederationError("Without keys the operator cannot name this site; give it a name with --site.")
     if minimum is not None and minimum < 1:
         raise FederationError(f"The --minimum must be at least 1 client. Got {minimum} instead.")
-    settings = {"site": site, "minimum": minimum}
+    limits = {"epsilon": epsilon, "epsilon_total": epsilon_total, "delta": delta}
+    Budget.of(limits, home)  # refused here, not at the first letter
+    settings = {"site": site, "minimum": minimum, **limits}
     start_node(data, home=home, link=link, key=key, ca=ca, insecure=insecure, port=port, settings=settings)

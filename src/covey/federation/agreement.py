@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date, datetime
 from typing import Any
 
@@ -33,6 +33,7 @@ from covey.hierarchy import Hierarchy
 from covey.labels import as_labels, encode, kind, lookup
 from covey.model import as_frame, encode_known, series_values
 from covey.persist import spec_from_json, spec_to_json
+from covey.solvers.private import Privacy
 from covey.spec import Spec
 
 _TYPES: dict[str, Any] = {
@@ -54,6 +55,7 @@ class Hello:
     version: str
     spec: dict[str, Any]
     secure: bool = False
+    private: Privacy | None = None
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ class Agree:
     roster : all sites
     keys : their public keys, if sums are to be masked
     salt : the key of the clients' tags; sealed for this site, if sums are to be masked
+    private : how private the fit is to be, if it is
     """
 
     spec: dict[str, Any]
@@ -107,6 +110,7 @@ class Agree:
     roster: tuple[str, ...]
     keys: dict[str, str]
     salt: str
+    private: Privacy | None = None
 
 
 @dataclass(frozen=True)
@@ -225,6 +229,17 @@ def totals(data: GroupedData) -> Totals:
     return Totals(tree.sizes, rows, *(segment_sum(each, all_rows)[0] for each in columns))
 
 
+def counts(data: GroupedData) -> Totals:
+    """What leaves a site of a private run in place of these: how many clients its clusters have, and nothing of their rows."""
+    d, nothing = data.n_terms, np.zeros(data.n_clusters, dtype=np.int64)
+    return Totals(data.hierarchy.sizes, nothing, Exact.zeros(d), Exact.zeros(d), Exact.zeros())
+
+
+def unspoken(profile: Profile) -> Profile:
+    """A profile as it leaves a site of a private run: which categories and classes occur tells of rows."""
+    return replace(profile, levels={}, classes=None)
+
+
 def digests(ids: Iterable[Any], salt: str) -> Anything:
     """Keyed hashes of ids, ``(n, 2)``, in an order that says nothing."""
     key = bytes.fromhex(salt)
@@ -247,8 +262,17 @@ def _sides(spec: Spec) -> tuple[str, str]:
 # The coordinator
 
 
-def agree(profiles: Mapping[str, Profile], spec: Spec, categories: Mapping[str, Iterable[Any]], members: Members) -> Agree:
-    """What sites have in common; one that does not fit the others, or the operator's list, is refused by name."""
+def agree(
+    profiles: Mapping[str, Profile],
+    spec: Spec,
+    categories: Mapping[str, Iterable[Any]],
+    members: Members,
+    private: Privacy | None = None,
+) -> Agree:
+    """What sites have in common; one that does not fit the others, or the operator's list, is refused by name.
+
+    In a private run sites do not say which categories and classes they have: the operator's lists are all there is.
+    """
     for site, profile in profiles.items():
         if profile.version != __version__:
             raise FederationError(
@@ -259,19 +283,26 @@ def agree(profiles: Mapping[str, Profile], spec: Spec, categories: Mapping[str, 
     _, rhs = _sides(spec.settled())
     first = next(iter(profiles.values()))
     columns = [name for name in first.kinds if name not in ("client", "cluster")]
+    lhs = _sides(spec.settled())[0]
+    if private is not None:
+        _check_listed([lhs] * (spec.family == "bernoulli") + [c for c in columns if first.kinds[c] == "categories"], categories)
     levels = {name: _levels(name, profiles, categories) for name in columns if first.kinds[name] == "categories"}
     design = Formula.of(split_bars(rhs)[0], columns, levels)
     clusters = revive({each for profile in profiles.values() for each in profile.clusters}, first.kinds["cluster"]).sort()
     settled = spec.settled()
+    classes = _classes(
+        profiles if private is None else {"the operator": replace(first, classes=tuple(categories.get(lhs, ())))}
+    )
     return Agree(
         spec_to_json(settled),
         design.to_json(),
         tuple(_plain(clusters)),
         first.kinds["cluster"],
-        _classes(profiles) if spec.family == "bernoulli" else None,
+        classes if spec.family == "bernoulli" else None,
         tuple(sorted(profiles)),
         {},
         "",
+        private,
     )
 
 
@@ -328,6 +359,15 @@ def _levels(name: str, profiles: Mapping[str, Profile], categories: Mapping[str,
                 )
         return listed
     return sorted(set().union(*met.values()), key=lambda value: (str(type(value)), value))
+
+
+def _check_listed(names: Iterable[str], categories: Mapping[str, Iterable[Any]]) -> None:
+    for name in names:
+        if name not in categories:
+            raise FederationError(
+                f"In a private run the operator lists what column {name!r} may hold, since what occurs tells of rows; give "
+                "categories, as {" + f'"{name}": ["...", "..."]' + "}."
+            )
 
 
 def _classes(profiles: Mapping[str, Profile]) -> tuple[Any, ...]:

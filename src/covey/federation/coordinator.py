@@ -46,11 +46,13 @@ from covey.federation.journal import Entry, Journal
 from covey.federation.letters import Letter, LetterError, Refusal, decode, encode, join, outline
 from covey.federation.masking import unmask
 from covey.federation.members import Members
+from covey.federation.privacy import DELTA, check_delta
 from covey.federation.transport import Failure, Transport
 from covey.hierarchy import Hierarchy
 from covey.losses import Loss
 from covey.network import Batch, Request, Tie
 from covey.persist import spec_to_json
+from covey.solvers.private import Privacy
 from covey.spec import Spec
 
 R = TypeVar("R")
@@ -68,6 +70,7 @@ class Terms:
     secure : whether sums are masked, so that only totals are seen here
     categories : of columns, where a site may not bring others
     members : who may bring which clusters and clients
+    private, delta : how private the fit is to be, if it is, and with which probability that may fail
     """
 
     timeout: float = 600.0
@@ -75,6 +78,8 @@ class Terms:
     secure: bool = False
     categories: Mapping[str, Any] | None = None
     members: Members = field(default_factory=Members)
+    private: Privacy | None = None
+    delta: float = DELTA
 
 
 @dataclass(frozen=True)
@@ -153,7 +158,7 @@ class Federation:
         self.epoch += 1
         self._sent, self._held = [], ()
         profiles: dict[str, Profile] = self._once("hello", {"": self._letter("hello", Hello(*self._greeting))}, _by_site)
-        agreed = agree(profiles, self.spec, self.how.categories or {}, self.how.members)
+        agreed = agree(profiles, self.spec, self.how.categories or {}, self.how.members, self.how.private)
         seals: dict[str, str] = {}
         if self.how.secure:
             agreed = replace(agreed, keys={site: profile.key for site, profile in profiles.items()})
@@ -167,7 +172,10 @@ class Federation:
         if not self.how.secure:
             for site, found in tags.items():
                 self.how.members.check_clients(site, found, lambda ids: digests(ids, self.journal.head["salt"]))
-        check_totals(self.totals, self.spec.family)
+        if self.how.private is None:
+            check_totals(self.totals, self.spec.family)
+        else:
+            check_delta(self.how.delta, int(self.totals.clients.sum()))
         self.tree = Hierarchy(
             np.concatenate([[0], np.cumsum(self.totals.clients)]),
             pl.Series(np.arange(int(self.totals.clients.sum()))),
@@ -198,7 +206,7 @@ class Federation:
 
     @property
     def _greeting(self) -> tuple[Any, ...]:
-        return __version__, spec_to_json(self.spec), self.how.secure
+        return __version__, spec_to_json(self.spec), self.how.secure, self.how.private
 
     def _salt(self, seals: Mapping[str, str], site: str) -> str:
         return seals.get(site, "") if self.how.secure else str(self.journal.head["salt"])

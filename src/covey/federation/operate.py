@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -15,6 +16,7 @@ from covey.federation.coordinator import Exchange, Federation, SiteLost, Terms, 
 from covey.federation.journal import Journal
 from covey.federation.members import Members
 from covey.federation.models import operator_model
+from covey.federation.privacy import check_spec, fit_privately, privacy_of, promised, statement
 from covey.federation.report import report
 from covey.federation.transport import Transport
 from covey.learning import Fitted, fit_across
@@ -37,6 +39,7 @@ class Outcome:
     roster : who took part to the end
     without : sites that were lost, and why
     run : its name, by which sites remember it
+    privacy : what it promises: epsilon, delta, and how; None without differential privacy
     """
 
     model: Model
@@ -44,6 +47,7 @@ class Outcome:
     roster: tuple[str, ...]
     without: Mapping[str, str]
     run: str
+    privacy: Mapping[str, Any] | None = None
 
 
 def run_fit(
@@ -67,7 +71,15 @@ def run_fit(
     spec.check()
     if on_loss not in ON_LOSS:
         raise one_of("on_loss", on_loss, ON_LOSS)
-    about = {"covey": __version__, "spec": spec_to_json(spec), "roster": tuple(sorted(roster)), "secure": terms.secure}
+    if terms.private is not None:
+        check_spec(spec)
+    about = {
+        "covey": __version__,
+        "spec": spec_to_json(spec),
+        "roster": tuple(sorted(roster)),
+        "secure": terms.secure,
+        "private": terms.private,
+    }
     book = Journal(journal, about, new_run())
     federation = Federation(transport, roster, spec, book, terms, say)
     without: dict[str, str] = {}
@@ -83,7 +95,12 @@ def run_fit(
                 without |= lost.sites
                 if not federation.roster:
                     raise FederationError(f"No site is left: {lost}") from None
-        said = {"run": federation.journal.head["run"], "sites": list(federation.roster), "without": without}
+        said = {
+            "run": federation.journal.head["run"],
+            "sites": list(federation.roster),
+            "without": without,
+            "privacy": _stated(federation),
+        }
         federation.deliver(_delivered(fitted, said))
     except SiteLost as lost:
         raise _stopped(lost, book) from None
@@ -92,13 +109,22 @@ def run_fit(
         raise
     book.close(done=True)
     model = operator_model(federation, fitted)
-    return Outcome(model, tuple(federation.exchanges), federation.roster, without, said["run"])
+    return Outcome(model, tuple(federation.exchanges), federation.roster, without, said["run"], said["privacy"])
 
 
 def _fit(federation: Federation, spec: Spec) -> Fitted:
     federation.open()
     settled = spec.settled()
+    stated = _stated(federation)
+    if federation.how.private is not None and stated is not None:
+        return promised(fit_privately(federation, settled, federation.how.private), stated)
     return fit_across(federation, settled, settled.varying(design_from_json(federation.agreed.design)))
+
+
+def _stated(federation: Federation) -> dict[str, Any] | None:
+    """What a private fit promises, over all its starts."""
+    private, delta = federation.how.private, federation.how.delta
+    return None if private is None else statement(private, delta, federation.epoch + 1)
 
 
 def _stopped(lost: SiteLost, book: Journal) -> FederationError:
@@ -125,7 +151,8 @@ def operate(transport: Transport, settings: Mapping[str, Any], say: Callable[[st
     on_loss = settings.get("on_loss", settings.get("on-loss", "stop"))
     outcome = run_fit(transport, roster, spec, terms, journal=journal, on_loss=on_loss, say=say)
     if out is not None:
-        save_model(outcome.model, out, extra={"federation": {"run": outcome.run, "sites": list(outcome.roster)}})
+        told = {"run": outcome.run, "sites": list(outcome.roster), "privacy": outcome.privacy}
+        save_model(outcome.model, out, extra={"federation": told})
     text = report(outcome)
     return text if out is None else f"{text}\n\nmodel of clusters and of the whole written to {out}"
 
@@ -146,7 +173,24 @@ def terms_of(settings: Mapping[str, Any]) -> Terms:
     """What the operator decides, among some settings."""
     members = Members.read(settings.get("members") or None)
     given = {name: settings[name] for name in ("timeout", "retries", "secure") if settings.get(name) not in (None, "")}
-    return Terms(**given, members=members)
+    private, delta = privacy_of(settings, str(settings.get("family") or "gaussian"))
+    return Terms(**given, members=members, categories=categories_of(settings), private=private, delta=delta)
+
+
+def categories_of(settings: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What columns may hold, by name: as a mapping, or as JSON in words."""
+    given = settings.get("categories")
+    if not given:
+        return None
+    try:
+        found = json.loads(given) if isinstance(given, str) else given
+    except ValueError:
+        found = None
+    if not (isinstance(found, Mapping) and all(isinstance(each, list | tuple) for each in found.values())):
+        raise FederationError(
+            f'The \'categories\' must be lists by column, as {{"zone": ["a", "b"]}}. Got {str(given)[:80]!r} instead.'
+        )
+    return found
 
 
 def roster_of(transport: Transport, settings: Mapping[str, Any], members: Members) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from covey.federation.site import Site
 from covey.federation.transport import InProcess
 from covey.labels import encode, lookup
 from covey.model import Model, as_frame
+from covey.solvers.private import seeded_normal
 from covey.spec import Spec
 
 
@@ -51,6 +52,7 @@ def simulate(
     models: Path | None = None,
     journal: Path | None = None,
     on_loss: OnLoss = "stop",
+    noise_seed: int | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Simulation:
     """Deal the clients of a table out to sites, and fit across them.
@@ -60,6 +62,7 @@ def simulate(
     sites : how many there are, each client at one of them by turns; or the column that says where a row is
     minimum : clients that a site wants behind each sum it sends
     models : folder in which each site writes the models of its clients
+    noise_seed : of the noise of a private fit, for the same noise each time; by default it is the system's
 
     >>> from covey.datasets import load_radon
     >>> spec = Spec(formula="log_radon ~ floor", client="county", cluster="state", gamma=10.0)
@@ -70,8 +73,15 @@ def simulate(
     spec.check()
     parts = deal(table, spec, sites)
     at = {
-        name: Site(name, _reads(part), models=None if models is None else models / name, minimum=minimum, frank=True)
-        for name, part in parts.items()
+        name: Site(
+            name,
+            _reads(part),
+            models=None if models is None else models / name,
+            minimum=minimum,
+            frank=True,
+            draw=None if noise_seed is None else seeded_normal(noise_seed, at),
+        )
+        for at, (name, part) in enumerate(parts.items())
     }
     outcome = run_fit(InProcess(at), list(at), spec, terms or Terms(), journal=journal, on_loss=on_loss, say=say)
     return Simulation(outcome, at)

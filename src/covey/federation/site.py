@@ -25,12 +25,14 @@ from covey import __version__
 from covey._typing import Anything
 from covey.data import GroupedData, read_table
 from covey.errors import CoveyError, FederationError, FormulaError, PenaltyError, SolverError
-from covey.federation.agreement import Agree, Hello, Joined, Salt, grouped, profile_of, tags, totals
+from covey.federation.agreement import Agree, Hello, Joined, Salt, counts, grouped, profile_of, tags, totals, unspoken
+from covey.federation.budget import Budget, releases
 from covey.federation.letters import Letter, Refusal, decode, encode, split
 from covey.federation.masking import Epoch, Keys, check_keys, check_roster, mask, open_sealed, pair_secret, seal
 from covey.federation.models import keep_model
 from covey.network import Node
 from covey.persist import spec_from_json
+from covey.solvers.private import Draw
 from covey.solvers.threads import threads_for
 from covey.spec import Spec
 
@@ -79,6 +81,8 @@ class Site:
     models : folder for its clients' models; by default in its home
     minimum : clients that must stand behind each sum that leaves it
     frank : whether sentences about its rows may leave it; in a simulation they may
+    budget : what it lets itself spend of its clients' privacy
+    draw : where noise comes from; None is the system's randomness, and only simulations have another
     """
 
     def __init__(
@@ -90,10 +94,13 @@ class Site:
         models: Path | None = None,
         minimum: int = MINIMUM,
         frank: bool = False,
+        budget: Budget | None = None,
+        draw: Draw | None = None,
     ) -> None:
         self.name, self.minimum, self.home, self.frank = name, minimum, home, frank
         self.models = home / "model" if models is None and home is not None else models
-        self._read = read
+        self.budget = Budget() if budget is None else budget
+        self._read, self._draw = read, draw
         self._runs: dict[str, Run] = {}
         self._nodes: dict[str, Node] = {}
 
@@ -151,6 +158,7 @@ class Site:
         hello: Hello = asked.body
         if hello.version != __version__:
             raise FederationError(f"This site runs covey {__version__}, the coordinator {hello.version}; install the same.")
+        self.budget.admit(hello.private, asked.run, asked.epoch)
         spec = spec_from_json(hello.spec)
         key = ""
         if hello.secure:
@@ -159,7 +167,8 @@ class Site:
                 run.private = Keys.fresh().private.hex()
                 self._put_aside(asked.run, run)
             key = Keys.fresh(bytes.fromhex(run.private)).public.hex()
-        return profile_of(self._table(spec), spec, key)
+        profile = profile_of(self._table(spec), spec, key)
+        return profile if hello.private is None else unspoken(profile)
 
     def _draw_salt(self, asked: Letter) -> dict[str, str]:
         wanted: Salt = asked.body
@@ -173,6 +182,7 @@ class Site:
         agreed: Agree = asked.body
         if self.name not in agreed.roster:
             raise FederationError(f"Site {self.name!r} is not on the roster of this run.")
+        self.budget.admit(agreed.private, asked.run, asked.epoch)
         if agreed.keys:
             self._check_masks(agreed, run)
             shared = self._shared(asked.run, run, agreed.keys)
@@ -185,8 +195,9 @@ class Site:
         run.agreed, run.rows = agreed, _digest(data)
         run.gamma, run.theta, run.memory = None, None, {}
         run.epochs = (*run.epochs, Epoch(agreed.roster, answered=True))
-        self._nodes[asked.run] = Node(data, spec_from_json(agreed.spec).loss, np.ones(data.n_clients))
-        return (Joined(tags(data, run.salt if agreed.keys else agreed.salt)), self._sent(asked, run, totals(data)))
+        self._nodes[asked.run] = Node(data, spec_from_json(agreed.spec).loss, np.ones(data.n_clients), draw=self._draw)
+        first = totals(data) if agreed.private is None else counts(data)
+        return (Joined(tags(data, run.salt if agreed.keys else agreed.salt)), self._sent(asked, run, first))
 
     def _check_masks(self, agreed: Agree, run: Run) -> None:
         check_keys({site: bytes.fromhex(key) for site, key in agreed.keys.items()})
@@ -215,10 +226,14 @@ class Site:
             return None
         if asked.kind != "ask":
             raise FederationError(f"A site does not know letters of kind {asked.kind!r}.")
+        private = None if run.agreed is None else run.agreed.private
+        noisy = releases(asked.body, private)
         before = node.gamma, node.theta, dict(node.memory)
         try:
             with threads_for(node.data), np.errstate(over="ignore", invalid="ignore"):
                 reply = asked.body.at(node)
+            if noisy and private is not None and not asked.mute:
+                self.budget.charge(private, asked.run, asked.epoch, asked.exchange)
         except BaseException:
             node.gamma, node.theta, node.memory = before
             raise
@@ -255,7 +270,7 @@ class Site:
             if _digest(data) != run.rows:
                 raise FederationError("The table has changed since the run began; put it back, or start a new run.")
             gamma = np.ones(data.n_clients) if run.gamma is None else run.gamma
-            self._nodes[name] = Node(data, spec.loss, gamma, run.theta, run.memory)
+            self._nodes[name] = Node(data, spec.loss, gamma, run.theta, run.memory, draw=self._draw)
         return self._nodes[name]
 
     def _remember(self, name: str) -> Run:
@@ -281,7 +296,9 @@ class Site:
 
 
 def open_site(name: str, settings: Mapping[str, Any]) -> Site:
-    """The site of a node's settings: ``data`` (its table), ``home`` (its folder) and, if not 3, ``minimum``."""
+    """The site of a node's settings: ``data`` (its table), ``home`` (its folder) ``minimum`` (if not 3),
+    and what it may spend: ``epsilon``, ``epsilon_total``, ``delta``.
+    """
     for needed in ("data", "home"):
         if not settings.get(needed):
             raise FederationError(f"The node of site {name!r} has no setting {needed!r}; start it with {needed}=... .")
@@ -290,7 +307,8 @@ def open_site(name: str, settings: Mapping[str, Any]) -> Site:
     minimum = settings.get("minimum", MINIMUM)
     if not isinstance(minimum, int) or minimum < 1:
         raise FederationError(f"The 'minimum' of site {name!r} must be a whole number >= 1. Got {minimum!r} instead.")
-    return Site(name, lambda spec: read_table(path, ids=[spec.client, spec.cluster]), home=home, minimum=minimum)
+    read: Read = lambda spec: read_table(path, ids=[spec.client, spec.cluster])  # noqa: E731
+    return Site(name, read, home=home, minimum=minimum, budget=Budget.of(settings, home))
 
 
 def _out_of_step(asked: Letter, run: Run) -> Refusal | None:

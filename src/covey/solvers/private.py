@@ -16,14 +16,14 @@ whatever its rows, and how far it is from its cluster, ``theta_i - w``. Both tog
       coordinator   solves  one sweep of the two upper levels with these sums
     coordinator     sends   Place: w, and clients go where it puts them; nothing comes back
 
-One client is in one sum only, so its rows move all that is sent in a round by ``clip`` at most, in Euclidean norm: a round is a
-Gaussian mechanism (Dwork and Roth 2014, appendix A) and a run the composition of ``rounds`` of them, each chosen in the
-knowledge of those before. The envelopes of a Gaussian loss are quadratic and one round finds the minimum, but a second is worth its
-share of the noise: it begins nearer, so that less is clipped and errors of ``C_i`` weigh less.
+One client is in one sum only, so its rows move all that is sent in a round by ``clip`` at most, in Euclidean norm: a round is
+a Gaussian mechanism (Dwork and Roth 2014, appendix A) and a run the composition of ``rounds`` of them, each chosen in the
+knowledge of those before. The envelopes of a Gaussian loss are quadratic and one round finds the minimum, but a second is
+worth its share of the noise: it begins nearer, so that less is clipped and errors of ``C_i`` weigh less.
 
 Sums are of whole multiples of ``2^-36 clip``: contributions are cut to them, towards zero, and noise is rounded to them. What
-is sent is then the rounding of a true Gaussian mechanism on integers, and the last digits of floating-point numbers, which could
-give the addends away (Mironov 2012), are not there. Noise is drawn from the system's randomness, not from a run's seed.
+is sent is then the rounding of a true Gaussian mechanism on integers, and the last digits of floating-point numbers, which
+could give the addends away (Mironov 2012), are not there. Noise is from the system's randomness, not from a run's seed.
 """
 
 from __future__ import annotations
@@ -102,17 +102,18 @@ class Release:
         # That a cluster has no clients here is known to all, so there is nothing to hide.
         full = node.data.hierarchy.sizes > 0
         sums[full] += np.rint(self.noise * _UNITS * draw(sums[full].size)).astype(np.int64).reshape(-1, sums.shape[1])
-        return Noisy(sums)
+        return Noisy(sums, full.astype(np.int64))
 
 
 @dataclass(frozen=True)
 class Noisy:
-    """Up: sums ``(k, d(d+1)/2 + d)`` with noise, in units of ``2^-36 clip``. Adds over nodes."""
+    """Up: sums ``(k, d(d+1)/2 + d)`` with noise, in units of ``2^-36 clip``, and how often noise went in. Adds over nodes."""
 
     sums: Ints
+    draws: Ints
 
     def __add__(self, other: Noisy) -> Noisy:
-        return Noisy(self.sums + other.sums)
+        return Noisy(self.sums + other.sums, self.draws + other.draws)
 
 
 @dataclass(frozen=True)
@@ -186,20 +187,22 @@ def node_contributions(node: Node, w: Floats) -> Floats:
 
 
 def clipped(v: Floats, clip: float) -> Ints:
-    """Contributions shortened to length ``clip`` where they are longer, in whole units; what is not finite counts as nothing."""
+    """Contributions shortened to length ``clip`` where they are longer, in whole units; what is not finite is nothing."""
     v = np.where(np.isfinite(v).all(axis=1, keepdims=True), v, 0.0)
     largest = np.abs(v).max(axis=1, keepdims=True, initial=0.0)
-    shape = v / np.where(largest > 0, largest, 1.0)  # so that no square overflows
-    norm = largest * np.sqrt((shape**2).sum(axis=1, keepdims=True))
+    shape = v / np.where(largest > 0, largest, 1.0)  # so that no square overflows or vanishes
+    norm = np.sqrt((shape**2).sum(axis=1, keepdims=True))
+    with np.errstate(over="ignore"):
+        length = largest / clip * norm
     # A hair below the clip, so that rounding cannot carry a contribution above it.
-    keep = np.minimum(1.0, (1 - 1e-12) * clip / np.where(norm > 0, norm, clip))
-    return np.trunc(v * keep / clip * _UNITS).astype(np.int64)
+    length = np.minimum(length, 1 - 1e-12)
+    return np.trunc(shape / np.where(norm > 0, norm, 1.0) * (length * _UNITS)).astype(np.int64)
 
 
 def summed(units: Ints, ptr: Ints) -> Ints:
     """Sums over the clients of each cluster, exact in whatever order."""
     running = np.concatenate([np.zeros((1, units.shape[1]), dtype=np.int64), np.cumsum(units, axis=0)])
-    return running[ptr[1:]] - running[ptr[:-1]]
+    return np.asarray(running[ptr[1:]] - running[ptr[:-1]])
 
 
 def system_normal(n: int) -> Floats:
@@ -210,7 +213,7 @@ def system_normal(n: int) -> Floats:
     return np.asarray(sign * ndtri(below_half))
 
 
-def seeded_normal(seed: int) -> Draw:
+def seeded_normal(*seed: int) -> Draw:
     """The same numbers each time: for tests and simulation, where nothing is secret."""
     return np.random.default_rng(seed).standard_normal
 
@@ -258,8 +261,8 @@ def private_across(network: Network, penalty: Penalty, privacy: Privacy) -> Fit:
     links = Links(tree.sizes, d * (d + 1) // 2 + d, d + 2)
     ledger = links.count(privacy.rounds * np.ones(tree.n_clusters, dtype=np.int64), privacy.rounds)
     message = (
-        f"{privacy.rounds} noisy {'sum' if privacy.rounds == 1 else 'sums'} of clients clipped at {privacy.clip:.4g}; nothing "
-        "was sent by which to judge how near the minimum this is"
+        f"{privacy.rounds} {'round' if privacy.rounds == 1 else 'rounds'} of sums with noise; nothing is sent by which to tell "
+        "how near the minimum this is"
     )
     end = Convergence("private", False, privacy.rounds, privacy.rounds + 1, np.nan, np.nan, None, message)
     return Fit(np.empty((0, d)), w, wbar, end, None, ledger)
@@ -268,9 +271,9 @@ def private_across(network: Network, penalty: Penalty, privacy: Privacy) -> Fit:
 def next_top(reply: Noisy, w: Floats, gamma: Floats, spread: Spread, sizes: Ints, privacy: Privacy) -> tuple[Floats, Floats]:
     """The upper levels after a release: Newton's step with what it says, made a matrix that could be."""
     d = w.shape[1]
-    sums = reply.sums * (privacy.clip / _UNITS)
+    sums = reply.sums.astype(np.float64) * (privacy.clip / _UNITS)
     C, away = square(sums[:, :-d], d), sums[:, -d:]
-    C = plausible(C, np.maximum(sizes, 0), privacy.noise * privacy.clip)
+    C = plausible(C, sizes, privacy.noise * privacy.clip * np.sqrt(reply.draws))
     C, away = gamma[:, None, None] * C, gamma[:, None] * away
     nothing = np.zeros(len(w))
     seen = Quadratic(C, away + np.einsum("jab,jb->ja", C, w), nothing, nothing)
@@ -278,7 +281,7 @@ def next_top(reply: Noisy, w: Floats, gamma: Floats, spread: Spread, sizes: Ints
     return w, wbar
 
 
-def plausible(C: Floats, sizes: Ints, sd: float) -> Floats:
+def plausible(C: Floats, sizes: Ints, sd: Floats) -> Floats:
     """The nearest matrices with eigenvalues that sums over so many clients can have; none that noise alone could make up.
 
     An eigenvalue below the noise cannot be told from zero, and a step divided by it would be noise.

@@ -1,0 +1,368 @@
+"""Differential privacy across sites: what it costs, who may spend it, and that nothing is released twice."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from dp_accounting import ComposedDpEvent, GaussianDpEvent, SelfComposedDpEvent, pld, rdp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import norm
+
+from covey.errors import CoveyError, FederationError, SolverError
+from covey.federation.agreement import Joined, Totals
+from covey.federation.budget import Budget
+from covey.federation.coordinator import Terms
+from covey.federation.letters import decode, encode
+from covey.federation.operate import operate, terms_of
+from covey.federation.privacy import epsilon, noise_for, privacy_of, spent
+from covey.federation.report import report
+from covey.federation.simulate import simulate
+from covey.federation.site import Site, open_site
+from covey.federation.transport import Failure, InProcess
+from covey.network import Batch
+from covey.persist import load_model
+from covey.solvers.private import Noisy, Place, Privacy, Release, seeded_normal
+from covey.solvers.sweep import Up
+from tests.federation.sites import FAMILIES, Meddling, assert_same, by_turns, fit, in_memory, sites_of, spec, table, thetas
+
+LISTED = {"z": ["z0", "z1", "z2"], "y": [0, 1]}
+
+
+def terms(noise=1.0, clip=1.0, rounds=2, **settings):
+    return Terms(**{"retries": 1, "timeout": 1.0, "categories": LISTED, "private": Privacy(noise, clip, rounds), **settings})
+
+
+def asks(carrier, site):
+    """Requests to a site and its replies, as bytes."""
+    pairs = zip(carrier.letters, carrier.replies, strict=True)
+    return [(decode(letter), reply) for (name, letter), (_, reply) in pairs if name == site and decode(letter).kind == "ask"]
+
+
+def released(letter):
+    body = letter.body
+    return body.requests[-1] if hasattr(body, "requests") else body
+
+
+# The accountant
+
+
+def closed_form(sigma, eps):
+    """The delta of one Gaussian mechanism (Balle and Wang 2018, theorem 8)."""
+    return norm.cdf(0.5 / sigma - eps * sigma) - math.exp(eps) * norm.cdf(-0.5 / sigma - eps * sigma)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.floats(0.3, 50.0), st.integers(1, 20), st.floats(1e-10, 1e-2))
+def test_epsilon_is_that_of_the_closed_form_and_below_the_renyi_bound(noise, releases, delta):
+    eps = epsilon(noise, releases, delta)
+    if eps > 0:
+        assert closed_form(noise / math.sqrt(releases), eps) == pytest.approx(delta, rel=1e-4)
+    rho = releases / (2 * noise**2)  # zero-concentrated: its simple bound is above
+    assert eps <= rho + 2 * math.sqrt(rho * math.log(1 / delta)) + 1e-9
+
+
+@pytest.mark.parametrize(("noise", "releases"), [(1.0, 1), (4.0, 3), (8.0, 10)])
+def test_two_accountants_agree(noise, releases):
+    event = SelfComposedDpEvent(GaussianDpEvent(noise), releases)
+    own = epsilon(noise, releases, 1e-6)
+    assert pld.PLDAccountant().compose(event).get_epsilon(1e-6) == pytest.approx(own, rel=1e-3)
+    assert own < rdp.RdpAccountant().compose(event).get_epsilon(1e-6) < 1.4 * own
+
+
+def test_releases_with_other_noise_add_up():
+    event = ComposedDpEvent([GaussianDpEvent(2.0), GaussianDpEvent(5.0), GaussianDpEvent(5.0)])
+    assert spent([(2.0, 1), (5.0, 2)], 1e-6) == pytest.approx(pld.PLDAccountant().compose(event).get_epsilon(1e-6), rel=1e-3)
+    assert spent([(2.0, 0)]) == spent([]) == 0.0
+    assert spent([(0.0, 1)]) == math.inf
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.floats(0.05, 20.0), st.integers(1, 20), st.floats(1e-10, 1e-2))
+def test_noise_for_an_epsilon_has_that_epsilon_and_never_more(target, releases, delta):
+    noise = noise_for(target, releases, delta)
+    assert target * (1 - 1e-6) <= epsilon(noise, releases, delta) <= target
+    assert epsilon(noise * 1.1, releases, delta) < epsilon(noise, releases, delta) < epsilon(noise, releases + 1, delta)
+
+
+def test_settings_that_make_no_sense_are_refused():
+    assert privacy_of({"epsilon": None, "clip": ""}, "gaussian") == (None, 1e-6)
+    with pytest.raises(SolverError, match="'clip' belongs to differential privacy; give epsilon too"):
+        privacy_of({"clip": 2.0}, "gaussian")
+    for wrong in ({"epsilon": 0}, {"epsilon": math.inf}, {"epsilon": "1"}, {"delta": 1.0}, {"rounds": 0}, {"clip": -1}):
+        with pytest.raises(SolverError, match=next(iter(wrong))):
+            privacy_of({"epsilon": 1.0, **wrong}, "gaussian")
+
+
+# The run
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("secure", [False, True])
+def test_without_noise_a_private_run_is_the_fit_in_memory(family, secure):
+    frame, asked = table(1, family), spec(family)
+    sites = sites_of(by_turns(frame, 3))
+    outcome = fit(sites, asked, terms=terms(0.0, 20.0, 8, secure=secure))
+    assert_same(outcome, sites, in_memory(frame, asked), atol=1e-7)
+    assert outcome.privacy["epsilon"] == math.inf
+
+
+def test_masks_change_nothing_of_the_same_noise():
+    frame, runs = table(2, clients=30), []
+    for secure in (False, True):
+        parts = by_turns(frame, 3)
+        sites = {
+            name: Site(name, lambda _, p=p: p, minimum=1, draw=seeded_normal(at)) for at, (name, p) in enumerate(parts.items())
+        }
+        runs.append(fit(sites, spec(), terms=terms(0.5, secure=secure)).model.w)
+    assert np.array_equal(*runs)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_only_noisy_sums_and_public_counts_leave_a_site(family):
+    """Every reply is opened. That the sums are as noisy as they say is in the tests of the solver."""
+    sites = sites_of(by_turns(table(3, family), 3))
+    carrier = Meddling(sites)
+    fit(sites, spec(family), carrier, terms())
+    kinds = []
+    for (_, letter), (site, reply) in zip(carrier.letters, carrier.replies, strict=True):
+        asked, body = decode(letter), decode(reply).body
+        if asked.kind == "hello":
+            assert body.levels == {}
+            assert body.classes is None
+        elif asked.kind == "agree":
+            joined, first = body
+            assert isinstance(joined, Joined)
+            assert isinstance(first, Totals)
+            assert first.clients.sum() == sites[site].node(asked.run).data.n_clients
+            told = [first.rows, *(part.floats() for part in (first.sums, first.squares, first.response))]
+            assert not any(np.any(each) for each in told)
+        else:
+            kinds.append(type(body).__name__)
+            assert body is None or isinstance(body, Noisy)
+    assert kinds.count("Noisy") == 3 * 2
+
+
+def test_the_promise_is_printed_and_saved_with_both_models(tmp_path):
+    asked = {"formula": "y ~ x", "client": "client", "cluster": "cluster", "gamma": 2.0, "lam": 1.5, "epsilon": 2.5}
+    sites = sites_of(by_turns(table(4), 3), models=tmp_path / "site")
+    text = operate(InProcess(sites), {**asked, "out": str(tmp_path / "out")}, lambda _: None)
+    promise = "differential privacy: (epsilon, delta) = (2.5, 1e-06) for every client, clip 1, noise "
+    assert promise in text
+    assert "0 rows" not in text
+    for place, told in ((tmp_path / "out", lambda extra: extra["federation"]), (tmp_path / "site", lambda extra: extra)):
+        model, extra = load_model(place)
+        assert promise in model.convergence.message
+        assert "2 releases" in model.convergence.message
+        assert not model.convergence.converged
+        assert math.isnan(model.convergence.objective)
+        assert told(extra)["privacy"]["epsilon"] == pytest.approx(2.5, rel=1e-6)
+
+
+def test_noise_is_the_systems_unless_a_simulation_gives_a_seed():
+    frame, asked = table(5), spec()
+    runs = [simulate(frame, asked, 3, terms=terms(), noise_seed=seed).outcome.model.w for seed in (1, 1, 2, None, None)]
+    assert np.array_equal(runs[0], runs[1])
+    assert not any(np.array_equal(runs[a], runs[b]) for a, b in ((0, 2), (0, 3), (3, 4)))
+
+
+def test_categories_and_classes_are_the_operators_to_list():
+    sites = sites_of(by_turns(table(6, "bernoulli"), 3))
+    with pytest.raises(FederationError, match="the operator lists what column 'y' may hold"):
+        fit(sites, spec("bernoulli"), terms=terms(categories=None))
+    with pytest.raises(FederationError, match="the operator lists what column 'z' may hold"):
+        fit(sites, spec(), terms=terms(categories={"y": [0, 1]}))
+    assert terms_of({"categories": '{"z": ["a"]}'}).categories == {"z": ["a"]}
+    with pytest.raises(FederationError, match="lists by column"):
+        terms_of({"categories": "z=a,b"})
+
+
+def test_a_delta_that_promises_nothing_is_refused():
+    with pytest.raises(SolverError, match=r"delta of 0.1 for 12 clients .* below 1/12"):
+        fit(sites_of(by_turns(table(7), 2)), spec(), terms=terms(delta=0.1))
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        (spec(gamma=None, lam=None), "give gamma and lam"),
+        (spec(solver="l2gd"), "leave out solver='l2gd'"),
+        (spec(james_stein=True), "does not go with james_stein"),
+        (spec(gamma=None, lam=None, baseline="single-model"), "leave out baseline='single-model'"),
+    ],
+)
+def test_what_would_send_more_is_refused_before_the_first_letter(asked, why):
+    sites = sites_of(by_turns(table(8), 2))
+    carrier = Meddling(sites)
+    with pytest.raises(SolverError, match=why):
+        fit(sites, asked, carrier, terms())
+    assert not carrier.letters
+
+
+# Nothing twice
+
+
+def test_asked_again_a_site_sends_the_same_noise():
+    sites = sites_of(by_turns(table(9), 2))
+    lost = []
+
+    def drop_first(site, letter, reply):
+        asked = decode(letter)
+        if site == "s0" and asked.kind == "ask" and isinstance(released(asked), Release) and not lost:
+            lost.append(reply)
+            return Failure("late", "no answer in time")
+        return reply
+
+    carrier = Meddling(sites, drop_first)
+    fit(sites, spec(), carrier, terms())
+    replies = [reply for asked, reply in asks(carrier, "s0") if isinstance(released(asked), Release)]
+    assert isinstance(replies[0], Failure)
+    assert lost == [replies[1]]
+    assert [len(one["exchanges"]) for one in sites["s0"].budget.kept.values()] == [2]
+
+
+def test_a_site_without_its_memory_releases_nothing_again(tmp_path):
+    """After its first release it forgets the run, but not what it spent: it catches up in silence, and goes on."""
+    parts = by_turns(table(10), 2)
+    homes = {name: tmp_path / name for name in parts}
+
+    def start(name):
+        budget = Budget(file=homes[name] / "privacy.json")
+        return Site(name, lambda _, part=parts[name]: part, home=homes[name], minimum=1, budget=budget)
+
+    sites = {name: start(name) for name in parts}
+
+    def forget(site, letter, reply):
+        asked = decode(letter)
+        if site == "s0" and asked.kind == "ask" and asked.exchange == 1 and not asked.mute:
+            (homes["s0"] / "runs" / f"{asked.run}.state").unlink()
+            carrier.inner = InProcess({**sites, "s0": start("s0")})
+        return reply
+
+    carrier = Meddling(sites, forget)
+    outcome = fit(sites, spec(), carrier, terms())
+    noisy = [decode(reply) for asked, reply in asks(carrier, "s0") if isinstance(released(asked), Release)]
+    mute = [letter for letter in noisy if letter.kind == "ready"]
+    assert mute
+    assert all(letter.body is None for letter in mute)
+    assert [letter.kind for letter in noisy].count("reply") == 2
+    kept = json.loads((homes["s0"] / "privacy.json").read_text())
+    assert [one["exchanges"] for one in kept["releases"].values()] == [[1, 2]]
+    assert kept["epsilon"] == pytest.approx(outcome.privacy["epsilon"])
+
+
+def test_an_exchange_whose_answer_is_lost_is_not_answered_with_other_noise(tmp_path):
+    site = Site("s0", lambda _: table(11), home=tmp_path, minimum=1, budget=Budget(file=tmp_path / "privacy.json"))
+    sent = []
+
+    def keep(_, letter, reply):
+        sent.append(letter)
+        return reply
+
+    fit({"s0": site}, spec(), Meddling({"s0": site}, keep), terms())
+    run = decode(sent[0]).run
+    (tmp_path / "runs" / f"{run}.state").unlink()
+    again = Site("s0", lambda _: table(11), home=tmp_path, minimum=1, budget=Budget(file=tmp_path / "privacy.json"))
+    answers = [decode(again.answer(letter)) for letter in sent if decode(letter).kind != "deliver"]
+    first = next(answer for answer in answers if answer.kind == "refusal")
+    assert "noise is not drawn twice" in first.body.sentence
+    assert not any(isinstance(answer.body, Noisy) for answer in answers)
+
+
+def test_a_fit_that_began_twice_counts_both_starts():
+    frame = table(12, clients=18)
+    sites = sites_of(by_turns(frame, 3))
+
+    def die(site, letter, reply):
+        asked = decode(letter)
+        gone = site == "s2" and asked.kind == "ask" and asked.exchange == 2
+        return Failure("gone", "it is not connected") if gone else reply
+
+    outcome = fit(sites, spec(), Meddling(sites, die), terms(5.0), on_loss="continue")
+    assert outcome.privacy["releases"] == 4
+    assert outcome.privacy["epsilon"] == pytest.approx(epsilon(5.0, 4))
+    assert "4 releases" in report(outcome)
+    made = [(one["noise"], len(one["exchanges"])) for one in sites["s0"].budget.kept.values()]
+    assert spent(made) <= outcome.privacy["epsilon"]
+
+
+# What a site allows
+
+
+def test_a_site_refuses_to_spend_more_than_it_allows():
+    sites = sites_of(by_turns(table(13), 2))
+    sites["s1"].budget = Budget(run=1.0)
+    cost = epsilon(1.0, 2)
+    with pytest.raises(FederationError, match=rf"Site 's1': .*epsilon for one run to {cost:.4g} .*allows 1 at most"):
+        fit(sites, spec(), terms=terms(1.0))
+    with pytest.raises(FederationError, match=r"answers only under differential privacy, with epsilon 1 at most"):
+        fit(sites, spec())
+    assert not sites["s1"].budget.kept
+    fit(sites, spec(), terms=terms(noise_for(1.0, 2)))
+    assert sites["s1"].budget.spent() == pytest.approx(1.0, rel=1e-6)
+
+
+def test_a_site_counts_over_runs_and_restarts(tmp_path):
+    parts, asked = by_turns(table(14), 2), terms(noise_for(1.0, 2))
+    file = tmp_path / "privacy.json"
+
+    def once():
+        sites = sites_of(parts)
+        sites["s0"].budget = Budget(total=1.5, file=file)
+        return fit(sites, spec(), terms=asked)
+
+    once()
+    once()
+    assert Budget(file=file).spent() == pytest.approx(epsilon(noise_for(1.0, 2), 4))
+    with pytest.raises(FederationError, match=r"epsilon for all runs to 1\.\d+ .*allows 1.5 at most"):
+        once()
+    file.write_text("{")
+    with pytest.raises(FederationError, match=r"privacy.json is damaged"):
+        once()
+
+
+def test_a_second_start_is_refused_where_it_would_cost_too_much():
+    sites = sites_of(by_turns(table(15, clients=18), 3))
+    sites["s0"].budget = Budget(run=1.0)
+
+    def die(site, letter, reply):
+        asked = decode(letter)
+        return Failure("gone", "it") if site == "s2" and asked.kind == "ask" and asked.exchange == 2 else reply
+
+    with pytest.raises(FederationError, match="Site 's0': This would bring the site's epsilon for one run to"):
+        fit(sites, spec(), Meddling(sites, die), terms(noise_for(1.0, 2)), on_loss="continue")
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (Up(), "does not answer 'Up'"),
+        (Release(np.zeros((3, 4)), 0.0, 1.0), "Noise 0 and clip 1 were asked for"),
+        (Release(np.zeros((3, 4)), 1.0, 9.0), "Noise 1 and clip 9 were asked for"),
+        (Release(np.zeros((3, 4)), 1.0, 1.0), "agreed to 2 releases and has made them"),
+    ],
+)
+def test_a_coordinator_that_asks_for_more_is_refused(body, why):
+    """After the run, the letter that would come next: a site holds to what was agreed."""
+    sites = sites_of(by_turns(table(16), 2))
+    carrier = Meddling(sites)
+    fit(sites, spec(), carrier, terms())
+    last = next(decode(letter) for site, letter in reversed(carrier.letters) if site == "s0")
+    for asked in (body, Batch((body, Place(np.zeros((3, 4))))), Batch((Place(np.zeros((3, 4))), body))):
+        letter = replace(last, kind="ask", exchange=last.exchange + 1, body=asked)
+        answer = decode(sites["s0"].answer(encode(letter)))
+        assert answer.kind == "refusal"
+        assert why in answer.body.sentence
+    assert len(thetas(sites, last.run)) == 12
+
+
+def test_a_nodes_settings_are_its_limits(tmp_path):
+    table(17).write_parquet(tmp_path / "t.parquet")
+    given = {"data": str(tmp_path / "t.parquet"), "home": str(tmp_path), "epsilon": 2, "epsilon-total": 5.0, "delta": 1e-7}
+    budget = open_site("s", given).budget
+    assert (budget.run, budget.total, budget.delta) == (2.0, 5.0, 1e-7)
+    assert budget.file == tmp_path / "privacy.json"
+    with pytest.raises(CoveyError, match=r"'epsilon' must be a positive number. Got -1"):
+        open_site("s", {**given, "epsilon": -1})
