@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
@@ -128,6 +128,7 @@ class Tie:
     """Down: what ties clients to their clusters, ``gamma (k,)``, one for all clients of each."""
 
     gamma: Floats
+    quiet: ClassVar[bool] = True  # has no answer, so it can travel with the next request
 
     def at(self, node: Node) -> None:
         node.gamma = self.gamma[node.data.hierarchy.parent]

@@ -1,6 +1,9 @@
 """Across sites the fit is the one in memory, however clients are dealt out."""
 
+from dataclasses import replace
+
 import numpy as np
+import polars as pl
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -55,11 +58,47 @@ def test_james_stein_and_newton_for_a_linear_model():
         assert_same(fit(sites, asked), sites, in_memory(frame, asked))
 
 
+LEARNED = {
+    "reml": {},
+    "ml": {"penalty": "ml"},
+    "full covariance": {"formula": "y ~ x + (1 + x | cluster/client)"},
+    "per cluster": {"per_cluster": True, "vary": ["Intercept"]},
+    "logistic": {"family": "bernoulli", "formula": "y ~ x", "vary": ["Intercept"]},
+    "counts": {"family": "poisson", "formula": "y ~ x", "vary": ["Intercept"]},
+}
+
+
+@pytest.mark.parametrize("secure", [False, True])
+@pytest.mark.parametrize("what", LEARNED)
+def test_penalties_learned_across_sites_are_those_learned_in_memory(what, secure, tmp_path):
+    """Components, tests and models; and the intervals that a site tells of its own clients, as if it knew everybody."""
+    asked = spec(**{"gamma": None, "lam": None, "client": None, "cluster": None, **LEARNED[what]})
+    if "|" not in asked.formula:
+        asked = replace(asked, client="client", cluster="cluster")
+    frame = table(7, asked.family, clients=30, clusters=5)
+    sites = sites_of(by_turns(frame, 3), models=None)
+    for name, site in sites.items():
+        site.models = tmp_path / name
+    outcome = fit(sites, asked, terms=Terms(secure=secure))
+    model = in_memory(frame, asked)
+    assert_same(outcome, sites, model, atol=1e-7)
+    here, there = outcome.model.learned.components, model.learned.components
+    assert here.log_likelihood == pytest.approx(there.log_likelihood, rel=1e-9)
+    np.testing.assert_allclose(here.client.sd, there.client.sd, atol=1e-6)
+    np.testing.assert_allclose(here.cluster.sd, there.cluster.sd, atol=1e-6)
+    assert [test.level for test in here.tests] == [test.level for test in there.tests]
+    whole = model.coefficients("client").select("client", "term", "estimate", "std_error").sort("client", "term")
+    parts = [load_model(tmp_path / name)[0].coefficients("client") for name in sites]
+    own = pl.concat([part.select("client", "term", "estimate", "std_error") for part in parts]).sort("client", "term")
+    np.testing.assert_allclose(own["estimate"], whole["estimate"], atol=1e-7)
+    np.testing.assert_allclose(own["std_error"], whole["std_error"], atol=1e-5)
+
+
 def test_a_category_that_one_site_lacks_has_its_term_everywhere():
     frame = table(4)
     parts = by_turns(frame, 2)
     parts["s0"] = parts["s0"].filter(frame["z"].unique().sort()[0] != parts["s0"]["z"])
-    whole = in_memory(__import__("polars").concat(parts.values()), spec())
+    whole = in_memory(pl.concat(parts.values()), spec())
     sites = sites_of(parts)
     outcome = fit(sites, spec())
     assert outcome.model.terms == whole.terms
@@ -67,8 +106,6 @@ def test_a_category_that_one_site_lacks_has_its_term_everywhere():
 
 
 def test_ids_that_are_whole_numbers_or_dates():
-    import polars as pl
-
     frame = table(5)
     number = frame["client"].str.slice(1).cast(pl.Int64)
     for cluster in (number % 3 + 7, pl.Series([__import__("datetime").date(2020, 1, 1 + int(i) % 3) for i in number])):

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import polars as pl
@@ -50,7 +50,7 @@ from covey.federation.privacy import DELTA, check_delta
 from covey.federation.transport import Failure, Transport
 from covey.hierarchy import Hierarchy
 from covey.losses import Loss
-from covey.network import Batch, Request, Tie
+from covey.network import Batch, Request
 from covey.persist import spec_to_json
 from covey.solvers.private import Privacy
 from covey.spec import Spec
@@ -184,9 +184,9 @@ class Federation:
 
     def ask(self, request: Request[R]) -> R:
         """One exchange with every site; the sum of their replies."""
-        if isinstance(request, Tie):  # has no answer, so it can go with the next request
+        if getattr(request, "quiet", False):
             self._held = (*self._held, request)
-            return None
+            return cast(R, None)
         body = Batch((*self._held, request)) if self._held else request
         self._held = ()
         total: R = self._once(type(request).__name__.lower(), {"": self._letter("ask", body)}, self._summed)

@@ -16,6 +16,8 @@ from covey.network import Node
 from covey.objective import Penalty
 from covey.persist import save_model, spec_from_json
 from covey.solvers.result import Convergence
+from covey.variance.components import Components, Whole
+from covey.variance.frame import node_learned
 
 if TYPE_CHECKING:
     from covey.federation.coordinator import Federation
@@ -25,6 +27,11 @@ def site_model(node: Node, agreed: Agree, delivered: Deliver) -> Model:
     """A site's own clients under the clusters of all: what predicts, and gives intervals, at the site."""
     data, tree = node.data, node.data.hierarchy
     penalty = None if delivered.lam is None else Penalty(node.gamma, delivered.lam, tree.sum_up(node.gamma))
+    known = delivered.learned
+    learned = None
+    if known is not None:
+        whole = Whole.from_json(known["whole"])
+        learned = node_learned(node, Components.from_json(known["components"]), np.array(known["covariance"]), whole)
     return Model(
         spec_from_json(agreed.spec),
         design_from_json(agreed.design),
@@ -37,7 +44,7 @@ def site_model(node: Node, agreed: Agree, delivered: Deliver) -> Model:
         penalty,
         None if agreed.classes is None else np.array(agreed.classes),
         data.offset is not None,
-        learned=None,
+        learned=learned,
     )
 
 

@@ -196,7 +196,8 @@ def clipped(v: Floats, clip: float) -> Ints:
         length = largest / clip * norm
     # A hair below the clip, so that rounding cannot carry a contribution above it.
     length = np.minimum(length, 1 - 1e-12)
-    return np.trunc(shape / np.where(norm > 0, norm, 1.0) * (length * _UNITS)).astype(np.int64)
+    whole: Ints = np.trunc(shape / np.where(norm > 0, norm, 1.0) * (length * _UNITS)).astype(np.int64)
+    return whole
 
 
 def summed(units: Ints, ptr: Ints) -> Ints:

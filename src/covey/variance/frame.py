@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 
@@ -218,6 +218,8 @@ def node_learned(node: Node, components: Components, covariance: Floats, whole: 
 @dataclass(frozen=True)
 class Leave:
     """Down: forget what was found while covariances were learned, so that a solver begins as if nothing had been."""
+
+    quiet: ClassVar[bool] = True
 
     def at(self, node: Node) -> None:
         node.theta = None
