@@ -14,7 +14,7 @@ from covey.federation.simulate import simulate
 from covey.model import fit_table
 from covey.persist import load_model
 from covey.spec import Spec
-from tests.federation.sites import FAMILIES, assert_same, by_turns, dealt, fit, in_memory, sites_of, spec, table
+from tests.federation.sites import FAMILIES, assert_same, by_turns, dealt, fit, in_memory, sites_of, spec, table, thetas
 
 
 @pytest.mark.parametrize("secure", [False, True])
@@ -61,7 +61,7 @@ def test_james_stein_and_newton_for_a_linear_model():
 LEARNED = {
     "reml": {},
     "ml": {"penalty": "ml"},
-    "full covariance": {"formula": "y ~ x + (1 + x | cluster/client)"},
+    "full covariance": {"formula": "y ~ x", "covariance": "full"},
     "per cluster": {"per_cluster": True, "vary": ["Intercept"]},
     "logistic": {"family": "bernoulli", "formula": "y ~ x", "vary": ["Intercept"]},
     "counts": {"family": "poisson", "formula": "y ~ x", "vary": ["Intercept"]},
@@ -72,9 +72,7 @@ LEARNED = {
 @pytest.mark.parametrize("what", LEARNED)
 def test_penalties_learned_across_sites_are_those_learned_in_memory(what, secure, tmp_path):
     """Components, tests and models; and the intervals that a site tells of its own clients, as if it knew everybody."""
-    asked = spec(**{"gamma": None, "lam": None, "client": None, "cluster": None, **LEARNED[what]})
-    if "|" not in asked.formula:
-        asked = replace(asked, client="client", cluster="cluster")
+    asked = spec(**{"gamma": None, "lam": None, **LEARNED[what]})
     frame = table(7, asked.family, clients=30, clusters=5)
     sites = sites_of(by_turns(frame, 3), models=None)
     for name, site in sites.items():
@@ -92,6 +90,16 @@ def test_penalties_learned_across_sites_are_those_learned_in_memory(what, secure
     own = pl.concat([part.select("client", "term", "estimate", "std_error") for part in parts]).sort("client", "term")
     np.testing.assert_allclose(own["estimate"], whole["estimate"], atol=1e-7)
     np.testing.assert_allclose(own["std_error"], whole["std_error"], atol=1e-5)
+
+
+def test_clients_whose_ids_mean_something_only_within_their_cluster():
+    """Schools 1, 2, 3 of every district, each district at a site of its own: by the formula they are others everywhere."""
+    frame = table(8, clients=12, clusters=3).with_columns(client=pl.col("client").str.slice(1).cast(pl.Int64) // 3)
+    asked = replace(spec(), formula="y ~ x + (1 + x | cluster/client)", client=None, cluster=None, gamma=None, lam=None)
+    sites = sites_of({name: part for (name,), part in frame.group_by(["cluster"])})
+    outcome, model = fit(sites, asked), in_memory(frame, asked)
+    np.testing.assert_allclose(outcome.model.w, model.w, atol=1e-7)
+    assert sorted(thetas(sites, outcome.run)) == model.hierarchy.client_ids.sort().to_list()
 
 
 def test_a_category_that_one_site_lacks_has_its_term_everywhere():
