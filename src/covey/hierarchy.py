@@ -107,7 +107,7 @@ class Hierarchy:
             return Resolved(nobody, nobody)
         i = nobody if client is None else self._find(client, self.client_ids, "client", n_rows)
         j = nobody if cluster is None else self._find(cluster, self.cluster_ids, "cluster", n_rows)
-        if client is not None and cluster is not None:
+        if client is not None and cluster is not None and len(self.parent):  # an operator's model has no clients
             self._refuse_moved(i, j, client, cluster)
         j = np.where(i >= 0, self.parent[i], j) if len(self.parent) else j
         if unseen == "raise":

@@ -124,6 +124,15 @@ def test_ids_that_are_whole_numbers_or_dates():
         assert_same(fit(sites, asked), sites, in_memory(changed, asked))
 
 
+def test_the_operators_model_answers_for_rows_by_their_cluster():
+    frame = table(6)
+    sites = sites_of(by_turns(frame, 3))
+    outcome, whole = fit(sites, spec()), in_memory(frame, spec())
+    here, chosen = outcome.model.margin(frame)
+    assert set(chosen.level()) == {"cluster"}
+    np.testing.assert_allclose(here, whole.margin(frame, level="cluster")[0], atol=1e-10)
+
+
 def test_radon_across_three_sites_writes_each_sites_models_there(tmp_path):
     """The site's folder answers for its own counties as the model in memory does, and for others by their state."""
     homes = load_radon()
