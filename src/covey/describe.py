@@ -38,6 +38,7 @@ class Summary:
         document: dict[str, Any] = {
             "title": title(model),
             "family": model.spec.family,
+            "standardize": bool(model.spec.standardize),
             "rows": model.n_rows,
             "clients": int(model.clients_of_cluster.sum()),
             "clusters": tree.n_clusters,
@@ -115,6 +116,8 @@ def facts(model: Model) -> list[str]:
     # Of a private fit across sites nobody knows how many rows there are.
     rows = "" if model.elsewhere is not None and model.n_rows == 0 else f"{_count(model.n_rows, 'row')} of "
     said = [f"{rows}{clients}{away}"]
+    if spec.standardize:
+        said.append("terms are standardised: coefficients are per standard deviation")
     if model.classes is not None:
         no, yes = model.classes.tolist()
         said.append(f"log-odds of {yes!r} against {no!r}")

@@ -17,7 +17,7 @@ import narwhals as nw
 import numpy as np
 
 from covey._typing import Anything, Floats
-from covey.errors import DataError, FormulaError, listing, unknown_column
+from covey.errors import DataError, FormulaError, ModelError, listing, unknown_column
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -138,8 +138,63 @@ class Formula:
         return pd.Categorical.from_codes(codes, categories=list(self.levels[name]))
 
 
-def design_from_json(document: Mapping[str, Any]) -> Columns | Formula:
+@dataclass(frozen=True)
+class Scaled:
+    """A design whose terms are put about their ``mean``, in units of their ``sd``; 0 and 1 leave a term as it is.
+
+    >>> scaled = Scaled(Columns(("x",)), mean=(0.0, 10.0), sd=(1.0, 5.0))
+    >>> [block.tolist() for block in scaled.matrix_blocks(np.array([[20.0], [10.0]]))]
+    [[1.0, 1.0], [[2.0], [0.0]]]
+    """
+
+    inner: Columns | Formula
+    mean: tuple[float, ...]
+    sd: tuple[float, ...]
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        return self.inner.terms
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return self.inner.columns
+
+    def blocks(self, frame: Frame) -> list[Anything]:
+        return self._scaled(self.inner.blocks(frame))
+
+    def matrix_blocks(self, X: Floats) -> list[Anything]:
+        """The same for a plain matrix, if the design is of columns."""
+        if not isinstance(self.inner, Columns):
+            raise DataError("A formula needs a table with named columns; pass a data frame.")
+        return self._scaled(self.inner.matrix_blocks(X))
+
+    def _scaled(self, blocks: list[Anything]) -> list[Anything]:
+        ends = np.cumsum([1 if block.ndim == 1 else block.shape[1] for block in blocks])
+        means, sds = np.split(np.array(self.mean), ends[:-1]), np.split(np.array(self.sd), ends[:-1])
+        return [(block - mean) / sd for block, mean, sd in zip(blocks, means, sds, strict=True)]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": "scaled", "inner": self.inner.to_json(), "mean": list(self.mean), "sd": list(self.sd)}
+
+
+def unscaled(design: Design) -> Design:
+    """The design itself, of terms as they are."""
+    return design.inner if isinstance(design, Scaled) else design
+
+
+def design_from_json(document: Mapping[str, Any]) -> Columns | Formula | Scaled:
     """Rebuild a design; a formula is inspected again, whoever wrote it."""
+    if document["kind"] == "scaled":
+        inner = plain_design_from_json(document["inner"])
+        mean, sd = (tuple(float(value) for value in document[name]) for name in ("mean", "sd"))
+        if not len(mean) == len(sd) == len(inner.terms) or not np.isfinite(mean).all() or not (np.array(sd) > 0).all():
+            raise ModelError("The model is damaged: its means and standard deviations do not fit its terms; fit it again.")
+        return Scaled(inner, mean, sd)
+    return plain_design_from_json(document)
+
+
+def plain_design_from_json(document: Mapping[str, Any]) -> Columns | Formula:
+    """The same, of terms as they are."""
     if document["kind"] == "columns":
         return Columns(tuple(document["columns"]), bool(document["intercept"]))
     check_formula(document["rhs"])

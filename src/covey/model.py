@@ -16,7 +16,7 @@ import polars as pl
 
 from covey._typing import Anything, Floats, Ints
 from covey.data import GroupedData, refuse_infinite, side_by_side
-from covey.design import Columns, Design, Formula, Frame, column, numeric, response, split_formula
+from covey.design import Columns, Design, Formula, Frame, Scaled, column, numeric, response, split_formula, unscaled
 from covey.errors import DataError, FormulaError, SolverError, listing, one_of
 from covey.grouping import compose, repeats, split_bars
 from covey.hierarchy import Hierarchy, Level, Resolved, Unseen
@@ -25,6 +25,7 @@ from covey.labels import is_missing
 from covey.learning import fit_data
 from covey.ledger import Ledger
 from covey.objective import Penalty
+from covey.scaling import Scale, moments
 from covey.selection import Count
 from covey.solvers import Convergence, Progress
 from covey.spec import Spec
@@ -209,9 +210,11 @@ class Model:
             if len(frame) == 0:
                 raise DataError("The table has no rows to predict.")
             return self.design.blocks(frame), len(frame)
-        if not isinstance(self.design, Columns) or not isinstance(X, np.ndarray):
+        design = self.design
+        of_arrays = isinstance(unscaled(design), Columns) and isinstance(X, np.ndarray)
+        if not of_arrays or not isinstance(design, Columns | Scaled):
             raise DataError("This model was fitted to plain arrays; read it with covey.load and pass arrays to its predict.")
-        return self.design.matrix_blocks(X), len(X)
+        return design.matrix_blocks(X), len(X)
 
     def response_of(self, frame: Frame | None, y: Any, weights: Any) -> tuple[Any, Any]:
         """The response and weights of new rows: as given, or from the table's columns."""
@@ -310,7 +313,7 @@ def read_frame(
         y = response(lhs, frame)
     elif lhs is not None and not _same(y, response(lhs, frame)):
         raise FormulaError(f"The response is given twice, as y and as {lhs!r} in the formula, and they differ; leave one out.")
-    design: Design
+    design: Columns | Formula
     if rhs is not None:
         design = Formula.learn(split_bars(rhs)[0], frame)
         if lhs in design.columns:
@@ -344,7 +347,15 @@ def read_frame(
         terms=design.terms,
         check=spec.loss.check,
     )
-    return Reading(data, design, classes, replace(spec, nested=nested))
+    return Reading(*_standardized(data, design, spec), classes, replace(spec, nested=nested))
+
+
+def _standardized(data: GroupedData, design: Columns | Formula, spec: Spec) -> tuple[GroupedData, Design]:
+    """Rows and design as they are, or with terms in units of their standard deviations, if that is asked for."""
+    if not spec.standardize:
+        return data, design
+    scale = Scale.of(moments(data.X), data.n_rows, data.terms)
+    return scale.rows(data), scale.design(design)
 
 
 def fit_matrix(
@@ -372,7 +383,7 @@ def fit_matrix(
         terms=design.terms,
         check=spec.loss.check,
     )
-    return fit_grouped(data, design, classes, spec)
+    return fit_grouped(*_standardized(data, design, spec), classes, spec)
 
 
 def series_values(y: Any) -> Anything:
@@ -435,7 +446,7 @@ def fit_grouped(
     progress: Progress | None = None,
     count: Count | None = None,
 ) -> Model:
-    """Fit data that is already grouped, and keep what prediction needs."""
+    """Fit data that is already grouped, by the design that made it so, and keep what prediction needs."""
     spec = spec.settled()
     fitted = fit_data(data, spec, spec.varying(design), progress=progress, count=count)
     fit = fitted.fit

@@ -172,7 +172,8 @@ def spec_to_json(spec: Spec) -> dict[str, Any]:
 
 def spec_from_json(plain: Mapping[str, Any]) -> Spec:
     """The specification that JSON stands for, checked."""
-    spec = Spec(**{**plain, **{name: _penalty_from_plain(plain[name]) for name in _PENALTIES}})
+    # What an older covey did not write takes its default.
+    spec = Spec(**{**plain, **{name: _penalty_from_plain(plain.get(name)) for name in _PENALTIES}})
     spec.check()
     return spec
 

@@ -23,7 +23,7 @@ from covey.theory import Constants
 
 RACE_ITERATIONS = 20_000
 
-_COLUMNS = ("formula", "client", "cluster", "weights", "offset", "fit_intercept")
+_COLUMNS = ("formula", "client", "cluster", "weights", "offset", "fit_intercept", "standardize")
 _SETTINGS = (*_COLUMNS, "gamma", "lam", "alpha", "reduction", "ridge")
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from covey.baselines import BASELINES
-from covey.design import Design, Formula, split_formula
+from covey.design import Design, Formula, split_formula, unscaled
 from covey.errors import FormulaError, PenaltyError, SolverError, one_of
 from covey.grouping import Bar, Grouping, Vary, levels, split_bars, vary_from_bars, vary_from_setting
 from covey.losses import Loss, Reduction, loss_of
@@ -36,6 +36,7 @@ class Spec:
     offset: str | None = None
     formula: str | None = None
     fit_intercept: bool = True
+    standardize: bool = False
     gamma: Any = None
     lam: Any = None
     alpha: Any = None
@@ -90,8 +91,9 @@ class Spec:
 
     def varying(self, design: Design) -> Vary:
         """Which of a design's terms vary at each level."""
-        if self.bars and isinstance(design, Formula):
-            return vary_from_bars(self.bars, Grouping(self.client, self.cluster, bool(self.nested)), design)
+        plain = unscaled(design)
+        if self.bars and isinstance(plain, Formula):
+            return vary_from_bars(self.bars, Grouping(self.client, self.cluster, bool(self.nested)), plain)
         return vary_from_setting(self.vary, design.terms)
 
     def check(self) -> None:
@@ -103,8 +105,9 @@ class Spec:
             raise one_of("baseline", self.baseline, BASELINES)
         if self.baseline is not None and self.solver in BY_COINS:
             raise SolverError(f"A baseline is solved exactly; leave out solver={self.solver!r} and its options.")
-        if not isinstance(self.james_stein, bool | np.bool_):
-            raise SolverError(f"The 'james_stein' parameter must be True or False. Got {self.james_stein!r} instead.")
+        for name in ("james_stein", "standardize"):
+            if not isinstance(getattr(self, name), bool | np.bool_):
+                raise SolverError(f"The {name!r} parameter must be True or False. Got {getattr(self, name)!r} instead.")
         if self.james_stein and (self.baseline is not None or self.solver in BY_COINS):
             other = f"baseline={self.baseline!r}" if self.baseline is not None else f"solver={self.solver!r}"
             raise SolverError(f"james_stein=True shrinks the global model of an exact hierarchical fit; leave out {other}.")

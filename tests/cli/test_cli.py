@@ -9,9 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import polars as pl
 import pytest
 
+from covey import HierarchicalRegressor
 from tests.test_bad_input import CASES
 
 COVEY = [str(Path(sys.executable).with_name("covey"))]
@@ -136,7 +138,7 @@ FIT = ("fit", "homes.csv", "log_radon ~ floor", "--client", "county", "--cluster
         (("fit", "gone.csv", "y ~ x", "--client", "c"), "There is no file 'gone.csv'; check the path."),
         ((*FIT[:3], "--client", "conty"), "There is no column 'conty'; did you mean 'county'?"),
         (("fit", "homes.csv", "log_radon ~ flor", *FIT[3:]), "There is no column 'flor'; did you mean 'floor'?"),
-        (("fit", "homes.csv", "log_radon ~ uranium", *FIT[3:]), "Column 'uranium' is NaN in row 163 (client 'La Paz, AZ');"),
+        (("fit", "homes.csv", "log_radon ~ floor", *FIT[3:]), "Column 'uranium' is NaN in row 163 (client 'La Paz, AZ');"),
         (("fit", "moved.csv", *FIT[2:]), "Client 'Apache, AZ' is in clusters"),
         ((*FIT, "--gamma", "-1"), "The 'gamma' parameter must lie in [0, inf). Got -1 instead."),
         ((*FIT, "--gamma", "lots"), "Invalid value for '--gamma': Input should be a valid number"),
@@ -280,6 +282,30 @@ def test_penalties_are_compared_as_chosen_on_the_training_rows(folder, homes):
     expected = compare(data, spec).errors["hierarchical"]
     done = run(*FIT, "--penalty", "cv", "--json", cwd=folder)
     assert json.loads(done.stdout)["held_out"]["errors"]["hierarchical"] == pytest.approx(expected)
+
+
+def test_standardised_terms_in_the_shell(folder, homes):
+    asked = (
+        "homes.parquet",
+        "log_radon ~ floor",
+        "--client",
+        "county",
+        "--cluster",
+        "state",
+        "--gamma",
+        "3",
+        "--standardize",
+    )
+    told = json.loads(run("fit", *asked, "--holdout", "0", "--out", "scaled", "--json", cwd=folder).stdout)
+    model = HierarchicalRegressor(client="county", cluster="state", formula="log_radon ~ floor", gamma=3.0, standardize=True)
+    model.fit(homes)
+    assert told["global"] == dict(zip(model.terms_, model.global_coef_.tolist(), strict=True))
+    assert told["summary"]["standardize"] is True
+    assert "coefficients are per standard deviation" in run("show", "scaled", cwd=folder).stdout
+    predicted = pl.read_csv(run("predict", "scaled", "homes.parquet", cwd=folder).stdout.encode())
+    np.testing.assert_allclose(predicted["prediction"].to_numpy(), model.predict(homes), rtol=1e-12)
+    planned = json.loads(run("plan", *asked, "--json", cwd=folder).stdout)
+    assert planned["cheapest"] == "sweep"
 
 
 def test_version(tmp_path):

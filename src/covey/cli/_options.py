@@ -19,6 +19,9 @@ Alpha = Annotated[float | None, typer.Option(help="In place of --lam: 0 independ
 Reduction = Annotated[str, typer.Option(help="'sum' or 'mean' of the loss over a client's rows.")]
 Weights = Annotated[str | None, typer.Option(help="Column with row weights.")]
 Offset = Annotated[str | None, typer.Option(help="Column with a known part of the linear predictor.")]
+Standardize = Annotated[
+    bool, typer.Option("--standardize", help="Put terms about their mean, in units of their standard deviation.")
+]
 Ridge = Annotated[float, typer.Option(help="Pull of every client's coefficients to zero.")]
 JamesStein = Annotated[
     bool,

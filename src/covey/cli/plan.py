@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from covey.cli import _options
+
 
 def plan(
     data: Annotated[Path, typer.Argument(help="Table: .parquet, .csv, .csv.gz or .tsv.")],
@@ -21,6 +23,7 @@ def plan(
     ridge: Annotated[float, typer.Option(help="Pull of every client's coefficients to zero.")] = 0.0,
     weights: Annotated[str | None, typer.Option(help="Column with row weights.")] = None,
     offset: Annotated[str | None, typer.Option(help="Column with a known part of the linear predictor.")] = None,
+    standardize: _options.Standardize = False,
     accuracy: Annotated[float, typer.Option(help="Share of the squared distance to the minimiser that may be left.")] = 1e-6,
     latency: Annotated[float, typer.Option(help="Seconds for a message, one way.")] = 0.05,
     bandwidth: Annotated[float, typer.Option(help="Megabytes a second, each link.")] = 10.0,
@@ -45,7 +48,7 @@ def plan(
         raise DataError(f"The figure {str(figure)!r} must end in .png, .pdf or .svg, and be in a folder that exists.")
     settings: dict[str, Any] = {"gamma": gamma, "lam": lam, "alpha": alpha, "reduction": reduction, "ridge": ridge}
     columns: dict[str, Any] = {"formula": formula, "client": client, "cluster": cluster, "weights": weights, "offset": offset}
-    spec = Spec(family=family, seed=seed, **columns, **settings)
+    spec = Spec(family=family, seed=seed, standardize=standardize, **columns, **settings)
     spec.check()
     with working("reading the table") as say:
         grouped, *_ = read_frame(read_table(data, ids=[client, cluster]), spec)

@@ -27,8 +27,8 @@ from covey.spec import Penalties, Spec
 
 # What an estimator and a specification say in the same words.
 SETTINGS = (
-    "formula", "fit_intercept", "penalty", "vary", "covariance", "per_cluster", "tests", "gamma", "lam", "alpha", "reduction",
-    "ridge", "james_stein", "baseline", "solver", "options", "tol", "max_iter",
+    "formula", "fit_intercept", "standardize", "penalty", "vary", "covariance", "per_cluster", "tests", "gamma", "lam", "alpha",
+    "reduction", "ridge", "james_stein", "baseline", "solver", "options", "tol", "max_iter",
 )  # fmt: skip
 
 PARAMETERS = """
@@ -58,11 +58,16 @@ PARAMETERS = """
     gamma, lam, alpha : number, mapping from ids to numbers, or array
         Given penalties: pull of clients to their cluster (per client or per cluster) and of clusters to the global model
         (per cluster), 1.0 where one is given and not the other. ``alpha`` in [0, 1] may stand in for ``lam``: 0 makes clusters
-        independent, 1 makes them one. The pull is the same on every coefficient, so columns should be on comparable scales.
+        independent, 1 makes them one. The pull is the same on every coefficient, so columns should be on comparable scales, by
+        ``standardize`` for instance.
     reduction : {"sum", "mean"}
         Whether a client's loss is summed or averaged over its rows before the penalties are added.
     fit_intercept : bool
         Add an intercept, which varies like any other term; a formula says so itself.
+    standardize : bool
+        Put every term but a constant one about its mean and in units of its standard deviation over all rows, before penalties
+        act: the same pull then means the same for all terms. Coefficients are per standard deviation; ``predict`` takes rows as
+        they are. Without a constant term nothing is centred.
     weights, offset : str, int or None
         Columns with row weights and with a known part of the linear predictor.
     baseline : {None, "single-model", "locally-trained", "single-cluster"}
@@ -123,6 +128,7 @@ class Hierarchical(Uncertain, BaseEstimator):
         ridge: float = 0.0,
         james_stein: bool = False,
         fit_intercept: bool = True,
+        standardize: bool = False,
         weights: str | int | None = None,
         offset: str | int | None = None,
         baseline: str | None = None,
@@ -148,6 +154,7 @@ class Hierarchical(Uncertain, BaseEstimator):
         self.ridge = ridge
         self.james_stein = james_stein
         self.fit_intercept = fit_intercept
+        self.standardize = standardize
         self.weights = weights
         self.offset = offset
         self.baseline = baseline

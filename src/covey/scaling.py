@@ -1,0 +1,118 @@
+"""Terms about their means, in units of their standard deviations, so that one penalty means the same for all of them.
+
+Mean and standard deviation come from sums of the rows and of their squares that are exact and add, so they are the same bits
+however rows are dealt out to sites. Sums in fixed point have a floor and a ceiling (:mod:`covey.exact`); they are therefore
+taken in each of :data:`UNITS`, and the finest that holds a term's sums is read: values from 1e-18 to 1e20 lose no digits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import numpy as np
+
+from covey._typing import Floats
+from covey.data import GroupedData
+from covey.design import Columns, Formula, Scaled
+from covey.errors import DataError
+from covey.exact import Exact, segment_sum
+from covey.network import Node
+
+UNITS = (2.0**40, 1.0, 2.0**-40)  # finest first; neighbours overlap by enough bits for a billion rows
+
+_CHUNK = 1 << 16  # rows whose squares exist at the same time
+_EQUAL = Fraction(1, 2**95)  # what rounding leaves of the variance of equal values
+_FAINT = Fraction(1, 2**44)  # a mean square in the finest unit below which digits are lost
+_SPLITTER = 2.0**27 + 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class Scale:
+    """Down, if terms are standardised: ``mean (d,)`` and ``sd (d,)``, 0 and 1 for a term that is left as it is.
+
+    >>> import numpy as np
+    >>> X = np.array([[1.0, 2.0, 1e9], [1.0, 4.0, 1e9 + 3]])
+    >>> scale = Scale.of(moments(X), 2, ("Intercept", "x", "z"))
+    >>> scale.mean.tolist(), scale.sd.tolist()
+    ([0.0, 3.0, 1000000001.5], [1.0, 1.0, 1.5])
+    """
+
+    mean: Floats
+    sd: Floats
+
+    @classmethod
+    def of(cls, found: Exact, rows: int, terms: Sequence[str]) -> Scale:
+        """From the :func:`moments` of all rows, added over sites.
+
+        Terms that are constant are left as they are. If none is, there is no intercept to take up what centring takes away,
+        and the others keep their zero.
+        """
+        sums = found.fractions()
+        pairs = [_mean_and_variance(sums[:, :, at], rows, term) for at, term in enumerate(terms)]
+        centred = any(mean and not variance for mean, variance in pairs)
+        means = [float(mean) if centred and variance else 0.0 for mean, variance in pairs]
+        return cls(np.array(means), np.array([_root(variance) if variance else 1.0 for _, variance in pairs]))
+
+    def at(self, node: Node) -> None:
+        node.memory["scale"] = self
+        node.data = self.rows(node.data)
+        node.cache.clear()
+
+    def rows(self, data: GroupedData) -> GroupedData:
+        """The same rows, standardised."""
+        X = data.X - self.mean
+        X /= self.sd
+        return replace(data, X=X)
+
+    def design(self, inner: Columns | Formula) -> Scaled:
+        """What does the same to new rows."""
+        return Scaled(inner, tuple(self.mean.tolist()), tuple(self.sd.tolist()))
+
+
+def moments(X: Floats) -> Exact:
+    """Sums of the rows and of their squares in each of :data:`UNITS`: ``(units, 2, d)``.
+
+    >>> import numpy as np
+    >>> moments(np.array([[3.0], [4.0]])).floats()[1].tolist()
+    [[7.0], [25.0]]
+    """
+    found = Exact.zeros(len(UNITS), 2, X.shape[1])
+    for start in range(0, len(X), _CHUNK):
+        parts = [_moments(X[start : start + _CHUNK] * unit) for unit in UNITS]
+        found = found + Exact.join(parts).reshape(*found.shape)
+    return found
+
+
+def _moments(z: Floats) -> Exact:
+    """``(2, d)``: of each number its own value, and its square as products of halves that have no digits to round."""
+    with np.errstate(over="ignore", invalid="ignore"):  # what is too large comes out as NaN
+        far = _SPLITTER * z
+        upper = far - (far - z)
+        lower = z - upper
+        parts = np.stack([z, upper * upper, 2.0 * upper * lower, lower * lower], axis=1)
+    sums = segment_sum(parts, np.array([0, len(z)]))[0]
+    return Exact.join([sums[0], sums[1:].sum()])
+
+
+def _mean_and_variance(sums: np.ndarray, rows: int, term: str) -> tuple[Fraction, Fraction]:
+    """Of one term, from its sums ``(units, 2)``; variance 0 for values that are equal as far as sums can tell."""
+    known = next((at for at, pair in enumerate(sums) if all(isinstance(each, Fraction) for each in pair)), None)
+    if known is None:
+        raise DataError(f"The values of term {term!r} are too large to standardise; put its column in a larger unit.")
+    unit = Fraction(UNITS[known])
+    mean, square = (each / rows for each in sums[known])
+    if known == 0 and square < _FAINT and (square or mean):
+        raise DataError(f"The values of term {term!r} are too small to standardise; put its column in a smaller unit.")
+    variance = square - mean**2
+    return mean / unit, variance / unit**2 if variance > _EQUAL else Fraction(0)
+
+
+def _root(square: Fraction) -> float:
+    """The nearest number to a square root: 64 bits of it, and one that says whether more would follow."""
+    shift = 64 - (square.numerator.bit_length() - square.denominator.bit_length()) // 2
+    whole = square * Fraction(4) ** shift
+    root = math.isqrt(whole.numerator // whole.denominator)
+    return float((2 * root + (root**2 != whole)) / Fraction(2) ** (shift + 1))
