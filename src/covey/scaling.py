@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import ClassVar
 
 import numpy as np
 
@@ -42,6 +43,7 @@ class Scale:
 
     mean: Floats
     sd: Floats
+    quiet: ClassVar[bool] = True
 
     @classmethod
     def of(cls, found: Exact, rows: int, terms: Sequence[str]) -> Scale:

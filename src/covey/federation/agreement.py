@@ -5,6 +5,7 @@
     Salt    one site      draws   the key of the tags, sealed for each other site; only if sums are masked
     Agree   coordinator   sends   what all have in common: the design with all categories, all clusters in order
             site          sends   Joined: tags of its clients, by which two sites with the same client are found; and Totals
+    Scale   coordinator   sends   mean and standard deviation of each term, with its first request; only if asked for
 
 A tag is a keyed hash of a client's id. The key is drawn by the coordinator, or with secure aggregation by the sites among
 themselves: the coordinator then sees that two tags are equal, and cannot try ids.
@@ -33,6 +34,7 @@ from covey.hierarchy import Hierarchy
 from covey.labels import as_labels, encode, kind, lookup
 from covey.model import as_frame, encode_known, series_values
 from covey.persist import spec_from_json, spec_to_json
+from covey.scaling import moments
 from covey.solvers.private import Privacy
 from covey.spec import Spec
 
@@ -115,21 +117,22 @@ class Agree:
 
 @dataclass(frozen=True)
 class Totals:
-    """Up, and adds: clients ``(k,)`` and rows ``(k,)`` of each cluster, sums of the columns, of their squares, of responses."""
+    """Up, and adds: clients ``(k,)`` and rows ``(k,)`` of each cluster, and the sum of responses.
+
+    If terms are to be standardised, also their :func:`~covey.scaling.moments`.
+    """
 
     clients: Ints
     rows: Ints
-    sums: Exact
-    squares: Exact
     response: Exact
+    moments: Exact | None = None
 
     def __add__(self, other: Totals) -> Totals:
         return Totals(
             self.clients + other.clients,
             self.rows + other.rows,
-            self.sums + other.sums,
-            self.squares + other.squares,
             self.response + other.response,
+            None if self.moments is None or other.moments is None else self.moments + other.moments,
         )
 
 
@@ -221,18 +224,17 @@ def _group(frame: Any, spec: Spec, design: Any, outcome: Any) -> GroupedData:
     )
 
 
-def totals(data: GroupedData) -> Totals:
-    """The first sums that leave a site."""
-    tree, all_rows = data.hierarchy, np.array([0, data.n_rows])
-    columns: list[Floats] = [data.X, data.X**2, data.y]
+def totals(data: GroupedData, *, standardize: bool = False) -> Totals:
+    """The first sums that leave a site; those of the terms only if they are needed."""
+    tree = data.hierarchy
     rows = tree.sum_up(data.rows_per_client.astype(np.float64)).astype(np.int64)
-    return Totals(tree.sizes, rows, *(segment_sum(each, all_rows)[0] for each in columns))
+    response_sum = segment_sum(data.y, np.array([0, data.n_rows]))[0]
+    return Totals(tree.sizes, rows, response_sum, moments(data.X) if standardize else None)
 
 
 def counts(data: GroupedData) -> Totals:
     """What leaves a site of a private run in place of these: how many clients its clusters have, and nothing of their rows."""
-    d, nothing = data.n_terms, np.zeros(data.n_clusters, dtype=np.int64)
-    return Totals(data.hierarchy.sizes, nothing, Exact.zeros(d), Exact.zeros(d), Exact.zeros())
+    return Totals(data.hierarchy.sizes, np.zeros(data.n_clusters, dtype=np.int64), Exact.zeros())
 
 
 def unspoken(profile: Profile) -> Profile:

@@ -52,6 +52,7 @@ from covey.hierarchy import Hierarchy
 from covey.losses import Loss
 from covey.network import Batch, Request
 from covey.persist import spec_to_json
+from covey.scaling import Scale
 from covey.solvers.private import Privacy
 from covey.spec import Spec
 
@@ -144,6 +145,7 @@ class Federation:
         self.agreed: Agree
         self.totals: Totals
         self.tree: Hierarchy
+        self.scale: Scale | None = None
 
     @property
     def terms(self) -> tuple[str, ...]:
@@ -181,6 +183,10 @@ class Federation:
             pl.Series(np.arange(int(self.totals.clients.sum()))),
             cluster_ids(agreed),
         )
+        self.scale = None
+        if self.totals.moments is not None:
+            self.scale = Scale.of(self.totals.moments, int(self.totals.rows.sum()), self.terms)
+            self.ask(self.scale)
 
     def ask(self, request: Request[R]) -> R:
         """One exchange with every site; the sum of their replies."""

@@ -24,9 +24,9 @@ from covey._typing import Anything
 from covey.errors import CoveyError
 
 MODULES = (
-    "exact", "network", "losses.base", "solvers.elimination", "solvers.sweep", "solvers.newton", "solvers.james_stein",
-    "solvers.curvature", "solvers.protocol", "solvers.private", "solvers.rounds", "solvers.l2gd", "solvers.al2sgd_plus",
-    "variance.frame", "variance.centring", "variance.gaussian", "variance.laplace", "variance.identify",
+    "exact", "network", "scaling", "losses.base", "solvers.elimination", "solvers.sweep", "solvers.newton",
+    "solvers.james_stein", "solvers.curvature", "solvers.protocol", "solvers.private", "solvers.rounds", "solvers.l2gd",
+    "solvers.al2sgd_plus", "variance.frame", "variance.centring", "variance.gaussian", "variance.laplace", "variance.identify",
     "federation.agreement", "federation.masking",
 )  # fmt: skip
 """Where the classes that may travel are."""

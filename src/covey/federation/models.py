@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from covey.design import design_from_json
+from covey.design import Design, plain_design_from_json
 from covey.federation.agreement import Agree, Deliver
 from covey.hierarchy import Hierarchy
 from covey.learning import Fitted
@@ -15,6 +15,7 @@ from covey.model import Elsewhere, Model
 from covey.network import Node
 from covey.objective import Penalty
 from covey.persist import save_model, spec_from_json
+from covey.scaling import Scale
 from covey.solvers.result import Convergence
 from covey.variance.components import Components, Whole
 from covey.variance.frame import node_learned
@@ -34,7 +35,7 @@ def site_model(node: Node, agreed: Agree, delivered: Deliver) -> Model:
         learned = node_learned(node, Components.from_json(known["components"]), np.array(known["covariance"]), whole)
     return Model(
         spec_from_json(agreed.spec),
-        design_from_json(agreed.design),
+        _design(agreed, node.memory.get("scale")),
         tree,
         node.where(),
         delivered.w,
@@ -46,6 +47,12 @@ def site_model(node: Node, agreed: Agree, delivered: Deliver) -> Model:
         data.offset is not None,
         learned=learned,
     )
+
+
+def _design(agreed: Agree, scale: Scale | None) -> Design:
+    """What sites agreed on, for rows as they are."""
+    design = plain_design_from_json(agreed.design)
+    return design if scale is None else scale.design(design)
 
 
 def keep_model(node: Node, agreed: Agree, delivered: Deliver, path: Path) -> None:
@@ -60,7 +67,7 @@ def operator_model(federation: Federation, fitted: Fitted) -> Model:
     given = fitted.penalty
     return Model(
         federation.spec.settled(),
-        design_from_json(agreed.design),
+        _design(agreed, federation.scale),
         nobody,
         np.empty((0, len(fit.wbar))),
         fit.w,

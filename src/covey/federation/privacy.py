@@ -105,6 +105,8 @@ def check_spec(spec: Spec) -> None:
     other = f"baseline={spec.baseline!r}" if spec.baseline is not None else f"solver={spec.solver!r}"
     if spec.baseline is not None or spec.solver in BY_COINS:
         raise SolverError(f"Differential privacy goes with solver 'auto', 'sweep' or 'newton'; leave out {other}.")
+    if spec.standardize:
+        raise SolverError("Differential privacy does not go with standardize=True, whose sums have no noise; scale columns.")
     if spec.james_stein:
         raise SolverError("Differential privacy does not go with james_stein=True, whose noise it does not know; leave it out.")
 

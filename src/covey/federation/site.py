@@ -195,8 +195,9 @@ class Site:
         run.agreed, run.rows = agreed, _digest(data)
         run.gamma, run.theta, run.memory = None, None, {}
         run.epochs = (*run.epochs, Epoch(agreed.roster, answered=True))
-        self._nodes[asked.run] = Node(data, spec_from_json(agreed.spec).loss, np.ones(data.n_clients), draw=self._draw)
-        first = totals(data) if agreed.private is None else counts(data)
+        spec = spec_from_json(agreed.spec)
+        self._nodes[asked.run] = Node(data, spec.loss, np.ones(data.n_clients), draw=self._draw)
+        first = totals(data, standardize=spec.standardize) if agreed.private is None else counts(data)
         return (Joined(tags(data, run.salt if agreed.keys else agreed.salt)), self._sent(asked, run, first))
 
     def _check_masks(self, agreed: Agree, run: Run) -> None:
@@ -228,14 +229,14 @@ class Site:
             raise FederationError(f"A site does not know letters of kind {asked.kind!r}.")
         private = None if run.agreed is None else run.agreed.private
         noisy = releases(asked.body, private)
-        before = node.gamma, node.theta, dict(node.memory)
+        before = node.data, node.gamma, node.theta, dict(node.memory)
         try:
             with threads_for(node.data), np.errstate(over="ignore", invalid="ignore"):
                 reply = asked.body.at(node)
             if noisy and private is not None and not asked.mute:
                 self.budget.charge(private, asked.run, asked.epoch, asked.exchange)
         except BaseException:
-            node.gamma, node.theta, node.memory = before
+            node.data, node.gamma, node.theta, node.memory = before
             raise
         run.gamma, run.theta, run.memory = node.gamma, node.theta, dict(node.memory)
         return self._sent(asked, run, reply)
@@ -270,6 +271,8 @@ class Site:
             if _digest(data) != run.rows:
                 raise FederationError("The table has changed since the run began; put it back, or start a new run.")
             gamma = np.ones(data.n_clients) if run.gamma is None else run.gamma
+            if "scale" in run.memory:
+                data = run.memory["scale"].rows(data)
             self._nodes[name] = Node(data, spec.loss, gamma, run.theta, run.memory, draw=self._draw)
         return self._nodes[name]
 
