@@ -10,7 +10,7 @@ import pytest
 
 from .deployment import Deployment
 
-collect_ignore = ["standin"]  # for processes of a deployment, not for this one
+collect_ignore = ["standin", "replaying"]  # for processes of a deployment, not for this one
 
 
 def needs_programs(*programs):
@@ -35,7 +35,7 @@ def deployed(folder, link="", **options):
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     """Two sites whose core is a stand-in: for what the transport does."""
-    with deployed(tmp_path_factory.mktemp("two"), standin=True) as deployment:
+    with deployed(tmp_path_factory.mktemp("two"), changed="standin") as deployment:
         deployment.register("north", "south")
         deployment.start_node("north", "--minimum 3")
         deployment.start_node("south")

@@ -13,7 +13,6 @@ import uuid
 from pathlib import Path
 
 BIN = Path(sys.executable).parent
-STANDIN = Path(__file__).with_name("standin")
 
 
 def free_port() -> int:
@@ -102,11 +101,11 @@ class Processes:
 
 
 class Deployment(Processes):
-    """A link and its nodes; the core may be a stand-in, for tests of the transport alone."""
+    """A link and its nodes; ``changed`` names a folder here with a ``sitecustomize`` that changes what its processes do."""
 
-    def __init__(self, folder: Path, *, standin: bool = False, insecure: bool = False) -> None:
-        paths = [str(STANDIN)] * standin + [os.environ.get("PYTHONPATH", "")]
-        path = os.pathsep.join(path for path in paths if path)
+    def __init__(self, folder: Path, *, changed: str | None = None, insecure: bool = False) -> None:
+        paths = [] if changed is None else [str(Path(__file__).with_name(changed))]
+        path = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
         super().__init__(folder, PYTHONPATH=path, FLWR_HOME=str(folder / "flwr"))
         self.insecure = insecure
         self.address = f"127.0.0.1:{free_port()}"

@@ -113,3 +113,27 @@ def test_a_killed_coordinator_goes_on_where_it_was(four, homes):
     print(out, err)
     assert code == 0, err
     agree(four, radon(homes, STATES), STATES, settings, "again")
+
+
+@pytest.mark.federation
+def test_replayed_letters_change_nothing(tmp_path, homes):
+    """The same letter again gets the same bytes; one from before is refused as stale; the fit is the one in memory."""
+    sites = ["north", "south"]
+    homes = radon(homes, sites)
+    with deployed(tmp_path, changed="replaying") as deployment:
+        start_sites(deployment, homes, sites)
+        settings = {**SETTINGS, **FAMILIES["sweep"]}
+        code, _, err = deployment.run({**settings, "sites": "north,south", "out": "fit"})
+        assert code == 0, err
+        kinds = ["hello", "agree", "ask", "ask", "deliver"]
+        assert [line for line in err.splitlines() if " again: " in line] == [
+            f"covey: {kind} again: the same bytes" for kind in kinds
+        ]
+        stale = [line for line in err.splitlines() if "the letter before" in line]
+        assert stale == [
+            "covey: the letter before agree: reply",  # a hello is answered whenever it comes
+            "covey: the letter before ask: refusal stale",
+            "covey: the letter before ask: refusal stale",
+            "covey: the letter before deliver: refusal stale",
+        ]
+        agree(deployment, homes, sites, settings, "fit")

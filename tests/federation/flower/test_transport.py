@@ -139,7 +139,7 @@ def test_strangers_are_not_let_in(two):
 
 @pytest.mark.federation
 def test_a_link_that_authenticates_nobody_asks_for_names(tmp_path):
-    with deployed(tmp_path, standin=True, insecure=True) as deployment:
+    with deployed(tmp_path, changed="standin", insecure=True) as deployment:
         deployment.start_node("north")
         deployment.start_node("south")
         (first,), _ = exchanges(deployment, [{"north": "1", "south": "2"}, 60])
@@ -159,7 +159,7 @@ def test_a_link_that_authenticates_nobody_asks_for_names(tmp_path):
 def test_a_link_that_is_killed_and_started_again(tmp_path, isolated):
     """Sites stay registered and come back by themselves; a run goes on if its coordinator was started apart from the link."""
     link = "--isolated" * isolated
-    with deployed(tmp_path, link, standin=True) as deployment:
+    with deployed(tmp_path, link, changed="standin") as deployment:
         if isolated:
             deployment.start(
                 "superexec", f"flower-superexec --runtime-api-address {deployment.address} --root-certificates link.crt"
@@ -193,7 +193,7 @@ def test_an_interrupt_stops_the_run(two):
 @pytest.mark.federation
 def test_four_nodes(tmp_path):
     sites = ["east", "north", "south", "west"]
-    with deployed(tmp_path, standin=True) as deployment:
+    with deployed(tmp_path, changed="standin") as deployment:
         deployment.register(*sites)
         for site in sites:
             deployment.start_node(site)
