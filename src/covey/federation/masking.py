@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from covey.errors import CoveyError, listing
+from covey.errors import FederationError, listing
 from covey.exact import LIMBS, TOO_LARGE, Exact
 
 KEY_BYTES = 32
@@ -63,7 +63,7 @@ class Keys:
         from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
         if secret is not None and len(secret) != KEY_BYTES:
-            raise CoveyError(
+            raise FederationError(
                 f"A site's private key has {KEY_BYTES} bytes. Got {len(secret)}; make a new one with this site's node."
             )
         private = X25519PrivateKey.generate() if secret is None else X25519PrivateKey.from_private_bytes(secret)
@@ -78,7 +78,9 @@ def pair_secret(own: Keys, other_public: bytes, run: str) -> bytes:
     try:
         shared = X25519PrivateKey.from_private_bytes(own.private).exchange(X25519PublicKey.from_public_bytes(other_public))
     except ValueError:  # a wrong length, or a point with which every secret would be the same
-        raise CoveyError(f"{other_public.hex()!r} is not a site's public key; fetch the key from its site again.") from None
+        raise FederationError(
+            f"{other_public.hex()!r} is not a site's public key; fetch it from its site again."
+        ) from None
     first, second = sorted((own.public, other_public))
     return _derive(shared, b"pair", first, second, run.encode())
 
@@ -88,22 +90,22 @@ def check_keys(public: Mapping[str, bytes], pinned: Mapping[str, bytes] | None =
 
     >>> check_keys({"north": bytes(31) + b"a", "south": bytes(31) + b"a"})
     Traceback (most recent call last):
-    covey.errors.CoveyError: Sites 'north' and 'south' have the same key; make a new one at one of them.
+    covey.errors.FederationError: Sites 'north' and 'south' have the same key; make a new one at one of them.
     """
     owner: dict[bytes, str] = {}
     for site, key in public.items():
         if len(key) != KEY_BYTES:
-            raise CoveyError(
+            raise FederationError(
                 f"The public key of site {site!r} has {len(key)} bytes instead of {KEY_BYTES}; fetch it from the site again."
             )
         if key in owner:
-            raise CoveyError(f"Sites {owner[key]!r} and {site!r} have the same key; make a new one at one of them.")
+            raise FederationError(f"Sites {owner[key]!r} and {site!r} have the same key; make a new one at one of them.")
         owner[key] = site
         if pinned is not None and site not in pinned:
-            raise CoveyError(f"The operator's list has no key for site {site!r}; ask the site for its key and add it.")
+            raise FederationError(f"The operator's list has no key for site {site!r}; ask the site for its key and add it.")
         if pinned is not None and pinned[site] != key:
             shown, listed = key.hex()[:16], pinned[site].hex()[:16]
-            raise CoveyError(
+            raise FederationError(
                 f"The key of site {site!r} begins with {shown}, in the operator's list with {listed}; "
                 "someone may be in between: ask the site which is right."
             )
@@ -130,7 +132,9 @@ def mask(values: Exact, own: str, secrets: Mapping[str, bytes], epoch: int, exch
     """
     roster = sorted({own, *secrets})
     if own in secrets or len(roster) < MINIMUM_SITES:
-        raise CoveyError(f"Site {own!r} needs another site to mask its sums with; a fit under masks takes two sites or more.")
+        raise FederationError(
+            f"Site {own!r} needs another site to mask its sums with; a fit under masks takes two sites or more."
+        )
     about = (_number(epoch), _number(exchange), _names(roster), question)
     # A share of the room for each site: its size may then be hidden, and the total still cannot wrap around.
     size = np.where(values.size < TOO_LARGE // len(roster), 0, TOO_LARGE)
@@ -144,13 +148,13 @@ def mask(values: Exact, own: str, secrets: Mapping[str, bytes], epoch: int, exch
 def unmask(masked: Mapping[str, Exact], roster: Collection[str]) -> Exact:
     """The total of what all sites of the roster sent; without any one of them there is none."""
     if missing := sorted(set(roster) - set(masked)):
-        raise CoveyError(f"No answer from {listing(missing)}: the masks cancel only over the whole roster; ask again.")
+        raise FederationError(f"No answer from {listing(missing)}: the masks cancel only over the whole roster; ask again.")
     if others := sorted(set(masked) - set(roster)):
-        raise CoveyError(f"Answers from {listing(others)}, not in this epoch's roster: leave them out.")
+        raise FederationError(f"Answers from {listing(others)}, not in this epoch's roster: leave them out.")
     shapes = {site: masked[site].shape for site in sorted(roster)}
     for site, shape in shapes.items():
         if shape != shapes[min(shapes)]:
-            raise CoveyError(
+            raise FederationError(
                 f"Site {site!r} sent values of shape {shape}, others of {shapes[min(shapes)]}; is its covey the same?"
             )
     limbs = np.stack([masked[site].limbs for site in sorted(roster)])
@@ -186,7 +190,7 @@ def open_sealed(key: bytes, letter: bytes, context: str) -> bytes:
             raise InvalidTag
         return cipher.decrypt(letter[:_NONCE_BYTES], letter[_NONCE_BYTES:], None)
     except InvalidTag:
-        raise CoveyError(
+        raise FederationError(
             f"A sealed letter ({context[:80]}) cannot be opened: it was changed on the way or sealed with another key; "
             "start the run again with the sites' present keys."
         ) from None
@@ -211,24 +215,24 @@ def check_roster(history: Sequence[Epoch], roster: Collection[str]) -> None:
     >>> check_roster([first], ["a", "b"])
     >>> check_roster([first], ["a", "b", "c"])
     Traceback (most recent call last):
-    covey.errors.CoveyError: Without 'd' the totals would show its part by difference from an earlier epoch; wait for it, ...
+    covey.errors.FederationError: Without 'd' the totals would show its part by difference from an earlier epoch; wait ...
     """
     if len(set(roster)) < MINIMUM_SITES or len(set(roster)) < len(roster):
-        raise CoveyError(f"A fit under masks takes two different sites or more. Got {listing(roster)}.")
+        raise FederationError(f"A fit under masks takes two different sites or more. Got {listing(roster)}.")
     if history and (strangers := sorted(set(roster) - set(history[0].roster))):
-        raise CoveyError(f"Not in the run's first roster: {listing(strangers)}; start a new run to take in more sites.")
+        raise FederationError(f"Not in the run's first roster: {listing(strangers)}; start a new run to take in more sites.")
     totals = [set(epoch.roster) for epoch in history if epoch.answered] + [set(roster)]
     present: dict[tuple[bool, ...], list[str]] = {}
     for site in sorted(set().union(*totals)):
         present.setdefault(tuple(site in total for total in totals), []).append(site)
     alone = [sites[0] for sites in present.values() if len(sites) == 1]
     if gone := [site for site in alone if site not in roster]:
-        raise CoveyError(
+        raise FederationError(
             f"Without {gone[0]!r} the totals would show its part by difference from an earlier epoch; "
             "wait for it, or leave out another site that dropped out with it."
         )
     if alone:
-        raise CoveyError(
+        raise FederationError(
             f"The totals of the run's epochs together would show the part of {alone[0]!r}; "
             "take the roster of an earlier epoch, or wait for the sites that are missing."
         )
@@ -266,4 +270,4 @@ def _needs_cryptography() -> None:
     try:
         import cryptography  # noqa: F401
     except ImportError:
-        raise CoveyError("Masks need the package 'cryptography'; install it with: pip install 'covey[flower]'.") from None
+        raise FederationError("Masks need the package 'cryptography'; install it with: pip install 'covey[flower]'.") from None

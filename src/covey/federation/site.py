@@ -130,7 +130,7 @@ class Site:
             self.home.mkdir(parents=True, exist_ok=True)
             (self.home / "refusal.txt").write_text(f"{problem}\n")
         return (
-            "Its table cannot be used as it is; the site's own log (refusal.txt in its home) says which column, row and value."
+            "Its table cannot be used as it is; the site's own log (refusal.txt in its home) says which column and row."
         )
 
     def _answer(self, asked: Letter, letter: bytes) -> bytes:
