@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy import optimize
 
 from covey._typing import Floats
 from covey.solvers.result import Progress
@@ -83,19 +82,23 @@ def minimise(
 
 
 def _quasi_newton(criterion: Criterion, z: Floats) -> Optimum:
+    from scipy.optimize import minimize  # slow to import, and only needed here
+
     if len(z) > MANY:
         return _limited(criterion, z)
     options = {"gtol": _NEAR, "maxiter": 20 * len(z) + 100, "hess_inv0": 0.5 * np.eye(len(z))}
     with np.errstate(invalid="ignore", over="ignore"):
-        found = optimize.minimize(criterion, z, jac=True, method="BFGS", options=options)
+        found = minimize(criterion, z, jac=True, method="BFGS", options=options)
     hessian = np.asarray(np.linalg.pinv(np.asarray(found.hess_inv)))
     return Optimum(np.asarray(found.x), float(found.fun), np.asarray(found.jac), hessian, np.inf, 0)
 
 
 def _limited(criterion: Criterion, z: Floats) -> Optimum:
     """With many parameters: a run without matrices, judged by the curvature of 2 that these units stand for; no Hessian."""
+    from scipy.optimize import minimize
+
     options = {"maxcor": 30, "ftol": 1e-16, "gtol": 1e-5, "maxiter": 2000, "maxfun": 4000}
-    found = optimize.minimize(criterion, z, jac=True, method="L-BFGS-B", options=options)
+    found = minimize(criterion, z, jac=True, method="L-BFGS-B", options=options)
     gradient = np.asarray(found.jac)
     hessian = np.zeros((len(z), len(z)))
     return Optimum(np.asarray(found.x), float(found.fun), gradient, hessian, 0.25 * float(gradient @ gradient), 0)

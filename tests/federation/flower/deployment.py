@@ -30,6 +30,14 @@ def until(what, patience: float = 30.0, pause: float = 0.1):
     return value
 
 
+def hear(run, word):
+    """Read what a run says until this is said."""
+    for line in run.stderr:
+        if word in line:
+            return
+    raise AssertionError(f"the run ended before it said {word!r}")
+
+
 class Processes:
     """Processes in a folder, with a mark in their environment by which all are found at the end, whoever started them."""
 

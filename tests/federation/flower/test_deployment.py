@@ -15,7 +15,7 @@ from covey.persist import load_model
 from covey.spec import Spec
 
 from .conftest import deployed
-from .deployment import until
+from .deployment import hear
 
 STATES = {"east": ["IN", "MA", "PA"], "north": ["MI", "MN", "ND", "WI"], "south": ["AZ"], "west": ["MO"]}
 SETTINGS = {"client": "county", "cluster": "state", "gamma": 10.0, "lam": 5.0, "timeout": 120.0}
@@ -103,15 +103,15 @@ def test_four_sites_fit_as_in_memory(four, homes, solver):
 def test_a_killed_coordinator_goes_on_where_it_was(four, homes):
     settings = {**SETTINGS, **FAMILIES["newton"]}
     run = four.start_run({**settings, "sites": 4, "out": "again"})
-    journal = four.folder / "again.journal"
-    until(lambda: journal.exists() and journal.stat().st_size > 20_000, 120)
+    hear(run, "exchange 5 ")
     (pid,) = four.marked("flwr-serverapp")
     os.kill(pid, signal.SIGKILL)
     run.communicate(timeout=200)
     assert run.returncode == 2
-    code, out, err = four.run({**settings, "sites": 4, "out": "again"})
-    print(out, err)
+    code, _, err = four.run({**settings, "sites": 4, "out": "again"})
     assert code == 0, err
+    assert "covey: exchange 4 " not in err
+    assert "covey: exchange 5 " in err
     agree(four, radon(homes, STATES), STATES, settings, "again")
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from .conftest import deployed
-from .deployment import until
+from .deployment import hear, until
 
 SITES = "north,south"
 
@@ -46,14 +46,6 @@ def test_a_mistake_is_one_sentence(two):
     code, _, err = two.run({"sites": "north,east", "script": []}, wait=1)
     assert code == 1
     assert "Not connected after 1 seconds: 'east'; start covey node there, or change --sites." in err
-
-
-def hear(run, word):
-    """Read what a run says until this is said."""
-    for line in run.stderr:
-        if word in line:
-            return
-    raise AssertionError(f"the run ended before it said {word!r}")
 
 
 def replies(run):
