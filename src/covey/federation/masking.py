@@ -78,9 +78,7 @@ def pair_secret(own: Keys, other_public: bytes, run: str) -> bytes:
     try:
         shared = X25519PrivateKey.from_private_bytes(own.private).exchange(X25519PublicKey.from_public_bytes(other_public))
     except ValueError:  # a wrong length, or a point with which every secret would be the same
-        raise FederationError(
-            f"{other_public.hex()!r} is not a site's public key; fetch it from its site again."
-        ) from None
+        raise FederationError(f"{other_public.hex()!r} is not a site's public key; fetch it from its site again.") from None
     first, second = sorted((own.public, other_public))
     return _derive(shared, b"pair", first, second, run.encode())
 

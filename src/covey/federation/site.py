@@ -129,9 +129,7 @@ class Site:
         if self.home is not None:
             self.home.mkdir(parents=True, exist_ok=True)
             (self.home / "refusal.txt").write_text(f"{problem}\n")
-        return (
-            "Its table cannot be used as it is; the site's own log (refusal.txt in its home) says which column and row."
-        )
+        return "Its table cannot be used as it is; the site's own log (refusal.txt in its home) says which column and row."
 
     def _answer(self, asked: Letter, letter: bytes) -> bytes:
         if asked.kind == "hello":
