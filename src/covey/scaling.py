@@ -14,17 +14,17 @@ from fractions import Fraction
 from typing import ClassVar
 
 import numpy as np
+from numba import njit
 
-from covey._typing import Floats
+from covey._typing import Floats, Ints
 from covey.data import GroupedData
 from covey.design import Columns, Formula, Scaled
 from covey.errors import DataError
-from covey.exact import Exact, segment_sum
+from covey.exact import DIGITS, Exact, accumulate, from_digits
 from covey.network import Node
 
 UNITS = (2.0**40, 1.0, 2.0**-40)  # finest first; neighbours overlap by enough bits for a billion rows
 
-_CHUNK = 1 << 16  # rows whose squares exist at the same time
 _EQUAL = Fraction(1, 2**95)  # what rounding leaves of the variance of equal values
 _FAINT = Fraction(1, 2**44)  # a mean square in the finest unit below which digits are lost
 _SPLITTER = 2.0**27 + 1.0
@@ -81,22 +81,25 @@ def moments(X: Floats) -> Exact:
     >>> moments(np.array([[3.0], [4.0]])).floats()[1].tolist()
     [[7.0], [25.0]]
     """
-    found = Exact.zeros(len(UNITS), 2, X.shape[1])
-    for start in range(0, len(X), _CHUNK):
-        parts = [_moments(X[start : start + _CHUNK] * unit) for unit in UNITS]
-        found = found + Exact.join(parts).reshape(*found.shape)
-    return found
+    digits = np.zeros((len(UNITS), 2, X.shape[1], DIGITS), dtype=np.int64)
+    _add_moments(np.ascontiguousarray(X), np.array(UNITS), digits)
+    return from_digits(digits)
 
 
-def _moments(z: Floats) -> Exact:
-    """``(2, d)``: of each number its own value, and its square as products of halves that have no digits to round."""
-    with np.errstate(over="ignore", invalid="ignore"):  # what is too large comes out as NaN
-        far = _SPLITTER * z
-        upper = far - (far - z)
-        lower = z - upper
-        parts = np.stack([z, upper * upper, 2.0 * upper * lower, lower * lower], axis=1)
-    sums = segment_sum(parts, np.array([0, len(z)]))[0]
-    return Exact.join([sums[0], sums[1:].sum()])
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def _add_moments(X: Floats, units: Floats, digits: Ints) -> None:
+    for row in range(X.shape[0]):
+        for a in range(X.shape[1]):
+            for u in range(len(units)):
+                z = X[row, a] * units[u]
+                # The square as three products of halves of 26 bits, none of which is rounded.
+                far = _SPLITTER * z
+                upper = far - (far - z)
+                lower = z - upper
+                accumulate(digits[u, 0, a], z)
+                accumulate(digits[u, 1, a], upper * upper)
+                accumulate(digits[u, 1, a], 2.0 * upper * lower)
+                accumulate(digits[u, 1, a], lower * lower)
 
 
 def _mean_and_variance(sums: np.ndarray, rows: int, term: str) -> tuple[Fraction, Fraction]:

@@ -306,6 +306,10 @@ def test_standardised_terms_in_the_shell(folder, homes):
     np.testing.assert_allclose(predicted["prediction"].to_numpy(), model.predict(homes), rtol=1e-12)
     planned = json.loads(run("plan", *asked, "--json", cwd=folder).stdout)
     assert planned["cheapest"] == "sweep"
+    run("federate", *asked, "--simulate", "3", "--out", "sites", cwd=folder)
+    found, own = (json.loads((folder / name / "model.json").read_text())["design"] for name in ("sites/operator", "scaled"))
+    assert own["kind"] == "scaled"
+    assert (found["mean"], found["sd"]) == (own["mean"], own["sd"])
 
 
 def test_version(tmp_path):

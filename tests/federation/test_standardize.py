@@ -79,6 +79,20 @@ def test_a_sites_model_takes_its_rows_as_they_are(family, tmp_path):
         np.testing.assert_allclose(here, there, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("formula", ["y ~ x", "y ~ x + (1 + x || client)"])
+def test_learned_penalties_and_intervals_are_those_in_memory(formula, tmp_path):
+    frame = raw(9)
+    cluster = "cluster" if "|" not in formula else None
+    asked = asks(gamma=None, lam=None, formula=formula, cluster=cluster, tests=False)
+    parts, whole = by_turns(frame, 3), in_memory(frame, asked)
+    sites = {name: Site(name, lambda _, part=part: part, models=tmp_path / name, minimum=1) for name, part in parts.items()}
+    outcome = fit(sites, asked)
+    assert_same(outcome, sites, whole, atol=1e-6)
+    for name, part in parts.items():
+        model, _ = load_model(tmp_path / name)
+        np.testing.assert_allclose(model.intervals(part), whole.intervals(part), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("secure", [False, True])
 def test_a_site_that_is_opened_anew_for_every_letter_scales_once(secure, tmp_path):
     frame = raw(3, "bernoulli")
