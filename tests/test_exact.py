@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from covey.exact import DIGITS, LIMBS, QUANTUM, TOO_LARGE, Exact, accumulate, from_digits, segment_sum
+from covey.exact import DIGITS, LIMBS, QUANTUM, TOO_LARGE, Exact, accumulate, accumulate_rows, from_digits, segment_sum
 
 QUANTA = 2**96
 
@@ -192,3 +192,23 @@ def test_shapes():
     assert exact[1, 2, 3].floats() == 23.0
     joined = Exact.join([exact, Exact.zeros(2, 2), Exact.of(7.0)])
     assert joined.floats().tolist() == [*range(24), 0, 0, 0, 0, 7]
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1e-30, 1e-9, 1.0, 1e5, 1e6, 1e25]))
+def test_rows_add_up_as_one_by_one(seed, size):
+    """The fast way for small numbers has the same bits, also where large ones and NaN are among them."""
+    rng = np.random.default_rng(seed)
+    rows, weights = size * rng.normal(size=(5000, 3)) * 10.0 ** rng.integers(-3, 3, size=(5000, 1)), rng.random(5000)
+    rows[::7] = 0.0
+    rows[rng.integers(5000), 2] = rng.choice([np.nan, np.inf, -1e40, 1.0])
+    digits = np.zeros((3, DIGITS), dtype=np.int64)
+    accumulate_rows(digits, weights, rows)
+    quick, slow = from_digits(digits), segment_sum(weights[:, None] * rows, np.array([0, 5000]))
+    assert np.array_equal(quick.floats(), slow.floats()[0], equal_nan=True)
+    assert np.array_equal(quick.limbs[quick.finite], slow.limbs[0][quick.finite])
+
+
+def test_many_large_addends_do_not_overflow():
+    digits = np.zeros((1, DIGITS), dtype=np.int64)
+    accumulate_rows(digits, np.ones(200_000), np.full((200_000, 1), -524287.5))
+    assert from_digits(digits).floats().tolist() == [-524287.5 * 200_000]

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import kstest
 
+from covey import GroupedData
 from covey.errors import CoveyError
 from covey.ledger import Ledger, links, paper_rates, rates
-from covey.schedule import Flips, Schedule, group, majority, server_coin, streams
+from covey.schedule import Flips, Schedule, group, majority, server_coin, streams, uniforms
 from covey.theory import Coins, best_tau
 
 from .conftest import seeds
@@ -129,6 +131,25 @@ def test_without_a_server_clusters_talk_to_each_other():
     assert spent.bytes_between == 8 * 4.5 * 6 + 6 * 800 / 8
 
 
-def test_streams_are_by_place():
-    assert streams(3, 10)[:4].tolist() == streams(3, 4).tolist()
-    assert len(set(streams(3, 1000).tolist())) == 1000
+def test_streams_are_by_id():
+    """The same wherever a client is, and another for another seed, cluster or kind of id."""
+    client = np.arange(1000)
+    tree = GroupedData.from_arrays(np.ones((1000, 1)), np.zeros(1000), client, client // 100).hierarchy
+    mine = GroupedData.from_arrays(np.ones((3, 1)), np.zeros(3), [205, 7, 900], [2, 0, 9]).hierarchy
+    assert streams(3, tree)[[7, 205, 900]].tolist() == streams(3, mine).tolist()
+    as_text = GroupedData.from_arrays(np.ones((1000, 1)), np.zeros(1000), client.astype(str), client // 100).hierarchy
+    moved = GroupedData.from_arrays(np.ones((1000, 1)), np.zeros(1000), client, 10 + client // 100).hierarchy
+    everything = [streams(3, tree), streams(4, tree), streams(3, as_text), streams(3, moved)]
+    assert len(np.unique(np.concatenate(everything))) == 4000
+    assert streams(3, mine).tolist()[:2] == [
+        7186283810920954531,
+        1451745374748172689,
+    ]  # of every version: saved runs depend on it
+
+
+def test_uniforms_are_uniform_and_can_be_read_anywhere():
+    tree = GroupedData.from_arrays(np.ones((1000, 1)), np.zeros(1000), np.arange(1000)).hierarchy
+    drawn = uniforms(streams(0, tree), 0, 50)
+    assert np.array_equal(drawn[:, 20:30], uniforms(streams(0, tree), 20, 10))
+    assert kstest(drawn.ravel(), "uniform").pvalue > 1e-3
+    assert np.abs(np.corrcoef(drawn[:, :5].T) - np.eye(5)).max() < 0.15

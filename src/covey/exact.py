@@ -16,6 +16,7 @@ by three integer additions, and :func:`from_digits` carries at the end.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -35,6 +36,8 @@ TOO_LARGE = 1 << 30  # sizes that add up to this: the sum could reach 2^95 and w
 QUANTUM = 2.0**-96
 
 _MASK = 0xFFFFFFFF
+_SMALL = 2.0**19
+_BESIDE_FIRST, _BESIDE_SECOND, _BESIDE_THIRD = 1.5 * 2.0**20, 1.5 * 2.0**-12, 1.5 * 2.0**-44
 _PIECE = 1024  # rows summed by one thread at a time
 _WORTH_SHARING = 1 << 16  # values below which threads would mostly wait for each other
 
@@ -108,24 +111,10 @@ class Exact:
 
     def floats(self) -> Floats:
         """The nearest floating-point numbers, ties to even; NaN where the sum is not a number."""
-        digits = self._digits()
-        negative = digits[..., -2] >> 31
-        digits[..., :-1] *= 1 - 2 * negative[..., None]
-        low, mid, top = np.moveaxis(from_digits(digits).limbs, -1, 0)
-        # Shift left until the leading bit is at the top; what is below the upper limb then only breaks ties.
-        shifted = np.zeros(self.shape, dtype=np.int64)
-        for _ in range(LIMBS - 1):
-            small = top == 0
-            low, mid, top = np.where(small, 0, low), np.where(small, low, mid), np.where(small, mid, top)
-            shifted += 64 * small
-        for bits in (32, 16, 8, 4, 2, 1):
-            small = top >> (64 - bits) == 0
-            top = np.where(small, top << bits | mid >> (64 - bits), top)
-            mid = np.where(small, mid << bits | low >> (64 - bits), mid)
-            low = np.where(small, low << bits, low)
-            shifted += bits * small
-        size = np.ldexp((top | ((mid | low) != 0)).astype(np.float64), 32 - shifted)
-        return np.where(self.finite, (1 - 2 * negative) * size, np.nan)
+        limbs = np.ascontiguousarray(self.limbs, dtype=np.uint64).reshape(-1, LIMBS)
+        nearest = np.empty(self.shape)
+        _round(limbs, self.size.reshape(-1), nearest.reshape(-1))
+        return nearest
 
     def fractions(self) -> Anything:
         """The sums themselves, as :class:`fractions.Fraction`; a float NaN where the sum is not a number."""
@@ -152,12 +141,10 @@ def from_digits(digits: Ints) -> Exact:
     >>> float(from_digits(digits).floats())
     0.5
     """
-    halves = np.empty((*digits.shape[:-1], 2 * LIMBS), dtype="<u4")
-    carry = np.zeros(digits.shape[:-1], dtype=np.int64)
-    for i in range(2 * LIMBS):
-        digit = digits[..., i] + carry
-        halves[..., i], carry = digit & _MASK, digit >> 32
-    return Exact(halves.view("<u8").astype(np.uint64), np.asarray(np.minimum(digits[..., -1], TOO_LARGE)))
+    limbs = np.empty((*digits.shape[:-1], LIMBS), dtype=np.uint64)
+    size = np.empty(digits.shape[:-1], dtype=np.int64)
+    _carry(np.ascontiguousarray(digits).reshape(-1, DIGITS), limbs.reshape(-1, LIMBS), size.reshape(-1))
+    return Exact(limbs, size)
 
 
 def segment_sum(values: Floats, ptr: Ints) -> Exact:
@@ -186,7 +173,13 @@ def _pieces(ptr: Ints) -> tuple[Ints, Ints]:
 
 @njit  # type: ignore[untyped-decorator]
 def accumulate(digits: Ints, x: float) -> None:
-    """Add ``x`` to a sum, a row of :data:`DIGITS` integers that starts as zeros; for use inside kernels.
+    """Add ``x`` to a sum, a row of :data:`DIGITS` integers that starts as zeros; for use inside kernels."""
+    accumulate_in(digits.reshape(1, DIGITS), 0, x)
+
+
+@njit  # type: ignore[untyped-decorator]
+def accumulate_in(digits: Ints, row: int, x: float) -> None:
+    """The same for one of many sums, ``digits (sums, DIGITS)``.
 
     Not inlined by numba but by LLVM, so that a kernel with fast arithmetic does not change what happens here.
     """
@@ -197,29 +190,112 @@ def accumulate(digits: Ints, x: float) -> None:
         whole = (((bits & 0xFFFFFFFFFFFFF) | 0x10000000000000) ^ sign) - sign
         at, shift = (exponent - 979) >> 5, (exponent - 979) & 31
         upper = whole >> (32 - shift)
-        digits[at] += (whole << shift) & _MASK
-        digits[at + 1] += upper & _MASK
-        digits[at + 2] += upper >> 32
+        digits[row, at] += (whole << shift) & _MASK
+        digits[row, at + 1] += upper & _MASK
+        digits[row, at + 2] += upper >> 32
     elif exponent < 979:
         whole = np.int64(np.rint(x * 2.0**96))
-        digits[0] += whole & _MASK
-        digits[1] += whole >> 32
+        digits[row, 0] += whole & _MASK
+        digits[row, 1] += whole >> 32
     elif exponent < 1117:  # below 2^94
         top = np.trunc(x * 2.0**-64)
         upper = np.trunc((x - top * 2.0**64) * 2.0**-32)
-        digits[6] += np.int64(abs(top))
-        digits[5] += np.int64(top)
-        digits[4] += np.int64(upper)
-        digits[3] += np.int64(x - top * 2.0**64 - upper * 2.0**32)
+        digits[row, 6] += np.int64(abs(top))
+        digits[row, 5] += np.int64(top)
+        digits[row, 4] += np.int64(upper)
+        digits[row, 3] += np.int64(x - top * 2.0**64 - upper * 2.0**32)
     else:
-        digits[6] += TOO_LARGE
+        digits[row, 6] += TOO_LARGE
+
+
+@njit  # type: ignore[untyped-decorator]
+def accumulate_rows(digits: Ints, weights: Floats, rows: Floats) -> None:
+    """Add ``weights[i] * rows[i]`` to as many sums ``digits (columns, DIGITS)``; for use inside kernels.
+
+    Small numbers, which most are, take a third of the time of the others, so these are left to a second pass.
+    """
+    large = 0
+    for start in range(0, len(rows), _PIECE):
+        for i in range(start, min(start + _PIECE, len(rows))):
+            for column in range(rows.shape[1]):
+                large += not _accumulate_small(digits, column, weights[i] * rows[i, column])
+        for column in range(rows.shape[1]):  # the digits have room for about 2000 addends
+            for at in range(3):
+                digits[column, at + 1] += digits[column, at] >> 32
+                digits[column, at] &= _MASK
+    if large:
+        for i in range(len(rows)):
+            for column in range(rows.shape[1]):
+                if not abs(weights[i] * rows[i, column]) < _SMALL:
+                    accumulate_in(digits, column, weights[i] * rows[i, column])
+
+
+@njit  # type: ignore[untyped-decorator]
+def _accumulate_small(digits: Ints, row: int, x: float) -> bool:
+    """Add ``x`` below ``2^19`` in size; or else do nothing.
+
+    Beside ``1.5 * 2^20`` a number is rounded to a multiple of ``2^-32``, which the bits of the sum count; the rest likewise.
+    """
+    if not abs(x) < _SMALL:
+        return False
+    first = np.float64(x + _BESIDE_FIRST)
+    rest = x - (first - _BESIDE_FIRST)
+    second = np.float64(rest + _BESIDE_SECOND)
+    third = np.float64(rest - (second - _BESIDE_SECOND) + _BESIDE_THIRD)
+    digits[row, 2] += first.view(np.int64) - np.float64(_BESIDE_FIRST).view(np.int64)
+    digits[row, 1] += second.view(np.int64) - np.float64(_BESIDE_SECOND).view(np.int64)
+    digits[row, 0] += third.view(np.int64) - np.float64(_BESIDE_THIRD).view(np.int64)
+    return True
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def _carry(digits: Ints, limbs: Limbs, size: Ints) -> None:
+    for row in range(len(digits)):
+        size[row] = min(digits[row, DIGITS - 1], TOO_LARGE)
+        carry = np.int64(0)
+        for i in range(LIMBS):
+            low = digits[row, 2 * i] + carry
+            high = digits[row, 2 * i + 1] + (low >> 32)
+            limbs[row, i] = np.uint64(low & _MASK) | (np.uint64(high & _MASK) << np.uint64(32))
+            carry = high >> 32
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def _round(limbs: Limbs, size: Ints, nearest: Floats) -> None:
+    """The 64 bits from the leading one on, the last of them set if anything is below, converted: rounded once."""
+    one = np.uint64(1)
+    for row in range(len(limbs)):
+        low, mid, top = limbs[row, 0], limbs[row, 1], limbs[row, 2]
+        negative = top >> np.uint64(63) == one
+        if negative:
+            low, mid, top = ~low + one, ~mid, ~top
+            if low == 0:
+                mid += one
+                if mid == 0:
+                    top += one
+        exponent = 32
+        for _ in range(LIMBS - 1):
+            if top == 0:
+                low, mid, top = np.uint64(0), low, mid
+                exponent -= 64
+        for bits in (32, 16, 8, 4, 2, 1):
+            up, down = np.uint64(bits), np.uint64(64 - bits)
+            if top >> down == 0:
+                top = top << up | mid >> down
+                mid = mid << up | low >> down
+                low = low << up
+                exponent -= bits
+        if mid | low != 0:
+            top |= one
+        value = math.ldexp(np.float64(top), exponent)
+        nearest[row] = math.nan if size[row] >= TOO_LARGE else -value if negative else value
 
 
 @njit  # type: ignore[untyped-decorator]
 def _sum_rows(rows: Floats, first: int, last: int, digits: Ints) -> None:
     for row in range(first, last):
         for column in range(rows.shape[1]):
-            accumulate(digits[column], rows[row, column])
+            accumulate_in(digits, column, rows[row, column])
 
 
 @njit(parallel=True, cache=True)  # type: ignore[untyped-decorator]

@@ -9,6 +9,7 @@ With ``alpha_j = lam_j / (lam_j + sum_{i in j} gamma_i)`` both have the same min
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -61,7 +62,7 @@ class Penalty:
         else:
             _check_range(spread, "gamma", clusters, "cluster", np.inf, open_end=True)
             spread = spread[hierarchy.parent]
-        total = hierarchy.sum_up(spread)
+        total = _cluster_sums(spread, hierarchy)
         idle = (total == 0) & (hierarchy.sizes > 0)
         if idle.any():
             name = clusters.tolist()[int(idle.argmax())]
@@ -138,6 +139,17 @@ class Objective:
         pull = self.penalty.gamma[:, None] * (theta - tree.down(w))
         hold = self.penalty.lam[:, None] * (w - wbar)
         return self.loss.gradient(self.data, theta) + pull, hold - tree.sum_up(pull), -hold.sum(axis=0)
+
+
+def _cluster_sums(gamma: Floats, hierarchy: Hierarchy) -> Floats:
+    """Correctly rounded, so that clients in another order, or known by their number only, give the same bits."""
+    ptr, filled = hierarchy.cluster_ptr, hierarchy.sizes > 0
+    first = np.zeros(hierarchy.n_clusters)
+    first[filled] = gamma[ptr[:-1][filled]]
+    total = hierarchy.sizes * first
+    for j in np.unique(hierarchy.parent[gamma != first[hierarchy.parent]]):
+        total[j] = math.fsum(gamma[ptr[j] : ptr[j + 1]])
+    return total
 
 
 def _per_unit(value: Any, name: str, units: Mapping[str, Anything]) -> Floats:

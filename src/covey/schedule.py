@@ -11,15 +11,18 @@ cluster since the last one between them goes into one round, whenever it falls.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from itertools import pairwise
+from typing import Any, Literal
 
 import numpy as np
 from numba import njit
 
 from covey._typing import Anything, Floats, Ints
 from covey.errors import one_of
+from covey.hierarchy import Hierarchy
 from covey.theory import Coins
 
 Vote = Literal["central", "majority"]
@@ -235,7 +238,36 @@ def _group(
     return last + 1
 
 
-def streams(seed: int, clients: int) -> Anything:
-    """Where each client's own source of random rows begins, ``(clients,)``, by its place in the whole network."""
-    stream = np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, 1, 0]))
-    return stream.integers(0, 2**64, clients, dtype=np.uint64)
+def streams(seed: int, tree: Hierarchy) -> Anything:
+    """Where each client's own source of random numbers begins, ``(n,)``: by the ids of client and cluster alone.
+
+    A client has the same stream wherever it is and whoever is beside it.
+
+    >>> from covey import GroupedData
+    >>> both, one = (GroupedData.from_arrays([[1.0]] * len(ids), [0.0] * len(ids), ids).hierarchy for ids in ("ab", "b"))
+    >>> int(streams(3, both)[1]) == int(streams(3, one)[0])
+    True
+    """
+    start = np.empty(tree.n_clients, dtype=np.uint64)
+    for j, (first, last) in enumerate(pairwise(tree.cluster_ptr.tolist())):
+        cluster = _text(tree.cluster_ids[j])
+        common = hashlib.blake2b(f"{seed} {len(cluster)} {cluster} ".encode(), digest_size=8)
+        for i, label in enumerate(tree.client_ids[first:last].to_list(), first):
+            own = common.copy()
+            own.update(_text(label).encode())
+            start[i] = int.from_bytes(own.digest(), "little")
+    return start
+
+
+def _text(label: Any) -> str:
+    """An id, so that 1 and "1" differ."""
+    return f"{type(label).__name__} {label}"
+
+
+def uniforms(streams: Anything, first: int, count: int) -> Floats:
+    """Numbers ``first`` to ``first + count - 1`` of each stream, uniform in [0, 1): ``(*streams.shape, count)``, SplitMix64."""
+    state = streams[..., None] + np.arange(first + 1, first + count + 1).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    drawn: Floats = ((state ^ (state >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53
+    return drawn

@@ -21,6 +21,7 @@ import numpy as np
 from covey._typing import Floats
 from covey.data import GroupedData
 from covey.errors import SolverError, warn
+from covey.hierarchy import Hierarchy
 from covey.losses import Loss
 from covey.objective import Objective, Penalty
 
@@ -69,14 +70,11 @@ class Constants:
         >>> known.L, round(known.mu, 9), known.C1, known.C2
         (9.0, 1.0, 0.25, 0.75)
         """
-        clusters = np.flatnonzero(data.hierarchy.sizes)
-        gamma = np.zeros(data.n_clusters)
-        gamma[clusters] = np.maximum.reduceat(penalty.gamma, data.hierarchy.cluster_ptr[:-1][clusters])
         return cls(
             float(loss.smoothness(data).max()) if L is None else L,
             float(loss.row_smoothness(data).max(initial=loss.ridge)) if L_row is None else L_row,
             float(loss.strong_convexity(data).min()) if mu is None else mu,
-            gamma,
+            largest_gamma(data.hierarchy, penalty),
             mixing(penalty),
             note,
         )
@@ -103,6 +101,14 @@ class Constants:
                 f"No rate is known for this problem: {what}. Standardise the columns, drop those that others explain, add a "
                 "ridge, give mu=, or use solver='newton'."
             )
+
+
+def largest_gamma(tree: Hierarchy, penalty: Penalty) -> Floats:
+    """The largest penalty in each cluster, ``(k,)``; 0 where it is empty."""
+    clusters = np.flatnonzero(tree.sizes)
+    gamma = np.zeros(tree.n_clusters)
+    gamma[clusters] = np.maximum.reduceat(penalty.gamma, tree.cluster_ptr[:-1][clusters])
+    return gamma
 
 
 def mixing(penalty: Penalty) -> Floats:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 
 import numpy as np
 import pytest
 
-from covey import GroupedData, Objective, Penalty
+from covey import GroupedData, Penalty
 from covey.datasets import simulate
 from covey.losses import Gaussian
+from covey.network import InMemory
 from covey.schedule import Flips, Schedule
 from covey.solvers import al2sgd_plus, l2gd, one_coin
-from covey.solvers.l2gd import Guide, Rate, State, equal_within, node_move, node_of
+from covey.solvers.l2gd import Begin, Go, Guide, Rate, equal_within
 from covey.solvers.protocol import Top
-from covey.solvers.rounds import InMemory, play
+from covey.solvers.rounds import play
 from covey.solvers.threads import threads_for
 from covey.theory import (
     Coins,
@@ -59,19 +59,26 @@ def some_coins(k, rng, p0=0.3):
     return Coins(p0, p, tau)
 
 
+def begun(data, loss, penalty, drawn, rate, start, closed=None):
+    """A network in memory at the start of algorithm 1."""
+    network = InMemory.of(data, loss, penalty.gamma, start)
+    closed = loss.name == "gaussian" if closed is None else closed
+    network.ask(Begin(drawn.local, rate, Top.of(penalty).total, closed))
+    return network
+
+
 def follow(problem, drawn, eta, start, seed, times):
     """The iterates of one run at some times."""
     data, penalty, loss = problem.data, problem.penalty, Gaussian()
-    top, (equal, gamma) = Top.of(penalty), equal_within(data, penalty)
-    node, guide = node_of(data, loss, penalty.gamma, drawn, Rate(eta)), Guide(top, drawn, Rate(eta), gamma)
-    network = InMemory(Objective(data, loss, penalty), State(start), partial(node_move, node))
+    top, (equal, gamma) = Top.of(penalty), equal_within(data.hierarchy, penalty)
+    guide, network = Guide(top, drawn, Rate(eta), gamma), begun(data, loss, penalty, drawn, Rate(eta), start)
     schedule, t, path = Schedule(drawn, seed, equal), 0, []
     with threads_for(data):
         for until in times:
             if until > t:
-                assert play(network, guide, top, schedule.rounds(t, until), NOWHERE)[1] is None
+                assert play(network, Go, guide, top, schedule.rounds(t, until), NOWHERE)[1] is None
             t = until
-            path.append(network.state.theta)
+            path.append(network.node.theta)
     return np.array(path)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -13,11 +12,12 @@ from covey import Objective, Penalty, newton, sweep
 from covey.datasets import simulate
 from covey.errors import ConvergenceWarning
 from covey.losses import Gaussian, loss_of
+from covey.network import InMemory
 from covey.schedule import Flips, group, streams
 from covey.solvers import al2sgd_plus
 from covey.solvers.curvature import constants
 from covey.solvers.protocol import Pull, Top
-from covey.solvers.rounds import InMemory, play
+from covey.solvers.rounds import play
 from covey.theory import (
     Coins,
     Katyusha,
@@ -42,23 +42,23 @@ def oracle_mean(problem, loss, drawn, guide_of, rng):
     data, penalty = problem.data, problem.penalty
     top, n, d = Top.of(penalty), data.n_clients, data.n_terms
     pace = Katyusha(eta=1.0, a1=0.3, a2=0.4, b1=0.9, b2=0.05, rho=0.2)
-    node = accelerated.node_of(data, loss, penalty.gamma, drawn, pace, streams(1, n))
     x, y, z = rng.normal(size=(3, n, d))
     guide, anchor = guide_of(top, drawn), data.hierarchy.mean_up(x, penalty.gamma)
     theta = pace.a1 * z + pace.a2 * x + (1 - pace.a1 - pace.a2) * y
 
     def estimate(flips, t=0):
-        state = accelerated.State(x, y, z, loss.gradient(data, x))
-        network = InMemory(Objective(data, loss, penalty), state, partial(accelerated.node_move, node))
-        assert play(network, guide, top, group(flips, t), anchor, announce=True)[1] is None
-        return (theta - network.state.y) / pace.eta
+        network = InMemory.of(data, loss, penalty.gamma, y)
+        network.ask(accelerated.Begin(drawn.local, pace, top.total, seed=1))
+        network.node.memory["points"] = accelerated.Points(x, z, loss.gradient(data, x))
+        assert play(network, accelerated.Go, guide, top, group(flips, t), anchor, announce=True)[1] is None
+        return (theta - network.node.theta) / pace.eta
 
-    k = data.n_clusters
+    k, own = data.n_clusters, streams(1, data.hierarchy)
     local = Flips(np.array([False]), np.zeros((1, k), dtype=bool), np.array([False]))
     # Each client's estimate depends on its own row alone: find iterations that draw each of its rows, and average over those.
     by_row = {}
     for t in range(400):
-        rows = [accelerated._draw(node.streams[i], t, data.rows_per_client[i]) for i in range(n)]
+        rows = [accelerated._draw(own[i], t, data.rows_per_client[i]) for i in range(n)]
         if any((i, row) not in by_row for i, row in enumerate(rows)):
             g = estimate(local, t)
             by_row.update({(i, row): g[i] for i, row in enumerate(rows)})

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from functools import partial
 from itertools import product
 
 import numpy as np
@@ -17,9 +15,9 @@ from covey.losses import Gaussian, loss_of
 from covey.schedule import Flips, Schedule, group
 from covey.solvers import l2gd, one_coin
 from covey.solvers.curvature import constants
-from covey.solvers.l2gd import Guide, Rate, State, equal_within, node_move, node_of
+from covey.solvers.l2gd import Go, Guide, Rate, equal_within
 from covey.solvers.protocol import Top
-from covey.solvers.rounds import InMemory, play
+from covey.solvers.rounds import play
 from covey.theory import (
     Coins,
     best_tau,
@@ -35,6 +33,7 @@ from tests.conftest import random_problem, seeds
 from tests.solvers.coins import (
     NOWHERE,
     Clients,
+    begun,
     follow,
     outcomes,
     quietly,
@@ -51,13 +50,13 @@ def test_async_l2gd_is_unbiased(seed):
     data, penalty, loss = problem.data, problem.penalty, loss_of(family)
     drawn, eta = some_coins(data.n_clusters, rng), 1.0
     theta = rng.normal(size=(data.n_clients, data.n_terms))
-    top, (_, gamma) = Top.of(penalty), equal_within(data, penalty)
-    node, guide = node_of(data, loss, penalty.gamma, drawn, Rate(eta)), Guide(top, drawn, Rate(eta), gamma)
+    top, (_, gamma) = Top.of(penalty), equal_within(data.hierarchy, penalty)
+    guide = Guide(top, drawn, Rate(eta), gamma)
     mean = np.zeros_like(theta)
     for chance, flips in outcomes(drawn, data.n_clusters):
-        network = InMemory(Objective(data, loss, penalty), State(theta), partial(node_move, node))
-        assert play(network, guide, top, group(flips), NOWHERE)[1] is None
-        mean += chance * (theta - network.state.theta) / eta
+        network = begun(data, loss, penalty, drawn, Rate(eta), theta)
+        assert play(network, Go, guide, top, group(flips), NOWHERE)[1] is None
+        mean += chance * (theta - network.node.theta) / eta
     exact = Objective(data, loss, penalty).gradient(theta)
     np.testing.assert_allclose(mean, exact, atol=1e-12 * max(1.0, np.abs(exact).max()), rtol=0)
 
@@ -202,7 +201,7 @@ def test_heads_take_the_step_of_their_own_iteration():
 
 @quietly
 @pytest.mark.parametrize("family", ["gaussian", "bernoulli", "poisson"])
-def test_local_runs_are_gradient_steps(family, monkeypatch):
+def test_local_runs_are_gradient_steps(family):
     """Closed form, vector kernels, weights, offsets, a ridge: the same as steps written out, for every client."""
     problem = random_problem(13, family)
     data, penalty, loss = problem.data, problem.penalty, replace(loss_of(family, "mean"), ridge=0.05)
@@ -214,12 +213,11 @@ def test_local_runs_are_gradient_steps(family, monkeypatch):
     rate = Rate(0.005, mu=0.3)
     for t in range(6):
         expected = expected - rate.at(t) * 4 * loss.gradient(data, expected)
-    for largest in (50_000_000, 0):  # in the eigenbasis, and step by step
-        monkeypatch.setattr(sys.modules["covey.solvers.l2gd"], "_LARGEST_BASIS", largest)
-        node = node_of(data, loss, penalty.gamma, drawn, rate)
-        network = InMemory(Objective(data, loss, penalty), State(theta), partial(node_move, node))
-        play(network, Guide(Top.of(penalty), drawn, rate, np.ones(data.n_clusters)), Top.of(penalty), group(flips), NOWHERE)
-        np.testing.assert_allclose(network.state.theta, expected, atol=1e-12)
+    top = Top.of(penalty)
+    for closed in {family == "gaussian", False}:  # in the eigenbasis, and step by step
+        network = begun(data, loss, penalty, drawn, rate, theta, closed)
+        play(network, Go, Guide(top, drawn, rate, np.ones(data.n_clusters)), top, group(flips), NOWHERE)
+        np.testing.assert_allclose(network.node.theta, expected, atol=1e-12)
 
 
 @quietly

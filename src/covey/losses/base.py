@@ -120,9 +120,9 @@ class Loss(ABC):
         rows = data.rows_per_client if data.weights is None else segment_sum(data.weights, data.client_ptr)
         return 1.0 / np.where(rows > 0, rows, 1.0)
 
-    def perfect(self, data: GroupedData) -> float:
-        """The lowest value that the sum of all clients' losses could have, whatever the margins: that of a perfect fit."""
-        return 0.0
+    def perfect(self, data: GroupedData) -> Floats:
+        """The lowest value that each client's loss could have, whatever the margins, ``(n,)``: that of a perfect fit."""
+        return np.zeros(data.n_clients)
 
     def operands(self, data: GroupedData) -> tuple[Any, ...]:
         """What a kernel needs to know of the rows: family, ``X``, ``y``, weights, offset, scale, ridge, ``client_ptr``."""

@@ -10,6 +10,7 @@ from scipy.special import gammaln
 from covey._typing import Floats
 from covey.data import GroupedData, Place
 from covey.errors import DataError
+from covey.hierarchy import segment_sum
 from covey.losses import kernels
 from covey.losses.base import Loss
 
@@ -27,9 +28,9 @@ class Poisson(Loss):
     def smoothness(self, data: GroupedData) -> Floats:
         return np.full(data.n_clients, np.inf)
 
-    def perfect(self, data: GroupedData) -> float:
-        scale = self.scale(data)[data.client_of_row] * (1.0 if data.weights is None else data.weights)
-        return float((scale * (data.y - data.y * np.log(np.where(data.y > 0, data.y, 1.0)))).sum())
+    def perfect(self, data: GroupedData) -> Floats:
+        lowest = data.y - data.y * np.log(np.where(data.y > 0, data.y, 1.0))
+        return self.scale(data) * segment_sum(lowest if data.weights is None else data.weights * lowest, data.client_ptr)
 
     def constant(self, data: GroupedData) -> float:
         factorials = gammaln(data.y + 1.0)

@@ -16,11 +16,11 @@ from covey.losses import Loss
 from covey.network import InMemory, Network
 from covey.objective import Objective, Penalty
 from covey.solvers import james_stein as js
-from covey.solvers.al2sgd_plus import al2sgd_plus
+from covey.solvers.al2sgd_plus import al2sgd_plus, al2sgd_plus_across
 from covey.solvers.costs import costs, surely_direct
-from covey.solvers.l2gd import l2gd
+from covey.solvers.l2gd import l2gd, l2gd_across
 from covey.solvers.newton import Stage, newton, newton_across
-from covey.solvers.one_coin import one_coin
+from covey.solvers.one_coin import one_coin, one_coin_across
 from covey.solvers.result import Convergence, Fit, Progress, after
 from covey.solvers.rounds import Control, Watch
 from covey.solvers.sweep import Settle, sweep, sweep_across
@@ -30,6 +30,7 @@ Solver = Literal["auto", "sweep", "newton", "l2gd", "al2sgd_plus", "one_coin"]
 SOLVERS = ("auto", "sweep", "newton", "l2gd", "al2sgd_plus", "one_coin")
 DIRECT = ("sweep", "newton")
 BY_COINS: dict[str, Callable[..., Fit]] = {"l2gd": l2gd, "one_coin": one_coin, "al2sgd_plus": al2sgd_plus}
+ACROSS: dict[str, Callable[..., Fit]] = {"l2gd": l2gd_across, "one_coin": one_coin_across, "al2sgd_plus": al2sgd_plus_across}
 
 __all__ = [
     "BY_COINS",
@@ -75,7 +76,7 @@ def solve(
     if james_stein:
         js.check(loss, penalty)
         if solver in BY_COINS:
-            raise SolverError(f"james_stein=True needs the curvature that {solver!r} never sees; use solver='auto'.")
+            raise _no_curvature(solver)
         if solver == "auto":
             solver = "sweep" if loss.name == "gaussian" else "newton"
     if solver == "auto":
@@ -113,10 +114,23 @@ def solve_across(
     solver: Solver = "auto",
     tol: float = 1e-8,
     max_iter: int | None = None,
+    seed: int = 0,
+    options: Mapping[str, Any] | None = None,
     james_stein: bool = False,
     progress: Progress | None = None,
 ) -> Fit:
-    """Minimise the objective of any network by the sweep or by Newton; the clients' models stay at their nodes."""
+    """Minimise the objective of any network, from where its nodes are; the clients' models stay there.
+
+    ``auto`` is the sweep for a Gaussian loss and Newton for any other. Of the algorithms by coins, ``options`` are keywords.
+    Which node holds which client changes no bit of their result, and of the others' no more than rounding.
+    """
+    check_options(solver, options)
+    if solver in ACROSS:
+        if james_stein:
+            raise _no_curvature(solver)
+        own, watch = dict(options or {}), {"seed": seed, "tol": tol, "max_iter": max_iter, "progress": progress}
+        watch |= {each.name: own.pop(each.name) for each in fields(Control) if each.name in own}
+        return ACROSS[solver](network, penalty, Control.of(solver, watch), **own)  # type: ignore[arg-type]
     if solver == "auto":
         solver = "sweep" if network.loss.name == "gaussian" else "newton"
     if solver == "sweep":
@@ -131,6 +145,10 @@ def solve_across(
     limits: dict[str, Any] = {"tol": tol, "max_iter": max_iter or 100, "keep": keep}
     fit = newton_across(network, penalty, **limits)
     return _below_a_shrunk(network, penalty, fit, limits) if james_stein else fit
+
+
+def _no_curvature(solver: str) -> SolverError:
+    return SolverError(f"james_stein=True needs the curvature that {solver!r} never sees; use solver='auto'.")
 
 
 def _below_a_shrunk(network: Network, penalty: Penalty, fit: Fit, limits: dict[str, Any]) -> Fit:

@@ -29,21 +29,56 @@ from numba import njit, prange
 
 from covey._typing import Anything, Floats, Ints
 from covey.data import GroupedData
+from covey.exact import accumulate_rows
 from covey.losses import Loss
 from covey.losses.kernels import GAUSSIAN, exponent, slope
+from covey.network import Network, Node
 from covey.objective import Objective, Penalty
 from covey.schedule import Round, streams
-from covey.solvers.curvature import constants
-from covey.solvers.protocol import Blocks, Move, Pull, Sums, Top, node_sums
+from covey.solvers.curvature import constants_across
+from covey.solvers.protocol import Blocks, Move, Pull, Sums, Top, node_sums, shares
 from covey.solvers.result import Fit
-from covey.solvers.rounds import Algorithm, Control, Watch, solve_in_memory
+from covey.solvers.rounds import Algorithm, Control, Keepers, Watch, in_memory, nobody, run
 from covey.theory import Coins, Katyusha, accelerated_recipe
+
+# What travels
+
+
+@dataclass(frozen=True)
+class Begin:
+    """Down: begin where you are; what a local step is multiplied by, ``local (k,)``, the steps, each cluster's sum of gamma."""
+
+    local: Floats
+    pace: Katyusha
+    total: Floats
+    seed: int
+
+    def at(self, node: Node) -> None:
+        node.theta, node.memory["al2sgd_plus"] = node.where(), self
+        node.memory["streams"] = Streams(streams(self.seed, node.data.hierarchy))
+        node.memory["points"] = node_start(node.loss, node.data, node.theta)
+        node.cache.pop("al2sgd_plus", None)
+
+
+@dataclass(frozen=True)
+class Go:
+    """Down: a move of all clients."""
+
+    move: Move
+
+    def at(self, node: Node) -> Sums:
+        clients = node.cache.get("al2sgd_plus")
+        if clients is None:
+            clients = node.cache["al2sgd_plus"] = Clients.of(node, node.memory["al2sgd_plus"])
+        node.theta, node.memory["points"], sums = node_move(clients, node.where(), node.memory["points"], self.move)
+        return sums
+
 
 # The node
 
 
 @dataclass(frozen=True)
-class Node:
+class Clients:
     """What a node holds for the whole run; ``streams (n,)`` are its clients' own sources of rows."""
 
     data: GroupedData
@@ -51,51 +86,57 @@ class Node:
     operands: tuple[Any, ...]
     blocks: Blocks
     gamma: Floats
+    share: Floats
     local: Floats
     pace: Katyusha
     streams: Anything
 
+    @classmethod
+    def of(cls, node: Node, begin: Begin) -> Clients:
+        data, share, own = node.data, shares(node, begin.total), node.memory["streams"].start
+        blocks, operands = Blocks.of(data.hierarchy), node.loss.operands(data)
+        return cls(data, node.loss, operands, blocks, node.gamma, share, begin.local, begin.pace, own)
+
 
 @dataclass(frozen=True)
-class State:
-    """L-Katyusha's points of each client, and the gradient of the objective at its anchor ``x``; all ``(n, d)``."""
+class Streams:
+    """Where each client's source of rows begins, ``(n,)``."""
+
+    start: Anything
+
+
+@dataclass(frozen=True)
+class Points:
+    """L-Katyusha's other points of each client, and the gradient of the objective at its anchor ``x``; all ``(n, d)``.
+
+    The point ``y`` is the answer so far, where a node's clients are.
+    """
 
     x: Floats
-    y: Floats
     z: Floats
     gradient: Floats
 
-    @property
-    def theta(self) -> Floats:
-        """The answer so far."""
-        return self.y
 
-
-def node_of(data: GroupedData, loss: Loss, gamma: Floats, drawn: Coins, pace: Katyusha, streams: Anything) -> Node:
-    """Set up a node for its own clients."""
-    return Node(data, loss, loss.operands(data), Blocks.of(data.hierarchy), gamma, drawn.local, pace, streams)
-
-
-def node_start(node: Node, theta: Floats) -> State:
+def node_start(loss: Loss, data: GroupedData, y: Floats) -> Points:
     """All points at the start; the anchor's part of the gradient that comes from the penalties follows with its centres."""
-    return State(theta, theta, theta, node.loss.gradient(node.data, theta))
+    return Points(y, y, loss.gradient(data, y))
 
 
-def node_move(node: Node, state: State, move: Move) -> tuple[State, Sums]:
+def node_move(clients: Clients, before: Floats, points: Points, move: Move) -> tuple[Floats, Points, Sums]:
     """Finish the iteration that waited for an answer, go on locally, and send sums of ``theta``, or of a new anchor."""
-    tree, pace = node.data.hierarchy, node.pace
+    tree, blocks, pace = clients.data.hierarchy, clients.blocks, clients.pace
     if move.anchor is not None:
-        pull = node.gamma[:, None] * (state.x - tree.down(move.anchor))
-        state = replace(state, gradient=state.gradient + pull)
-    y, z, sums = np.empty_like(state.y), np.empty_like(state.z), node.blocks.empty(state.y.shape[1])
+        pull = clients.gamma[:, None] * (points.x - tree.down(move.anchor))
+        points = replace(points, gradient=points.gradient + pull)
+    y, z, sums = np.empty_like(before), np.empty_like(before), blocks.empty(before.shape[1])
     _move(
-        *node.operands, node.streams, node.blocks.ptr, node.blocks.owner, node.gamma, move.pull.strength, move.pull.force,
-        move.heads, move.start, move.steps, node.local, (pace.eta, pace.a1, pace.a2, pace.b1, pace.b2), move.wanted, state.x,
-        state.gradient, state.y, state.z, y, z, sums,
+        *clients.operands, clients.streams, blocks.ptr, blocks.owner, clients.gamma, clients.share, move.pull.strength,
+        move.pull.force, move.heads, move.start, move.steps, clients.local, (pace.eta, pace.a1, pace.a2, pace.b1, pace.b2),
+        move.wanted, points.x, points.gradient, before, points.z, y, z, sums,
     )  # fmt: skip
     if move.refresh:
-        return State(y, y, z, node.loss.gradient(node.data, y)), node_sums(tree, node.gamma, y)
-    return replace(state, y=y, z=z), node.blocks.total(sums)
+        return y, Points(y, z, clients.loss.gradient(clients.data, y)), node_sums(tree, clients.share, y)
+    return y, replace(points, z=z), blocks.total(sums)
 
 
 # The coordinator
@@ -151,42 +192,65 @@ def al2sgd_plus(
     >>> fit.convergence.converged, fit.theta.ravel().round(5).tolist()
     (True, [1.5, 3.0, 7.5])
     """
-    control, objective = Control.of("al2sgd_plus", watch), Objective(data, loss, penalty)
-    known = constants(objective, mu=mu, L_row=L_row)
+    settings: dict[str, Any] = {"eta": eta, "p0": p0, "p": p, "tau": tau, "rho": rho, "mu": mu, "L_row": L_row}
+    control = Control.of("al2sgd_plus", watch)
+    return in_memory(partial(al2sgd_plus_across, **settings), Objective(data, loss, penalty), control)
+
+
+# Across a network
+
+
+def al2sgd_plus_across(
+    network: Network,
+    penalty: Penalty,
+    control: Control,
+    keepers: Keepers = nobody,
+    *,
+    eta: float | None = None,
+    p0: float | None = None,
+    p: Any = None,
+    tau: Any = None,
+    rho: float | None = None,
+    mu: float | None = None,
+    L_row: float | None = None,
+) -> Fit:
+    """Async-AL2SGD+ over any network, from where its nodes are; the clients' models stay there."""
+    known = constants_across(network, penalty, mu=mu, L_row=L_row)
     known.need_curvature()
     recipe = accelerated_recipe(known, p0=p0, p=p, tau=tau, rho=rho)
     pace = Katyusha.of(known, recipe.smoothness, recipe.coins.rho, recipe.step(eta))
-    node = node_of(data, loss, penalty.gamma, recipe.coins, pace, streams(int(control.seed), data.n_clients))
+    top = Top.of(penalty)
     algorithm = Algorithm(
         "al2sgd_plus",
         known,
         recipe,
         identity={"eta": pace.eta, "steps": asdict(pace), "probabilities": asdict(recipe.coins)},
-        begin=partial(node_start, node),
-        move=partial(node_move, node),
-        guide=Guide(Top.of(penalty), recipe.coins),
+        begin=Begin(recipe.coins.local, pace, top.total, int(control.seed)),
+        go=Go,
+        guide=Guide(top, recipe.coins),
         merge=False,
         pace=-1 / math.log(pace.contraction),
         needed=lambda tol: pace.iterations(tol, gap=(known.L_row + known.gamma_max) / 2),
         advice="raise max_iter",
     )
-    return solve_in_memory(objective, algorithm, control)
+    return run(network, penalty, algorithm, control, keepers)
 
 
 @njit(parallel=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def _move(
     family: int, X: Floats, target: Floats, weights: Floats, offset: Floats, scale: Floats, ridge: float, client_ptr: Ints,
-    streams: Anything, blocks: Ints, owner: Ints, gamma: Floats, strength: Floats, force: Floats, heads: Anything, start: Ints,
-    steps: Ints, local: Floats, pace: tuple[float, float, float, float, float], wanted: Anything, x: Floats, gradient: Floats,
-    y: Floats, z: Floats, y_out: Floats, z_out: Floats, sums: Floats,
+    streams: Anything, blocks: Ints, owner: Ints, gamma: Floats, share: Floats, strength: Floats, force: Floats,
+    heads: Anything, start: Ints, steps: Ints, local: Floats, pace: tuple[float, float, float, float, float],
+    wanted: Anything, x: Floats, gradient: Floats, y: Floats, z: Floats, y_out: Floats, z_out: Floats, sums: Ints,
 ) -> None:  # fmt: skip
-    """Each block of clients, all of one cluster, is moved by one thread, and summed in order: no bit depends on the threads."""
+    """Each block of clients, all of one cluster, is moved by one thread. No bit depends on the threads, nor on the blocks."""
     d = x.shape[1]
     eta, a1, a2, b1, b2 = pace
     for block in prange(len(owner)):
         j = owner[block]
-        theta, g = np.empty(d), np.empty(d)
-        for i in range(blocks[block], blocks[block + 1]):
+        first, last = blocks[block], blocks[block + 1]
+        theta, g, ends = np.empty(d), np.empty(d), np.empty((last - first if wanted[j] else 0, d))
+        for i in range(first, last):
             rows = client_ptr[i + 1] - client_ptr[i]
             for a in range(d):
                 y_out[i, a] = y[i, a]
@@ -218,7 +282,9 @@ def _move(
                     z_out[i, a] = b1 * z_out[i, a] + (1.0 - b1) * theta[a] + b2 / eta * (y_out[i, a] - theta[a])
             if wanted[j]:
                 for a in range(d):
-                    sums[block, a] += gamma[i] * (a1 * z_out[i, a] + a2 * x[i, a] + (1.0 - a1 - a2) * y_out[i, a])
+                    ends[i - first, a] = a1 * z_out[i, a] + a2 * x[i, a] + (1.0 - a1 - a2) * y_out[i, a]
+        if wanted[j]:
+            accumulate_rows(sums[block], share[first:last], ends)
 
 
 @njit(inline="always", error_model="numpy")  # type: ignore[untyped-decorator]

@@ -80,7 +80,7 @@ def costs(
         return [*found, *(_unfit(name, str(problem)) for name in ("l2gd", "one_coin", "al2sgd_plus"))], known
     start = float((best.theta**2).sum()) or 1.0  # where zero is the minimiser there is no distance to speak of
     gap = objective.value(np.zeros_like(best.theta)) - best.convergence.objective
-    merge = equal_within(data, objective.penalty)[0]
+    merge = equal_within(data.hierarchy, objective.penalty)[0]
     for name, recipe in (("l2gd", l2gd_recipe(known)), ("one_coin", one_coin_recipe(known))):
         sigma2 = noise(objective, best.theta, recipe.coins)
         rate = {"smoothness": recipe.smoothness, "mu": known.mu, "sigma2": sigma2, "start": start}

@@ -24,14 +24,17 @@ from numba import njit, prange
 from covey._typing import Anything, Floats, Ints
 from covey.data import GroupedData
 from covey.errors import one_of
+from covey.exact import accumulate_rows
+from covey.hierarchy import Hierarchy
 from covey.losses import Loss
 from covey.losses.kernels import FASTMATH, GAUSSIAN, exponent, exponentials, slope
+from covey.network import Network, Node
 from covey.objective import Objective, Penalty
 from covey.schedule import Round
-from covey.solvers.curvature import constants
-from covey.solvers.protocol import Blocks, Move, Pull, Sums, Top
+from covey.solvers.curvature import constants_across
+from covey.solvers.protocol import Blocks, Count, Move, Pull, Sums, Top, shares
 from covey.solvers.result import Fit
-from covey.solvers.rounds import Algorithm, Control, Watch, solve_in_memory
+from covey.solvers.rounds import Algorithm, Control, Keepers, Watch, in_memory, nobody, run
 from covey.theory import Coins, Constants, Recipe, Shares, iterations, l2gd_recipe, switch, switching_steps
 
 Steps = Literal["constant", "switching"]
@@ -56,64 +59,112 @@ class Rate:
         return self.eta if self.mu == 0 else switching_steps(t, 1 / (2 * self.eta), self.mu)
 
 
+# What travels
+
+
+@dataclass(frozen=True)
+class Begin:
+    """Down: begin where you are; what a local step is multiplied by, ``local (k,)``, the steps, each cluster's sum of gamma.
+
+    With ``closed``, local runs are done in closed form.
+    """
+
+    local: Floats
+    rate: Rate
+    total: Floats
+    closed: bool
+
+    def at(self, node: Node) -> None:
+        node.theta, node.memory["l2gd"] = node.where(), self
+        node.cache.pop("l2gd", None)
+
+
+@dataclass(frozen=True)
+class Go:
+    """Down: a move of all clients."""
+
+    move: Move
+
+    def at(self, node: Node) -> Sums:
+        clients = node.cache.get("l2gd")
+        if clients is None:
+            clients = node.cache["l2gd"] = Clients.of(node, node.memory["l2gd"])
+        node.theta, sums = node_move(clients, node.where(), self.move)
+        return sums
+
+
+@dataclass(frozen=True)
+class BasisSize:
+    """Down: tell how many numbers the eigenbases of your clients have."""
+
+    def at(self, node: Node) -> Count:
+        return Count(int(_ranks(node.data, node.loss).sum()) * node.data.n_terms)
+
+
 # The node
 
 
 class Basis(NamedTuple):
-    """Each client's quadratic loss in its eigenbasis: ``vectors (n, r, d)``, ``curvature (n, r)``, ``minimiser (n, r)``."""
+    """Each client's quadratic loss in its eigenbasis, one after the other.
 
+    Client ``i`` has ``ptr[i]:ptr[i + 1]`` of ``vectors (r, d)``, ``curvature (r,)`` and ``minimiser (r,)``.
+    """
+
+    ptr: Ints
     vectors: Floats
     curvature: Floats
     minimiser: Floats
 
 
 @dataclass(frozen=True)
-class Node:
+class Clients:
     """What a node holds for the whole run."""
 
     operands: tuple[Any, ...]
+    closed: bool
     basis: Basis
     blocks: Blocks
     gamma: Floats
+    share: Floats
     local: Floats
     rate: Rate
 
-
-@dataclass(frozen=True)
-class State:
-    """Where a node's clients are."""
-
-    theta: Floats
-
-
-def node_of(data: GroupedData, loss: Loss, gamma: Floats, drawn: Coins, rate: Rate) -> Node:
-    """Set up a node for its own clients."""
-    return Node(loss.operands(data), _basis(data, loss), Blocks.of(data.hierarchy), gamma, drawn.local, rate)
+    @classmethod
+    def of(cls, node: Node, begin: Begin) -> Clients:
+        data, share = node.data, shares(node, begin.total)
+        basis = _basis(data, node.loss) if begin.closed else _NO_BASIS
+        blocks, operands = Blocks.of(data.hierarchy), node.loss.operands(data)
+        return cls(operands, begin.closed, basis, blocks, node.gamma, share, begin.local, begin.rate)
 
 
-def node_move(node: Node, state: State, move: Move) -> tuple[State, Sums]:
-    """Pull, then local steps; the sums of the clusters that are wanted."""
-    theta, sums = np.empty_like(state.theta), node.blocks.empty(state.theta.shape[1])
+_NO_BASIS = Basis(np.zeros(1, dtype=np.int64), np.empty((0, 0)), np.empty(0), np.empty(0))
+
+
+def node_move(clients: Clients, theta: Floats, move: Move) -> tuple[Floats, Sums]:
+    """Pull, then local steps: where the clients are, and the sums of the clusters that are wanted."""
+    out, sums = np.empty_like(theta), clients.blocks.empty(theta.shape[1])
+    rate, blocks = clients.rate, clients.blocks
     _move(
-        *node.operands, *node.basis, node.blocks.ptr, node.blocks.owner, node.gamma, move.pull.strength, move.pull.force,
-        move.start, move.steps, node.local, node.rate.eta, node.rate.mu, node.rate.last, move.wanted, state.theta, theta, sums,
+        *clients.operands, clients.closed, *clients.basis, blocks.ptr, blocks.owner, clients.gamma, clients.share,
+        move.pull.strength, move.pull.force, move.start, move.steps, clients.local, rate.eta, rate.mu, rate.last, move.wanted,
+        theta, out, sums,
     )  # fmt: skip
-    return State(theta), node.blocks.total(sums)
+    return out, blocks.total(sums)
+
+
+def _ranks(data: GroupedData, loss: Loss) -> Ints:
+    """The directions in which each client's loss is curved, at most."""
+    return np.full(data.n_clients, data.n_terms) if loss.ridge else np.minimum(data.rows_per_client, data.n_terms)
 
 
 def _basis(data: GroupedData, loss: Loss) -> Basis:
-    """Empty where the loss is not quadratic, or the bases would be too large."""
     n, d = data.n_clients, data.n_terms
-    rank = d if loss.ridge else min(d, int(data.rows_per_client.max(initial=0)))
-    if loss.name != "gaussian" or n * rank * d > _LARGEST_BASIS:
-        return Basis(np.empty((0, 0, d)), np.empty((0, 0)), np.empty((0, 0)))
+    ptr = np.concatenate([[0], np.cumsum(_ranks(data, loss))])
     here = loss.expand(data, np.zeros((n, d)))
     values, vectors = np.linalg.eigh(here.hessian)
-    values, vectors = values[:, d - rank :], np.ascontiguousarray(vectors[:, :, d - rank :].transpose(0, 2, 1))
-    # Directions in which a client has no rows do not move it; rounding must not make them look a little curved.
-    flat = values <= 8 * d * np.finfo(float).eps * values[:, -1:]
-    along = np.einsum("ira,ia->ir", vectors, -here.gradient)
-    return Basis(vectors, np.where(flat, 0.0, values), np.where(flat, 0.0, along / np.where(flat, 1.0, values)))
+    basis = Basis(ptr, np.empty((ptr[-1], d)), np.empty(ptr[-1]), np.empty(ptr[-1]))
+    _project(values, vectors, here.gradient, *basis)
+    return basis
 
 
 # The coordinator
@@ -182,14 +233,44 @@ def l2gd(
     >>> fit.convergence.converged, fit.history["objective"].round(2)[-1]
     (True, 6.75)
     """
-    control, objective = Control.of("l2gd", watch), Objective(data, loss, penalty)
-    known = constants(objective, mu=mu, L=L)
+    settings: dict[str, Any] = {"steps": steps, "eta": eta, "p0": p0, "p": p, "tau": tau, "mu": mu, "L": L}
+    return in_memory(partial(l2gd_across, **settings), Objective(data, loss, penalty), Control.of("l2gd", watch))
+
+
+# Across a network
+
+
+def l2gd_across(
+    network: Network,
+    penalty: Penalty,
+    control: Control,
+    keepers: Keepers = nobody,
+    *,
+    steps: Steps = "constant",
+    eta: float | None = None,
+    p0: float | None = None,
+    p: Any = None,
+    tau: Any = None,
+    mu: float | None = None,
+    L: float | None = None,
+) -> Fit:
+    """Async-L2GD over any network, from where its nodes are; the clients' models stay there."""
+    known = constants_across(network, penalty, mu=mu, L=L)
     known.need_curvature()
-    return descent("l2gd", objective, known, l2gd_recipe(known, p0=p0, p=p, tau=tau), eta, steps, control)
+    recipe = l2gd_recipe(known, p0=p0, p=p, tau=tau)
+    return descent("l2gd", network, penalty, known, recipe, eta, steps, control, keepers)
 
 
 def descent(
-    name: str, objective: Objective, known: Constants, recipe: Recipe, eta: float | None, steps: Steps, control: Control
+    name: str,
+    network: Network,
+    penalty: Penalty,
+    known: Constants,
+    recipe: Recipe,
+    eta: float | None,
+    steps: Steps,
+    control: Control,
+    keepers: Keepers,
 ) -> Fit:
     """Gradient steps by coins, for any coins; what algorithm 1 and its one-coin variant come to."""
     if steps not in STEPS:
@@ -203,41 +284,62 @@ def descent(
 
     stalls = "raise max_iter; a constant step ends in its noise, which steps='switching' and solver='al2sgd_plus' overcome"
     slow = "steps that shrink like 1/t are slow at the end: raise max_iter, or use solver='al2sgd_plus'"
-    data, penalty = objective.data, objective.penalty
-    equal, gamma = equal_within(data, penalty)
+    equal, gamma = equal_within(network.tree, penalty)
+    top = Top.of(penalty)
+    closed = network.loss.name == "gaussian" and network.ask(BasisSize()).number <= _LARGEST_BASIS
     algorithm = Algorithm(
         name,
         known,
         recipe,
         identity={"eta": rate.eta, "steps": [steps, rate.mu], "probabilities": asdict(recipe.coins)},
-        begin=State,
-        move=partial(node_move, node_of(data, objective.loss, penalty.gamma, recipe.coins, rate)),
-        guide=Guide(Top.of(penalty), recipe.coins, rate, gamma),
+        begin=Begin(recipe.coins.local, rate, top.total, closed),
+        go=Go,
+        guide=Guide(top, recipe.coins, rate, gamma),
         merge=equal,
         pace=1 / (rate.eta * known.mu),
         needed=needed,
         advice=slow if switching else stalls,
     )
-    return solve_in_memory(objective, algorithm, control)
+    return run(network, penalty, algorithm, control, keepers)
 
 
-def equal_within(data: GroupedData, penalty: Penalty) -> tuple[bool, Floats]:
+def equal_within(tree: Hierarchy, penalty: Penalty) -> tuple[bool, Floats]:
     """Whether ``gamma`` is equal within each cluster, and its (first) value there; 1 where a cluster is empty."""
-    ptr = data.hierarchy.cluster_ptr
+    ptr = tree.cluster_ptr
     filled = np.diff(ptr) > 0
-    gamma = np.ones(data.n_clusters)
+    gamma = np.ones(tree.n_clusters)
     gamma[filled] = penalty.gamma[ptr[:-1][filled]]
-    return bool((penalty.gamma == gamma[data.hierarchy.parent]).all()), gamma
+    return bool((penalty.gamma == gamma[tree.parent]).all()), gamma
+
+
+@njit(parallel=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
+def _project(
+    values: Floats, vectors: Floats, gradient: Floats, ptr: Ints, own: Floats, curvature: Floats, minimiser: Floats
+) -> None:
+    """Fill a basis from each client's eigenvalues, ascending, and eigenvectors, in columns."""
+    n, d = values.shape
+    for i in prange(n):
+        flat = 8 * d * 2.0**-52 * values[i, d - 1]
+        for c in range(ptr[i], ptr[i + 1]):
+            at = d - (ptr[i + 1] - c)
+            along = 0.0
+            for a in range(d):
+                own[c, a] = vectors[i, a, at]
+                along -= vectors[i, a, at] * gradient[i, a]
+            # Directions in which a client has no rows do not move it; rounding must not make them look a little curved.
+            curved = values[i, at] > flat
+            curvature[c] = values[i, at] if curved else 0.0
+            minimiser[c] = along / values[i, at] if curved else 0.0
 
 
 @njit(parallel=True, cache=True, fastmath=FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
 def _move(
     family: int, X: Floats, y: Floats, weights: Floats, offset: Floats, scale: Floats, ridge: float, client_ptr: Ints,
-    vectors: Floats, curvature: Floats, minimiser: Floats, blocks: Ints, owner: Ints, gamma: Floats, strength: Floats,
-    force: Floats, start: Ints, steps: Ints, local: Floats, step: float, mu: float, switch: int, wanted: Anything,
-    theta: Floats, out: Floats, sums: Floats,
+    closed: bool, basis: Ints, vectors: Floats, curvature: Floats, minimiser: Floats, blocks: Ints, owner: Ints,
+    gamma: Floats, share: Floats, strength: Floats, force: Floats, start: Ints, steps: Ints, local: Floats, step: float,
+    mu: float, switch: int, wanted: Anything, theta: Floats, out: Floats, sums: Ints,
 ) -> None:  # fmt: skip
-    """Each block of clients, all of one cluster, is moved by one thread, and summed in order: no bit depends on the threads."""
+    """Each block of clients, all of one cluster, is moved by one thread. No bit depends on the threads, nor on the blocks."""
     d = theta.shape[1]
     for block in prange(len(owner)):
         j, first, last = owner[block], blocks[block], blocks[block + 1]
@@ -249,36 +351,36 @@ def _move(
             for s in range(steps[j]):
                 t = start[j] + s
                 eta[s] = local[j] * (step if mu == 0.0 or t <= switch else (2.0 * t + 1.0) / ((t + 1.0) ** 2 * mu))
-            if len(vectors) > 0:
-                _in_eigenbasis(vectors, curvature, minimiser, eta, first, last, out)
+            if closed:
+                _in_eigenbasis(basis, vectors, curvature, minimiser, eta, first, last, out)
             else:
                 _step_by_step(family, X, y, weights, offset, scale, ridge, client_ptr, eta, first, last, out)
         if wanted[j]:
-            for i in range(first, last):
-                for a in range(d):
-                    sums[block, a] += gamma[i] * out[i, a]
+            accumulate_rows(sums[block], share[first:last], out[first:last])
 
 
 @njit(fastmath=FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
 def _in_eigenbasis(
-    vectors: Floats, curvature: Floats, minimiser: Floats, eta: Floats, first: int, last: int, theta: Floats
+    ptr: Ints, vectors: Floats, curvature: Floats, minimiser: Floats, eta: Floats, first: int, last: int, theta: Floats
 ) -> None:
     """``theta += V' ((prod_s (1 - eta_s lambda) - 1) (V theta - minimiser))``."""
-    r, d = vectors.shape[1:]
-    keep = np.empty(r)
+    d = theta.shape[1]
+    keep = np.empty(d)
     for i in range(first, last):
+        low, high = ptr[i], ptr[i + 1]
+        V, curved, best, r = vectors[low:high], curvature[low:high], minimiser[low:high], high - low
         keep[:] = 1.0
         for s in range(len(eta)):
             for c in range(r):
-                keep[c] *= 1.0 - eta[s] * curvature[i, c]
+                keep[c] *= 1.0 - eta[s] * curved[c]
         for c in range(r):
             along = 0.0
             for a in range(d):
-                along += vectors[i, c, a] * theta[i, a]
-            keep[c] = (keep[c] - 1.0) * (along - minimiser[i, c])
+                along += V[c, a] * theta[i, a]
+            keep[c] = (keep[c] - 1.0) * (along - best[c])
         for c in range(r):
             for a in range(d):
-                theta[i, a] += vectors[i, c, a] * keep[c]
+                theta[i, a] += V[c, a] * keep[c]
 
 
 @njit(fastmath=FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]

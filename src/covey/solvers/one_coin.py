@@ -10,15 +10,17 @@ That is algorithm 1 with ``p_j = 0`` and ``tau = 1``; the whole penalty is stepp
 
 from __future__ import annotations
 
-from typing import Unpack
+from functools import partial
+from typing import Any, Unpack
 
 from covey.data import GroupedData
 from covey.losses import Loss
+from covey.network import Network
 from covey.objective import Objective, Penalty
-from covey.solvers.curvature import constants
+from covey.solvers.curvature import constants_across
 from covey.solvers.l2gd import Steps, descent
 from covey.solvers.result import Fit
-from covey.solvers.rounds import Control, Watch
+from covey.solvers.rounds import Control, Keepers, Watch, in_memory, nobody
 from covey.theory import one_coin_recipe
 
 
@@ -43,7 +45,23 @@ def one_coin(
     >>> fit.convergence.converged, fit.wbar.round(1).tolist()
     (True, [4.5])
     """
-    control, objective = Control.of("one_coin", watch), Objective(data, loss, penalty)
-    known = constants(objective, mu=mu, L=L)
+    settings: dict[str, Any] = {"steps": steps, "eta": eta, "p": p, "mu": mu, "L": L}
+    return in_memory(partial(one_coin_across, **settings), Objective(data, loss, penalty), Control.of("one_coin", watch))
+
+
+def one_coin_across(
+    network: Network,
+    penalty: Penalty,
+    control: Control,
+    keepers: Keepers = nobody,
+    *,
+    steps: Steps = "constant",
+    eta: float | None = None,
+    p: float | None = None,
+    mu: float | None = None,
+    L: float | None = None,
+) -> Fit:
+    """The one-coin variant over any network, from where its nodes are; the clients' models stay there."""
+    known = constants_across(network, penalty, mu=mu, L=L)
     known.need_curvature()
-    return descent("one_coin", objective, known, one_coin_recipe(known, p), eta, steps, control)
+    return descent("one_coin", network, penalty, known, one_coin_recipe(known, p), eta, steps, control, keepers)

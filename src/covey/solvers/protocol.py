@@ -2,22 +2,30 @@
 
 node          gets    Move: a pull towards the centres, then local steps
 node          sends   Sums: its clients' weighted coefficients, summed for each cluster
-coordinator   turns   the sums into means, and the means into the next pull
+coordinator   turns   the sums over nodes, which are means, into the next pull
+
+Sums are exact (:mod:`covey.exact`), so that no bit of a run depends on which node holds which client.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
+from numba import njit, prange
 
 from covey._typing import Anything, Floats, Ints
-from covey.hierarchy import Hierarchy, segment_sum
-from covey.objective import Objective, Penalty
+from covey.exact import DIGITS, Exact, from_digits, segment_sum
+from covey.hierarchy import Hierarchy
+from covey.network import Node
+from covey.objective import Penalty
 from covey.schedule import Round
 from covey.solvers.elimination import blocks_of
+from covey.solvers.sums import UNITS, Wide, add_wide
 from covey.theory import mixing
+
+_BLOCK = 256  # clients checked by one thread at a time
 
 # What travels
 
@@ -60,9 +68,12 @@ class Move:
 
 @dataclass(frozen=True)
 class Sums:
-    """Up: ``sum of gamma_i theta_i`` over a node's clients, for each cluster, ``(k, d)``. Adds over nodes."""
+    """Up: ``sum of share_i theta_i`` over a node's clients, for each cluster, ``(k, d)``. Adds over nodes, to the means.
 
-    total: Floats
+    ``share_i`` is a client's part of its cluster's sum of ``gamma``.
+    """
+
+    total: Exact
 
     def __add__(self, other: Sums) -> Sums:
         return Sums(self.total + other.total)
@@ -72,11 +83,53 @@ class Sums:
 class Check:
     """Up: value and squared gradient of a node's clients, with the levels above at their best. Adds over nodes."""
 
-    value: float
-    gradient_squared: float
+    value: Wide
+    gradient_squared: Wide
 
     def __add__(self, other: Check) -> Check:
         return Check(self.value + other.value, self.gradient_squared + other.gradient_squared)
+
+
+@dataclass(frozen=True)
+class Count:
+    """Up: how many of something a node has. Adds over nodes."""
+
+    number: int
+
+    def __add__(self, other: Count) -> Count:
+        return Count(self.number + other.number)
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """Down: tell where your clients are; ``total (k,)`` is each cluster's sum of ``gamma``."""
+
+    total: Floats
+
+    def at(self, node: Node) -> Sums:
+        return node_sums(node.data.hierarchy, shares(node, self.total), node.where())
+
+
+@dataclass(frozen=True)
+class CheckAt:
+    """Down: tell how good it is where your clients are, given the clusters' centres ``w (k, d)``."""
+
+    w: Floats
+
+    def at(self, node: Node) -> Check:
+        here, theta = node.loss.expand(node.data, node.where(), order=1), node.where()
+        blocks = -(-len(theta) // _BLOCK)
+        value, squared = (np.zeros((blocks, len(UNITS), DIGITS), dtype=np.int64) for _ in range(2))
+        _check(here.value, here.gradient, node.gamma, theta, node.data.hierarchy.parent, self.w, UNITS, value, squared)
+        return Check(Wide.of_digits(value), Wide.of_digits(squared))
+
+
+@dataclass(frozen=True)
+class Perfect:
+    """Down: tell what a perfect fit of your clients would be worth."""
+
+    def at(self, node: Node) -> Wide:
+        return Wide.of(node.loss.perfect(node.data))
 
 
 # The node
@@ -84,7 +137,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Clients in blocks of one cluster each: what a thread takes at a time. Sums of blocks are added in order."""
+    """Clients in blocks of one cluster each: what a thread takes at a time."""
 
     ptr: Ints
     owner: Ints
@@ -97,24 +150,45 @@ class Blocks:
         clusters = np.arange(tree.n_clusters + 1)
         return cls(ptr, owner, np.searchsorted(owner, clusters), np.array_equal(owner, clusters[:-1]))
 
-    def empty(self, d: int) -> Floats:
-        return np.zeros((len(self.owner), d))
+    def empty(self, d: int) -> Ints:
+        """Digits of exact sums, ``(blocks, d, DIGITS)``."""
+        return np.zeros((len(self.owner), d, DIGITS), dtype=np.int64)
 
-    def total(self, sums: Floats) -> Sums:
-        return Sums(sums if self.one_each else segment_sum(sums, self.of_cluster))
+    def total(self, digits: Ints) -> Sums:
+        if self.one_each:
+            return Sums(from_digits(digits))
+        total = np.zeros((len(self.of_cluster) - 1, *digits.shape[1:]), dtype=np.int64)
+        filled = np.flatnonzero(np.diff(self.of_cluster))
+        if len(filled):
+            total[filled] = np.add.reduceat(digits, self.of_cluster[filled], axis=0)
+        return Sums(from_digits(total))
 
 
-def node_sums(tree: Hierarchy, gamma: Floats, theta: Floats) -> Sums:
+def shares(node: Node, total: Floats) -> Floats:
+    """Each client's part of its cluster's sum of ``gamma``."""
+    return node.gamma / total[node.data.hierarchy.parent]
+
+
+def node_sums(tree: Hierarchy, share: Floats, theta: Floats) -> Sums:
     """What a node tells of where its clients are."""
-    return Sums(tree.sum_up(gamma[:, None] * theta))
+    return Sums(segment_sum(share[:, None] * theta, tree.cluster_ptr))
 
 
-def node_check(objective: Objective, theta: Floats, w: Floats) -> Check:
-    """What a node tells of how good that is, given the clusters' centres; ``objective`` is that of its clients."""
-    gamma, away = objective.penalty.gamma, theta - objective.data.hierarchy.down(w)
-    here = objective.loss.expand(objective.data, theta, order=1)
-    value = here.value.sum() + 0.5 * (gamma * (away**2).sum(axis=1)).sum()
-    return Check(float(value), float(((here.gradient + gamma[:, None] * away) ** 2).sum()))
+@njit(parallel=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
+def _check(
+    own: Floats, gradient: Floats, gamma: Floats, theta: Floats, parent: Ints, w: Floats, units: Floats, value: Ints,
+    squared: Ints,
+) -> None:  # fmt: skip
+    n, d = theta.shape
+    for block in prange(len(value)):
+        for i in range(block * _BLOCK, min(n, (block + 1) * _BLOCK)):
+            apart, steep = 0.0, 0.0
+            for a in range(d):
+                away = theta[i, a] - w[parent[i], a]
+                apart += away * away
+                steep += (gradient[i, a] + gamma[i] * away) ** 2
+            add_wide(value[block], own[i] + 0.5 * gamma[i] * apart, units)
+            add_wide(squared[block], steep, units)
 
 
 # The coordinator
@@ -136,7 +210,7 @@ class Top:
         return cls(alpha, np.where(penalty.cluster_gamma > 0, penalty.cluster_gamma, 1.0), weights / weights.sum())
 
     def means(self, sums: Sums) -> Floats:
-        return sums.total / self.total[:, None]
+        return sums.total.floats()
 
     def whole(self, means: Floats) -> Floats:
         """The global mean, summed in order: a BLAS product may depend on its threads."""
@@ -162,18 +236,3 @@ class Guide(Protocol):
     """
 
     def answer(self, means: Floats, turn: Round, anchor: Floats) -> Pull: ...
-
-
-class Network(Protocol):
-    """All nodes at once, wherever they are; ``d`` coefficients a client."""
-
-    d: int
-
-    def move(self, move: Move) -> Sums: ...
-    def sums(self) -> Sums: ...
-    def check(self, w: Floats) -> Check: ...
-    def perfect(self) -> float: ...
-    def certify(self, norm: float) -> tuple[float, float]: ...
-    def culprit(self) -> str: ...
-    def save(self) -> dict[str, Floats]: ...
-    def restore(self, arrays: dict[str, Any]) -> None: ...

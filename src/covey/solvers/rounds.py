@@ -1,15 +1,17 @@
 """The loop that the algorithms by coins share: rounds from the schedule, checks, history, checkpoints.
 
-An algorithm is what theory set up for a problem, a node's ``move``, and a guide for the coordinator's answers. Every so many
-iterations the loop stops for a check, a full gradient by all nodes, and ends when the objective is certified to be close
-enough to its minimum.
+An algorithm is what theory set up for a problem, what nodes are asked to do, and a guide for the coordinator's answers. Every
+so many iterations the loop stops for a check, a full gradient by all nodes, and ends when the objective is certified to be
+close enough to its minimum.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -19,11 +21,12 @@ import polars as pl
 from covey._typing import Floats
 from covey.errors import SolverError, listing, warn
 from covey.ledger import Ledger, Links, expected, links
-from covey.objective import Objective
+from covey.network import InMemory, Network, Node, Request
+from covey.objective import Objective, Penalty
 from covey.schedule import Rounds, Schedule, Vote
 from covey.solvers.checkpoint import Checkpoint
 from covey.solvers.curvature import certificate
-from covey.solvers.protocol import Check, Guide, Move, Network, Pull, Sums, Top, node_check, node_sums
+from covey.solvers.protocol import CheckAt, Guide, Move, Perfect, Pull, Sums, Top, Whereabouts
 from covey.solvers.result import HISTORY, Convergence, Fit, Progress, certified_gap, entry
 from covey.solvers.threads import threads_for
 from covey.theory import Constants, Recipe, number
@@ -124,7 +127,7 @@ class Algorithm:
     ----------
     name, known, recipe : what theory says of it
     identity : numbers that, with the coins, determine its iterates: a checkpoint is good for these only
-    begin, move : what a node does; ``begin`` makes its state of the coefficients at the start
+    begin, go : what nodes are asked to do: begin where they are, and make a move
     guide : how the coordinator answers
     merge : whether a run of heads needs one exchange only
     pace : iterations in which the distance shrinks by e, by its theorem
@@ -136,8 +139,8 @@ class Algorithm:
     known: Constants
     recipe: Recipe
     identity: dict[str, Any]
-    begin: Callable[[Floats], Any]
-    move: Callable[[Any, Move], tuple[Any, Sums]]
+    begin: Request[None]
+    go: Callable[[Move], Request[Sums]]
     guide: Guide
     merge: bool
     pace: float
@@ -151,15 +154,54 @@ def spacing(pace: float) -> int:
 
 
 @dataclass(frozen=True)
+class Stage:
+    """Where a run is: what the coordinator remembers between checks; ``anchor (k, d)`` are the means of the last one."""
+
+    iteration: int
+    ledger: Ledger
+    history: list[dict[str, Any]]
+    anchor: Floats
+
+
+class Keeper:
+    """Who keeps a run, and knows its clients: nobody, unless told otherwise."""
+
+    def resume(self, most: int) -> Stage | None:
+        """The stage that was kept last, with the nodes put where they were then; None if it is beyond ``most`` iterations."""
+        return None
+
+    def keep(self, stage: Stage) -> None:
+        """Keep this stage, and the nodes as they are."""
+
+    def kept(self) -> str:
+        """A sentence that says what was kept."""
+        return ""
+
+    def culprit(self) -> str:
+        """The client that has gone farthest; across sites nobody knows it."""
+        return "some client"
+
+
+Keepers = Callable[[dict[str, Any]], Keeper]
+"""The keeper of a run, given what identifies it."""
+
+
+def nobody(identity: dict[str, Any]) -> Keeper:
+    """No run is kept."""
+    return Keeper()
+
+
+@dataclass(frozen=True)
 class Loop:
     """One run."""
 
     algorithm: Algorithm
     control: Control
     network: Network
+    penalty: Penalty
     top: Top
     links: Links
-    checkpoint: Checkpoint
+    keeper: Keeper
 
     @property
     def schedule(self) -> Schedule:
@@ -181,17 +223,18 @@ class Loop:
         """Iterate until the gap is certified, or ``max_iter``; ``w``, ``wbar``, the account, the history and what it cost."""
         control, mu, max_iter = self.control, self.algorithm.known.mu, self.max_iter
         proved = self.algorithm.known.proved
-        perfect = self.network.perfect()
-        t, ledger, rows, anchor, regular = 0, self.links.nothing, [], None, True
-        found = self.checkpoint.read()
-        if found is not None and found.iteration <= max_iter:
+        perfect = float(self.network.ask(Perfect()))
+        rows: list[dict[str, Any]] = []
+        t, ledger, anchor, regular = 0, self.links.nothing, None, True
+        self.network.ask(self.algorithm.begin)
+        found = self.keeper.resume(max_iter)
+        if found is not None:
             t, ledger, rows, anchor = found.iteration, found.ledger, found.history, found.anchor
-            self.network.restore(found.nodes)
         while True:
-            means = self.top.means(self.network.sums())
+            means = self.top.means(self.network.ask(Whereabouts(self.top.total)))
             w, wbar = self.top.centres(means)
-            seen = self.network.check(w)
-            value, norm = seen.value + self.top.tie(means), float(np.sqrt(seen.gradient_squared))
+            seen = self.network.ask(CheckAt(w))
+            value, norm = float(seen.value) + self.top.tie(means), math.sqrt(float(seen.gradient_squared))
             if not np.isfinite(value + norm):
                 raise self._diverged(t)
             gap = certified_gap(norm, mu)
@@ -201,7 +244,7 @@ class Loop:
             done = gap is not None and gap <= target
             if done and not proved:
                 # What was taken for mu is no bound: judge by the curvature here, and go on if that is not enough.
-                gap, here = self.network.certify(norm)
+                gap, here = certificate(self.network, self.penalty, norm)
                 done, mu = gap <= target, min(mu, here) or mu
             certain = gap if gap is not None and (done or (proved and np.isfinite(gap))) else None
             anchor = means if anchor is None else anchor
@@ -209,7 +252,7 @@ class Loop:
                 ledger = ledger + self.links.check
                 rows.append(entry(t, value, norm, certain, ledger, control.minimum))
                 if regular:
-                    self.checkpoint.write(t, ledger, rows, anchor, self.network.save())
+                    self.keeper.keep(Stage(t, ledger, rows, anchor))
             if control.progress is not None:
                 control.progress(t, value, norm)
             if done or t >= max_iter:
@@ -236,97 +279,113 @@ class Loop:
         for first in range(start, stop, stretch):
             last = min(stop, first + stretch)
             rounds = self.schedule.rounds(first, last)
-            anchor, lost = play(self.network, self.algorithm.guide, self.top, rounds, anchor, announce=first == 0)
+            ask = partial(play, self.network, self.algorithm.go, self.algorithm.guide, self.top)
+            anchor, lost = ask(rounds, anchor, announce=first == 0)
             if lost is not None:
                 raise self._diverged(lost)
             cost = cost + self.links.of(rounds, last - first) + expected(self.schedule, last - first)
         return cost, anchor
 
     def _diverged(self, t: int) -> SolverError:
-        kept, known = self.checkpoint.kept(), self.algorithm.known
-        who = f"client {self.network.culprit()}"
+        known, who = self.algorithm.known, self.keeper.culprit()
         if t == 0:
             return SolverError(f"The objective is not finite at the start, at {who} above all; give a smaller start.")
-        saved = "" if kept is None else f" Iteration {kept:,} is kept in {self.checkpoint.path}."
         bound = f"{self.algorithm.recipe.largest_step:.3g}" + (f"; {known.note}" if known.note else "")
         return SolverError(
             f"The iterate of {who} is no longer finite by iteration {t:,}; give a smaller step eta (theory: at most {bound}) "
-            f"or start nearer.{saved}"
+            f"or start nearer.{self.keeper.kept()}"
         )
 
 
 def play(
-    network: Network, guide: Guide, top: Top, rounds: Rounds, anchor: Floats, announce: bool = False
+    network: Network,
+    go: Callable[[Move], Request[Sums]],
+    guide: Guide,
+    top: Top,
+    rounds: Rounds,
+    anchor: Floats,
+    announce: bool = False,
 ) -> tuple[Floats, int | None]:
     """Some rounds: the means of the anchor after them, and the iteration by which something is no longer finite, if so.
 
     ``announce`` tells the nodes the centres of the first anchor, which they cannot know.
     """
-    k = len(top.alpha)
-    pull, heads = Pull.none(k, network.d), np.zeros(k, dtype=bool)
+    k, d = len(top.alpha), len(network.terms)
+    pull, heads = Pull.none(k, d), np.zeros(k, dtype=bool)
     centres = top.centres(anchor)[0] if announce else None
     for turn in rounds:
         part = turn.takes_part
-        sums = network.move(Move(pull, heads, turn.start, turn.steps, part, turn.refresh, centres))
-        if not np.isfinite(sums.total).all():
-            return anchor, int((turn.start + turn.steps).max())
+        sums = network.ask(go(Move(pull, heads, turn.start, turn.steps, part, turn.refresh, centres)))
         means, centres = top.means(sums), None
+        if not np.isfinite(means).all():
+            return anchor, int((turn.start + turn.steps).max())
         if turn.refresh:
-            anchor, centres, pull, heads = means, top.centres(means)[0], Pull.none(k, network.d), ~part
+            anchor, centres, pull, heads = means, top.centres(means)[0], Pull.none(k, d), ~part
         else:
             pull, heads = guide.answer(means, turn, anchor), part
     return anchor, None
 
 
+def run(network: Network, penalty: Penalty, algorithm: Algorithm, control: Control, keepers: Keepers) -> Fit:
+    """Run an algorithm over any network, from where its nodes are; the clients' models stay there."""
+    for name in ("checkpoint", "start"):
+        if keepers is nobody and getattr(control, name) is not None:
+            raise SolverError(f"The {name!r} parameter is for clients that are all in memory; across a network leave it out.")
+    identity = {"solver": algorithm.name, "seed": int(control.seed), "vote": control.vote, "every": control.every}
+    keeper = keepers({**identity, **algorithm.identity, "sums": "exact"})
+    tree, d, top = network.tree, len(network.terms), Top.of(penalty)
+    wires = links(tree.sizes, d, control.vote, tied=bool(top.alpha.any()))
+    loop = Loop(algorithm, control, network, penalty, top, wires, keeper)
+    # What is not finite is reported by client and iteration, not by numpy.
+    with np.errstate(over="ignore", invalid="ignore"):
+        w, wbar, account, history, ledger = loop.run()
+    return Fit(np.empty((0, d)), w, wbar, account, history, ledger)
+
+
 # In memory: one node that holds everybody
 
 
-class InMemory:
-    """A network of one node. ``move`` is the algorithm's own; the state is a frozen dataclass of arrays."""
+@dataclass(frozen=True)
+class OnDisk(Keeper):
+    """A run in memory, and its file."""
 
-    def __init__(self, objective: Objective, state: Any, move: Callable[[Any, Move], tuple[Any, Sums]]) -> None:
-        self._objective, self._move = objective, move
-        self.d = objective.data.n_terms
-        self.state = state
+    node: Node
+    checkpoint: Checkpoint
 
-    def move(self, move: Move) -> Sums:
-        self.state, sums = self._move(self.state, move)
-        return sums
+    def resume(self, most: int) -> Stage | None:
+        found = self.checkpoint.read()
+        if found is None or found.iteration > most:
+            return None
+        nodes = dict(found.nodes)
+        self.node.theta = nodes.pop("theta")
+        if nodes:
+            self.node.memory["points"] = replace(self.node.memory["points"], **nodes)
+        return Stage(found.iteration, found.ledger, found.history, found.anchor)
 
-    def sums(self) -> Sums:
-        return node_sums(self._objective.data.hierarchy, self._objective.penalty.gamma, self.state.theta)
+    def keep(self, stage: Stage) -> None:
+        points = self.node.memory.get("points")
+        more = {} if points is None else {part.name: getattr(points, part.name) for part in fields(points)}
+        nodes = {"theta": self.node.where(), **more}
+        self.checkpoint.write(stage.iteration, stage.ledger, stage.history, stage.anchor, nodes)
 
-    def check(self, w: Floats) -> Check:
-        return node_check(self._objective, self.state.theta, w)
-
-    def perfect(self) -> float:
-        return self._objective.loss.perfect(self._objective.data)
-
-    def certify(self, norm: float) -> tuple[float, float]:
-        return certificate(self._objective, self.state.theta, norm)
+    def kept(self) -> str:
+        iteration = self.checkpoint.kept()
+        return "" if iteration is None else f" Iteration {iteration:,} is kept in {self.checkpoint.path}."
 
     def culprit(self) -> str:
-        size = np.abs(self.state.theta).max(axis=1)
+        size = np.abs(self.node.where()).max(axis=1)
         worst = int(np.where(np.isfinite(size), size, np.inf).argmax())
-        return repr(self._objective.data.hierarchy.client_ids[worst])
-
-    def save(self) -> dict[str, Floats]:
-        return {part.name: getattr(self.state, part.name) for part in fields(self.state)}
-
-    def restore(self, arrays: dict[str, Any]) -> None:
-        self.state = type(self.state)(**arrays)
+        return f"client {self.node.data.hierarchy.client_ids[worst]!r}"
 
 
-def solve_in_memory(objective: Objective, algorithm: Algorithm, control: Control) -> Fit:
-    """Run an algorithm with all clients on one node."""
+def in_memory(solver: Callable[..., Fit], objective: Objective, control: Control) -> Fit:
+    """Run a solver with all clients on one node; ``solver`` takes a network, penalties, ``control`` and keepers."""
     data, start = objective.data, control.beginning(objective)
-    network = InMemory(objective, algorithm.begin(start), algorithm.move)
-    identity = {"solver": algorithm.name, "seed": int(control.seed), "vote": control.vote, "every": control.every}
-    checkpoint = Checkpoint.at(control.checkpoint, {**identity, **algorithm.identity}, objective, start)
-    top = Top.of(objective.penalty)
-    wires = links(data.hierarchy.sizes, data.n_terms, control.vote, tied=bool(top.alpha.any()))
-    loop = Loop(algorithm, control, network, top, wires, checkpoint)
-    # What is not finite is reported by client and iteration, not by numpy.
-    with threads_for(data), np.errstate(over="ignore", invalid="ignore"):
-        w, wbar, account, history, ledger = loop.run()
-    return Fit(network.state.theta, w, wbar, account, history, ledger)
+    network = InMemory.of(data, objective.loss, objective.penalty.gamma, start)
+
+    def keepers(identity: dict[str, Any]) -> Keeper:
+        return OnDisk(network.node, Checkpoint.at(control.checkpoint, identity, objective, start))
+
+    with threads_for(data):
+        fit = solver(network, objective.penalty, control, keepers)
+    return replace(fit, theta=network.node.where())
