@@ -22,7 +22,11 @@ RUNS = {
     "james_stein": spec("bernoulli", james_stein=True),
     "reml": LEARNED,
     "laplace": replace(LEARNED, family="poisson"),
+    "l2gd": spec(solver="l2gd", max_iter=200),
+    "one_coin": spec("bernoulli", solver="one_coin", max_iter=200),
+    "al2sgd_plus": spec(solver="al2sgd_plus", max_iter=200),
 }
+pytestmark = pytest.mark.filterwarnings("ignore::covey.errors.ConvergenceWarning")  # a few rounds show what travels
 
 
 def run(asked, **terms):

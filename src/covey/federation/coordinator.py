@@ -206,6 +206,9 @@ class Federation:
 
     def deliver(self, body: Deliver) -> None:
         """Tell every site the upper levels, so that it writes its clients' models."""
+        if self._held:
+            held, self._held = Batch(self._held), ()
+            self._once("last", {"": self._letter("ask", held)}, self._summed)
         self._once("deliver", {"": self._letter("deliver", body)}, lambda _: None)
 
     # One exchange

@@ -14,7 +14,8 @@ import hashlib
 import os
 import secrets
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -111,11 +112,25 @@ class Site:
             asked = decode(letter)
             if not isinstance(asked, Letter):
                 raise FederationError("This is not a letter from a coordinator.")
-            return self._answer(asked, letter)
+            with self._alone():
+                return self._answer(asked, letter)
         except CoveyError as problem:
             return encode(_refusal(asked, Refusal("data", self._fit_to_print(problem))))
         except Exception as problem:  # a fault of the program; its own words could hold values of rows
             return encode(_refusal(asked, Refusal("broken", f"{type(problem).__name__} in covey {__version__}")))
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One process at a time: a transport may start one for every letter, and not notice that an older one still runs."""
+        if self.home is None or sys.platform == "win32":
+            yield
+            return
+        import fcntl
+
+        self.home.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with (self.home / "lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
     def node(self, run: str) -> Node:
         """The node of a run, as it stands; for simulation and tests."""

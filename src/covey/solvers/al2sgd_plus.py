@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import numpy as np
 from numba import njit, prange
@@ -52,6 +52,7 @@ class Begin:
     pace: Katyusha
     total: Floats
     seed: int
+    quiet: ClassVar[bool] = True
 
     def at(self, node: Node) -> None:
         node.theta, node.memory["al2sgd_plus"] = node.where(), self

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 
@@ -116,6 +117,8 @@ class Place:
 class Leave:
     """Down: remember where your clients are, and go to zero."""
 
+    quiet: ClassVar[bool] = True
+
     def at(self, node: Node) -> None:
         node.memory["place"], node.theta = Place(node.where()), None
 
@@ -123,6 +126,8 @@ class Leave:
 @dataclass(frozen=True)
 class Return:
     """Down: go back."""
+
+    quiet: ClassVar[bool] = True
 
     def at(self, node: Node) -> None:
         node.theta = node.memory.pop("place").theta

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
-from typing import Any, Literal, NamedTuple, Unpack
+from typing import Any, ClassVar, Literal, NamedTuple, Unpack
 
 import numpy as np
 from numba import njit, prange
@@ -73,6 +73,7 @@ class Begin:
     rate: Rate
     total: Floats
     closed: bool
+    quiet: ClassVar[bool] = True
 
     def at(self, node: Node) -> None:
         node.theta, node.memory["l2gd"] = node.where(), self
