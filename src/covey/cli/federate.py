@@ -57,6 +57,7 @@ def federate(
     categories: Annotated[str | None, typer.Option(help='What columns may hold, as JSON: \'{"zone": ["a", "b"]}\'.')] = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for a site's reply.")] = 600.0,
     retries: Annotated[int, typer.Option(help="How often a letter without reply is sent again.")] = 2,
+    pause: Annotated[float, typer.Option(help="To deploy: seconds before that, for a site to come back.")] = 20.0,
     on_loss: Annotated[str, typer.Option(help="When a site is lost: stop, or continue without it.")] = "stop",
     out: Annotated[Path | None, typer.Option(help="Folder for the models of clusters and of the whole.")] = None,
     as_json: _options.AsJson = False,
@@ -114,7 +115,7 @@ def federate(
         from covey.federation.flower.launch import deploy
 
         wanted = int(sites) if sites is not None and sites.isdigit() else sites
-        raise typer.Exit(deploy({**settings, "sites": wanted, "wait": wait, "insecure": insecure}, link))
+        raise typer.Exit(deploy({**settings, "sites": wanted, "wait": wait, "pause": pause, "insecure": insecure}, link))
     _simulate(words[0], settings, by if by is not None else simulate or 0, minimum, out, as_json)
 
 

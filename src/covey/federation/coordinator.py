@@ -67,7 +67,7 @@ class Terms:
     Attributes
     ----------
     timeout : seconds to wait for a reply
-    retries : how often a letter is sent again
+    retries : how often a letter is sent again, each time after ``pause`` seconds
     secure : whether sums are masked, so that only totals are seen here
     categories : of columns, where a site may not bring others
     members : who may bring which clusters and clients
@@ -76,6 +76,7 @@ class Terms:
 
     timeout: float = 600.0
     retries: int = 2
+    pause: float = 0.0
     secure: bool = False
     categories: Mapping[str, Any] | None = None
     members: Members = field(default_factory=Members)
@@ -247,6 +248,8 @@ class Federation:
         trouble: dict[str, _Trouble] = {}
         start, up, down = time.perf_counter(), 0, 0
         for attempt in range(1 + self.how.retries):
+            if attempt:
+                time.sleep(self.how.pause)
             again = "" if attempt == 0 else f", again to {len(waiting)}"
             self._say(f"exchange {len(self.exchanges) + 1} ({what}): {len(sites)} sites{again}")
             came = self._transport.exchange(waiting, self.how.timeout)

@@ -172,7 +172,7 @@ def spec_of(settings: Mapping[str, Any]) -> Spec:
 def terms_of(settings: Mapping[str, Any]) -> Terms:
     """What the operator decides, among some settings."""
     members = Members.read(settings.get("members") or None)
-    given = {name: settings[name] for name in ("timeout", "retries", "secure") if settings.get(name) not in (None, "")}
+    given = {name: settings[name] for name in ("timeout", "retries", "pause", "secure") if settings.get(name) not in (None, "")}
     private, delta = privacy_of(settings, str(settings.get("family") or "gaussian"))
     return Terms(**given, members=members, categories=categories_of(settings), private=private, delta=delta)
 
