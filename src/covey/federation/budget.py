@@ -75,6 +75,7 @@ class Budget:
     def _charge(self, privacy: Privacy, run: str, epoch: int, exchange: int) -> None:
         kept, name = self._read(), f"{run}.{epoch}"
         entry = kept.setdefault(name, {"noise": privacy.noise, "exchanges": []})
+        entry["noise"] = min(entry["noise"], privacy.noise)  # of two agreements, were there two, the one that costs more
         if exchange in entry["exchanges"]:
             raise FederationError(
                 f"This site has answered exchange {exchange} before and lost its answer; noise is not drawn twice: start a "
