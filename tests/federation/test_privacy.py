@@ -336,6 +336,18 @@ def test_a_second_start_is_refused_where_it_would_cost_too_much():
         fit(sites, spec(), Meddling(sites, die), terms(noise_for(1.0, 2)), on_loss="continue")
 
 
+def test_a_site_does_not_join_a_run_that_said_another_thing_at_first():
+    """The agreement of a run without privacy, to a site that answers only with it."""
+    parts = by_turns(table(18), 2)
+    carrier = Meddling(sites_of(parts))
+    fit(carrier.inner._sites, spec(), carrier)
+    agree = next(letter for site, letter in carrier.letters if site == "s0" and decode(letter).kind == "agree")
+    wary = Site("s0", lambda _: parts["s0"], minimum=1, budget=Budget(total=1.0))
+    answer = decode(wary.answer(agree))
+    assert answer.kind == "refusal"
+    assert "answers only under differential privacy" in answer.body.sentence
+
+
 @pytest.mark.parametrize(
     ("body", "why"),
     [
