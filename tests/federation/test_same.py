@@ -92,6 +92,48 @@ def test_penalties_learned_across_sites_are_those_learned_in_memory(what, secure
     np.testing.assert_allclose(own["std_error"], whole["std_error"], atol=1e-5)
 
 
+COINS = {
+    "l2gd": ("gaussian", {}),
+    "l2gd, switching": ("poisson", {"options": {"steps": "switching"}, "weights": "weight"}),
+    "one_coin": ("bernoulli", {}),
+    "al2sgd_plus": ("bernoulli", {}),
+    "al2sgd_plus, majority": ("gaussian", {"options": {"vote": "majority"}}),
+}
+
+
+@pytest.mark.filterwarnings("ignore::covey.errors.ConvergenceWarning")  # a few hundred iterations tell bits apart
+@pytest.mark.parametrize("secure", [False, True])
+@pytest.mark.parametrize("what", COINS)
+@settings(max_examples=3)
+@given(seed=st.integers(0, 10_000), data=st.data())
+def test_algorithms_by_coins_have_the_bits_of_the_run_in_memory(what, secure, seed, data):
+    family, more = COINS[what]
+    frame = table(12, family)
+    asked = spec(family, formula="y ~ x", solver=what.split(",")[0], max_iter=150, seed=seed, **more)
+    clients = sorted(frame["client"].unique().to_list())
+    at = data.draw(st.lists(st.sampled_from(["s1", "s2", "s3"]), min_size=len(clients), max_size=len(clients)))
+    assume(len(set(at)) > 1)
+    sites = sites_of(dealt(frame, dict(zip(clients, at, strict=True))))
+    outcome, model = fit(sites, asked, terms=Terms(secure=secure)), in_memory(frame, asked)
+    np.testing.assert_array_equal(outcome.model.w, model.w)
+    np.testing.assert_array_equal(outcome.model.wbar, model.wbar)
+    found = thetas(sites, outcome.run)
+    for client, theta in zip(model.hierarchy.client_ids.to_list(), model.theta, strict=True):
+        np.testing.assert_array_equal(found[client], theta)
+    assert outcome.model.history.equals(model.history)
+
+
+def test_the_size_of_letters_depends_on_clusters_and_terms_alone():
+    sent = []
+    for clients in (15, 60):
+        sites = sites_of(by_turns(table(9, clients=clients), 3))
+        exchanges = fit(sites, spec()).exchanges
+        sent.append([(each.what, each.down, each.up) for each in exchanges if each.what in ("up", "down")])
+    for (few, *small), (many, *large) in zip(*sent, strict=True):
+        assert few == many
+        np.testing.assert_allclose(small, large, atol=60)  # single numbers are written in as many digits as they have
+
+
 def test_clients_whose_ids_mean_something_only_within_their_cluster():
     """Schools 1, 2, 3 of every district, each district at a site of its own: by the formula they are others everywhere."""
     frame = table(8, clients=12, clusters=3).with_columns(client=pl.col("client").str.slice(1).cast(pl.Int64) // 3)
