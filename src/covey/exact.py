@@ -171,17 +171,18 @@ def _pieces(ptr: Ints) -> tuple[Ints, Ints]:
     return np.asarray(ptr)[owner] + _PIECE * nth, owner
 
 
-@njit  # type: ignore[untyped-decorator]
+@njit(fastmath=False)  # type: ignore[untyped-decorator]
 def accumulate(digits: Ints, x: float) -> None:
     """Add ``x`` to a sum, a row of :data:`DIGITS` integers that starts as zeros; for use inside kernels."""
     accumulate_in(digits.reshape(1, DIGITS), 0, x)
 
 
-@njit  # type: ignore[untyped-decorator]
+@njit(fastmath=False)  # type: ignore[untyped-decorator]
 def accumulate_in(digits: Ints, row: int, x: float) -> None:
     """The same for one of many sums, ``digits (sums, DIGITS)``.
 
-    Not inlined by numba but by LLVM, so that a kernel with fast arithmetic does not change what happens here.
+    Not inlined by numba, and ``fastmath`` said to be off: it would else be that of whichever kernel is compiled first, and the
+    arithmetic here, reordered, would lose the small digits.
     """
     bits = np.float64(x).view(np.int64)
     exponent = (bits >> 52) & 0x7FF  # |x| is 2^(exponent - 1023) or more, and less than twice that
@@ -208,7 +209,7 @@ def accumulate_in(digits: Ints, row: int, x: float) -> None:
         digits[row, 6] += TOO_LARGE
 
 
-@njit  # type: ignore[untyped-decorator]
+@njit(fastmath=False)  # type: ignore[untyped-decorator]
 def accumulate_rows(digits: Ints, weights: Floats, rows: Floats) -> None:
     """Add ``weights[i] * rows[i]`` to as many sums ``digits (columns, DIGITS)``; for use inside kernels.
 
@@ -230,7 +231,7 @@ def accumulate_rows(digits: Ints, weights: Floats, rows: Floats) -> None:
                     accumulate_in(digits, column, weights[i] * rows[i, column])
 
 
-@njit  # type: ignore[untyped-decorator]
+@njit(fastmath=False)  # type: ignore[untyped-decorator]
 def _accumulate_small(digits: Ints, row: int, x: float) -> bool:
     """Add ``x`` below ``2^19`` in size; or else do nothing.
 
@@ -291,7 +292,7 @@ def _round(limbs: Limbs, size: Ints, nearest: Floats) -> None:
         nearest[row] = math.nan if size[row] >= TOO_LARGE else -value if negative else value
 
 
-@njit  # type: ignore[untyped-decorator]
+@njit(fastmath=False)  # type: ignore[untyped-decorator]
 def _sum_rows(rows: Floats, first: int, last: int, digits: Ints) -> None:
     for row in range(first, last):
         for column in range(rows.shape[1]):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass, replace
+from fractions import Fraction
+from itertools import product
 
 import numba
 import numpy as np
@@ -20,10 +22,13 @@ from covey.losses import loss_of
 from covey.network import Network, Node
 from covey.solvers import solve, solve_across
 from covey.solvers.curvature import constants, constants_across
+from covey.solvers.l2gd import Go, Rate
 from covey.solvers.lanczos import rounded_down
+from covey.solvers.protocol import Move, Pull, Top, Whereabouts
 from covey.solvers.threads import threads_for
+from covey.theory import Coins
 from tests.conftest import seeds
-from tests.solvers.coins import quietly
+from tests.solvers.coins import begun, quietly
 
 
 def shard(data, clients):
@@ -156,6 +161,25 @@ def test_many_clients_beside_each_other(solver, family):
             np.testing.assert_array_equal(network.theta(), whole.theta)
     finally:
         numba.set_num_threads(before)
+
+
+@pytest.mark.parametrize("family", ["gaussian", "bernoulli"])
+def test_a_kernel_with_fast_arithmetic_sums_exactly(family):
+    """What may be reordered there is the clients' own steps, not the sums over them: these have the bits of rational ones."""
+    data = simulate(family, clusters=3, clients=300, rows=4, d=3, seed=1).data
+    penalty, k = Penalty.of(data.hierarchy, gamma=0.7), data.n_clusters
+    drawn, total = Coins(0.3, np.full(k, 0.4), np.full(k, 0.5)), Top.of(penalty).total
+    start = np.random.default_rng(0).normal(size=(data.n_clients, 3))
+    network = begun(data, loss_of(family), penalty, drawn, Rate(1e-3), start)
+    everybody, steps = np.ones(k, dtype=bool), np.full(k, 5)
+    told = network.ask(Go(Move(Pull.none(k, 3), everybody, 0 * steps, steps, everybody))).total
+    asked = network.ask(Whereabouts(total)).total
+    np.testing.assert_array_equal(told.limbs, asked.limbs)
+    share, tree = penalty.gamma / total[data.hierarchy.parent], data.hierarchy
+    for j, a in product(range(k), range(3)):
+        mine = slice(tree.cluster_ptr[j], tree.cluster_ptr[j + 1])
+        exactly = sum(Fraction(value) for value in (share[mine] * network.node.theta[mine, a]).tolist())
+        assert abs(told.fractions()[j, a] - exactly) <= Fraction(300, 2**97)
 
 
 def arrays(message):

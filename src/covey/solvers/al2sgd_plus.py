@@ -244,7 +244,7 @@ def _move(
     heads: Anything, start: Ints, steps: Ints, local: Floats, pace: tuple[float, float, float, float, float],
     wanted: Anything, x: Floats, gradient: Floats, y: Floats, z: Floats, y_out: Floats, z_out: Floats, sums: Ints,
 ) -> None:  # fmt: skip
-    """Each block of clients, all of one cluster, is moved by one thread. No bit depends on the threads, nor on the blocks."""
+    """Each block of clients, all of one cluster, is moved by one thread; no bit depends on the threads, nor on the blocks."""
     d = x.shape[1]
     eta, a1, a2, b1, b2 = pace
     for block in prange(len(owner)):

@@ -340,7 +340,7 @@ def _move(
     gamma: Floats, share: Floats, strength: Floats, force: Floats, start: Ints, steps: Ints, local: Floats, step: float,
     mu: float, switch: int, wanted: Anything, theta: Floats, out: Floats, sums: Ints,
 ) -> None:  # fmt: skip
-    """Each block of clients, all of one cluster, is moved by one thread. No bit depends on the threads, nor on the blocks."""
+    """Each block of clients, all of one cluster, is moved by one thread; no bit depends on the threads, nor on the blocks."""
     d = theta.shape[1]
     for block in prange(len(owner)):
         j, first, last = owner[block], blocks[block], blocks[block + 1]

@@ -179,6 +179,7 @@ def _check(
     own: Floats, gradient: Floats, gamma: Floats, theta: Floats, parent: Ints, w: Floats, units: Floats, value: Ints,
     squared: Ints,
 ) -> None:  # fmt: skip
+    """Each client's value and squared gradient, in the order of its coefficients, go into the digits of its block."""
     n, d = theta.shape
     for block in prange(len(value)):
         for i in range(block * _BLOCK, min(n, (block + 1) * _BLOCK)):

@@ -71,7 +71,7 @@ def _add_up(values: Floats, units: Floats, digits: Ints) -> None:
                 add_wide(digits[block, column], values[i, column], units)
 
 
-@njit  # type: ignore[untyped-decorator]
+@njit(fastmath=False)  # type: ignore[untyped-decorator]
 def add_wide(digits: Ints, x: float, units: Floats) -> None:
     """Add ``x`` to the digits ``(5, DIGITS)`` of a wide sum; for use inside kernels."""
     for part in range(len(units)):
