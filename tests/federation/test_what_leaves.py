@@ -10,6 +10,7 @@ import pytest
 from covey.exact import TOO_LARGE, Exact
 from covey.federation.coordinator import Terms
 from covey.federation.letters import decode
+from covey.federation.privacy import privacy_of
 from tests.federation.sites import Meddling, dealt, fit, sites_of, spec, table
 
 DOCS = Path(__file__).parents[2] / "docs" / "privacy.md"
@@ -102,12 +103,13 @@ def test_no_letter_has_as_many_of_anything_as_a_site_has_clients_or_rows(solver)
 @pytest.mark.parametrize("solver", RUNS)
 def test_the_page_lists_what_leaves(solver):
     _, _, carrier, outcome = run(RUNS[solver])
-    listed = {}
-    for line in DOCS.read_text().splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) == 4 and solver in cells[0].split("; "):
-            listed[cells[1]] = cells[2]
-    assert told(carrier, len(outcome.model.terms)) == listed
+    assert told(carrier, len(outcome.model.terms)) == listed(solver)
+
+
+def listed(solver):
+    """What the page says that a site sends, by exchange."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in DOCS.read_text().splitlines()]
+    return {cells[1]: cells[2] for cells in rows if len(cells) == 4 and solver in cells[0].split("; ")}
 
 
 @pytest.mark.parametrize("solver", RUNS)
@@ -117,6 +119,17 @@ def test_no_id_of_a_client_and_no_value_of_a_row_is_in_any_letter(solver):
     assert b"patient" not in sent
     for value in frame["x"].to_list():
         assert np.float64(value).tobytes() not in sent
+
+
+def test_the_page_lists_what_leaves_with_noise():
+    known = {"z": ["z0", "z1", "z2"]}
+    private, delta = privacy_of({"epsilon": 3.0, "categories": known}, "gaussian")
+    _, _, carrier, outcome = run(spec(), private=private, delta=delta, categories=known)
+    assert told(carrier, len(outcome.model.terms)) == {**listed("private"), "place": ""}
+    for _, _, reply in replies(carrier, "agree"):
+        totals = reply[1]
+        assert not totals.rows.any()
+        assert not totals.response.limbs.any()
 
 
 def test_what_goes_down_names_no_client_and_no_site_but_those_of_the_roster():
