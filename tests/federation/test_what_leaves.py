@@ -1,12 +1,15 @@
 """Every letter of every solver is opened: only sums leave a site, and docs/privacy.md lists them all."""
 
+import warnings
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import polars as pl
 import pytest
 
+from covey.errors import ConvergenceWarning
 from covey.exact import TOO_LARGE, Exact
 from covey.federation.coordinator import Terms
 from covey.federation.letters import decode
@@ -27,7 +30,6 @@ RUNS = {
     "one_coin": spec("bernoulli", solver="one_coin", max_iter=200),
     "al2sgd_plus": spec(solver="al2sgd_plus", max_iter=200),
 }
-pytestmark = pytest.mark.filterwarnings("ignore::covey.errors.ConvergenceWarning")  # a few rounds show what travels
 
 
 def run(asked, **terms):
@@ -39,6 +41,14 @@ def run(asked, **terms):
     carrier = Meddling(sites)
     outcome = fit(sites, asked, carrier, Terms(**terms))
     return frame, sites, carrier, outcome
+
+
+@cache
+def ran(solver, secure=False):
+    """One run serves all tests: they only read it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # a few rounds show what travels
+        return run(RUNS[solver], secure=secure)
 
 
 def leaves(value, name=""):
@@ -92,7 +102,7 @@ def told(carrier, d):
 
 @pytest.mark.parametrize("solver", RUNS)
 def test_no_letter_has_as_many_of_anything_as_a_site_has_clients_or_rows(solver):
-    _, sites, carrier, outcome = run(RUNS[solver])
+    _, sites, carrier, outcome = ran(solver)
     own = {name: sites[name].node(outcome.run).data for name in sites}
     for site, _, reply in replies(carrier, "ask"):
         for name, _, shape in leaves(reply):
@@ -102,7 +112,7 @@ def test_no_letter_has_as_many_of_anything_as_a_site_has_clients_or_rows(solver)
 
 @pytest.mark.parametrize("solver", RUNS)
 def test_the_page_lists_what_leaves(solver):
-    _, _, carrier, outcome = run(RUNS[solver])
+    _, _, carrier, outcome = ran(solver)
     assert told(carrier, len(outcome.model.terms)) == listed(solver)
 
 
@@ -114,7 +124,7 @@ def listed(solver):
 
 @pytest.mark.parametrize("solver", RUNS)
 def test_no_id_of_a_client_and_no_value_of_a_row_is_in_any_letter(solver):
-    frame, _, carrier, _ = run(RUNS[solver])
+    frame, _, carrier, _ = ran(solver)
     sent = b"\n".join(reply for _, reply in carrier.replies)
     assert b"patient" not in sent
     for value in frame["x"].to_list():
@@ -133,7 +143,7 @@ def test_the_page_lists_what_leaves_with_noise():
 
 
 def test_what_goes_down_names_no_client_and_no_site_but_those_of_the_roster():
-    _, _, carrier, _ = run(RUNS["newton"])
+    _, _, carrier, _ = ran("newton")
     sent = b"\n".join(letter for _, letter in carrier.letters)
     assert b"patient" not in sent
 
@@ -141,8 +151,8 @@ def test_what_goes_down_names_no_client_and_no_site_but_those_of_the_roster():
 @pytest.mark.parametrize("solver", RUNS)
 def test_under_masks_no_sum_of_a_site_can_be_read(solver):
     """What the coordinator gets holds none of the site's numbers, neither as they are nor in fixed point."""
-    _, _, plain, _ = run(RUNS[solver])
-    _, sites, masked, _ = run(RUNS[solver], secure=True)
+    _, _, plain, _ = ran(solver)
+    _, sites, masked, _ = ran(solver, secure=True)
     sent = dict.fromkeys(sites, b"")
     for site, reply in masked.replies:
         sent[site] += reply
@@ -172,7 +182,7 @@ def arrays(value):
 @pytest.mark.parametrize("solver", RUNS)
 def test_under_masks_every_letter_of_the_fit_is_masked(solver):
     """Nothing bypasses the masks: what comes back is a skeleton without numbers, and limbs that are noise."""
-    _, _, carrier, _ = run(RUNS[solver], secure=True)
+    _, _, carrier, _ = ran(solver, secure=True)
     limbs = []
     for kind in ("ask", "agree"):
         for _, _, reply in replies(carrier, kind):
