@@ -49,8 +49,8 @@ class Summary:
         }
         if learned is None:
             penalty = None
-            if model.penalty is not None and len(model.penalty.gamma):
-                penalty = {"gamma": _ends(model.penalty.gamma), "lam": _ends(model.penalty.lam)}
+            if model.penalty is not None:
+                penalty = {"gamma": _ends(_gammas(model)), "lam": _ends(model.penalty.lam)}
             return {**document, "method": model.spec.learns, "penalty": penalty, "warnings": []}
         found = learned.components
         levels = {"cluster": found.cluster, "client": found.client}
@@ -130,15 +130,21 @@ def facts(model: Model) -> list[str]:
         said.append(model.convergence.message)
         return [*said, *_tested(found), *(f"note: {note}" for note in found.notes)]
     if model.penalty is not None:
-        gamma = model.penalty.gamma if model.elsewhere is None else model.penalty.cluster_gamma / model.elsewhere.clients
         said.append(
-            f"penalties gamma {_range(gamma)} (client to cluster), lam {_range(model.penalty.lam)} "
+            f"penalties gamma {_range(_gammas(model))} (client to cluster), lam {_range(model.penalty.lam)} "
             f"(cluster to global){_chosen(spec.learns)}, loss by {spec.reduction} over rows"
         )
     end = model.convergence
     close = end.converged and end.gap is not None
     said.append(f"{end.solver}: {end.message}" + (f", objective within {end.gap:.0e} of its minimum" if close else ""))
     return said
+
+
+def _gammas(model: Model) -> Floats:
+    """What ties clients, here or at their sites."""
+    if model.penalty is None or model.elsewhere is None:
+        return np.empty(0) if model.penalty is None else model.penalty.gamma
+    return np.asarray(model.penalty.cluster_gamma / model.elsewhere.clients)
 
 
 def _chosen(how: str | None) -> str:

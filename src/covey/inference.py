@@ -48,7 +48,8 @@ class Posterior:
         """What was learned, if it has the clients' sums."""
         if not self.learned.has_sums:
             raise SolverError(
-                "This model was saved without the sums of which intervals and updates are made; save it with sums=True."
+                "This model is without the sums of which intervals and updates are made: save it with sums=True, or ask at the "
+                "sites that have them."
             )
         return self.learned
 

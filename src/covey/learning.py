@@ -95,11 +95,7 @@ def fit_across(network: Network, spec: Spec, vary: Vary | None = None, *, progre
     """
     spec.check()
     tree, method = network.tree, spec.learns
-    for asked, what in ((spec.baseline is not None, f"baseline={spec.baseline!r}"), (method == "cv", "penalty='cv'")):
-        if asked:
-            raise SolverError(
-                f"{what} across sites is not supported: give gamma and lam, or let reml or ml learn them from the likelihood."
-            )
+    check_across(spec)
     vary = vary_from_setting(spec.vary, network.terms) if vary is None else vary
     if spec.by_likelihood and tree.n_clients == 1:
         raise DataError(
@@ -120,6 +116,15 @@ def fit_across(network: Network, spec: Spec, vary: Vary | None = None, *, progre
     if not (np.isfinite(fit.w).all() and np.isfinite(fit.wbar).all()):
         raise CoveyError("The coefficients are not finite; the columns are probably on extreme scales: standardise them.")
     return Fitted(fit, penalty)
+
+
+def check_across(spec: Spec) -> None:
+    """Refuse what cannot be fitted across sites, before any of them is asked."""
+    for asked, what in ((spec.baseline is not None, f"baseline={spec.baseline!r}"), (spec.learns == "cv", "penalty='cv'")):
+        if asked:
+            raise SolverError(
+                f"{what} across sites is not supported: give gamma and lam, or let reml or ml learn them from the likelihood."
+            )
 
 
 def _of_clusters(gamma: Any, tree: Hierarchy) -> Floats:
@@ -167,9 +172,14 @@ def _isotropic(network: Network, spec: Spec, vary: Vary, progress: Progress | No
         raise DataError(
             "Clients do not vary within their clusters, so no gamma ties them; fit baseline='single-model', or give gamma."
         )
-    gamma = 1.0 / client[:, 0]
-    lam = 1.0 / cluster[0, 0] if cluster.size and cluster[0, 0] > 0 else np.inf
+    # To eight digits: the last ones depend on who is at which node, and coins that are seeded must not.
+    gamma = _digits(1.0 / client[:, 0])
+    lam = float(_digits(1.0 / cluster[:1, 0])[0]) if cluster.size and cluster[0, 0] > 0 else np.inf
     return gamma if len(gamma) > 1 else float(gamma[0]), float(lam)
+
+
+def _digits(values: Floats) -> Floats:
+    return np.array([float(f"{value:.7e}") for value in values.tolist()])
 
 
 def shape_of(tree: Hierarchy, terms: Sequence[str], spec: Spec, vary: Vary) -> Shape:

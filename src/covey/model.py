@@ -121,7 +121,7 @@ class Model:
 
     def ids_of(self, frame: Frame | None, client: Any, cluster: Any, level: Level) -> tuple[Any, Any]:
         """The clients and clusters of new rows: as given, or from the table's columns."""
-        client = self._ids(client, frame, self.spec.client, needed=level == "client")
+        client = self._ids(client, frame, self.spec.client, needed=level == "client" and self.elsewhere is None)
         needed = level != "global" and (client is None or bool(self.spec.nested))
         cluster = self._ids(cluster, frame, self.spec.cluster, needed=needed)
         if self.spec.nested and client is not None and cluster is not None:

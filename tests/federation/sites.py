@@ -59,6 +59,12 @@ def by_turns(frame: pl.DataFrame, sites: int) -> dict[str, pl.DataFrame]:
     return dealt(frame, {client: f"s{at // 2 % sites}" for at, client in enumerate(clients)})
 
 
+def spread(parts: dict[str, pl.DataFrame]) -> bool:
+    """Whether every cluster is at two sites or more, as masks need it."""
+    owners = pl.concat([part.select("cluster").unique() for part in parts.values()])
+    return bool(owners["cluster"].is_duplicated().all())
+
+
 def sites_of(parts: dict[str, pl.DataFrame], **settings) -> dict[str, Site]:
     given = {"minimum": 1, **settings}
     return {name: Site(name, lambda _, part=part: part, **given) for name, part in parts.items()}

@@ -117,7 +117,7 @@ def test_fewer_clients_than_a_site_wants_behind_a_sum():
     parts = by_turns(FRAME, 3)
     refused(
         parts,
-        r"Site 's0': There are fewer clients of cluster 'a' here than the 5 that this site wants",
+        r"Site 's0': Column 'cluster' has a value that fewer than 5 clients here have",
         asked=spec(),
         minimum=5,
     )

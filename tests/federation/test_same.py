@@ -14,7 +14,7 @@ from covey.federation.simulate import simulate
 from covey.model import fit_table
 from covey.persist import load_model
 from covey.spec import Spec
-from tests.federation.sites import FAMILIES, assert_same, by_turns, dealt, fit, in_memory, sites_of, spec, table, thetas
+from tests.federation.sites import FAMILIES, assert_same, by_turns, dealt, fit, in_memory, sites_of, spec, spread, table, thetas
 
 
 @pytest.mark.parametrize("secure", [False, True])
@@ -28,7 +28,9 @@ def test_any_sharding_gives_the_fit_in_memory(family, secure, seed, data):
     clients = sorted(frame["client"].unique().to_list())
     at = data.draw(st.lists(st.sampled_from(["s1", "s2", "s3", "s4"]), min_size=len(clients), max_size=len(clients)))
     assume(len(set(at)) > 1)
-    sites = sites_of(dealt(frame, dict(zip(clients, at, strict=True))))
+    parts = dealt(frame, dict(zip(clients, at, strict=True)))
+    assume(not secure or spread(parts))
+    sites = sites_of(parts)
     asked = spec(family, tol=1e-11)
     outcome = fit(sites, asked, terms=Terms(secure=secure))
     assert_same(outcome, sites, in_memory(frame, asked))
@@ -103,16 +105,18 @@ COINS = {
 
 @pytest.mark.filterwarnings("ignore::covey.errors.ConvergenceWarning")  # a few hundred iterations tell bits apart
 @pytest.mark.parametrize(("what", "secure"), [*((what, False) for what in COINS), ("l2gd", True), ("al2sgd_plus", True)])
-@settings(max_examples=3)
+@settings(max_examples=1)
 @given(seed=st.integers(0, 10_000), data=st.data())
 def test_algorithms_by_coins_have_the_bits_of_the_run_in_memory(what, secure, seed, data):
     family, more = COINS[what]
     frame = table(12, family)
-    asked = spec(family, formula="y ~ x", solver=what.split(",")[0], max_iter=150, seed=seed, **more)
+    asked = spec(family, formula="y ~ x", solver=what.split(",")[0], max_iter=60, seed=seed, **more)
     clients = sorted(frame["client"].unique().to_list())
     at = data.draw(st.lists(st.sampled_from(["s1", "s2", "s3"]), min_size=len(clients), max_size=len(clients)))
     assume(len(set(at)) > 1)
-    sites = sites_of(dealt(frame, dict(zip(clients, at, strict=True))))
+    parts = dealt(frame, dict(zip(clients, at, strict=True)))
+    assume(not secure or spread(parts))
+    sites = sites_of(parts)
     outcome, model = fit(sites, asked, terms=Terms(secure=secure)), in_memory(frame, asked)
     np.testing.assert_array_equal(outcome.model.w, model.w)
     np.testing.assert_array_equal(outcome.model.wbar, model.wbar)

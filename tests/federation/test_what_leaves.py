@@ -26,9 +26,9 @@ RUNS = {
     "james_stein": spec("bernoulli", james_stein=True),
     "reml": LEARNED,
     "laplace": replace(LEARNED, family="poisson"),
-    "l2gd": spec(solver="l2gd", max_iter=200),
-    "one_coin": spec("bernoulli", solver="one_coin", max_iter=200),
-    "al2sgd_plus": spec(solver="al2sgd_plus", max_iter=200),
+    "l2gd": spec(solver="l2gd", max_iter=40),
+    "one_coin": spec("bernoulli", solver="one_coin", max_iter=40),
+    "al2sgd_plus": spec(solver="al2sgd_plus", max_iter=40),
 }
 
 

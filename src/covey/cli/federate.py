@@ -42,9 +42,9 @@ def federate(
     seed: Annotated[int, typer.Option(help="Seed of the coins.")] = 0,
     sites: Annotated[str | None, typer.Option(help="To deploy: how many sites must be there, or their names: a,b,c.")] = None,
     members: Annotated[Path | None, typer.Option(help="Table of site, cluster and perhaps client: who may bring whom.")] = None,
-    minimum: Annotated[int, typer.Option(help="To simulate: clients that must stand behind each sum.")] = 1,
+    minimum: Annotated[int | None, typer.Option(help="To simulate: clients that must stand behind each sum (1).")] = None,
     secure: Annotated[bool, typer.Option("--secure", help="Mask the sums: the coordinator sees only totals.")] = False,
-    wait: Annotated[float, typer.Option(help="To deploy: seconds to wait for sites to connect.")] = 60.0,
+    wait: Annotated[float | None, typer.Option(help="To deploy: seconds to wait for sites to connect (60).")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="To deploy on a link that authenticates nobody.")] = False,
     epsilon: Annotated[
         float | None, typer.Option(help="Differential privacy for every client; needs --gamma and --lam.")
@@ -57,7 +57,7 @@ def federate(
     categories: Annotated[str | None, typer.Option(help='What columns may hold, as JSON: \'{"zone": ["a", "b"]}\'.')] = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for a site's reply.")] = 600.0,
     retries: Annotated[int, typer.Option(help="How often a letter without reply is sent again.")] = 2,
-    pause: Annotated[float, typer.Option(help="To deploy: seconds before that, for a site to come back.")] = 20.0,
+    pause: Annotated[float | None, typer.Option(help="To deploy: seconds before that, for a site to come back (20).")] = None,
     on_loss: Annotated[str, typer.Option(help="When a site is lost: stop, or continue without it.")] = "stop",
     out: Annotated[Path | None, typer.Option(help="Folder for the models of clusters and of the whole.")] = None,
     as_json: _options.AsJson = False,
@@ -72,6 +72,13 @@ def federate(
         raise CoveyError("Say where the sites are: --simulate 3 for so many on this machine, or --link NAME for real ones.")
     if (simulate is not None or by is not None) == (link is not None):
         raise CoveyError("--simulate and --by are for one machine, --link for real sites; leave out one.")
+    if simulate is not None and by is not None:
+        raise CoveyError("--simulate says how many sites there are, --by which column names them; leave out one.")
+    of_one, of_link = {"minimum": minimum, "json": as_json or None}, {"sites": sites, "wait": wait, "pause": pause}
+    other = of_one if link is not None else {**of_link, "insecure": insecure or None}
+    for name in (name for name, value in other.items() if value is not None):
+        why = "is a setting of each node" if name == "minimum" else "does not go with" if link is not None else "is for"
+        raise CoveyError(f"--{name} {why}{'' if name == 'minimum' else ' --link'}; leave it out.")
     if len(words) != (1 if link is not None else 2):
         needed = "a formula" if link is not None else "a table and a formula, in this order"
         raise CoveyError(f"covey federate needs {needed}; got {len(words)} arguments: {' '.join(words)[:80]!r}.")
@@ -115,11 +122,14 @@ def federate(
         from covey.federation.flower.launch import deploy
 
         wanted = int(sites) if sites is not None and sites.isdigit() else sites
-        raise typer.Exit(deploy({**settings, "sites": wanted, "wait": wait, "pause": pause, "insecure": insecure}, link))
-    _simulate(words[0], settings, by if by is not None else simulate or 0, minimum, out, as_json)
+        patience = {"wait": 60.0 if wait is None else wait, "pause": 20.0 if pause is None else pause}
+        raise typer.Exit(deploy({**settings, "sites": wanted, **patience, "insecure": insecure}, link))
+    behind = 1 if minimum is None else minimum
+    _simulate(words[0], settings, by if by is not None else simulate or 0, behind, out, as_json)
 
 
 def _simulate(data: str, settings: dict[str, Any], sites: int | str, minimum: int, out: Path | None, as_json: bool) -> None:
+    import shutil
     from dataclasses import asdict
 
     from covey.cli._console import console, print_json, working
@@ -128,10 +138,10 @@ def _simulate(data: str, settings: dict[str, Any], sites: int | str, minimum: in
     from covey.federation.operate import spec_of, terms_of
     from covey.federation.report import report
     from covey.federation.simulate import simulate
-    from covey.persist import check_target, save_model
+    from covey.persist import check_target
 
     spec, terms = spec_of(settings), terms_of(settings)
-    places = {} if out is None else {name: check_target(out / name) for name in ("operator",)}
+    place = None if out is None else check_target(out / "operator")
     with working("reading the table") as say:
         settled = spec.settled()
         table = read_table(data, ids=[settled.client, settled.cluster])
@@ -143,11 +153,14 @@ def _simulate(data: str, settings: dict[str, Any], sites: int | str, minimum: in
             minimum=minimum,
             models=None if out is None else out / "sites",
             journal=None if out is None else out / "journal",
+            out=place,
             on_loss=settings["on_loss"],
             say=say,
         )
-        for place in places.values():
-            save_model(run.outcome.model, place)
+        if out is not None:
+            for old in (out / "sites").iterdir():
+                if old.name not in run.outcome.roster and (old / "model.json").exists():
+                    shutil.rmtree(old)  # a site of an earlier run into the same folder
     if as_json:
         outcome = run.outcome
         print_json(

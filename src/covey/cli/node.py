@@ -19,6 +19,9 @@ def node(
     insecure: Annotated[bool, typer.Option("--insecure", help="No TLS and no keys: on one machine, to try it.")] = False,
     site: Annotated[str | None, typer.Option(help="The site's name; needed with --insecure, else checked.")] = None,
     minimum: Annotated[int | None, typer.Option(help="Send no sum over fewer clients than this.")] = None,
+    client: Annotated[str | None, typer.Option(help="Column of the clients; fits by another are refused.")] = None,
+    columns: Annotated[str | None, typer.Option(help="All columns that fits may name, with commas, as they are.")] = None,
+    secure: Annotated[bool, typer.Option("--secure", help="Send sums under masks only.")] = False,
     epsilon: Annotated[float | None, typer.Option(help="Answer only with differential privacy, up to this in one run.")] = None,
     epsilon_total: Annotated[float | None, typer.Option(help="And up to this in all runs together.")] = None,
     delta: Annotated[float | None, typer.Option(help="With --epsilon: the probability that it may fail (1e-6).")] = None,
@@ -38,5 +41,6 @@ def node(
         raise FederationError(f"The --minimum must be at least 1 client. Got {minimum} instead.")
     limits = {"epsilon": epsilon, "epsilon_total": epsilon_total, "delta": delta}
     Budget.of(limits, home)  # refused here, not at the first letter
-    settings = {"site": site, "minimum": minimum, **limits}
+    about = {"client": client, "columns": columns, "secure": secure or None}
+    settings = {"site": site, "minimum": minimum, **about, **limits}
     start_node(data, home=home, link=link, key=key, ca=ca, insecure=insecure, port=port, settings=settings)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from datetime import date, datetime
+from datetime import date
 from typing import Any
 
 import numpy as np
@@ -28,10 +28,10 @@ from covey.data import GroupedData
 from covey.design import Formula, column, design_from_json, numeric, response, split_formula
 from covey.errors import DataError, FederationError, FormulaError, listing
 from covey.exact import Exact, segment_sum
-from covey.federation.members import Members
-from covey.grouping import compose, split_bars
+from covey.federation.members import Members, plain_ids
+from covey.grouping import compose, repeats, split_bars
 from covey.hierarchy import Hierarchy
-from covey.labels import as_labels, encode, kind, lookup
+from covey.labels import as_labels, encode, is_missing, kind, lookup
 from covey.model import as_frame, encode_known, series_values
 from covey.persist import spec_from_json, spec_to_json
 from covey.scaling import moments
@@ -79,6 +79,7 @@ class Profile:
     clusters : ids, in order
     classes : of a binary response, those that occur
     key : the site's public key of this run, if sums are to be masked
+    repeated : whether the same id of a client occurs in two of its clusters
     """
 
     version: str
@@ -87,6 +88,7 @@ class Profile:
     clusters: tuple[Any, ...]
     classes: tuple[Any, ...] | None
     key: str = ""
+    repeated: bool = False
 
 
 @dataclass(frozen=True)
@@ -165,8 +167,11 @@ class Deliver:
 # The site
 
 
-def profile_of(table: Any, spec: Spec, key: str = "") -> Profile:
-    """What a site says of its table; what cannot be used is refused here, by column and row."""
+def profile_of(table: Any, spec: Spec, key: str = "", minimum: int = 1) -> Profile:
+    """What a site says of its table; what cannot be used is refused here, by column and row.
+
+    What fewer than ``minimum`` clients have, a cluster, a category or a class, is not told either.
+    """
     frame, spec = as_frame(table), spec.settled()
     lhs, rhs = _sides(spec)
     if len(frame) == 0:
@@ -177,8 +182,7 @@ def profile_of(table: Any, spec: Spec, key: str = "") -> Profile:
     y = series_values(response(lhs, frame))
     classes = None
     if spec.family == "bernoulli":
-        distinct = pl.Series(y).unique().drop_nulls().sort().to_list()
-        classes = tuple(distinct)
+        classes = _classes_of(y)
     clusters, _ = encode(column(frame, spec.cluster), "cluster") if spec.cluster else (pl.Series(["all"]), None)
     client = as_labels(column(frame, spec.client), "client") if spec.client else pl.Series(["all"])
     kinds = {name: "categories" if name in design.levels else "numbers" for name in design.columns}
@@ -188,9 +192,38 @@ def profile_of(table: Any, spec: Spec, key: str = "") -> Profile:
             numeric(frame, name)
     # The rows themselves are grouped once, to refuse what is wrong with them before anything is agreed on.
     outcome = y if classes is None else (y == classes[0]).astype(np.float64)
-    _group(frame, spec, design, outcome)
+    repeated = bool(spec.nested) and repeats(column(frame, spec.cluster), column(frame, spec.client))
+    _group(frame, replace(spec, nested=repeated), design, outcome)
     levels = {name: tuple(values) for name, values in design.levels.items()}
-    return Profile(__version__, kinds, levels, tuple(_plain(clusters)), classes, key)
+    for name in [each for each in (spec.cluster, *levels) if each is not None]:
+        _check_behind(frame, name, spec.client, minimum)
+    return Profile(__version__, kinds, levels, tuple(plain_ids(clusters)), classes, key, repeated)
+
+
+def _classes_of(y: Anything) -> tuple[Any, ...]:
+    """The classes of a binary response."""
+    lost = np.array([is_missing(value) for value in y.tolist()])
+    if lost.any():
+        raise DataError(f"The response is missing (NaN) in row {int(lost.argmax())}; fill the value or leave the row out.")
+    distinct = sorted(set(y.tolist()), key=lambda value: (str(type(value)), value))
+    if not all(isinstance(each, str | int | float) for each in distinct):
+        raise FederationError("Classes of a response across sites are text, numbers or booleans; convert the column.")
+    if len(distinct) > 2:
+        raise FederationError(f"The response has {len(distinct)} classes here, where the bernoulli family has two.")
+    return tuple(distinct)
+
+
+def _check_behind(frame: Any, name: str, client: str | None, minimum: int) -> None:
+    """Refuse a column of which some value, which would be told, belongs to few clients."""
+    if minimum <= 1 or client is None:
+        return
+    table = pl.DataFrame({"value": column(frame, name).to_list(), "client": as_labels(column(frame, client), "client")})
+    clients = table.group_by("value").agg(pl.col("client").n_unique())["client"].to_list()
+    if min(clients) < minimum:
+        raise FederationError(
+            f"Column {name!r} has a value that fewer than {minimum} clients here have, so that sums by it would be of fewer "
+            "than this site wants behind each; merge such values, lower its minimum, or leave their rows out."
+        )
 
 
 def grouped(table: Any, agreed: Agree) -> GroupedData:
@@ -292,13 +325,15 @@ def agree(
     design = Formula.of(split_bars(rhs)[0], columns, levels)
     clusters = revive({each for profile in profiles.values() for each in profile.clusters}, first.kinds["cluster"]).sort()
     settled = spec.settled()
+    if settled.nested:
+        settled = replace(settled, nested=any(profile.repeated for profile in profiles.values()))
     classes = _classes(
         profiles if private is None else {"the operator": replace(first, classes=tuple(categories.get(lhs, ())))}
     )
     return Agree(
         spec_to_json(settled),
         design.to_json(),
-        tuple(_plain(clusters)),
+        tuple(plain_ids(clusters)),
         first.kinds["cluster"],
         classes if spec.family == "bernoulli" else None,
         tuple(sorted(profiles)),
@@ -312,15 +347,36 @@ def cluster_ids(agreed: Agree) -> pl.Series:
     return revive(agreed.clusters, agreed.cluster_kind)
 
 
-def check_tags(found: Mapping[str, Anything]) -> None:
-    """Refuse a client that two sites have."""
+def check_spread(profiles: Mapping[str, Profile]) -> None:
+    """Under masks, refuse a cluster that one site has alone: the total over sites would be that site's own sum."""
+    owners: dict[Any, list[str]] = {}
+    for site, profile in profiles.items():
+        for cluster in profile.clusters:
+            owners.setdefault(cluster, []).append(site)
+    alone = [(cluster, sites[0]) for cluster, sites in owners.items() if len(sites) == 1]
+    if alone:
+        cluster, site = alone[0]
+        raise FederationError(
+            f"{len(alone)} of {len(owners)} clusters are at one site only, such as {cluster!r} at {site!r}: masks would hide "
+            "nothing there, the total being the site's own; choose clusters that sites share, or leave out --secure."
+        )
+
+
+def shared(found: Mapping[str, Anything]) -> list[tuple[str, str]]:
+    """Pairs of sites that have the same tag."""
     sites = list(found)
     whose = np.repeat(np.arange(len(sites)), [len(found[site]) for site in sites])
     rows = np.concatenate([found[site] for site in sites])
     order = np.lexsort(rows.T)
     same = np.flatnonzero((rows[order[1:]] == rows[order[:-1]]).all(axis=1))
-    if len(same):
-        one, two = sorted(sites[whose[order[int(same[0]) + step]]] for step in (0, 1))
+    return [(sites[whose[order[at]]], sites[whose[order[at + 1]]]) for at in same.tolist()]
+
+
+def check_tags(found: Mapping[str, Anything]) -> None:
+    """Refuse a client that two sites have."""
+    same = shared(found)
+    if same:
+        one, two = sorted(same[0])
         many = f"{len(same)} clients" if len(same) > 1 else "A client"
         raise FederationError(
             f"{many} with the same id at sites {one!r} and {two!r}; a client belongs to one site: give each site's clients "
@@ -360,7 +416,15 @@ def _levels(name: str, profiles: Mapping[str, Profile], categories: Mapping[str,
                     f"{listing(listed, 5)}; mend it there, or add it to the list."
                 )
         return listed
-    return sorted(set().union(*met.values()), key=lambda value: (str(type(value)), value))
+    orders = [list(profile.levels.get(name, ())) for profile in profiles.values()]
+    longest = max(orders, key=len)
+    if any(own != _sorted(own) for own in orders) and all(own == [each for each in longest if each in own] for own in orders):
+        return longest  # the order that a table of pandas gives its categories, the same at all sites
+    return _sorted(set().union(*met.values()))
+
+
+def _sorted(values: Iterable[Any]) -> list[Any]:
+    return sorted(values, key=lambda value: (str(type(value)), value))
 
 
 def _check_listed(names: Iterable[str], categories: Mapping[str, Iterable[Any]]) -> None:
@@ -373,18 +437,16 @@ def _check_listed(names: Iterable[str], categories: Mapping[str, Iterable[Any]])
 
 
 def _classes(profiles: Mapping[str, Profile]) -> tuple[Any, ...]:
-    found = sorted({each for profile in profiles.values() for each in profile.classes or ()}, key=lambda c: (str(type(c)), c))
+    found = _sorted({each for profile in profiles.values() for each in profile.classes or ()})
     if len(found) == 1:
         raise DataError(f"The response has one class only, {found[0]!r}, at all sites; a classifier needs rows of two classes.")
     if len(found) > 2:
-        odd = {site: profile.classes for site, profile in profiles.items()}
-        raise FederationError(f"The sites' responses have {len(found)} classes, {listing(found, 5)}; of two at most: {odd}.")
+        usual = max((profile.classes or () for profile in profiles.values()), key=[p.classes for p in profiles.values()].count)
+        odd = next((site for site, profile in profiles.items() if not set(profile.classes or ()) <= set(usual)), "?")
+        raise FederationError(
+            f"The sites' responses have {len(found)} classes, {listing(found, 5)}, of two at most; look at site {odd!r} first."
+        )
     return tuple(found)
-
-
-def _plain(ids: pl.Series) -> list[Any]:
-    """Ids as JSON has them."""
-    return [each.isoformat() if isinstance(each, date | datetime) else each for each in ids.to_list()]
 
 
 def revive(ids: Iterable[Any], what: str) -> pl.Series:

@@ -37,14 +37,16 @@ from covey.federation.agreement import (
     Salt,
     Totals,
     agree,
+    check_spread,
     check_tags,
     check_totals,
     cluster_ids,
     digests,
+    shared,
 )
 from covey.federation.journal import Entry, Journal
 from covey.federation.letters import Letter, LetterError, Refusal, decode, encode, join, outline
-from covey.federation.masking import unmask
+from covey.federation.masking import Epoch, check_roster, unmask
 from covey.federation.members import Members
 from covey.federation.privacy import DELTA, check_delta
 from covey.federation.transport import Failure, Transport
@@ -160,21 +162,28 @@ class Federation:
         """Let all sites of the roster agree; a new epoch of the run, if there was one before."""
         self.epoch += 1
         self._sent, self._held = [], ()
-        profiles: dict[str, Profile] = self._once("hello", {"": self._letter("hello", Hello(*self._greeting))}, _by_site)
+        profiles = self._once("hello", {"": self._letter("hello", Hello(*self._greeting))}, _profiles)
         agreed = agree(profiles, self.spec, self.how.categories or {}, self.how.members, self.how.private)
+        if self.how.secure:
+            check_spread(profiles)
         seals: dict[str, str] = {}
         if self.how.secure:
             agreed = replace(agreed, keys={site: profile.key for site, profile in profiles.items()})
             maker = self.roster[0]
             found = self._once("salt", {maker: self._letter("salt", Salt(agreed.keys))}, _by_site)[maker]
             seals = {site: f"{maker}:{text}" for site, text in found.items()}
-        letters = {site: self._letter("agree", replace(agreed, salt=self._salt(seals, site))) for site in self.roster}
-        self.agreed = agreed
-        tags, self.totals = self._once("agree", letters if self.how.secure else {"": letters[self.roster[0]]}, self._joined)
+        tags = self._join(agreed, seals)
+        if shared(tags) and self.spec.settled().nested and not agreed.spec["nested"]:
+            # The same ids at two sites, in clusters of their own: the formula says that they are different clients.
+            agreed = replace(agreed, spec={**agreed.spec, "nested": True})
+            self.epoch += 1
+            self._sent = []
+            tags = self._join(agreed, seals)
         check_tags(tags)
         if not self.how.secure:
             for site, found in tags.items():
-                self.how.members.check_clients(site, found, lambda ids: digests(ids, self.journal.head["salt"]))
+                named = bool(agreed.spec["nested"])
+                self.how.members.check_clients(site, found, named, lambda ids: digests(ids, self.journal.head["salt"]))
         if self.how.private is None:
             check_totals(self.totals, self.spec.family)
         else:
@@ -189,6 +198,14 @@ class Federation:
             self.scale = Scale.of(self.totals.moments, int(self.totals.rows.sum()), self.terms)
             self.ask(self.scale)
 
+    def _join(self, agreed: Agree, seals: Mapping[str, str]) -> dict[str, Anything]:
+        """Tell every site what was agreed on; the tags of their clients."""
+        self.agreed = agreed
+        letters = {site: self._letter("agree", replace(agreed, salt=self._salt(seals, site))) for site in self.roster}
+        tags: dict[str, Anything]
+        tags, self.totals = self._once("agree", letters if self.how.secure else {"": letters[self.roster[0]]}, self._joined)
+        return tags
+
     def ask(self, request: Request[R]) -> R:
         """One exchange with every site; the sum of their replies."""
         if getattr(request, "quiet", False):
@@ -201,9 +218,12 @@ class Federation:
 
     def leave_out(self, lost: SiteLost) -> None:
         """Go on without some sites, from the next :meth:`open` on; a run that is taken up later does the same."""
+        left = tuple(site for site in self.roster if site not in lost.sites)
+        if self.how.secure and hasattr(self, "agreed"):
+            check_roster([Epoch(self.roster, answered=True)], left)  # as the sites will: what they refuse is not begun
         if not lost.known:
             self.journal.add(Entry({}, b"", {"lost": lost.sites}))
-        self.roster = tuple(site for site in self.roster if site not in lost.sites)
+        self.roster = left
 
     def deliver(self, body: Deliver) -> None:
         """Tell every site the upper levels, so that it writes its clients' models."""
@@ -251,7 +271,7 @@ class Federation:
             if attempt:
                 time.sleep(self.how.pause)
             again = "" if attempt == 0 else f", again to {len(waiting)}"
-            self._say(f"exchange {len(self.exchanges) + 1} ({what}): {len(sites)} sites{again}")
+            self._say(f"exchange {len(self.exchanges) + 1} ({what}) with {len(sites)} of {len(self.roster)} sites{again}")
             came = self._transport.exchange(waiting, self.how.timeout)
             for site, letter in list(waiting.items()):
                 down, up = down + len(letter), up + _size(came.get(site))
@@ -339,6 +359,13 @@ def _by_site(replies: dict[str, Any]) -> dict[str, Any]:
     return replies
 
 
+def _profiles(replies: dict[str, Any]) -> dict[str, Profile]:
+    for site, body in replies.items():
+        if not isinstance(body, Profile):
+            raise SiteLost({site: "introduced itself with a message of another form"})
+    return replies
+
+
 def _size(reply: bytes | Failure | None) -> int:
     return len(reply) if isinstance(reply, bytes) else 0
 
@@ -358,11 +385,22 @@ def _check_alike(replies: Mapping[str, Any]) -> None:
     for site, reply in replies.items():
         if _has_nan(reply):
             raise SiteLost({site: "sent a value that is not a number (NaN)"})
+        if _has_infinite(reply):
+            raise SiteLost({site: "sent a sum that is not finite"})
     outlines = {site: outline(reply) for site, reply in replies.items()}
     usual = max(outlines.values(), key=list(outlines.values()).count)
     for site, own in outlines.items():
         if own != usual:
             raise SiteLost({site: "sent a reply of another form or shape than the other sites"})
+
+
+def _has_infinite(reply: Any) -> bool:
+    """Whether sums are infinite though the objective is not: a step too far makes both so, and is taken back."""
+    parts = list(vars(reply).values()) if hasattr(reply, "__dict__") and not isinstance(reply, Exact) else []
+    if any(isinstance(part, float) and np.isinf(part) for part in parts):
+        return False
+    arrays = [part for part in parts if isinstance(part, np.ndarray) and part.dtype.kind == "f"]
+    return any(np.isinf(array).any() for array in arrays) or any(_has_infinite(part) for part in parts)
 
 
 def _has_nan(reply: Any) -> bool:

@@ -31,6 +31,7 @@ MODULES = (
 )  # fmt: skip
 """Where the classes that may travel are."""
 
+_UNITS = (2.0**90, 1.0, 2.0**-90)  # finest first: sums of any size keep their digits in fixed point
 _MAGIC = b"covey\x01"
 _DTYPES = ("<f8", "<i8", "<u8", "|b1", "|u1")
 
@@ -80,9 +81,15 @@ def _is_message(cls: Any) -> bool:
     return isinstance(cls, type) and (is_dataclass(cls) or (issubclass(cls, tuple) and hasattr(cls, "_fields")))
 
 
+def _is_frozen(cls: Any) -> bool:
+    """Whether a class is a message: those that are not frozen hold a program's state."""
+    return not is_dataclass(cls) or bool(getattr(cls, "__dataclass_params__").frozen)  # noqa: B009
+
+
 def _known() -> dict[str, type]:
     modules = [import_module(f"covey.{name}") for name in MODULES]
-    found = {_name(cls): cls for module in modules for cls in vars(module).values() if _is_message(cls)}
+    own = [(module, cls) for module in modules for cls in vars(module).values() if _is_message(cls)]
+    found = {_name(cls): cls for module, cls in own if cls.__module__ == module.__name__ and _is_frozen(cls)}
     return {**found, **{_name(cls): cls for cls in (Letter, Refusal)}}
 
 
@@ -112,7 +119,7 @@ def decode(letter: bytes) -> Any:
         size = int.from_bytes(letter[6:10], "little")
         head = json.loads(letter[10 : 10 + size])
         return _built(head["tree"], list(_arrays(letter, 10 + size, head["arrays"])))
-    except (ValueError, KeyError, TypeError, IndexError, RecursionError) as problem:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as problem:
         raise LetterError(f"These {len(letter)} bytes are no letter of covey's: {problem}.") from None
 
 
@@ -184,7 +191,9 @@ def split(message: Any) -> tuple[Any, exact.Exact]:
     floats: list[Anything] = []
     sums: list[exact.Exact] = []
     skeleton = _hollow(message, floats, sums)
-    return skeleton, exact.Exact.join([exact.Exact.of(np.concatenate([np.empty(0), *floats])), *sums])
+    values = np.concatenate([np.empty(0), *floats])
+    with np.errstate(over="ignore", invalid="ignore"):
+        return skeleton, exact.Exact.join([*(exact.Exact.of(values * unit) for unit in _UNITS), *sums])
 
 
 def join(skeleton: Any, numbers: exact.Exact) -> Any:
@@ -192,10 +201,10 @@ def join(skeleton: Any, numbers: exact.Exact) -> Any:
     holes = list(_holes(skeleton))
     sizes = [int(np.prod(hole.shape, dtype=np.int64)) for hole in holes]
     plain = sum(size for size, hole in zip(sizes, holes, strict=True) if hole.kind != "exact")
-    if sum(sizes) != numbers.shape[0]:
-        raise LetterError(f"A reply has {numbers.shape[0]} numbers for {sum(sizes)} places.")
-    # Floating-point numbers come first, so that all of them are converted at once; then the sums that stay exact.
-    floats, at = numbers[:plain].floats(), {"exact": plain, "float": 0}
+    whole = sum(sizes) - plain
+    if len(_UNITS) * plain + whole != numbers.shape[0]:
+        raise LetterError(f"A reply has {numbers.shape[0]} numbers for {len(_UNITS) * plain + whole} places.")
+    floats, at = _finest(numbers[: len(_UNITS) * plain], plain), {"exact": len(_UNITS) * plain, "float": 0}
 
     def take(hole: Hole) -> Any:
         which = "exact" if hole.kind == "exact" else "float"
@@ -208,6 +217,15 @@ def join(skeleton: Any, numbers: exact.Exact) -> Any:
         return floats[start:stop].reshape(hole.shape).astype(np.dtype(hole.kind))
 
     return _filled(skeleton, take)
+
+
+def _finest(numbers: exact.Exact, count: int) -> Anything:
+    """Floating-point numbers from their sums in each unit: the finest that has room for them; infinite, if none has."""
+    found = np.full(count, np.inf)
+    for at, unit in reversed(list(enumerate(_UNITS))):
+        part = numbers[at * count : (at + 1) * count]
+        found = np.where(part.finite, part.floats() / unit, found)
+    return found
 
 
 def _hollow(value: Any, floats: list[Anything], sums: list[exact.Exact]) -> Any:

@@ -6,8 +6,9 @@ bring anything that no other site has.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import polars as pl
 from covey._typing import Anything
 from covey.data import read_table
 from covey.errors import DataError, FederationError, listing
+from covey.grouping import compose
+from covey.labels import as_labels
 
 
 @dataclass(frozen=True)
@@ -24,12 +27,12 @@ class Members:
 
     Parameters
     ----------
-    clusters : of each site, the ids of its clusters
-    clients : of each site, the ids of its clients; empty where the list does not name them
+    clusters : of each site, the ids of its clusters, as JSON has them
+    clients : of each site, a table of ``cluster`` and ``client``; empty where the list does not name clients
     """
 
     clusters: Mapping[str, frozenset[Any]] = field(default_factory=dict)
-    clients: Mapping[str, frozenset[Any]] = field(default_factory=dict)
+    clients: Mapping[str, pl.DataFrame] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: str | Path | None) -> Members:
@@ -40,7 +43,13 @@ class Members:
         for name in ("site", "cluster"):
             if name not in table.columns:
                 raise DataError(f"The list of members {str(path)!r} has no column {name!r}; it needs site and cluster.")
-        return cls(_by_site(table, "cluster"), _by_site(table, "client") if "client" in table.columns else {})
+        labels = {name: as_labels(table[name], name) for name in ("cluster", "client") if name in table.columns}
+        parts = {str(site): part for (site,), part in table.with_columns(**labels).group_by(["site"])}
+        clusters = {site: frozenset(plain_ids(part["cluster"].drop_nulls())) for site, part in parts.items()}
+        clients = (
+            {site: part.select("cluster", "client").drop_nulls() for site, part in parts.items()} if "client" in labels else {}
+        )
+        return cls(clusters, clients)
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -59,16 +68,16 @@ class Members:
                 "mend the cluster column there, or the list."
             )
 
-    def check_clients(self, site: str, tags: Anything, tag: Any) -> None:
+    def check_clients(self, site: str, tags: Anything, nested: bool, tag: Callable[[list[Any]], Anything]) -> None:
         """Refuse clients that the list does not give a site; ``tag`` turns ids into tags as the site did."""
         if not self.clients:
             return
-        own = {tuple(each) for each in tag(self.clients.get(site, frozenset())).tolist()}
+        own = {tuple(each) for each in tag(self._ids(site, nested)).tolist()}
         unknown = sum(tuple(each) not in own for each in tags.tolist())
         if not unknown:
             return
         for other in self.sites:
-            theirs = {tuple(each) for each in tag(self.clients.get(other, frozenset())).tolist()}
+            theirs = {tuple(each) for each in tag(self._ids(other, nested)).tolist()}
             claimed = sum(tuple(each) in theirs for each in tags.tolist())
             if other != site and claimed:
                 raise FederationError(
@@ -79,10 +88,18 @@ class Members:
             f"Site {site!r} has {unknown} clients that are not in the operator's list; mend its client column, or the list."
         )
 
+    def _ids(self, site: str, nested: bool) -> list[Any]:
+        """The ids of a site's clients as it has them itself."""
+        if site not in self.clients:
+            return []
+        part = self.clients[site]
+        return (compose(part["cluster"], part["client"]) if nested else part["client"]).to_list()
+
+
+def plain_ids(ids: pl.Series) -> list[Any]:
+    """Ids as JSON has them."""
+    return [each.isoformat() if isinstance(each, date | datetime) else each for each in ids.to_list()]
+
 
 def _short(members: Members, site: str) -> str:
     return listing(sorted(members.clusters[site], key=repr), 4)
-
-
-def _by_site(table: pl.DataFrame, name: str) -> dict[str, frozenset[Any]]:
-    return {str(site): frozenset(part[name].drop_nulls().to_list()) for (site,), part in table.group_by(["site"])}

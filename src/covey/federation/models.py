@@ -66,7 +66,7 @@ def operator_model(federation: Federation, fitted: Fitted) -> Model:
     nobody = Hierarchy(np.zeros(k + 1, dtype=np.int64), federation.tree.client_ids[:0], federation.tree.cluster_ids)
     given = fitted.penalty
     return Model(
-        federation.spec.settled(),
+        spec_from_json(agreed.spec),
         _design(agreed, federation.scale),
         nobody,
         np.empty((0, len(fit.wbar))),

@@ -19,7 +19,7 @@ from covey.federation.models import operator_model
 from covey.federation.privacy import check_spec, fit_privately, privacy_of, promised, statement
 from covey.federation.report import report
 from covey.federation.transport import Transport
-from covey.learning import Fitted, fit_across
+from covey.learning import Fitted, check_across, fit_across
 from covey.model import Model
 from covey.persist import check_target, learned_to_json, save_model, spec_to_json
 from covey.spec import Spec
@@ -57,6 +57,7 @@ def run_fit(
     terms: Terms,
     *,
     journal: Path | None = None,
+    out: Path | None = None,
     on_loss: OnLoss = "stop",
     say: Callable[[str], None] = lambda _: None,
 ) -> Outcome:
@@ -65,10 +66,17 @@ def run_fit(
     Parameters
     ----------
     journal : file to write exchanges to; if it holds those of the same run, killed, that run goes on to the same bits
+    out : folder for the models of clusters and of the whole, written before the journal is given up
     on_loss : what to do when a site is lost: "stop", to go on later from the journal, or "continue" without it, from the start
     say : told what is being done, for a live line
     """
     spec.check()
+    check_across(spec)
+    if terms.secure and terms.members.clients:
+        raise FederationError(
+            "Under masks the coordinator cannot check clients' ids against its list; leave the column client out of it, or "
+            "leave out --secure."
+        )
     if on_loss not in ON_LOSS:
         raise one_of("on_loss", on_loss, ON_LOSS)
     if terms.private is not None:
@@ -107,8 +115,14 @@ def run_fit(
     except BaseException:
         book.close(done=False)
         raise
-    book.close(done=True)
     model = operator_model(federation, fitted)
+    try:
+        if out is not None:
+            save_model(model, out, extra={"federation": said})
+    except BaseException:
+        book.close(done=False)
+        raise
+    book.close(done=True)
     return Outcome(model, tuple(federation.exchanges), federation.roster, without, said["run"], said["privacy"])
 
 
@@ -149,10 +163,7 @@ def operate(transport: Transport, settings: Mapping[str, Any], say: Callable[[st
     roster = roster_of(transport, settings, terms.members)
     journal = None if out is None else out.with_name(f"{out.name}.journal")
     on_loss = settings.get("on_loss", settings.get("on-loss", "stop"))
-    outcome = run_fit(transport, roster, spec, terms, journal=journal, on_loss=on_loss, say=say)
-    if out is not None:
-        told = {"run": outcome.run, "sites": list(outcome.roster), "privacy": outcome.privacy}
-        save_model(outcome.model, out, extra={"federation": told})
+    outcome = run_fit(transport, roster, spec, terms, journal=journal, out=out, on_loss=on_loss, say=say)
     text = report(outcome)
     return text if out is None else f"{text}\n\nmodel of clusters and of the whole written to {out}"
 

@@ -41,7 +41,8 @@ def planned(outcome: Outcome) -> list[str]:
     seconds = 2 * LATENCY * end.exchanges + floats / len(outcome.roster) / (1e6 * BANDWIDTH)
     sent, took = sum(each.down + each.up for each in fit), sum(each.seconds for each in fit)
     plan = f"{_times(end.exchanges)}, {size(floats)}, {seconds:.2f} s at {1000 * LATENCY:g} ms a message"
-    return [f"the fit alone: planned {plan}; sent {_times(len(fit))}, {size(sent)}, {took:.2f} s"]
+    times = sum(each.what != "down" for each in fit)  # which is the second half of "up"
+    return [f"the fit alone: planned {plan}; sent {_times(times)}, {size(sent)}, {took:.2f} s"]
 
 
 def _times(count: int) -> str:

@@ -38,6 +38,8 @@ class Simulation:
             node = self.sites[name].node(self.outcome.run)
             tree = node.data.hierarchy
             place = lookup(tree.client_ids, model.hierarchy.client_ids, "client")
+            if (place < 0).any():
+                raise DataError("The model has not the same clients as the sites; fit it to the same rows.")
             apart.append(np.abs(node.where() - model.theta[place]).max())
         return float(max(apart))
 
@@ -51,6 +53,7 @@ def simulate(
     minimum: int = 1,
     models: Path | None = None,
     journal: Path | None = None,
+    out: Path | None = None,
     on_loss: OnLoss = "stop",
     noise_seed: int | None = None,
     say: Callable[[str], None] = lambda _: None,
@@ -71,6 +74,8 @@ def simulate(
     (('site1', 'site2', 'site3'), ['hello', 'agree', 'up', 'down', 'deliver'])
     """
     spec.check()
+    if minimum < 1:
+        raise DataError(f"The minimum of clients behind a sum must be at least 1. Got {minimum} instead.")
     parts = deal(table, spec, sites)
     at = {
         name: Site(
@@ -83,7 +88,7 @@ def simulate(
         )
         for at, (name, part) in enumerate(parts.items())
     }
-    outcome = run_fit(InProcess(at), list(at), spec, terms or Terms(), journal=journal, on_loss=on_loss, say=say)
+    outcome = run_fit(InProcess(at), list(at), spec, terms or Terms(), journal=journal, out=out, on_loss=on_loss, say=say)
     return Simulation(outcome, at)
 
 
@@ -94,6 +99,9 @@ def deal(table: Any, spec: Spec, sites: int | str) -> dict[str, Any]:
         raise DataError("Say which column holds the clients: client=, or a formula with (terms | cluster/client).")
     if isinstance(sites, str):
         names, codes = encode(column(frame, sites), "site")
+        odd = [name for name in map(str, names.to_list()) if name in (".", "..") or "/" in name or "\\" in name]
+        if odd:
+            raise DataError(f"The site {odd[0]!r} cannot be the name of a folder; rename it in column {sites!r}.")
         return {str(name): _rows(frame, codes == at) for at, name in enumerate(names.to_list())}
     _, codes = encode(column(frame, settled.client), "client")
     if not 1 <= sites <= int(codes.max()) + 1:

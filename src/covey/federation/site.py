@@ -14,7 +14,7 @@ import hashlib
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
@@ -25,12 +25,14 @@ import numpy as np
 from covey import __version__
 from covey._typing import Anything
 from covey.data import GroupedData, read_table
-from covey.errors import CoveyError, FederationError, FormulaError, PenaltyError, SolverError
+from covey.design import check_formula, split_formula
+from covey.errors import CoveyError, FederationError, FormulaError, PenaltyError, SolverError, listing
 from covey.federation.agreement import Agree, Hello, Joined, Salt, counts, grouped, profile_of, tags, totals, unspoken
 from covey.federation.budget import Budget, releases
 from covey.federation.letters import Letter, Refusal, decode, encode, split
 from covey.federation.masking import Epoch, Keys, check_keys, check_roster, mask, open_sealed, pair_secret, seal
 from covey.federation.models import keep_model
+from covey.grouping import split_bars
 from covey.network import Node
 from covey.persist import spec_from_json
 from covey.solvers.private import Draw
@@ -81,6 +83,8 @@ class Site:
     home : folder for what it remembers; None keeps it in this object, for simulation
     models : folder for its clients' models; by default in its home
     minimum : clients that must stand behind each sum that leaves it
+    client, columns : the column of its clients, and all columns that may be asked about, as they are; None for any
+    secure : whether it sends sums under masks only
     frank : whether sentences about its rows may leave it; in a simulation they may
     budget : what it lets itself spend of its clients' privacy
     draw : where noise comes from; None is the system's randomness, and only simulations have another
@@ -94,11 +98,15 @@ class Site:
         home: Path | None = None,
         models: Path | None = None,
         minimum: int = MINIMUM,
+        client: str | None = None,
+        columns: Sequence[str] | None = None,
+        secure: bool = False,
         frank: bool = False,
         budget: Budget | None = None,
         draw: Draw | None = None,
     ) -> None:
         self.name, self.minimum, self.home, self.frank = name, minimum, home, frank
+        self.client, self.columns, self.secure = client, columns, secure
         self.models = home / "model" if models is None and home is not None else models
         self.budget = Budget() if budget is None else budget
         self._read, self._draw = read, draw
@@ -173,6 +181,9 @@ class Site:
             raise FederationError(f"This site runs covey {__version__}, the coordinator {hello.version}; install the same.")
         self.budget.admit(hello.private, asked.run, asked.epoch)
         spec = spec_from_json(hello.spec)
+        self._check_columns(spec)
+        if self.secure and not hello.secure:
+            raise FederationError("This site sends its sums under masks only; run it with --secure.")
         key = ""
         if hello.secure:
             run = self._remember(asked.run)
@@ -180,7 +191,7 @@ class Site:
                 run.private = Keys.fresh().private.hex()
                 self._put_aside(asked.run, run)
             key = Keys.fresh(bytes.fromhex(run.private)).public.hex()
-        profile = profile_of(self._table(spec), spec, key)
+        profile = profile_of(self._table(spec), spec, key, self.minimum)
         return profile if hello.private is None else unspoken(profile)
 
     def _draw_salt(self, asked: Letter) -> dict[str, str]:
@@ -196,6 +207,9 @@ class Site:
         if self.name not in agreed.roster:
             raise FederationError(f"Site {self.name!r} is not on the roster of this run.")
         self.budget.admit(agreed.private, asked.run, asked.epoch)
+        self._check_columns(spec_from_json(agreed.spec))
+        if (run.private or self.secure) and not agreed.keys:
+            raise FederationError("This run began under masks, and goes on under masks or not at all; start a new run.")
         if agreed.keys:
             self._check_masks(agreed, run)
             shared = self._shared(asked.run, run, agreed.keys)
@@ -218,7 +232,36 @@ class Site:
         own = Keys.fresh(bytes.fromhex(run.private)).public.hex() if run.private else ""
         if agreed.keys.get(self.name) != own:
             raise FederationError(f"Site {self.name!r} no longer has its key of this run; start a new run.")
+        if set(agreed.keys) != set(agreed.roster):
+            raise FederationError("The keys that came with the roster are not those of its sites; start a new run.")
         check_roster(run.epochs, agreed.roster)
+
+    def _check_columns(self, spec: Spec) -> None:
+        """Refuse columns that the site does not let be asked about, and other clients than it has."""
+        settled = spec.settled()
+        if self.client is not None and settled.client != self.client:
+            raise FederationError(f"The clients of this site are in column {self.client!r}, not {settled.client!r}.")
+        if self.columns is None:
+            return
+        if spec.formula is None:
+            return
+        lhs, rhs = split_formula(spec.formula)
+        named = {settled.client, settled.cluster, settled.weights, settled.offset} - {None}
+        named |= {
+            name
+            for side in (f"0 + {lhs}", split_bars(rhs)[0])
+            for name, plain in check_formula(side)
+            if self._plain(name, plain)
+        }
+        odd = sorted(str(name) for name in named - {*self.columns, self.client})
+        if odd:
+            raise FederationError(f"This site does not answer about column {odd[0]!r}; ask about {listing(self.columns, 8)}.")
+
+    def _plain(self, name: str, plain: bool) -> bool:
+        """Columns as they are: an expression could pick out single rows."""
+        if not plain:
+            raise FederationError(f"This site answers about columns as they are, not about {name!r}; leave it out.")
+        return True
 
     def _check_minimum(self, data: GroupedData) -> None:
         sizes = data.hierarchy.sizes
@@ -237,6 +280,8 @@ class Site:
         if asked.kind == "deliver":
             if self.models is not None and run.agreed is not None:
                 keep_model(node, run.agreed, asked.body, self.models)
+            # The run is over: what is needed to send the same receipt again is all that is kept of it.
+            run.private, run.salt, run.gamma, run.theta, run.memory = "", "", None, None, {}
             return None
         if asked.kind != "ask":
             raise FederationError(f"A site does not know letters of kind {asked.kind!r}.")
@@ -312,8 +357,8 @@ class Site:
 
 
 def open_site(name: str, settings: Mapping[str, Any]) -> Site:
-    """The site of a node's settings: ``data`` (its table), ``home`` (its folder) ``minimum`` (if not 3),
-    and what it may spend: ``epsilon``, ``epsilon_total``, ``delta``.
+    """The site of a node's settings: ``data`` (its table), ``home`` (its folder), ``minimum`` (if not 3), what may be asked
+    about (``client``, ``columns`` with commas, ``secure``), and what it may spend: ``epsilon``, ``epsilon_total``, ``delta``.
     """
     for needed in ("data", "home"):
         if not settings.get(needed):
@@ -324,7 +369,9 @@ def open_site(name: str, settings: Mapping[str, Any]) -> Site:
     if not isinstance(minimum, int) or minimum < 1:
         raise FederationError(f"The 'minimum' of site {name!r} must be a whole number >= 1. Got {minimum!r} instead.")
     read: Read = lambda spec: read_table(path, ids=[spec.client, spec.cluster])  # noqa: E731
-    return Site(name, read, home=home, minimum=minimum, budget=Budget.of(settings, home))
+    columns = [each.strip() for each in str(settings["columns"]).split(",")] if settings.get("columns") else None
+    about: dict[str, Any] = {"client": settings.get("client"), "columns": columns, "secure": bool(settings.get("secure"))}
+    return Site(name, read, home=home, minimum=minimum, budget=Budget.of(settings, home), **about)
 
 
 def _out_of_step(asked: Letter, run: Run) -> Refusal | None:

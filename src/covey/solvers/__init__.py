@@ -131,6 +131,8 @@ def solve_across(
         own, watch = dict(options or {}), {"seed": seed, "tol": tol, "max_iter": max_iter, "progress": progress}
         watch |= {each.name: own.pop(each.name) for each in fields(Control) if each.name in own}
         return ACROSS[solver](network, penalty, Control.of(solver, watch), **own)  # type: ignore[arg-type]
+    if james_stein:
+        js.check(network.loss, penalty)
     if solver == "auto":
         solver = "sweep" if network.loss.name == "gaussian" else "newton"
     if solver == "sweep":

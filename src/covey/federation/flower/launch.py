@@ -91,7 +91,7 @@ def start_node(
             raise FederationError("A node needs --key and --ca; say --insecure for a link without TLS, on one machine only.")
         words += ["--root-certificates", str(_check_file(ca, "certificate"))]
         words += ["--auth-supernode-private-key", str(_check_secret(key))]
-    home.mkdir(parents=True, exist_ok=True)
+    home.mkdir(parents=True, exist_ok=True, mode=0o700)
     config = home / "node.toml"
     config.write_text(_toml({"data": str(data.resolve()), "home": str(home.resolve()), **(settings or {})}), encoding="utf-8")
     words += ["--node-config", str(config)]
