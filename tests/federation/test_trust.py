@@ -1,0 +1,205 @@
+"""What a site does not tell, whoever asks; and what a coordinator that deviates gets."""
+
+from dataclasses import replace
+
+import numpy as np
+import polars as pl
+import pytest
+
+from covey.errors import CoveyError, FederationError
+from covey.federation.agreement import Hello
+from covey.federation.coordinator import Terms
+from covey.federation.letters import Letter, LetterError, decode, encode
+from covey.federation.members import Members
+from covey.federation.operate import run_fit
+from covey.federation.site import Site
+from covey.federation.transport import InProcess
+from covey.persist import spec_to_json
+from tests.federation.sites import Meddling, assert_same, by_turns, dealt, fit, in_memory, sites_of, spec, table, thetas
+
+FRAME = table(41, clients=24)
+LEARNS = {"gamma": None, "lam": None}
+
+
+def greeted(asked, **settings):
+    """What one site answers to a hello."""
+    site = Site("s", lambda _: FRAME, **{"minimum": 3, **settings})
+    hello = Hello(__import__("covey").__version__, spec_to_json(asked))
+    return decode(site.answer(encode(Letter("run", 0, 0, "hello", hello))))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        spec("bernoulli", formula="x ~ z"),
+        spec("bernoulli", formula="client ~ x"),
+        spec(formula="y ~ C(x)"),
+        spec(formula="y ~ client"),
+        spec(cluster="client"),
+    ],
+)
+def test_values_that_few_clients_have_are_not_told(asked):
+    reply = encode(greeted(asked))
+    assert decode(reply).kind == "refusal"
+    assert b"c17" not in reply
+    assert str(FRAME["x"][5]).encode() not in reply
+
+
+def test_a_site_answers_about_its_own_columns_and_clients_only():
+    own = {"client": "client", "columns": ["y", "x", "z", "cluster"]}
+    assert greeted(spec(), **own).kind == "reply"
+    for asked, why in (
+        (spec(weights="weight"), "does not answer about column 'weight'"),
+        (spec(formula="y ~ exp(x)"), "columns as they are, not about 'exp(x)'"),
+        (spec(formula="log(weight) ~ x"), "columns as they are"),
+        (spec(client="cluster", cluster=None), "clients of this site are in column 'client', not 'cluster'"),
+    ):
+        assert why in greeted(asked, **own).body.sentence
+    assert "under masks only" in greeted(spec(), secure=True).body.sentence
+
+
+def test_masks_that_were_begun_are_not_left_off():
+    """A coordinator that deviates: agreement without keys, or with those of fewer sites than the roster."""
+    for change in ({"keys": {}}, {"keys": None}):
+        sites = sites_of(by_turns(FRAME, 3))
+
+        def cheat(site, letter, reply, change=change, sites=sites):
+            read = decode(letter)
+            if read.kind != "agree":
+                return reply
+            keys = {} if change["keys"] == {} else dict(list(read.body.keys.items())[:2])
+            fresh = replace(read, epoch=read.epoch + 1, body=replace(read.body, keys=keys))
+            return sites[site].answer(encode(fresh))
+
+        with pytest.raises(CoveyError, match=r"masks|keys"):
+            fit(sites, spec(), Meddling(sites, cheat), Terms(secure=True, retries=0))
+
+
+def test_a_cluster_that_one_site_has_alone_cannot_be_masked():
+    parts = {name: part for (name,), part in FRAME.group_by(["cluster"])}
+    with pytest.raises(FederationError, match=r"3 of 3 clusters are at one site only, such as .* at "):
+        fit(sites_of(parts), spec(), terms=Terms(secure=True))
+
+
+def test_only_messages_are_built():
+    for name in ("network.Node", "network.InMemory", "solvers.newton.GroupedData", "data.GroupedData"):
+        with pytest.raises((LetterError, TypeError)):
+            decode(encode_as(name))
+    with pytest.raises(LetterError):
+        decode(encode_as("federation.letters.Letter", []))
+
+
+def encode_as(name, has=None):
+    import json
+
+    head = json.dumps({"tree": {"is": name, "has": {} if has is None else has}, "arrays": []}).encode()
+    return b"covey\x01" + len(head).to_bytes(4, "little") + head
+
+
+@pytest.mark.parametrize("scale", [1e-14, 1e-7, 1e7, 1e12])
+def test_masks_keep_the_digits_of_sums_of_any_size(scale):
+    frame = FRAME.with_columns(x=pl.col("x") * scale, y=pl.col("y") / scale)
+    asked = spec(formula="y ~ x", gamma=None, lam=None, tests=False)
+    sites = sites_of(by_turns(frame, 3))
+    outcome, plain = fit(sites, asked, terms=Terms(secure=True)), fit(sites_of(by_turns(frame, 3)), asked)
+    np.testing.assert_allclose(outcome.model.w, plain.model.w, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "more", [{"gamma": {"a": 1.0, "b": 2.0, "c": 3.0}}, {"gamma": None, "lam": None, "vary": ["Intercept"]}]
+)
+def test_a_run_of_any_specification_is_taken_up(more, tmp_path):
+    asked, sites, left = spec(**more), sites_of(by_turns(FRAME, 3)), [5]
+
+    class Dies(InProcess):
+        def exchange(self, letters, timeout):
+            left[0] -= 1
+            if left[0] == 0:
+                raise KeyboardInterrupt
+            return super().exchange(letters, timeout)
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(sites, asked, Dies(sites), journal=tmp_path / "journal")
+    assert (tmp_path / "journal").stat().st_mode & 0o077 == 0
+    again = fit(sites, asked, journal=tmp_path / "journal")
+    np.testing.assert_array_equal(again.model.w, fit(sites_of(by_turns(FRAME, 3)), asked).model.w)
+
+
+def test_a_model_that_cannot_be_written_leaves_the_run_to_be_taken_up(tmp_path, monkeypatch):
+    sites, places = sites_of(by_turns(FRAME, 3)), {"journal": tmp_path / "journal", "out": tmp_path / "model"}
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("covey.federation.operate.save_model", full)
+        with pytest.raises(OSError, match="No space"):
+            run_fit(InProcess(sites), list(sites), spec(), Terms(), **places)
+    carrier = Meddling(sites)
+    run_fit(carrier, list(sites), spec(), Terms(), **places)
+    assert not carrier.letters
+    assert (tmp_path / "model" / "model.json").exists()
+    assert not (tmp_path / "journal").exists()
+
+
+def test_the_operators_list_with_dates_and_with_ids_nested_in_clusters(tmp_path):
+    from datetime import date
+
+    days = FRAME.with_columns(cluster=pl.col("cluster").replace_strict({c: date(2020, 1, 1 + i) for i, c in enumerate("abc")}))
+    nested = FRAME.with_columns(client=pl.col("client").str.slice(1).cast(pl.Int64) // 3)
+    bars = replace(spec(), formula="y ~ x + (1 | cluster/client)", client=None, cluster=None, gamma=None, lam=None, tests=False)
+    for frame, asked in ((days, spec()), (nested, bars)):
+        parts = {str(name): part for (name,), part in frame.group_by(["cluster"])}
+        listed = [part.select(pl.lit(name).alias("site"), "cluster", "client").unique() for name, part in parts.items()]
+        pl.concat(listed).write_parquet(tmp_path / "members.parquet")
+        terms = Terms(members=Members.read(tmp_path / "members.parquet"))
+        assert fit(sites_of(parts), asked, terms=terms).roster == tuple(sorted(parts))
+        with pytest.raises(FederationError, match="cannot check clients' ids"):
+            fit(sites_of(parts), asked, terms=replace(terms, secure=True))
+
+
+def test_ids_that_need_no_cluster_to_tell_them_apart_stay_as_they_are():
+    """A formula with cluster/client names clients by their cluster only where their ids repeat, as in memory."""
+    asked = replace(
+        spec(), formula="y ~ x + (1 | cluster/client)", client=None, cluster=None, gamma=None, lam=None, tests=False
+    )
+    sites = sites_of(by_turns(FRAME, 3))
+    outcome, model = fit(sites, asked), in_memory(FRAME, asked)
+    assert_same(outcome, sites, model, atol=1e-7)
+    assert set(thetas(sites, outcome.run)) == set(FRAME["client"].unique())
+
+
+def test_a_lost_site_under_masks_leaves_the_run_to_be_taken_up(tmp_path):
+    from covey.federation.transport import Failure
+
+    sites = sites_of(by_turns(FRAME, 4))
+
+    def away(site, letter, reply):
+        return Failure("gone", "not there") if site == "s1" and decode(letter).exchange >= 2 else reply
+
+    settings = {"journal": tmp_path / "journal", "on_loss": "continue"}
+    terms = Terms(secure=True, retries=0)
+    with pytest.raises(FederationError, match="Without 's1' the totals would show its part"):
+        fit(sites, spec(), Meddling(sites, away), terms, **settings)
+    outcome = fit(sites, spec(), None, terms, **settings)
+    assert outcome.roster == ("s0", "s1", "s2", "s3")
+    assert_same(outcome, sites, in_memory(FRAME, spec()))
+
+
+def test_the_order_of_pandas_categories_is_kept():
+    pandas = FRAME.to_pandas()
+    pandas["z"] = pandas["z"].astype("category").cat.reorder_categories(["z2", "z0", "z1"])
+    from covey.federation.simulate import simulate
+    from covey.model import fit_table
+
+    run = simulate(pandas, spec(), sites=2)
+    assert run.outcome.model.terms == fit_table(pandas, spec()).terms
+    assert run.difference(fit_table(pandas, spec())) < 1e-10
+
+
+def test_classes_that_are_missing_are_told_at_their_site():
+    frame = table(42, "bernoulli").with_columns(y=pl.col("y").cast(pl.Float64))
+    parts = dealt(frame, {f"c{i}": f"s{i % 2}" for i in range(12)})
+    parts["s1"] = parts["s1"].with_columns(y=pl.when(pl.int_range(pl.len()) == 3).then(float("nan")).otherwise(pl.col("y")))
+    with pytest.raises(FederationError, match=r"Site 's1': The response is missing .NaN. in row 3"):
+        fit(sites_of(parts, frank=True), spec("bernoulli"))
