@@ -103,8 +103,12 @@ COINS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::covey.errors.ConvergenceWarning")  # a few hundred iterations tell bits apart
-@pytest.mark.parametrize(("what", "secure"), [*((what, False) for what in COINS), ("l2gd", True), ("al2sgd_plus", True)])
+# The same over the test network, with many more shardings, is in tests/solvers/test_across.py.
+LONG = [pytest.param(what, secure, marks=pytest.mark.federation) for what in list(COINS)[1:] for secure in (False, True)]
+
+
+@pytest.mark.filterwarnings("ignore::covey.errors.ConvergenceWarning")  # a few dozen iterations tell bits apart
+@pytest.mark.parametrize(("what", "secure"), [("l2gd", False), ("l2gd", True), *LONG])
 @settings(max_examples=1)
 @given(seed=st.integers(0, 10_000), data=st.data())
 def test_algorithms_by_coins_have_the_bits_of_the_run_in_memory(what, secure, seed, data):
