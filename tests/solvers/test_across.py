@@ -95,7 +95,7 @@ def problem(seed, family, *, weighted, reduction="sum", ridge=0.0):
         "bernoulli": (rng.random(N) < 1 / (1 + np.exp(-margin))).astype(float),
         "poisson": rng.poisson(np.exp(np.clip(margin, -2, 2))).astype(float),
     }[family]
-    y[:2] = 0, 1
+    y[:2] = (0, 1)[: len(y)]
     extra = {"weights": rng.uniform(0.2, 3.0, size=N), "offset": 0.3 * rng.normal(size=N)} if weighted else {}
     data = GroupedData.from_arrays(X, y, [f"c{i}" for i in client], parent[client], **extra)
     penalty = Penalty.of(data.hierarchy, gamma=rng.uniform(0.1, 5, size=k), lam=rng.uniform(0.1, 5, size=k))
