@@ -24,8 +24,8 @@ from covey._typing import Anything
 from covey.errors import CoveyError
 
 MODULES = (
-    "exact", "network", "scaling", "losses.base", "theory", "schedule", "solvers.elimination", "solvers.sweep", "solvers.newton",
-    "solvers.james_stein", "solvers.private", "solvers.sums", "solvers.protocol", "solvers.lanczos", "solvers.curvature",
+    "exact", "network", "scaling", "losses.base", "theory", "schedule", "solvers.elimination", "solvers.sweep",
+    "solvers.newton", "solvers.james_stein", "solvers.private", "solvers.sums", "solvers.protocol", "solvers.lanczos", "solvers.curvature",
     "solvers.l2gd", "solvers.al2sgd_plus", "variance.frame", "variance.centring", "variance.gaussian", "variance.laplace",
     "variance.identify", "federation.agreement", "federation.masking",
 )  # fmt: skip
