@@ -81,7 +81,7 @@ def test_without_sums_a_model_predicts_and_says_why_it_has_no_intervals(tmp_path
         lambda: again.reliability(),
         lambda: again.bootstrap(draws=2),
     ):
-        with pytest.raises(ValueError, match="saved without the sums") as caught:
+        with pytest.raises(ValueError, match="without the sums") as caught:
             ask()
         one_sentence(caught)
     assert "Hierarchical linear model" in str(again)

@@ -25,9 +25,9 @@ from covey.errors import CoveyError
 
 MODULES = (
     "exact", "network", "scaling", "losses.base", "theory", "schedule", "solvers.elimination", "solvers.sweep",
-    "solvers.newton", "solvers.james_stein", "solvers.private", "solvers.sums", "solvers.protocol", "solvers.lanczos", "solvers.curvature",
-    "solvers.l2gd", "solvers.al2sgd_plus", "variance.frame", "variance.centring", "variance.gaussian", "variance.laplace",
-    "variance.identify", "federation.agreement", "federation.masking",
+    "solvers.newton", "solvers.james_stein", "solvers.private", "solvers.sums", "solvers.protocol", "solvers.lanczos",
+    "solvers.curvature", "solvers.l2gd", "solvers.al2sgd_plus", "variance.frame", "variance.centring",
+    "variance.gaussian", "variance.laplace", "variance.identify", "federation.agreement", "federation.masking",
 )  # fmt: skip
 """Where the classes that may travel are."""
 
