@@ -244,7 +244,8 @@ def streams(seed: int, tree: Hierarchy) -> Anything:
     A client has the same stream wherever it is and whoever is beside it.
 
     >>> from covey import GroupedData
-    >>> both, one = (GroupedData.from_arrays([[1.0]] * len(ids), [0.0] * len(ids), ids).hierarchy for ids in ("ab", "b"))
+    >>> both = GroupedData.from_arrays([[1.0], [1.0]], [0.0, 0.0], ["a", "b"]).hierarchy
+    >>> one = GroupedData.from_arrays([[1.0]], [0.0], ["b"]).hierarchy
     >>> int(streams(3, both)[1]) == int(streams(3, one)[0])
     True
     """
