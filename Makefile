@@ -16,7 +16,7 @@ test: $(VENV)/.installed-dev
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -m "not federation"
 
-test-federation: $(VENV)/.installed-dev
+test-federation: $(VENV)/.installed-simulation
 	$(BIN)/python -m pytest -m federation tests/federation
 
 bench: $(VENV)/.installed-dev
@@ -36,3 +36,7 @@ $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
 	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-simulation: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[simulation]"
+	@touch $@

@@ -174,9 +174,7 @@ def quantile(coverage: float, freedom: Any = np.inf) -> Any:
     """How many standard errors to either side an interval reaches, given degrees of freedom."""
     if not (isinstance(coverage, int | float | np.number) and 0 < coverage < 1):
         raise SolverError(f"The 'coverage' parameter must lie between 0 and 1. Got {coverage!r} instead.")
-    from scipy import stats  # slow to import, and only needed here
-
-    return stats.t.ppf(0.5 + coverage / 2, freedom)
+    return np.where(np.isinf(freedom), special.ndtri(0.5 + coverage / 2), special.stdtrit(freedom, 0.5 + coverage / 2))[()]
 
 
 def count_interval(margin: Floats, sd: Floats, coverage: float) -> Floats:

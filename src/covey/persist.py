@@ -298,7 +298,9 @@ def _read_document(path: Path) -> dict[str, Any]:
     try:
         document = json.loads((path / "model.json").read_text())
     except OSError:
-        raise ModelError(f"{str(path)!r} is not a covey model: it has no readable model.json.") from None
+        inside = path / "operator"
+        of_sites = f" The fit across sites in it is in {str(inside)!r}." if (inside / "model.json").exists() else ""
+        raise ModelError(f"{str(path)!r} is not a covey model: it has no readable model.json.{of_sites}") from None
     except ValueError:
         raise ModelError(f"The model in {str(path)!r} is damaged: model.json is not valid JSON; fit it again.") from None
     version = document.get("format") if isinstance(document, dict) else None

@@ -1,4 +1,4 @@
-"""The shell, in real processes: results, JSON, one-line errors with exit code 2, quiet pipes."""
+"""The shell: results, JSON, one-line errors with exit code 2, quiet pipes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import polars as pl
@@ -16,15 +15,7 @@ import pytest
 from covey import HierarchicalRegressor
 from tests.test_bad_input import CASES
 
-COVEY = [str(Path(sys.executable).with_name("covey"))]
-
-
-def run(*arguments, cwd, check=True):
-    environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
-    done = subprocess.run([*COVEY, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, env=environment, check=False)
-    if check:
-        assert done.returncode == 0, done.stderr
-    return done
+from .shell import COVEY, inside, run
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +80,7 @@ def test_predict_to_stdout_and_to_files(folder, homes):
 
 
 def test_predict_classes(folder):
-    run(
+    inside(
         "fit",
         "homes.csv",
         "high ~ floor",
@@ -103,16 +94,16 @@ def test_predict_classes(folder):
         "high",
         cwd=folder,
     )
-    table = pl.read_csv(run("predict", "high", "homes.csv", cwd=folder).stdout.encode())
+    table = pl.read_csv(inside("predict", "high", "homes.csv", cwd=folder).stdout.encode())
     assert set(table["prediction"]) == {"yes", "no"}
     assert ((table["probability"] > 0.5) == (table["prediction"] == "yes")).all()
 
 
 def test_show(folder):
-    text = run("show", "model", cwd=folder).stdout
+    text = inside("show", "model", cwd=folder).stdout
     assert "Hierarchical linear model: log_radon ~ floor" in text
     assert "AZ" in text
-    document = json.loads(run("show", "model", "--level", "client", "--json", cwd=folder).stdout)
+    document = json.loads(inside("show", "model", "--level", "client", "--json", cwd=folder).stdout)
     assert len(document["coefficients"]) == 940
 
 
@@ -174,7 +165,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(folder, arguments, sentence):
         (folder / "precious" / "file").touch()
         (folder / "broken").mkdir()
         (folder / "broken" / "model.json").write_text("{")
-    done = run(*arguments, cwd=folder, check=False)
+    done = inside(*arguments, cwd=folder, check=False)
     assert done.returncode == 2
     assert sentence in done.stderr
     assert done.stderr.startswith("covey: ")
@@ -184,7 +175,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(folder, arguments, sentence):
 
 @pytest.mark.parametrize("command", ["fit", "predict", "show", "demo"])
 def test_help_has_an_example(tmp_path, command):
-    assert f"covey {command} " in run(command, "--help", cwd=tmp_path).stdout.split("Example")[1]
+    assert f"covey {command} " in inside(command, "--help", cwd=tmp_path).stdout.split("Example")[1]
 
 
 def test_help_loads_no_numerical_library():
@@ -195,7 +186,7 @@ def test_help_loads_no_numerical_library():
 
 
 def test_a_reader_may_leave(folder):
-    command = f"{COVEY[0]} predict model homes.parquet | head -n 1"
+    command = f"{COVEY} predict model homes.parquet | head -n 1"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=folder, capture_output=True, text=True, check=False)
     assert done.stdout.startswith("state,county,prediction")
     assert done.stderr == ""
@@ -206,23 +197,17 @@ IN_SHELL = [case for case in CASES if set(case[1]) <= FLAGS and case[1].get("cli
 
 
 @pytest.mark.parametrize(("frame", "settings", "message"), IN_SHELL)
-def test_every_bad_table_is_one_line_in_the_shell(tmp_path, monkeypatch, capsys, frame, settings, message):
+def test_every_bad_table_is_one_line_in_the_shell(tmp_path, frame, settings, message):
     """All cases of tests/test_bad_input.py again, through the shell's own main."""
-    from covey.cli import main
-
     frame.write_parquet(tmp_path / "t.parquet")
     chosen = {"client": "who", "cluster": "group", "formula": "y ~ x", **settings}
     formula = chosen.pop("formula")
     options = [f"--{name.replace('_', '-')}={value}" for name, value in chosen.items()]
-    monkeypatch.setattr(sys, "argv", ["covey", "fit", str(tmp_path / "t.parquet"), formula, *options])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    out, err = capsys.readouterr()
-    assert stopped.value.code == 2
-    assert out == ""
-    assert err.startswith("covey: ")
-    assert err.count("\n") == 1
-    assert re.search(message, err)
+    done = inside("fit", "t.parquet", formula, *options, cwd=tmp_path, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("covey: ")
+    assert done.stderr.count("\n") == 1
+    assert re.search(message, done.stderr)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +222,7 @@ def test_every_bad_table_is_one_line_in_the_shell(tmp_path, monkeypatch, capsys,
 )
 def test_wrong_responses_and_files_in_the_shell(tmp_path, content, family, sentence):
     (tmp_path / "t.csv").write_text(content)
-    done = run("fit", "t.csv", "y ~ 1", "--client", "who", "--family", family, cwd=tmp_path, check=False)
+    done = inside("fit", "t.csv", "y ~ 1", "--client", "who", "--family", family, cwd=tmp_path, check=False)
     assert done.returncode == 2
     assert sentence in done.stderr
     assert done.stderr.count("\n") == 1
@@ -245,9 +230,9 @@ def test_wrong_responses_and_files_in_the_shell(tmp_path, content, family, sente
 
 def test_zip_codes_in_a_csv_keep_their_zeros(tmp_path):
     (tmp_path / "t.csv").write_text("zip,y\n" + "01234,1\n1234,9\n02138,5\n01234,2\n1234,8\n02138,4\n" * 5)
-    run("fit", "t.csv", "y ~ 1", "--client", "zip", "--holdout", "0", "--out", "m", cwd=tmp_path)
+    inside("fit", "t.csv", "y ~ 1", "--client", "zip", "--holdout", "0", "--out", "m", cwd=tmp_path)
     (tmp_path / "new.csv").write_text("zip\n1234\n99999\n")
-    table = pl.read_csv(run("predict", "m", "new.csv", cwd=tmp_path).stdout.encode())
+    table = pl.read_csv(inside("predict", "m", "new.csv", cwd=tmp_path).stdout.encode())
     assert table["answered_by"].to_list() == ["client", "global"]
     assert table["prediction"][0] > 7
 
@@ -257,7 +242,7 @@ def test_a_model_of_arrays_is_for_python(tmp_path):
 
     HierarchicalRegressor(gamma=1.0).fit([[0.0], [1.0]], [1.0, 3.0], client=["a", "b"]).save(tmp_path / "m")
     pl.DataFrame({"x0": [1.0]}).write_csv(tmp_path / "t.csv")
-    done = run("predict", "m", "t.csv", "--level", "global", cwd=tmp_path, check=False)
+    done = inside("predict", "m", "t.csv", "--level", "global", cwd=tmp_path, check=False)
     assert done.returncode == 2
     assert "fitted to plain arrays" in done.stderr
 
@@ -269,7 +254,7 @@ def test_poisson_comparison_is_a_deviance(tmp_path):
         "poisson", clusters=3, clients=5, rows=12, d=1, intercept=True, wbar=3.0, client_sd=0.2, cluster_sd=0.2, seed=0
     )
     drawn.frame().write_csv(tmp_path / "t.csv")
-    done = run(
+    done = inside(
         "fit", "t.csv", "y ~ 1", "--client", "client", "--cluster", "cluster", "--family", "poisson", "--json", cwd=tmp_path
     )
     assert all(0.2 < error < 10 for error in json.loads(done.stdout)["held_out"]["errors"].values())
@@ -283,7 +268,7 @@ def test_penalties_are_compared_as_chosen_on_the_training_rows(folder, homes):
     spec = Spec(client="county", cluster="state", formula="log_radon ~ floor", penalty="cv")
     data, *_ = read_frame(homes, spec)
     expected = compare(data, spec).errors["hierarchical"]
-    done = run(*FIT, "--penalty", "cv", "--json", cwd=folder)
+    done = inside(*FIT, "--penalty", "cv", "--json", cwd=folder)
     assert json.loads(done.stdout)["held_out"]["errors"]["hierarchical"] == pytest.approx(expected)
 
 
@@ -299,20 +284,25 @@ def test_standardised_terms_in_the_shell(folder, homes):
         "3",
         "--standardize",
     )
-    told = json.loads(run("fit", *asked, "--holdout", "0", "--out", "scaled", "--json", cwd=folder).stdout)
+    told = json.loads(inside("fit", *asked, "--holdout", "0", "--out", "scaled", "--json", cwd=folder).stdout)
     model = HierarchicalRegressor(client="county", cluster="state", formula="log_radon ~ floor", gamma=3.0, standardize=True)
     model.fit(homes)
     assert told["global"] == dict(zip(model.terms_, model.global_coef_.tolist(), strict=True))
     assert told["summary"]["standardize"] is True
-    assert "coefficients are per standard deviation" in run("show", "scaled", cwd=folder).stdout
-    predicted = pl.read_csv(run("predict", "scaled", "homes.parquet", cwd=folder).stdout.encode())
+    assert "coefficients are per standard deviation" in inside("show", "scaled", cwd=folder).stdout
+    predicted = pl.read_csv(inside("predict", "scaled", "homes.parquet", cwd=folder).stdout.encode())
     np.testing.assert_allclose(predicted["prediction"].to_numpy(), model.predict(homes), rtol=1e-12)
-    planned = json.loads(run("plan", *asked, "--json", cwd=folder).stdout)
+    planned = json.loads(inside("plan", *asked, "--json", cwd=folder).stdout)
     assert planned["cheapest"] == "sweep"
-    run("federate", *asked, "--simulate", "3", "--out", "sites", cwd=folder)
+    inside("federate", *asked, "--simulate", "3", "--out", "sites", cwd=folder)
     found, own = (json.loads((folder / name / "model.json").read_text())["design"] for name in ("sites/operator", "scaled"))
     assert own["kind"] == "scaled"
     assert (found["mean"], found["sd"]) == (own["mean"], own["sd"])
+    wrong = inside("show", "sites", cwd=folder, check=False)
+    assert "The fit across sites in it is in 'sites/operator'." in wrong.stderr
+    wrong = inside("show", "sites/operator", "--level", "client", cwd=folder, check=False)
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert wrong.stderr == "covey: The clients' models are at their sites, 'site1', 'site2', 'site3'; show them there.\n"
 
 
 def test_version(tmp_path):
@@ -377,7 +367,7 @@ def test_reproduce_is_the_same_to_the_digit_whatever_the_threads(tmp_path):
     for threads in ("1", "2"):
         limits = dict.fromkeys(("NUMBA_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "POLARS_MAX_THREADS"), threads)
         environment = {**os.environ, **limits, "COLUMNS": "100"}
-        command = [*COVEY, "reproduce", "donors", *tables, "--quick", "--seed", "3", "--out", f"by-{threads}"]
+        command = [COVEY, "reproduce", "donors", *tables, "--quick", "--seed", "3", "--out", f"by-{threads}"]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, check=False)
         assert done.returncode == 0, done.stderr
         assert done.stderr == "", "no progress in a pipe"
@@ -418,7 +408,7 @@ def test_reproduce_refuses_in_a_sentence(tmp_path, arguments, sentence):
     (tmp_path / "file.txt").write_text("")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "README.md").write_text("# Mine")
-    done = run("reproduce", *arguments, cwd=tmp_path, check=False)
+    done = inside("reproduce", *arguments, cwd=tmp_path, check=False)
     assert done.returncode == 2
     assert sentence in done.stderr
     assert done.stderr.count("\n") == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from .test_cli import run
+from .shell import run
 
 NODE = ("node", "a.csv", "--home", "home", "--link", "localhost:8000")
 
@@ -17,6 +17,7 @@ def folder(tmp_path_factory):
     for name, mode in (("a.key", 0o600), ("open.key", 0o644)):
         (place / name).write_text("a key")
         (place / name).chmod(mode)
+    (place / "a.key.pub").write_text("ecdsa-sha2-nistp384 AAAA north")
     return place
 
 
@@ -31,6 +32,10 @@ def folder(tmp_path_factory):
         (
             (*NODE, "--key", "open.key", "--ca", "a.crt"),
             "The key 'open.key' is open to other users of this machine; chmod 600 it.",
+        ),
+        (
+            (*NODE, "--key", "a.key.pub", "--ca", "a.crt"),
+            "The key 'a.key.pub' is the public half, the operator's; give the private one, without .pub.",
         ),
         ((*NODE, "--insecure", "--site", "a", "--minimum", "0"), "The --minimum must be at least 1 client. Got 0 instead."),
         (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from functools import partial
 
 import numpy as np
@@ -11,9 +10,10 @@ import polars as pl
 import pytest
 
 from covey import HierarchicalRegressor
-from covey.cli import main
 from covey.datasets import simulate
 from covey.selection import search
+
+from .shell import inside
 
 DRAWN = simulate(clusters=6, clients=5, rows=10, d=2, wbar=0.5, intercept=True, cluster_sd=0.8, client_sd=0.5, seed=3)
 FRAME = DRAWN.frame().drop("x0").rename({"x1": "x", "client": "h", "cluster": "g"})
@@ -21,18 +21,13 @@ BARS = "y ~ x + (1 + x | g/h)"
 
 
 @pytest.fixture
-def shell(tmp_path, monkeypatch, capsys):
+def shell(tmp_path):
     FRAME.write_csv(tmp_path / "t.csv")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
 
     def run(*arguments, code=0):
-        monkeypatch.setattr(sys, "argv", ["covey", *arguments])
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        out, err = capsys.readouterr()
-        assert stopped.value.code == code, err
-        return out if code == 0 else err
+        done = inside(*arguments, cwd=tmp_path, check=False)
+        assert done.returncode == code, done.stderr
+        return done.stdout if code == 0 else done.stderr
 
     return run
 

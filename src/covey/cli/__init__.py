@@ -27,7 +27,6 @@ app.command("fit")(fit.fit)
 app.command("predict")(predict.predict)
 app.command("show")(show.show)
 app.command("plan")(plan.plan)
-app.command("federate")(federate.federate)
 app.command("demo")(demo.demo)
 app.command("reproduce")(reproduce.reproduce)
 app.command("federate")(federate.federate)
@@ -66,7 +65,9 @@ def main() -> None:
         else:
             where = f": {problem.filename}" if problem.filename else ""
             code = _fail(f"{problem.strerror or problem}{where}; check the path and its permissions.")
-    except (KeyboardInterrupt, typer.Abort):
+    except (KeyboardInterrupt, typer.Abort) as stopped:
+        if str(stopped):
+            _fail(str(stopped))  # what is kept of a long run
         code = 130
     sys.exit(code if isinstance(code, int) else 0)
 

@@ -46,8 +46,9 @@ def settings_of(given: list[str] | None) -> dict[str, object]:
         if not (name and equals):
             raise SolverError(f"The option --option must be name=value, such as p0=0.1. Got {pair!r} instead.")
         if name in options or name == "checkpoint":
-            why = "is given twice" if name in options else "has an option of its own, --checkpoint"
-            raise SolverError(f"The setting {name!r} {why}; leave out one.")
+            twice = "is given twice; leave out one"
+            own = "is no --option; covey fit has --checkpoint, and covey federate --out resumes by itself"
+            raise SolverError(f"The setting {name!r} {twice if name in options else own}.")
         try:
             options[name] = json.loads(text)
         except ValueError:

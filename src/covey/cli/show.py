@@ -20,7 +20,7 @@ def show(
     """
     from covey.cli._console import console, print_json
     from covey.describe import describe, facts, summary, title
-    from covey.errors import one_of
+    from covey.errors import ModelError, listing, one_of
     from covey.hierarchy import LEVELS
     from covey.persist import load_model
     from covey.report.tables import coefficient_table
@@ -28,6 +28,8 @@ def show(
     if level not in LEVELS:
         raise one_of("--level", level, LEVELS)
     fitted, _ = load_model(model)
+    if level == "client" and fitted.elsewhere is not None:
+        raise ModelError(f"The clients' models are at their sites, {listing(fitted.elsewhere.sites, 5)}; show them there.")
     if as_json:
         coefficients = fitted.coefficients(level).to_dicts()  # type: ignore[arg-type]
         told = {"title": title(fitted), "facts": facts(fitted), "summary": summary(fitted).to_json()}

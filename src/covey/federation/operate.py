@@ -112,6 +112,8 @@ def run_fit(
         federation.deliver(_delivered(fitted, said))
     except SiteLost as lost:
         raise _stopped(lost, book) from None
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"Interrupted; the run has stopped.{_kept(book)}") from None
     except BaseException:
         book.close(done=False)
         raise
@@ -142,9 +144,14 @@ def _stated(federation: Federation) -> dict[str, Any] | None:
 
 
 def _stopped(lost: SiteLost, book: Journal) -> FederationError:
+    return FederationError(f"{str(lost).rstrip('.')}; the run has stopped.{_kept(book)}")
+
+
+def _kept(book: Journal) -> str:
+    """Close the journal of a run that is to go on, and say what is in it."""
     book.close(done=False)
-    kept = "" if book.path is None else f" {len(book.entries)} exchanges are kept in {str(book.path)!r}: run the same again."
-    return FederationError(f"{str(lost).rstrip('.')}; the run has stopped.{kept}")
+    kept = f" {len(book.entries)} exchanges are kept in {str(book.path)!r}: run the same again."
+    return "" if book.path is None else kept
 
 
 def _delivered(fitted: Fitted, said: Mapping[str, Any]) -> Deliver:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import warnings
 
 import numpy as np
+from scipy import special
 
 from covey._typing import Floats
 from covey.data import GroupedData
@@ -64,17 +65,17 @@ def chi_bar_tail(statistic: float, kind: Kind, q: int, count: int = 1) -> float:
     >>> round(chi_bar_tail(2.706, "isotropic", 3), 3), round(chi_bar_tail(2.706, "diagonal", 1), 3)
     (0.05, 0.05)
     """
-    from scipy import stats  # slow to import, and only needed here
-
     if statistic <= 0:
         return 1.0
     if kind == "full" and q > 1:
         share, p = _cone_shares(q, count)
         with np.errstate(divide="ignore"):
-            return float(stats.chi2.sf(statistic / share, p).mean())
+            return float(special.chdtrc(p, statistic / share).mean())
     p = count * (1 if kind == "isotropic" else q)
-    weights = stats.binom.pmf(np.arange(1, p + 1), p, 0.5)
-    return float(weights @ stats.chi2.sf(statistic, np.arange(1, p + 1)))
+    k = np.arange(1, p + 1)
+    # Binomial weights; scipy.stats has them too, and takes a second to import.
+    weights = np.exp(special.gammaln(p + 1) - special.gammaln(k + 1) - special.gammaln(p - k + 1) - p * np.log(2))
+    return float(weights @ special.chdtrc(k, statistic))
 
 
 def _cone_shares(q: int, count: int) -> tuple[Floats, int]:

@@ -7,6 +7,7 @@ log: the words of an error may hold values of the table, and the operator is tol
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from flwr.app import ConfigRecord, Context, Message, RecordDict
@@ -15,20 +16,35 @@ from flwr.clientapp import ClientApp
 from covey.errors import CoveyError
 from covey.federation.flower.transport import RECORD
 
-app = ClientApp()
+
+def site_app(settings: Callable[[Context], Mapping[str, Any]]) -> ClientApp:
+    """An app that answers for a site: ``settings`` finds its name, its table and its home in Flower's context.
+
+    A deployed node was started with them (``app``, below); a virtual node of Flower's own simulation has only a number.
+
+    Examples
+    --------
+    >>> def by_number(context):
+    ...     number = context.node_config["partition-id"]
+    ...     return {"site": f"site{number}", "data": f"site{number}.parquet", "home": f"homes/site{number}"}
+    >>> simulated = site_app(by_number)
+    """
+    of_site = ClientApp()
+
+    @of_site.train("covey")
+    def answer(message: Message, context: Context) -> Message:
+        record = message.content.config_records[RECORD]
+        return _reply(message, _answer(str(record["site"]), record["letter"], dict(settings(context))))
+
+    @of_site.query("covey")
+    def who(message: Message, context: Context) -> Message:
+        # The name that a node was started with, asked for on a link where the operator names nobody.
+        return _reply(message, {"site": str(settings(context).get("site", ""))})
+
+    return of_site
 
 
-@app.train("covey")
-def answer(message: Message, context: Context) -> Message:
-    """Answer a letter."""
-    record = message.content.config_records[RECORD]
-    return _reply(message, _answer(str(record["site"]), record["letter"], dict(context.node_config)))
-
-
-@app.query("covey")
-def who(message: Message, context: Context) -> Message:
-    """Tell the name that this node was started with, on a link where the operator names nobody."""
-    return _reply(message, {"site": str(context.node_config.get("site", ""))})
+app = site_app(lambda context: context.node_config)
 
 
 def _answer(name: str, letter: Any, settings: dict[str, Any]) -> dict[str, Any]:

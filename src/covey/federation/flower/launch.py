@@ -120,7 +120,8 @@ def deploy(settings: Mapping[str, Any], link: str) -> int:
             except KeyboardInterrupt:
                 if story.run is not None:
                     subprocess.run([program, "stop", story.run, link], env=_environment(), stdout=sys.stderr, check=False)
-                raise
+                kept = " Its exchanges are kept beside --out: run the same again to go on." if "out" in given else ""
+                raise KeyboardInterrupt(f"Interrupted; the run has stopped.{kept}") from None
         left = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
     if story.run is None:
         raise _not_taken(link, " ".join(" ".join(story.unsaid).split()))
@@ -227,6 +228,8 @@ def _check_file(path: Path, what: str) -> Path:
 
 def _check_secret(path: Path) -> Path:
     _check_file(path, "key")
+    if path.read_bytes()[:6] in (b"ssh-rs", b"ssh-ed", b"ecdsa-"):
+        raise FederationError(f"The key {str(path)!r} is the public half, the operator's; give the private one, without .pub.")
     if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise FederationError(f"The key {str(path)!r} is open to other users of this machine; chmod 600 it.")
     return path

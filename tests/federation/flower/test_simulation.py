@@ -1,0 +1,62 @@
+"""The same fit in Flower's own simulation, on Ray: letters over its Grid, a site for each of its virtual nodes."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from flwr.serverapp import ServerApp
+
+from covey import persist
+from covey.datasets import load_radon
+from covey.federation.flower.client import site_app
+from covey.federation.flower.transport import FlowerTransport
+from covey.federation.operate import operate
+from covey.federation.simulate import deal
+from covey.model import fit_table
+from covey.spec import Spec
+
+ASKED = {"formula": "log_radon ~ floor", "client": "county", "cluster": "state", "gamma": 10.0, "lam": 5.0}
+
+
+@pytest.mark.federation
+@pytest.mark.parametrize("solver", ["sweep", "l2gd"])
+def test_a_fit_on_ray_is_the_fit_in_memory(tmp_path, solver):
+    pytest.importorskip("ray", reason="needs covey[simulation]")
+    from flwr.simulation import run_simulation
+
+    homes = load_radon()
+    settings = {**ASKED, "solver": solver}
+    if solver == "l2gd":
+        settings |= {"max_iter": 40, "tol": 0.0, "options": {"L": 1400.0, "mu": 1.0}}
+    spec = Spec(**settings)
+    for name, part in deal(homes, spec, 3).items():
+        part.write_parquet(tmp_path / f"{name}.parquet")
+
+    def by_number(context):
+        name = f"site{int(context.node_config['partition-id']) + 1}"
+        return {"site": name, "data": str(tmp_path / f"{name}.parquet"), "home": str(tmp_path / name)}
+
+    app = ServerApp()
+
+    @app.main()
+    def main(grid, context):
+        said = operate(FlowerTransport(grid, named=False), {**settings, "sites": 3, "out": str(tmp_path / "fit")}, print)
+        (tmp_path / "said.json").write_text(json.dumps(said))
+
+    run_simulation(app, site_app(by_number), 3, backend_config={"client_resources": {"num_cpus": 1, "num_gpus": 0.0}})
+    assert "model of clusters and of the whole" in (tmp_path / "said.json").read_text()
+    expected = fit_table(homes, spec)
+    own, _ = persist.load_model(tmp_path / "fit")
+    close = np.testing.assert_array_equal if solver == "l2gd" else lambda a, b: np.testing.assert_allclose(a, b, atol=1e-10)
+    close(own.w, expected.w)
+    close(own.wbar, expected.wbar)
+    clients = dict(zip(expected.hierarchy.client_ids.to_list(), expected.theta, strict=True))
+    seen = 0
+    for k in (1, 2, 3):
+        model, _ = persist.load_model(tmp_path / f"site{k}" / "model")
+        for client, theta in zip(model.hierarchy.client_ids.to_list(), model.theta, strict=True):
+            close(theta, clients[client])
+            seen += 1
+    assert seen == len(clients)
