@@ -14,7 +14,7 @@ test: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -m "not federation"
+	$(BIN)/python -m pytest -m "not federation" -n auto --dist loadfile
 
 test-federation: $(VENV)/.installed-simulation
 	$(BIN)/python -m pytest -m federation tests/federation

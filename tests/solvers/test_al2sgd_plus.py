@@ -135,9 +135,9 @@ def test_declared_rates_are_the_observed_ones():
         known = constants(Objective(data, Gaussian(), penalty))
         assert known.mu == pytest.approx(1 / kappa, rel=5e-3)
         best = sweep(data, Gaussian(), penalty)
-        counts = []
+        counts, watch = [], {"every": int(np.sqrt(10 * kappa)), "minimum": best.convergence.objective}
         for seed in range(3):
-            fit = al2sgd_plus(data, Gaussian(), penalty, seed=seed, tol=1e-16, every=10, minimum=best.convergence.objective)
+            fit = al2sgd_plus(data, Gaussian(), penalty, seed=seed, tol=1e-16, **watch)
             gap = fit.history["gap"].to_numpy()
             counts.append(fit.history["iteration"][int(np.argmax(gap <= 1e-8 * gap[0]))])
         needed["al2sgd_plus"].append(np.mean(counts))

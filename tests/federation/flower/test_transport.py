@@ -16,6 +16,8 @@ from .deployment import hear, until
 
 SITES = "north,south"
 
+pytestmark = pytest.mark.federation
+
 
 def exchanges(deployment, *script, sites=SITES):
     code, out, err = deployment.run({"sites": sites, "script": [*script]})
@@ -66,7 +68,6 @@ def _environment(pid):
         return ""
 
 
-@pytest.mark.federation
 def test_a_node_killed_in_an_exchange_is_gone_and_may_come_back(two):
     """The other's reply is kept; the link holds the place of a dead node until its heartbeat is overdue, then lets it in."""
     script = [{"north": "sleep 600", "south": "1"}, 150], [{"south": "sleep 15"}, 60], [{"north": "3", "south": "3"}, 60]
@@ -84,7 +85,6 @@ def test_a_node_killed_in_an_exchange_is_gone_and_may_come_back(two):
     assert third["north"].startswith("north: 3")
 
 
-@pytest.mark.federation
 def test_a_slow_site_is_late_and_a_crash_is_a_failure(two):
     """A late reply is not taken for that of the next letter."""
     script = [{"north": "sleep 20", "south": "1"}, 8], [{"north": "2", "south": "2"}, 60], [{"north": "die", "south": "3"}, 150]
@@ -96,7 +96,6 @@ def test_a_slow_site_is_late_and_a_crash_is_a_failure(two):
     assert crash["south"].startswith("south: 3")
 
 
-@pytest.mark.federation
 def test_a_killed_coordinator_ends_its_run_and_the_next_one_works(two):
     run = two.start_run({"sites": SITES, "script": [[{"north": "sleep 5", "south": "1"}, 60]]})
     until(is_asked(two, "north"))
@@ -111,7 +110,6 @@ def test_a_killed_coordinator_ends_its_run_and_the_next_one_works(two):
     assert again["south"].startswith("south: 1")
 
 
-@pytest.mark.federation
 def test_strangers_are_not_let_in(two):
     """Neither a key that nobody registered, nor a node without TLS; and a site does not take another's name."""
     two.command("ssh-keygen -q -t ecdsa -b 384 -N '' -f stranger.key")
@@ -129,7 +127,6 @@ def test_strangers_are_not_let_in(two):
     assert only["stranger"] == only["plain"] == ["gone", "it is not connected"]
 
 
-@pytest.mark.federation
 def test_a_link_that_authenticates_nobody_asks_for_names(tmp_path):
     with deployed(tmp_path, changed="standin", insecure=True) as deployment:
         deployment.start_node("north")
@@ -146,7 +143,6 @@ def test_a_link_that_authenticates_nobody_asks_for_names(tmp_path):
         assert "was registered without a name" in err
 
 
-@pytest.mark.federation
 @pytest.mark.parametrize("isolated", [False, True])
 def test_a_link_that_is_killed_and_started_again(tmp_path, isolated):
     """Sites stay registered and come back by themselves; a run goes on if its coordinator was started apart from the link."""
@@ -171,7 +167,6 @@ def test_a_link_that_is_killed_and_started_again(tmp_path, isolated):
         assert again["north"].startswith("north: 1")
 
 
-@pytest.mark.federation
 def test_an_interrupt_stops_the_run(two):
     run = two.start_run({"sites": SITES, "script": [[{"north": "sleep 5", "south": "1"}, 60]] * 5})
     hear(run, "exchange 1")
@@ -182,7 +177,6 @@ def test_an_interrupt_stops_the_run(two):
     assert listed[0]["status"] == "finished:stopped"
 
 
-@pytest.mark.federation
 def test_four_nodes(tmp_path):
     sites = ["east", "north", "south", "west"]
     with deployed(tmp_path, changed="standin") as deployment:
