@@ -44,7 +44,7 @@ class Processes:
     def __init__(self, folder: Path, **variables: str) -> None:
         self.folder = folder
         self.environment = {
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},  # as a user has it
             "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
             "FLWR_TELEMETRY_ENABLED": "0",
             "FLWR_DISABLE_UPDATE_CHECK": "1",

@@ -186,7 +186,8 @@ def _not_taken(link: str, said: str) -> FederationError:
 
 
 def _started(command: list[str]) -> subprocess.Popen[str]:
-    environment = {**_environment(), "COLUMNS": "500"}  # an error in one line
+    # An error in one line; and each line when it is said, not when a pipe's buffer is full.
+    environment = {**_environment(), "COLUMNS": "500", "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
