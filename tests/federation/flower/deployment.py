@@ -124,7 +124,8 @@ class Deployment(Processes):
         if not insecure:
             self.command(
                 "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-384 -nodes -days 2 -keyout link.key -out link.crt "
-                "-subj /CN=link -addext subjectAltName=IP:127.0.0.1 -addext keyUsage=critical,digitalSignature,keyCertSign"
+                "-subj /CN=link -addext subjectAltName=DNS:localhost,IP:127.0.0.1 "
+                "-addext keyUsage=critical,digitalSignature,keyCertSign"
             )
 
     def start_link(self, more: str = "") -> None:
@@ -137,12 +138,12 @@ class Deployment(Processes):
             self.command(f"ssh-keygen -q -t ecdsa -b 384 -N '' -f {site}.key")
             self.command(f"flwr supernode register {site}.key.pub link --name {site}")
 
-    def start_node(self, site: str, more: str = "", *, key: str | None = None) -> None:
-        secure = f"--insecure --site {site}" if self.insecure else f"--key {key or site}.key --ca link.crt"
+    def start_node(self, site: str, more: str = "", *, link: str | None = None) -> None:
+        secure = f"--insecure --site {site}" if self.insecure else f"--key {site}.key --ca link.crt"
         table = self.folder / f"{site}.csv"
         if not table.exists():
             table.write_text("x\n1\n")
-        self.start(site, f"covey node {site}.csv --home {site} --link {self.address} {secure} {more}")
+        self.start(site, f"covey node {site}.csv --home {site} --link {link or self.address} {secure} {more}")
 
     def run(self, settings: dict, *, wait: float = 60.0) -> tuple[int, str, str]:
         """A run through ``deploy`` in a process of its own: exit code, results, progress (and an error, if there is one)."""

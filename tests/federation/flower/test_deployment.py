@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 
 import numpy as np
@@ -37,10 +38,12 @@ def start_sites(deployment, homes, sites):
     ]
     for site in names:
         homes.filter(pl.Series(at) == site).write_parquet(deployment.folder / f"{site}.parquet")
-        deployment.start(
-            site,
-            f"covey node {site}.parquet --home {site} --link {deployment.address} --key {site}.key --ca link.crt --minimum 1",
-        )
+        start_site(deployment, site)
+
+
+def start_site(deployment, site):
+    own = f"--key {site}.key --ca link.crt --minimum 1"
+    return deployment.start(site, f"covey node {site}.parquet --home {site} --link {deployment.address} {own}")
 
 
 def radon(homes, sites):
@@ -113,6 +116,42 @@ def test_a_killed_coordinator_goes_on_where_it_was(four, homes):
     assert "covey: exchange 4 " not in err
     assert "covey: exchange 5 " in err
     agree(four, radon(homes, STATES), STATES, settings, "again")
+
+
+@pytest.mark.federation
+def test_a_node_that_is_killed_in_an_exchange(tmp_path, homes):
+    """Started again, it goes on from its own disk to the fit in memory; if it stays away, the run goes on without it."""
+    sites = ["north", "south"]
+    homes = radon(homes, sites)
+    with deployed(tmp_path) as deployment:
+        start_sites(deployment, homes, sites)
+        settings = {**SETTINGS, **FAMILIES["newton"], "sites": "north,south"}
+        run = deployment.start_run({**settings, "out": "fit", "retries": 5, "pause": 20.0})
+        hear(run, "exchange 5 ")
+        deployment.kill("south")
+        while _ends(start_site(deployment, "south")):  # as the guide says: until it stays
+            time.sleep(10)
+        out, err = run.communicate(timeout=300)
+        assert run.returncode == 0, err
+        assert ", again to 1" in err
+        assert "Without" not in out
+        agree(deployment, homes, sites, settings, "fit")
+
+        run = deployment.start_run({**settings, "out": "without", "retries": 0, "on_loss": "continue"})
+        hear(run, "exchange 5 ")
+        deployment.kill("south")
+        out, err = run.communicate(timeout=300)
+        assert run.returncode == 0, err
+        assert "Without south, which did not answer (gone: its node has stopped): its clients are in no sum of this fit" in out
+        left = homes.filter(homes["county"].is_in(pl.read_parquet(tmp_path / "north.parquet")["county"].to_list()))
+        agree(deployment, left, ["north"], settings, "without")
+
+
+def _ends(process):
+    try:
+        return process.wait(timeout=20) is not None
+    except subprocess.TimeoutExpired:
+        return False
 
 
 @pytest.mark.federation

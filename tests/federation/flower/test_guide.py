@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import needs_programs
+from .conftest import deployed, needs_programs
 from .deployment import Processes, free_port, until
 
 GUIDE = Path(__file__).parents[3] / "docs" / "federation.md"
@@ -66,6 +66,42 @@ def test_the_guide_word_by_word(tmp_path):
         until(lambda: not processes.marked("flower-"), 30)
     finally:
         processes.stop()
+
+
+@pytest.mark.federation
+def test_the_front_of_the_guide_lets_sites_through_and_nobody_else(tmp_path):
+    """The page's nginx: a node behind it answers; whoever would start runs or register nodes through it is refused."""
+    needs_programs("nginx")
+    (server,) = re.findall(r"```nginx\n(.*?)```", GUIDE.read_text(), re.S)
+    with deployed(tmp_path, changed="standin") as deployment:
+        front = f"127.0.0.1:{free_port()}"
+        deployment.command("cp link.crt front.crt && cp link.key front.key")
+        for written, here in {
+            "8443": front,
+            "127.0.0.1:8000": deployment.address,
+            "/etc/covey": str(tmp_path),
+        }.items():
+            assert written in server
+            server = server.replace(written, here)
+        temporary = " ".join(
+            f"{kind}_temp_path {tmp_path / kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+        )
+        alone = f"daemon off; master_process off; pid {tmp_path / 'front.pid'}; events {{}}"
+        (tmp_path / "front.conf").write_text(f"{alone}\nhttp {{ access_log {tmp_path / 'access.log'}; {temporary}\n{server} }}")
+        deployment.start("front", f"nginx -c {tmp_path / 'front.conf'} -e {tmp_path / 'front.err'}")
+        deployment.register("north")
+        deployment.start_node("north", link=front)
+        code, out, err = deployment.run({"sites": "north", "script": [[{"north": "1"}, 60]]})
+        assert code == 0, err
+        assert "north: 1, by process" in out
+        config = tmp_path / "flwr" / "config.toml"
+        config.write_text(
+            config.read_text() + config.read_text().replace(deployment.address, front).replace(".link]", ".front]")
+        )
+        deployment.command("flwr list link")
+        refused = deployment.command("flwr list front 2>&1", code=1)
+        assert "403" in refused, refused
+        deployment.kill("front")
 
 
 def test_the_guides_links_lead_somewhere():
