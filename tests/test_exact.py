@@ -15,7 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from covey.exact import DIGITS, LIMBS, QUANTUM, TOO_LARGE, Exact, accumulate, accumulate_rows, from_digits, segment_sum
+from covey.exact import (
+    DIGITS,
+    LIMBS,
+    QUANTUM,
+    TOO_LARGE,
+    WIDE,
+    Exact,
+    accumulate,
+    accumulate_rows,
+    from_digits,
+    segment_sum,
+    total,
+)
 
 QUANTA = 2**96
 
@@ -212,3 +224,41 @@ def test_many_large_addends_do_not_overflow():
     digits = np.zeros((1, DIGITS), dtype=np.int64)
     accumulate_rows(digits, np.ones(200_000), np.full((200_000, 1), -524287.5))
     assert from_digits(digits).floats().tolist() == [-524287.5 * 200_000]
+
+
+# Wide sums
+
+of_any_size = st.builds(math.ldexp, st.floats(-1, 1), st.integers(-350, 284))
+
+
+@given(st.lists(of_any_size, max_size=40), st.randoms(use_true_random=False))
+def test_a_wide_sum_is_the_exact_sum_correctly_rounded(values, random):
+    truth = sum((Fraction(round(Fraction(x) * 2**288), 2**288) for x in values), Fraction())
+    found = total(np.array(values))
+    assert found.fractions() == truth
+    assert float(found) == float(truth)
+    random.shuffle(values)
+    assert same(found, reduce(add, (Exact.of(x, WIDE) for x in values), Exact.zeros(limbs=WIDE)))
+
+
+def test_wide_sums_of_what_is_too_large_are_not_numbers():
+    for bad in (math.nan, math.inf, 2.0**286, -1e300):
+        assert math.isnan(total(np.array([1.0, bad])))
+    largest = np.nextafter(2.0**286, 0)
+    assert float(total(np.array([largest]))) == largest
+    assert math.isnan(total(np.full(5, largest)))
+    assert float(total(np.array([2.0**-288, -(2.0**284), 2.0**284]))) == 2.0**-288
+
+
+@given(st.lists(anything, min_size=1, max_size=12))
+def test_wider_and_narrower_is_the_same_number(values):
+    narrow = Exact.of(values)
+    np.testing.assert_array_equal(narrow.widened().floats(), narrow.floats())
+    back = narrow.widened().narrowed()
+    np.testing.assert_array_equal(back.floats(), narrow.floats())
+    assert back.limbs[narrow.finite].tolist() == narrow.limbs[narrow.finite].tolist()
+    assert set(narrow.widened().size.tolist()) <= {0, TOO_LARGE}
+    whole, parts = narrow.sum(), narrow.widened().sum().narrowed()
+    if whole.finite:
+        assert same(Exact(whole.limbs, np.int64(0) * whole.size), Exact(parts.limbs, np.int64(0) * parts.size))
+        assert parts.finite

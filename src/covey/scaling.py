@@ -1,8 +1,7 @@
 """Terms about their means, in units of their standard deviations, so that one penalty means the same for all of them.
 
-Mean and standard deviation come from sums of the rows and of their squares that are exact and add, so they are the same bits
-however rows are dealt out to sites. Sums in fixed point have a floor and a ceiling (:mod:`covey.exact`); they are therefore
-taken in each of :data:`UNITS`, and the finest that holds a term's sums is read: values from 1e-18 to 1e20 lose no digits.
+Mean and standard deviation come from sums of the rows and of their squares that are exact and add (:mod:`covey.exact`), so they
+are the same bits however rows are dealt out to sites.
 """
 
 from __future__ import annotations
@@ -20,13 +19,11 @@ from covey._typing import Floats, Ints
 from covey.data import GroupedData
 from covey.design import Columns, Formula, Scaled
 from covey.errors import DataError
-from covey.exact import DIGITS, Exact, accumulate, from_digits
+from covey.exact import WIDE_DIGITS, Exact, accumulate, from_digits
 from covey.network import Node
 
-UNITS = (2.0**40, 1.0, 2.0**-40)  # finest first; neighbours overlap by enough bits for a billion rows
-
-_EQUAL = Fraction(1, 2**95)  # what rounding leaves of the variance of equal values
-_FAINT = Fraction(1, 2**44)  # a mean square in the finest unit below which digits are lost
+_EQUAL = Fraction(1, 2**286)  # what rounding leaves of the variance of equal values
+_FAINT = Fraction(1, 2**236)  # a mean square below which digits are lost
 _SPLITTER = 2.0**27 + 1.0
 
 
@@ -53,7 +50,7 @@ class Scale:
         and the others keep their zero.
         """
         sums = found.fractions()
-        pairs = [_mean_and_variance(sums[:, :, at], rows, term) for at, term in enumerate(terms)]
+        pairs = [_mean_and_variance(sums[0, at], sums[1, at], rows, term) for at, term in enumerate(terms)]
         centred = any(mean and not variance for mean, variance in pairs)
         means = [float(mean) if centred and variance else 0.0 for mean, variance in pairs]
         return cls(np.array(means), np.array([_root(variance) if variance else 1.0 for _, variance in pairs]))
@@ -75,44 +72,41 @@ class Scale:
 
 
 def moments(X: Floats) -> Exact:
-    """Sums of the rows and of their squares in each of :data:`UNITS`: ``(units, 2, d)``.
+    """Sums of the rows and of their squares: ``(2, d)``.
 
     >>> import numpy as np
-    >>> moments(np.array([[3.0], [4.0]])).floats()[1].tolist()
+    >>> moments(np.array([[3.0], [4.0]])).floats().tolist()
     [[7.0], [25.0]]
     """
-    digits = np.zeros((len(UNITS), 2, X.shape[1], DIGITS), dtype=np.int64)
-    _add_moments(np.ascontiguousarray(X), np.array(UNITS), digits)
+    digits = np.zeros((2, X.shape[1], WIDE_DIGITS), dtype=np.int64)
+    _add_moments(np.ascontiguousarray(X), digits)
     return from_digits(digits)
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
-def _add_moments(X: Floats, units: Floats, digits: Ints) -> None:
+def _add_moments(X: Floats, digits: Ints) -> None:
     for row in range(X.shape[0]):
         for a in range(X.shape[1]):
-            for u in range(len(units)):
-                z = X[row, a] * units[u]
-                # The square as three products of halves of 26 bits, none of which is rounded.
-                far = _SPLITTER * z
-                upper = far - (far - z)
-                lower = z - upper
-                accumulate(digits[u, 0, a], z)
-                accumulate(digits[u, 1, a], upper * upper)
-                accumulate(digits[u, 1, a], 2.0 * upper * lower)
-                accumulate(digits[u, 1, a], lower * lower)
+            z = X[row, a]
+            # The square as three products of halves of 26 bits, none of which is rounded.
+            far = _SPLITTER * z
+            upper = far - (far - z)
+            lower = z - upper
+            accumulate(digits[0, a], z)
+            accumulate(digits[1, a], upper * upper)
+            accumulate(digits[1, a], 2.0 * upper * lower)
+            accumulate(digits[1, a], lower * lower)
 
 
-def _mean_and_variance(sums: np.ndarray, rows: int, term: str) -> tuple[Fraction, Fraction]:
-    """Of one term, from its sums ``(units, 2)``; variance 0 for values that are equal as far as sums can tell."""
-    known = next((at for at, pair in enumerate(sums) if all(isinstance(each, Fraction) for each in pair)), None)
-    if known is None:
+def _mean_and_variance(total: Fraction | float, squares: Fraction | float, rows: int, term: str) -> tuple[Fraction, Fraction]:
+    """Of one term, from its sums; variance 0 for values that are equal as far as sums can tell."""
+    if not (isinstance(total, Fraction) and isinstance(squares, Fraction)):
         raise DataError(f"The values of term {term!r} are too large to standardise; put its column in a larger unit.")
-    unit = Fraction(UNITS[known])
-    mean, square = (each / rows for each in sums[known])
-    if known == 0 and square < _FAINT and (square or mean):
+    mean, square = total / rows, squares / rows
+    if square < _FAINT and (square or mean):
         raise DataError(f"The values of term {term!r} are too small to standardise; put its column in a smaller unit.")
     variance = square - mean**2
-    return mean / unit, variance / unit**2 if variance > _EQUAL else Fraction(0)
+    return mean, variance if variance > _EQUAL else Fraction(0)
 
 
 def _root(square: Fraction) -> float:

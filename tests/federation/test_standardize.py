@@ -173,7 +173,7 @@ def test_sums_of_the_terms_leave_a_site_only_if_asked_for_and_take_no_exchange()
 
 
 def test_a_term_out_of_reach_is_refused_before_the_fit():
-    frame = raw(8).with_columns(x=1e30 * pl.col("x"))
+    frame = raw(8).with_columns(x=1e44 * pl.col("x"))
     sites = sites_of(by_turns(frame, 3))
     with pytest.raises(CoveyError, match="The values of term 'x' are too large to standardise"):
         fit(sites, asks())

@@ -12,6 +12,7 @@ JSON (the tree, with a number in place of each array) and then the arrays, as th
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from importlib import import_module
@@ -25,14 +26,14 @@ from covey.errors import CoveyError
 
 MODULES = (
     "exact", "network", "scaling", "losses.base", "theory", "schedule", "solvers.elimination", "solvers.sweep",
-    "solvers.newton", "solvers.james_stein", "solvers.private", "solvers.sums", "solvers.protocol", "solvers.lanczos",
+    "solvers.newton", "solvers.james_stein", "solvers.private", "solvers.protocol", "solvers.lanczos",
     "solvers.curvature", "solvers.l2gd", "solvers.al2sgd_plus", "variance.frame", "variance.centring",
     "variance.gaussian", "variance.laplace", "variance.identify", "federation.agreement", "federation.masking",
 )  # fmt: skip
 """Where the classes that may travel are."""
 
-_UNITS = (2.0**90, 1.0, 2.0**-90)  # finest first: sums of any size keep their digits in fixed point
 _MAGIC = b"covey\x01"
+_SUMS = ("exact", "wide")  # kinds of holes for exact sums, of which there are narrow ones and wide ones
 _DTYPES = ("<f8", "<i8", "<u8", "|b1", "|u1")
 
 
@@ -187,51 +188,46 @@ def outline(message: Any) -> Any:
 
 
 def split(message: Any) -> tuple[Any, exact.Exact]:
-    """A reply as its skeleton, which holds no number, and all its numbers in one row that can be added and masked."""
+    """A reply as its skeleton, which holds no number, and all its numbers in one row that can be added and masked.
+
+    They are :data:`~covey.exact.WIDE`, whatever they were, so that nothing tells how large they are.
+    """
     floats: list[Anything] = []
     sums: list[exact.Exact] = []
     skeleton = _hollow(message, floats, sums)
     values = np.concatenate([np.empty(0), *floats])
-    with np.errstate(over="ignore", invalid="ignore"):
-        return skeleton, exact.Exact.join([*(exact.Exact.of(values * unit) for unit in _UNITS), *sums])
+    return skeleton, exact.Exact.join([exact.Exact.of(values, exact.WIDE), *sums])
 
 
 def join(skeleton: Any, numbers: exact.Exact) -> Any:
-    """The reverse: the reply with these numbers."""
+    """The reverse: the reply with these numbers; infinite ones, where a sum is not a number."""
     holes = list(_holes(skeleton))
-    sizes = [int(np.prod(hole.shape, dtype=np.int64)) for hole in holes]
-    plain = sum(size for size, hole in zip(sizes, holes, strict=True) if hole.kind != "exact")
-    whole = sum(sizes) - plain
-    if len(_UNITS) * plain + whole != numbers.shape[0]:
-        raise LetterError(f"A reply has {numbers.shape[0]} numbers for {len(_UNITS) * plain + whole} places.")
-    floats, at = _finest(numbers[: len(_UNITS) * plain], plain), {"exact": len(_UNITS) * plain, "float": 0}
+    places = {True: 0, False: 0}
+    for hole in holes:
+        places[hole.kind in _SUMS] += hole.size
+    if numbers.shape != (sum(places.values()),):
+        raise LetterError(f"A reply has numbers of shape {numbers.shape} for {sum(places.values())} places.")
+    at = {True: places[False], False: 0}
 
     def take(hole: Hole) -> Any:
-        which = "exact" if hole.kind == "exact" else "float"
-        start = at[which]
-        at[which] = stop = start + int(np.prod(hole.shape, dtype=np.int64))
-        if which == "exact":
-            return numbers[start:stop].reshape(*hole.shape)
+        start = at[hole.kind in _SUMS]
+        at[hole.kind in _SUMS] += hole.size
+        part = numbers[start : start + hole.size].reshape(*hole.shape)
+        if hole.kind in _SUMS:
+            return part if hole.kind == "wide" else part.narrowed()
+        floats = np.where(part.finite, part.floats(), np.inf)
         if hole.kind in ("int", "float"):
-            return int(floats[start]) if hole.kind == "int" else float(floats[start])
-        return floats[start:stop].reshape(hole.shape).astype(np.dtype(hole.kind))
+            return int(floats) if hole.kind == "int" else float(floats)
+        return floats.astype(np.dtype(hole.kind))
 
     return _filled(skeleton, take)
 
 
-def _finest(numbers: exact.Exact, count: int) -> Anything:
-    """Floating-point numbers from their sums in each unit: the finest that has room for them; infinite, if none has."""
-    found = np.full(count, np.inf)
-    for at, unit in reversed(list(enumerate(_UNITS))):
-        part = numbers[at * count : (at + 1) * count]
-        found = np.where(part.finite, part.floats() / unit, found)
-    return found
-
-
 def _hollow(value: Any, floats: list[Anything], sums: list[exact.Exact]) -> Any:
     if isinstance(value, exact.Exact):
-        sums.append(value.reshape(-1))
-        return Hole("exact", tuple(value.shape))
+        wide = value.limbs.shape[-1] == exact.WIDE
+        sums.append((value if wide else value.widened()).reshape(-1))
+        return Hole("wide" if wide else "exact", tuple(value.shape))
     if isinstance(value, np.ndarray) and value.dtype.kind in "fiu":
         floats.append(value.astype(np.float64).ravel())
         return Hole(value.dtype.str, tuple(value.shape))
@@ -271,6 +267,10 @@ class Hole:
 
     kind: str
     shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
 
 
 _KNOWN[_name(Hole)] = Hole

@@ -1,7 +1,7 @@
 """Pairwise masks: the coordinator adds up what sites send and learns the total, and nothing else of any site's part.
 
 Each pair of sites agrees on a secret (X25519, then HKDF-SHA256) and draws from it, for every exchange, a stream of uniform
-integers modulo ``2^192`` (ChaCha20). One of the two adds the stream to its exact sums, the other subtracts it (Bonawitz and
+integers modulo ``2^576`` (ChaCha20). One of the two adds the stream to its exact sums, the other subtracts it (Bonawitz and
 others, "Practical secure aggregation", 2017, without their recovery of lost masks). Over the whole roster the streams cancel
 exactly; any smaller set of masked vectors is uniform noise.
 
@@ -12,7 +12,7 @@ with a site, and against everybody who reads the network. What is not:
   sites but one knows that one's. Rosters of two are allowed: the coordinator alone still learns only the total.
 - Public keys travel through the coordinator, so one that cheats could put its own in their place and read everything. Where
   the operator's list at each site pins the keys, :func:`check_keys` finds that out; else nothing does.
-- The shape of a message is seen, and which of its values are not finite or too large to be summed.
+- The shape of a message is seen, and which of its values are not finite or, with ``n`` limbs, ``2^(32 n - 2)`` or more.
 
 A stream hides one message only. It is bound to the run, the epoch, the number of the exchange, the roster and the question, so
 that other plaintexts meet other streams; a site that is asked the same again sends the same bytes. What the caller must
@@ -26,6 +26,7 @@ the same data, for which a site may pass the epochs of earlier runs as well.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,13 +34,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from covey.errors import FederationError, listing
-from covey.exact import LIMBS, TOO_LARGE, Exact
+from covey.exact import TOO_LARGE, Exact
 
 KEY_BYTES = 32
 MINIMUM_SITES = 2
 
 _NONCE_BYTES, _TAG_BYTES = 12, 16
-_WORD = 8 * LIMBS  # bytes of one masked value
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def mask(values: Exact, own: str, secrets: Mapping[str, bytes], epoch: int, exch
     size = np.where(values.size < TOO_LARGE // len(roster), 0, TOO_LARGE)
     masked = Exact(values.limbs, size)
     for peer, secret in secrets.items():
-        noise = _stream(_derive(secret, b"mask", *about), size.size).reshape(*size.shape)
+        noise = _stream(_derive(secret, b"mask", *about), values.limbs.shape)
         masked = masked + noise if own < peer else masked - noise
     return masked
 
@@ -236,14 +236,14 @@ def check_roster(history: Sequence[Epoch], roster: Collection[str]) -> None:
         )
 
 
-def _stream(key: bytes, n: int) -> Exact:
-    """``n`` uniform integers modulo ``2^192``; a key is used once, so the nonce may be zero."""
+def _stream(key: bytes, shape: tuple[int, ...]) -> Exact:
+    """Uniform limbs of this shape; a key is used once, so the nonce may be zero."""
     from cryptography.hazmat.primitives.ciphers import Cipher
     from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 
-    noise = Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor().update(bytes(_WORD * n))
-    limbs = np.frombuffer(noise, dtype="<u8").reshape(n, LIMBS).astype(np.uint64)
-    return Exact(limbs, np.zeros(n, dtype=np.int64))
+    noise = Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor().update(bytes(8 * math.prod(shape)))
+    limbs = np.frombuffer(noise, dtype="<u8").reshape(shape).astype(np.uint64)
+    return Exact(limbs, np.zeros(shape[:-1], dtype=np.int64))
 
 
 def _derive(secret: bytes, purpose: bytes, *about: bytes) -> bytes:

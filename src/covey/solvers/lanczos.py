@@ -19,13 +19,12 @@ from functools import partial
 import numpy as np
 
 from covey._typing import Floats
-from covey.exact import Exact, segment_sum
+from covey.exact import Exact, segment_sum, total
 from covey.network import Network, Node
 from covey.objective import Penalty
 from covey.schedule import streams, uniforms
 from covey.solvers.elimination import Quadratic, Spread, descend, marginalise
 from covey.solvers.protocol import Sums, Top, node_sums, shares
-from covey.solvers.sums import Wide, dot
 from covey.solvers.sweep import solve_top
 
 POWERS = np.array([float(f"1e{exponent}") for exponent in range(-307, 309)])
@@ -55,7 +54,7 @@ class Vector:
     """Up: what the clusters see of a vector, ``r (k, d)``, and its squared length. Adds over nodes."""
 
     r: Exact
-    squared: Wide
+    squared: Exact
 
     def __add__(self, other: Vector) -> Vector:
         return Vector(self.r + other.r, self.squared + other.squared)
@@ -65,7 +64,7 @@ class Vector:
 class Image:
     """Up: of ``v+ = P v``, the inner product with ``v`` and the clusters' sums. Adds over nodes."""
 
-    along: Wide
+    along: Exact
     sums: Sums
 
     def __add__(self, other: Image) -> Image:
@@ -109,7 +108,7 @@ class Apply:
         now = held.ahead / self.length
         ahead, _ = descend(_hessian(node), now, _spread(node), tree.parent, self.w)
         node.memory["lanczos"] = Krylov(held.now, now, ahead)
-        return Image(dot(now, ahead), node_sums(tree, shares(node, self.total), ahead))
+        return Image(total(now * ahead), node_sums(tree, shares(node, self.total), ahead))
 
 
 @dataclass(frozen=True)
@@ -130,12 +129,12 @@ class Missed:
 
     w: Floats
 
-    def at(self, node: Node) -> Wide:
+    def at(self, node: Node) -> Exact:
         held, tree = node.memory["lanczos"], node.data.hierarchy
         bent = node.gamma[:, None] * (held.ahead - tree.down(self.w))
         for b in range(node.data.n_terms):
             bent += _hessian(node)[:, :, b] * held.ahead[:, b, None]
-        return dot(bent - held.now, bent - held.now)
+        return total((bent - held.now) ** 2)
 
 
 # The node
@@ -171,9 +170,7 @@ def _eliminated(node: Node, b: Floats) -> tuple[Floats, Floats]:
 
 def _put(node: Node, vectors: Krylov) -> Vector:
     node.memory["lanczos"] = vectors
-    return Vector(
-        segment_sum(_eliminated(node, vectors.ahead)[1], node.data.hierarchy.cluster_ptr), dot(vectors.ahead, vectors.ahead)
-    )
+    return Vector(segment_sum(_eliminated(node, vectors.ahead)[1], node.data.hierarchy.cluster_ptr), total(vectors.ahead**2))
 
 
 # The coordinator

@@ -16,13 +16,12 @@ import numpy as np
 from numba import njit, prange
 
 from covey._typing import Anything, Floats, Ints
-from covey.exact import DIGITS, Exact, from_digits, segment_sum
+from covey.exact import DIGITS, WIDE_DIGITS, Exact, accumulate_in, from_digits, segment_sum, total
 from covey.hierarchy import Hierarchy
 from covey.network import Node
 from covey.objective import Penalty
 from covey.schedule import Round
 from covey.solvers.elimination import blocks_of
-from covey.solvers.sums import UNITS, Wide, add_wide
 from covey.theory import mixing
 
 _BLOCK = 256  # clients checked by one thread at a time
@@ -83,8 +82,8 @@ class Sums:
 class Check:
     """Up: value and squared gradient of a node's clients, with the levels above at their best. Adds over nodes."""
 
-    value: Wide
-    gradient_squared: Wide
+    value: Exact
+    gradient_squared: Exact
 
     def __add__(self, other: Check) -> Check:
         return Check(self.value + other.value, self.gradient_squared + other.gradient_squared)
@@ -119,17 +118,17 @@ class CheckAt:
     def at(self, node: Node) -> Check:
         here, theta = node.loss.expand(node.data, node.where(), order=1), node.where()
         blocks = -(-len(theta) // _BLOCK)
-        value, squared = (np.zeros((blocks, len(UNITS), DIGITS), dtype=np.int64) for _ in range(2))
-        _check(here.value, here.gradient, node.gamma, theta, node.data.hierarchy.parent, self.w, UNITS, value, squared)
-        return Check(Wide.of_digits(value), Wide.of_digits(squared))
+        value, squared = (np.zeros((blocks, WIDE_DIGITS), dtype=np.int64) for _ in range(2))
+        _check(here.value, here.gradient, node.gamma, theta, node.data.hierarchy.parent, self.w, value, squared)
+        return Check(from_digits(value.sum(axis=0)), from_digits(squared.sum(axis=0)))
 
 
 @dataclass(frozen=True)
 class Perfect:
     """Down: tell what a perfect fit of your clients would be worth."""
 
-    def at(self, node: Node) -> Wide:
-        return Wide.of(node.loss.perfect(node.data))
+    def at(self, node: Node) -> Exact:
+        return total(node.loss.perfect(node.data))
 
 
 # The node
@@ -176,9 +175,8 @@ def node_sums(tree: Hierarchy, share: Floats, theta: Floats) -> Sums:
 
 @njit(parallel=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def _check(
-    own: Floats, gradient: Floats, gamma: Floats, theta: Floats, parent: Ints, w: Floats, units: Floats, value: Ints,
-    squared: Ints,
-) -> None:  # fmt: skip
+    own: Floats, gradient: Floats, gamma: Floats, theta: Floats, parent: Ints, w: Floats, value: Ints, squared: Ints
+) -> None:
     """Each client's value and squared gradient, in the order of its coefficients, go into the digits of its block."""
     n, d = theta.shape
     for block in prange(len(value)):
@@ -188,8 +186,8 @@ def _check(
                 away = theta[i, a] - w[parent[i], a]
                 apart += away * away
                 steep += (gradient[i, a] + gamma[i] * away) ** 2
-            add_wide(value[block], own[i] + 0.5 * gamma[i] * apart, units)
-            add_wide(squared[block], steep, units)
+            accumulate_in(value, block, own[i] + 0.5 * gamma[i] * apart)
+            accumulate_in(squared, block, steep)
 
 
 # The coordinator
