@@ -7,6 +7,7 @@ import inspect
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -98,3 +99,9 @@ print(sum(sum(k.stats.cache_misses.values()) for k in kernels_used))
     for _ in range(2):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "0", done.stderr
+
+
+def test_one_version():
+    files = SOURCE.parents[1] / "pyproject.toml", SOURCE / "federation" / "flower" / "app" / "pyproject.toml"
+    told = [tomllib.loads(path.read_text())["project"]["version"] for path in files]
+    assert told == [covey.__version__] * 2

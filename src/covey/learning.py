@@ -125,6 +125,9 @@ def check_across(spec: Spec) -> None:
             raise SolverError(
                 f"{what} across sites is not supported: give gamma and lam, or let reml or ml learn them from the likelihood."
             )
+    for name in ("checkpoint", "start"):
+        if name in (spec.options or {}):
+            raise SolverError(f"The option {name!r} is for clients that are all in memory; across sites leave it out.")
 
 
 def _of_clusters(gamma: Any, tree: Hierarchy) -> Floats:
@@ -132,8 +135,11 @@ def _of_clusters(gamma: Any, tree: Hierarchy) -> Floats:
     ids = tree.clusters.tolist()
     by_id = set(gamma) == set(ids) if isinstance(gamma, Mapping) else np.shape(gamma) in ((), (len(ids),))
     if not by_id:
+        odd = sorted(set(gamma) ^ set(ids), key=repr) if isinstance(gamma, Mapping) else []
+        which = "" if not odd else f" {'No gamma is given for' if odd[0] in ids else 'There is no'} cluster {odd[0]!r}."
         raise PenaltyError(
             "Across sites gamma is one number, or one for each cluster, since clients' ids stay at their sites; give it so."
+            + which
         )
     alone = Hierarchy(np.arange(len(ids) + 1), tree.cluster_ids, tree.cluster_ids)
     return Penalty.of(alone, gamma=1.0 if gamma is None else gamma).gamma

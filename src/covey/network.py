@@ -52,7 +52,11 @@ class Node:
 
 
 class Request(Protocol[Reply]):
-    """What travels down."""
+    """What travels down.
+
+    One that has no answer may say so, ``quiet``, and travels with the next; one that not all clusters have work for may say
+    for which it is, ``concerns (k,)``, and goes to nodes that have clients of these.
+    """
 
     def at(self, node: Node) -> Reply:
         """What a node does with it, and what it answers; answers add over nodes."""
@@ -132,3 +136,13 @@ class Tie:
 
     def at(self, node: Node) -> None:
         node.gamma = self.gamma[node.data.hierarchy.parent]
+
+
+@dataclass(frozen=True)
+class Count:
+    """Up: how many of something a node has. Adds over nodes."""
+
+    number: int
+
+    def __add__(self, other: Count) -> Count:
+        return Count(self.number + other.number)

@@ -2,15 +2,17 @@
 
 from dataclasses import replace
 
+import numpy as np
 import polars as pl
 import pytest
 
-from covey.errors import CoveyError
-from covey.federation.agreement import check_tags, digests
+from covey.errors import CoveyError, FederationError
+from covey.federation.agreement import Profile, _levels, check_tags, digests, profile_of
 from covey.federation.coordinator import Terms
 from covey.federation.letters import decode, encode
 from covey.federation.members import Members
-from tests.federation.sites import Meddling, by_turns, fit, sites_of, spec, table
+from covey.model import fit_table
+from tests.federation.sites import Meddling, by_turns, dealt, fit, sites_of, spec, table
 
 FRAME = table(21)
 NUMBER = pl.col("client").str.slice(1).cast(pl.Int64)
@@ -52,9 +54,9 @@ def test_a_missing_column():
         ({"z": pl.col("x")}, r"At site 's1' the column 'z' holds numbers, at the other sites categories"),
         (
             {"client": pl.col("client").str.slice(1).cast(pl.Int64)},
-            r"At site 's1' the ids of its clients are integers, at the other sites text",
+            r"At site 's1' the ids of clients are integers, at the other sites text",
         ),
-        ({"cluster": pl.lit(3)}, r"At site 's1' the ids of its clusters are integers, at the other sites text"),
+        ({"cluster": pl.lit(3)}, r"At site 's1' the ids of clusters are integers, at the other sites text"),
         ({"x": pl.lit(None, dtype=pl.Float64)}, OWN_LOG),
         ({"y": pl.lit("word")}, OWN_LOG),
         ({"client": pl.lit(None, dtype=pl.String)}, OWN_LOG),
@@ -166,6 +168,8 @@ def test_a_site_that_claims_clients_of_another(tmp_path):
     )
     new = {**parts, "s1": parts["s1"].with_columns(client=pl.col("client") + "x")}
     refused(new, r"Site 's1' has 4 clients that are not in the operator's list", terms=Terms(members=members))
+    moved = {**parts, "s1": parts["s1"].with_columns(cluster=pl.col("cluster").replace({"a": "b", "b": "a"}))}
+    refused(moved, r"Site 's1' has \d clients that are not .* or are there in another cluster", terms=Terms(members=members))
 
 
 def test_tags_do_not_depend_on_order_and_need_their_key():
@@ -181,3 +185,80 @@ def test_a_formula_is_needed():
 
 def test_a_formula_that_cannot_be_read_is_the_operators_own_mistake():
     refused(by_turns(FRAME, 3), "Site 's0': ", asked=spec(formula="y ~ x +"))
+
+
+def test_of_two_sites_of_different_kinds_both_are_named():
+    parts = by_turns(FRAME, 2)
+    parts["s1"] = parts["s1"].with_columns(x=pl.lit("text"))
+    refused(parts, r"At site 's0' the column 'x' holds numbers, at site 's1' categories; convert one of them")
+
+
+@pytest.mark.parametrize("one", [pl.Int64, pl.Float64, pl.Boolean])
+@pytest.mark.parametrize("two", [pl.Int64, pl.Float64, pl.Boolean])
+def test_classes_are_the_same_whatever_the_type_of_the_column_at_a_site(one, two):
+    """One site has zeros only, as whole numbers perhaps; the odds are of the ones all the same."""
+    frame = table(11, "bernoulli", clients=24)
+    none = frame.group_by("client").agg(pl.col("y").sum()).sort("y", "client")["client"][:3].to_list()
+    frame = frame.with_columns(y=pl.when(pl.col("client").is_in(none)).then(0).otherwise(pl.col("y")))
+    parts = dealt(frame, {client: "s0" if client in none else "s1" for client in frame["client"].unique().to_list()})
+    parts = {
+        site: part.with_columns(pl.col("y").cast(kind)) for (site, part), kind in zip(parts.items(), (one, two), strict=True)
+    }
+    asked = spec("bernoulli")
+    outcome = fit(sites_of(parts), asked)
+    np.testing.assert_allclose(outcome.model.wbar, fit_table(frame, asked).wbar, atol=1e-9)
+
+
+def test_a_response_of_another_kind():
+    frame = table(11, "bernoulli")
+    parts = by_turns(frame, 3)
+    parts["s1"] = parts["s1"].with_columns(y=pl.when(pl.col("y") == 1).then(pl.lit("yes")).otherwise(pl.lit("no")))
+    with pytest.raises(FederationError, match="At site 's1' the response is text, at the other sites numbers"):
+        fit(sites_of(parts), spec("bernoulli"))
+
+
+def test_a_class_that_few_clients_have_is_not_told():
+    frame = table(11, "bernoulli").with_columns(y=pl.when(pl.col("y") == 1).then(pl.lit("yes")).otherwise(pl.lit("no")))
+    rare = frame.with_columns(y=pl.when(pl.col("client") == "c0").then(pl.col("y")).otherwise(pl.lit("no")))
+    asked = spec("bernoulli")
+    assert profile_of(rare, asked, minimum=2).classes == ("no",)
+    assert profile_of(rare, asked, minimum=1).classes == profile_of(frame, asked, minimum=2).classes == ("no", "yes")
+
+
+@pytest.mark.parametrize("name", ["client", "cluster"])
+def test_a_term_of_the_name_of_a_level(name):
+    frame = FRAME.rename({"client": "who", "cluster": "where"}).with_columns(**{name: pl.col("z")})
+    asked = spec(formula=f"y ~ x + {name}", client="who", cluster="where")
+    owner = {who: f"s{at % 2}" for at, who in enumerate(frame["who"].unique(maintain_order=True).to_list())}
+    where = frame["who"].replace_strict(owner)
+    outcome = fit(sites_of({site: frame.filter(where == site) for site in ("s0", "s1")}), asked)
+    np.testing.assert_allclose(outcome.model.w, fit_table(frame, asked).w, atol=1e-10)
+
+
+def test_orders_of_categories_that_no_site_has_all_of():
+    """A table of pandas gives its categories an order; parts of it are put together, unless they contradict each other."""
+    order = ["low", "mid", "high", "top"]
+    profiles = {
+        site: Profile("", {}, {}, {"z": tuple(levels)}, (), None)
+        for site, levels in {"a": ["low", "mid", "high"], "b": ["mid", "high", "top"], "c": ["low", "top"]}.items()
+    }
+    assert _levels("z", profiles, {}) == order
+    crossed = {**profiles, "d": replace(profiles["a"], levels={"z": ("high", "low")})}
+    with pytest.raises(FederationError, match="'z' in different orders; give one with --categories"):
+        _levels("z", crossed, {})
+    assert _levels("z", crossed, {"z": order}) == order
+
+
+def test_under_masks_a_category_that_one_site_has_alone():
+    frame = FRAME.with_columns(z=pl.when(pl.col("client") == "c0").then(pl.lit("rare")).otherwise(pl.col("z")))
+    parts = by_turns(frame, 3)
+    fit(sites_of(parts), spec())
+    with pytest.raises(FederationError, match=r"1 of 4 categories of 'z' are at one site only, such as 'rare' at 's0': masks"):
+        fit(sites_of(parts), spec(), terms=Terms(secure=True))
+
+
+def test_two_sites_are_named_with_the_clients_that_they_share():
+    parts = by_turns(FRAME, 3)
+    parts["s1"] = pl.concat([parts["s1"], parts["s0"].filter(pl.col("client").is_in(["c0", "c1"]))])
+    parts["s2"] = pl.concat([parts["s2"], parts["s0"]])
+    refused(parts, r"2 clients with the same id at sites 's0' and 's1'|4 clients with the same id at sites 's0' and 's2'")

@@ -3,14 +3,16 @@
 from dataclasses import replace
 
 import numpy as np
+import polars as pl
 import pytest
 
 from covey.errors import CoveyError, FederationError
+from covey.exact import TOO_LARGE
 from covey.federation.coordinator import Terms
 from covey.federation.letters import Letter, Refusal, decode, encode
 from covey.federation.site import Site
 from covey.federation.transport import Failure
-from tests.federation.sites import Meddling, assert_same, by_turns, fit, in_memory, sites_of, spec, table
+from tests.federation.sites import Meddling, assert_same, by_turns, dealt, fit, in_memory, sites_of, spec, table
 
 FRAME = table(11, "bernoulli")
 ASKED = spec("bernoulli", tol=1e-11)
@@ -188,7 +190,40 @@ def test_a_site_that_lost_its_memory_is_told_all_letters_again_and_sends_nothing
         decode(reply) for (_, letter), (_, reply) in zip(carrier.letters, carrier.replies, strict=True) if asked(letter).mute
     ]
     assert [each.exchange for each in muted] == list(range(exchange))
-    assert all(each.kind == "ready" and each.body is None for each in muted)
+    assert all(each.kind == "ready" for each in muted)
+    assert [each.body for each in muted[1:]] == [None] * (exchange - 1)
+    assert len(muted[0].body) == 32  # a hash that says that its rows are the same
+    reminded = sum(len(letter) for _, letter in carrier.letters)
+    assert sum(each.down for each in outcome.exchanges) == reminded
+
+
+@pytest.mark.parametrize("exchange", [1, 3])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"x": pl.col("x") + 1},
+        {"y": 1 - pl.col("y")},
+        {"client": pl.col("client") + "'"},
+        {"cluster": pl.lit("a")},
+        {"cluster": pl.lit("new")},
+    ],
+    ids=["x", "y", "client", "cluster", "new cluster"],
+)
+def test_a_site_without_its_memory_and_with_another_table_is_not_let_in_again(change, exchange):
+    parts = by_turns(FRAME, 4)
+    sites = sites_of(parts)
+
+    def forget(site, letter, reply):
+        if site == "s1" and asked(letter).kind == "ask" and asked(letter).exchange == exchange and not forgot:
+            forgot.append(carrier.inner._sites.update(sites_of({"s1": parts["s1"].with_columns(**change)})))
+            return GONE
+        return reply
+
+    forgot: list[None] = []
+    carrier = Meddling(sites, forget)
+    with pytest.raises(FederationError, match=r"Site 's1'.* (table has changed since|a cluster that it had not)"):
+        fit(sites, ASKED, carrier, Terms(retries=2))
+    assert forgot
 
 
 @pytest.mark.parametrize("secure", [False, True])
@@ -213,8 +248,10 @@ def test_a_site_reopened_for_every_letter_remembers_all_it_needs(secure, tmp_pat
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
-        (lambda body: replace(body, value=float("nan")), "sent a value that is not a number"),
-        (lambda body: replace(body, force=np.full_like(body.force, np.nan)), "sent a value that is not a number"),
+        (lambda body: replace(body, value=float("nan")), "sent a number that is not finite"),
+        (lambda body: replace(body, force=np.full_like(body.force, np.nan)), "sent a number that is not finite"),
+        (lambda body: replace(body, force=np.full_like(body.force, np.inf)), "sent a number that is not finite"),
+        (lambda body: replace(body, seen=replace(body.seen, C=np.inf * body.seen.C)), "sent a number that is not finite"),
         (lambda body: replace(body, force=body.force[:2]), "another form or shape than the other sites"),
         (lambda body: replace(body, force=body.force.astype(np.int64)), "another form or shape"),
         (lambda body: (body,), "another form or shape"),
@@ -252,7 +289,10 @@ def test_letters_out_of_turn_are_refused_and_change_nothing():
     np.testing.assert_array_equal(sites["s0"].node(outcome.run).where(), before)
 
 
-def test_a_table_that_changes_under_a_run_is_noticed(tmp_path):
+@pytest.mark.parametrize(
+    "change", [{"x": pl.col("x") + 1}, {"client": "new " + pl.col("client")}, {"cluster": pl.col("cluster").replace("a", "b")}]
+)
+def test_a_table_that_changes_under_a_run_is_noticed(change, tmp_path):
     parts = by_turns(FRAME, 4)
 
     class Reopened:
@@ -262,7 +302,7 @@ def test_a_table_that_changes_under_a_run_is_noticed(tmp_path):
         def answer(self, letter):
             part = parts[self.name]
             if asked(letter).exchange >= 3 and self.name == "s3":
-                part = part.with_columns(x=part["x"] + 1)
+                part = part.with_columns(**change)
             return Site(self.name, lambda _: part, home=tmp_path / self.name, minimum=1).answer(letter)
 
     with pytest.raises(FederationError, match="Site 's3': The table has changed since the run began"):
@@ -271,7 +311,9 @@ def test_a_table_that_changes_under_a_run_is_noticed(tmp_path):
 
 def test_under_masks_one_site_alone_is_not_left_out_afterwards():
     """The totals with and without it would show its part by difference; two that are lost together hide each other."""
-    sites = sites_of(by_turns(FRAME, 5))
+    clients = FRAME["client"].unique(maintain_order=True).to_list()
+    parts = dealt(FRAME, {client: f"s{at % 4}" for at, client in enumerate(clients)})  # every cluster is at every site
+    sites = sites_of(parts)
     terms = Terms(secure=True, retries=0)
 
     def gone(*lost):
@@ -279,13 +321,106 @@ def test_under_masks_one_site_alone_is_not_left_out_afterwards():
 
     with pytest.raises(FederationError, match="Without 's2' the totals would show its part by difference"):
         fit(sites, ASKED, Meddling(sites, gone("s2")), terms, on_loss="continue")
-    parts = by_turns(FRAME, 5)
     sites = sites_of(parts)
-    outcome = fit(sites, ASKED, Meddling(sites, gone("s2", "s4")), terms, on_loss="continue")
-    assert outcome.roster == ("s0", "s1", "s3")
-    lost = parts["s2"]["client"].to_list() + parts["s4"]["client"].to_list()
+    outcome = fit(sites, ASKED, Meddling(sites, gone("s2", "s3")), terms, on_loss="continue")
+    assert outcome.roster == ("s0", "s1")
+    lost = parts["s2"]["client"].to_list() + parts["s3"]["client"].to_list()
     left = {name: site for name, site in sites.items() if name in outcome.roster}
     assert_same(outcome, left, in_memory(FRAME.filter(~FRAME["client"].is_in(lost)), ASKED))
+
+
+def test_under_masks_two_that_are_lost_together_hide_each_other_only_in_clusters_that_both_have():
+    sites = sites_of(by_turns(FRAME, 5))
+
+    def gone(site, letter, reply):
+        return GONE if site in ("s2", "s4") and asked(letter).exchange >= 2 else reply  # of these s4 alone has cluster a
+
+    with pytest.raises(FederationError, match="Without 's4' the totals would show its part by difference"):
+        fit(sites, ASKED, Meddling(sites, gone), Terms(secure=True, retries=0), on_loss="continue")
+
+
+@pytest.mark.parametrize("family", ["gaussian", "bernoulli"])
+def test_under_masks_what_is_not_finite_is_seen_and_its_site_named(family):
+    frame, given = table(11, family), spec(family)
+
+    def act(_, reply):
+        read = decode(reply)
+        skeleton, numbers = read.body
+        size = numbers.size.copy()
+        size[0] = TOO_LARGE  # as NaN comes out of masks
+        return encode(replace(read, body=(skeleton, replace(numbers, size=size))))
+
+    sites = sites_of(by_turns(frame, 4))
+    with pytest.raises(FederationError, match="Lost site 's1' sent a number that is not finite"):
+        fit(sites, given, Meddling(sites, when("s1", 1, act, times=99)), Terms(secure=True))
+    sites = sites_of(by_turns(frame, 4))
+    with pytest.raises(FederationError, match="Lost site 's1' sent a masked reply that cannot be read"):
+        fit(sites, given, Meddling(sites, when("s1", 1, lambda _, reply: encode(replace(decode(reply), body=3)), times=99)),
+            Terms(secure=True))  # fmt: skip
+
+
+def test_of_two_sites_that_differ_in_form_neither_is_taken_for_the_right_one():
+    def act(_, reply):
+        read = decode(reply)
+        return encode(replace(read, body=replace(read.body, force=read.body.force[:2])))
+
+    sites = sites_of(by_turns(FRAME, 2))
+    with pytest.raises(FederationError, match=r"Lost sites 's0' sent a reply of another form .* 's1' sent a reply"):
+        fit(sites, ASKED, Meddling(sites, when("s0", 2, act, times=99)))
+
+
+def test_a_step_so_long_that_numbers_overflow_costs_no_site():
+    """Of counts with a heavy-tailed covariate Newton's first steps overflow at one site: they are halved, as in memory."""
+    rng = np.random.default_rng(8)
+    client = np.repeat(np.arange(12), 5)
+    x, exposure = 10 * np.exp(2 * rng.normal(size=60)), 8 * rng.normal(size=60)
+    y = rng.poisson(np.exp(np.clip(0.3 + 0.5 * rng.normal(size=12)[client], -3, 3)))
+    frame = pl.DataFrame({"client": client, "cluster": client % 2, "x": x, "exposure": exposure, "y": y})
+    given = spec("poisson", formula="y ~ x", offset="exposure", gamma=0.01, lam=1.0)
+    sites = sites_of({f"s{at}": frame.filter(pl.col("client") % 2 == at) for at in range(2)})
+    carrier = Meddling(sites)
+    outcome = fit(sites, given, carrier, on_loss="continue")
+    assert not outcome.without
+    values = [getattr(decode(reply).body, "value", 0.0) for _, reply in carrier.replies]
+    assert np.isinf(values).any(), "no step was so long"
+    np.testing.assert_allclose(outcome.model.w, in_memory(frame, given).w, atol=1e-7)
+
+
+def test_a_site_that_is_lost_at_the_end(tmp_path):
+    """The operator's model is there by then; the run can be taken up, or ends and says who was not told."""
+    journal, out = tmp_path / "journal", tmp_path / "model"
+
+    def gone(site, letter, reply):
+        return GONE if site == "s1" and asked(letter).kind == "deliver" else reply
+
+    sites = sites_of(by_turns(FRAME, 4))
+    with pytest.raises(FederationError, match=r"Lost site 's1' .* exchanges are kept"):
+        fit(sites, ASKED, Meddling(sites, gone), journal=journal, out=out)
+    assert (out / "model.json").exists()
+    again = Meddling(sites)
+    outcome = fit(sites, ASKED, again, journal=journal, out=out)
+    assert {asked(letter).kind for _, letter in again.letters} == {"deliver"}
+    assert not outcome.missed
+    sites = sites_of(by_turns(FRAME, 4))
+    outcome = fit(sites, ASKED, Meddling(sites, gone), journal=journal, on_loss="continue")
+    assert (outcome.roster, dict(outcome.without), list(outcome.missed)) == (("s0", "s1", "s2", "s3"), {}, ["s1"])
+    assert_bits(outcome, whole())
+    assert not journal.exists()
+
+
+def test_a_run_that_was_refused_is_not_in_the_way_of_the_next(tmp_path):
+    """Of mistakes that no exchange will mend nothing is kept: the same command with a mended table starts anew."""
+    journal, parts = tmp_path / "journal", by_turns(FRAME, 4)
+    twice = {**parts, "s2": pl.concat([parts["s2"], parts["s0"].filter(pl.col("client") == "c0")])}
+    with pytest.raises(FederationError, match="A client with the same id"):
+        fit(sites_of(twice), ASKED, journal=journal)
+    assert not journal.exists()
+    with pytest.raises(CoveyError, match="There is no column"):
+        fit(sites_of(parts), replace(ASKED, formula="y ~ xx"), journal=journal)
+    sites = sites_of(parts)
+    with pytest.raises(FederationError, match=r"Lost site 's1' .*the run has stopped\.$"):
+        fit(sites, ASKED, Meddling(sites, lambda site, *_: GONE if site == "s1" else _[1]), journal=journal)
+    assert_bits(fit(sites_of(parts), ASKED, journal=journal), whole())
 
 
 def test_under_masks_a_site_that_lost_its_key_ends_the_run():
@@ -316,3 +451,39 @@ def test_masks_that_do_not_cancel_are_noticed():
 
     with pytest.raises(FederationError, match="masks of the sites do not cancel"):
         fit(sites, ASKED, Meddling(sites, copy), Terms(secure=True))
+
+
+BY_COINS = spec(solver="l2gd", max_iter=60, tol=1e-300, options={"L": 40.0, "mu": 1.0})
+
+
+@pytest.mark.filterwarnings("ignore::covey.errors.ConvergenceWarning")
+def test_sites_that_an_exchange_does_not_concern_are_left_alone(tmp_path):
+    """A cluster that waits for an exchange between clusters has no work; its site gets no letter, and is not out of step."""
+    parts = {name: FRAME.filter(pl.col("cluster") == name) for name in "abc"}
+    expected = in_memory(FRAME, BY_COINS)
+    sites = sites_of(parts)
+    carrier = Meddling(sites)
+    outcome = fit(sites, BY_COINS, carrier)
+    rounds = [each for each in outcome.exchanges if each.what == "go"]
+    assert {each.sites for each in rounds} == {1, 2, 3}
+    np.testing.assert_array_equal(outcome.model.w, expected.w)
+    gone = [
+        asked(letter).exchange for site, letter in carrier.letters if site == "b" and "Go" in type(asked(letter).body).__name__
+    ]
+    at = gone[len(gone) // 2]  # where b is asked again after it was left alone, and has lost its memory
+
+    def forget(site, letter, reply):
+        if site == "b" and asked(letter).exchange == at and not forgot:
+            forgot.append(carrier.inner._sites.update(sites_of({"b": parts["b"]})))
+            return GONE
+        return reply
+
+    forgot: list[None] = []
+    sites = sites_of(parts)
+    carrier = Meddling(sites, forget)
+    np.testing.assert_array_equal(fit(sites, BY_COINS, carrier, Terms(retries=2)).model.w, expected.w)
+    assert forgot
+    sites, journal = sites_of(parts), tmp_path / "journal"
+    with pytest.raises(Killed):
+        fit(sites, BY_COINS, Killing(sites, at), journal=journal)
+    np.testing.assert_array_equal(fit(sites, BY_COINS, journal=journal).model.w, expected.w)

@@ -54,7 +54,7 @@ def test_any_cut_or_changed_length_is_refused():
 @pytest.mark.parametrize("name", ["builtins.eval", "os.system", "model.Model", "federation.site.Site", "solvers.rounds.Loop2"])
 def test_other_classes_are_not_built(name):
     head = json.dumps({"tree": {"is": name, "has": {}}, "arrays": []}).encode()
-    with pytest.raises(LetterError):
+    with pytest.raises(LetterError, match=f"no letter of covey's: '{name}'"):
         decode(b"covey\x01" + len(head).to_bytes(4, "little") + head)
 
 

@@ -364,7 +364,7 @@ def test_a_coordinator_that_asks_for_more_is_refused(body, why):
     fit(sites, spec(), carrier, terms())
     last = next(decode(letter) for site, letter in reversed(carrier.letters) if site == "s0")
     for asked in (body, Batch((body, Place(np.zeros((3, 4))))), Batch((Place(np.zeros((3, 4))), body))):
-        letter = replace(last, kind="ask", exchange=last.exchange + 1, body=asked)
+        letter = replace(last, kind="ask", exchange=last.exchange + 1, after=last.exchange, body=asked)
         answer = decode(sites["s0"].answer(encode(letter)))
         assert answer.kind == "refusal"
         assert why in answer.body.sentence

@@ -6,13 +6,15 @@ import numpy as np
 import polars as pl
 import pytest
 
+from covey import __version__
+from covey.design import Formula
 from covey.errors import CoveyError, FederationError
 from covey.federation.agreement import Hello
 from covey.federation.coordinator import Terms
 from covey.federation.letters import Letter, LetterError, decode, encode
 from covey.federation.members import Members
 from covey.federation.operate import run_fit
-from covey.federation.site import Site
+from covey.federation.site import Site, open_site
 from covey.federation.transport import InProcess
 from covey.persist import spec_to_json
 from tests.federation.sites import Meddling, assert_same, by_turns, dealt, fit, in_memory, sites_of, spec, table, thetas
@@ -24,7 +26,7 @@ LEARNS = {"gamma": None, "lam": None}
 def greeted(asked, **settings):
     """What one site answers to a hello."""
     site = Site("s", lambda _: FRAME, **{"minimum": 3, **settings})
-    hello = Hello(__import__("covey").__version__, spec_to_json(asked))
+    hello = Hello(__version__, spec_to_json(asked))
     return decode(site.answer(encode(Letter("run", 0, 0, "hello", hello))))
 
 
@@ -58,6 +60,76 @@ def test_a_site_answers_about_its_own_columns_and_clients_only():
     assert "under masks only" in greeted(spec(), secure=True).body.sentence
 
 
+def test_a_design_of_other_columns_than_the_formula_is_refused():
+    """A coordinator that deviates: it asks about columns that the site lets be asked about, and reads others."""
+    other = Formula.of("x + I(weight**2)", ["x", "weight"], {}).to_json()
+    own = {"client": "client", "columns": ["y", "x", "cluster"]}
+    sites = sites_of(by_turns(FRAME, 3), **own)
+
+    def cheat(site, letter, reply):
+        read = decode(letter)
+        if read.kind != "agree":
+            return reply
+        return sites[site].answer(encode(replace(read, epoch=read.epoch + 1, body=replace(read.body, design=other))))
+
+    asked = spec(formula="y ~ x")
+    assert fit(sites_of(by_turns(FRAME, 3), **own), asked).model.terms == ("Intercept", "x")
+    with pytest.raises(FederationError, match="The design that was agreed on is not that of the formula 'y ~ x'"):
+        fit(sites, asked, Meddling(sites, cheat))
+
+
+def test_a_cluster_that_was_not_named_in_time_is_refused():
+    parts = by_turns(FRAME, 3)
+    lacks = {**parts, "s1": parts["s1"].filter(pl.col("cluster") != "a")}
+    seen = []
+
+    class Grows(Site):
+        def answer(self, letter):
+            self._read = lambda _: (lacks if decode(letter).kind == "hello" else parts)[self.name]
+            seen.append(decode(letter).kind)
+            return super().answer(letter)
+
+    sites = {name: Grows(name, None, minimum=1) for name in parts}
+    with pytest.raises(FederationError, match="Site 's1' has clients of cluster 'a', which it did not name"):
+        fit(sites, spec())
+    assert "ask" not in seen
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"minumum": 50}, "has a setting 'minumum' that is none; did you mean 'minimum'?"),
+        ({"epsilom": 1.0}, "did you mean 'epsilon'?"),
+        ({"secure": "no"}, "must be true or false. Got 'no' instead"),
+        ({"minimum": 0}, "must be a whole number >= 1"),
+    ],
+)
+def test_settings_of_a_node_that_are_none(settings, why, tmp_path):
+    with pytest.raises(FederationError) as error:
+        open_site("north", {"data": "x.csv", "home": str(tmp_path), **settings})
+    assert why in str(error.value)
+
+
+def test_a_home_is_its_owners_alone_and_its_models_folder_is_looked_at_before_the_fit(tmp_path):
+    home = tmp_path / "home"
+    home.mkdir(mode=0o755)
+    assert greeted(spec(), home=home).kind == "reply"
+    assert home.stat().st_mode & 0o077 == 0
+    (home / "model").mkdir()
+    (home / "model" / "notes.txt").write_text("mine")
+    assert "holds other things" in greeted(spec(), home=home).body.sentence
+
+
+def test_a_fault_of_the_program_is_in_the_sites_own_log(capsys):
+    def broken(_):
+        raise ZeroDivisionError("a value of a row")
+
+    site = Site("s", broken)
+    reply = decode(site.answer(encode(Letter("run", 0, 0, "hello", Hello(__version__, spec_to_json(spec()))))))
+    assert (reply.body.reason, "a value" in reply.body.sentence) == ("broken", False)
+    assert "ZeroDivisionError: a value of a row" in capsys.readouterr().err
+
+
 def test_masks_that_were_begun_are_not_left_off():
     """A coordinator that deviates: agreement without keys, or with those of fewer sites than the roster."""
     for change in ({"keys": {}}, {"keys": None}):
@@ -83,7 +155,7 @@ def test_a_cluster_that_one_site_has_alone_cannot_be_masked():
 
 def test_only_messages_are_built():
     for name in ("network.Node", "network.InMemory", "solvers.newton.GroupedData", "data.GroupedData"):
-        with pytest.raises((LetterError, TypeError)):
+        with pytest.raises(LetterError, match=f"no letter of covey's: '{name}'"):
             decode(encode_as(name))
     with pytest.raises(LetterError):
         decode(encode_as("federation.letters.Letter", []))
@@ -144,7 +216,7 @@ def test_a_model_that_cannot_be_written_leaves_the_run_to_be_taken_up(tmp_path, 
             run_fit(InProcess(sites), list(sites), spec(), Terms(), **places)
     carrier = Meddling(sites)
     run_fit(carrier, list(sites), spec(), Terms(), **places)
-    assert not carrier.letters
+    assert {decode(letter).kind for _, letter in carrier.letters} == {"deliver"}
     assert (tmp_path / "model" / "model.json").exists()
     assert not (tmp_path / "journal").exists()
 

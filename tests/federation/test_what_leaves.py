@@ -1,7 +1,8 @@
 """Every letter of every solver is opened: only sums leave a site, and docs/privacy.md lists them all."""
 
+import re
 import warnings
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 
@@ -9,8 +10,9 @@ import numpy as np
 import polars as pl
 import pytest
 
-from covey.errors import ConvergenceWarning
+from covey.errors import ConvergenceWarning, CoveyError
 from covey.exact import Exact
+from covey.federation.agreement import Joined, Profile, Totals
 from covey.federation.coordinator import Terms
 from covey.federation.letters import decode
 from covey.federation.privacy import privacy_of
@@ -99,7 +101,10 @@ def told(carrier, d):
     for _, request, reply in replies(carrier, "ask"):
         last = request.requests[-1] if hasattr(request, "requests") else request
         points = type(last).__name__ in ("Integrate", "Slope")
-        parts = [f"{name} ({sizes(shape, d, points)})" if shape else name for name, _, shape in leaves(reply, "total")]
+        parts = [
+            f"{name} ({sizes(shape, d, points)})" if shape else name
+            for name, _, shape in leaves(reply, "" if reply is None else "total")
+        ]
         rows[type(last).__name__.lower()] = ", ".join(parts)
     return rows
 
@@ -118,6 +123,23 @@ def test_no_letter_has_as_many_of_anything_as_a_site_has_clients_or_rows(solver)
 def test_the_page_lists_what_leaves(solver):
     _, _, carrier, outcome = ran(solver)
     assert told(carrier, len(outcome.model.terms)) == listed(solver)
+
+
+def test_the_page_lists_what_leaves_before_the_fit():
+    text = DOCS.read_text()
+    named = {row: re.findall(r"`(\w+)`", re.search(rf"^\| {row} \| (.*?) \|", text, re.M)[1]) for row in ("hello", "agree")}
+    assert sorted(named["hello"]) == sorted(part.name for part in fields(Profile))
+    agree = [part.name for message in (Joined, Totals) for part in fields(message)]
+    assert sorted(each for each in named["agree"] if each != "standardize") == sorted(agree)
+
+
+def test_the_page_lists_what_leaves_of_clients_with_one_row_each():
+    frame = table(31, clients=CLIENTS, clusters=CLUSTERS, rows=1)
+    sites = sites_of(dealt(frame, {f"c{i}": "abc"[i % 3] for i in range(CLIENTS)}))
+    carrier = Meddling(sites)
+    with pytest.raises(CoveyError, match="residual"):
+        fit(sites, replace(LEARNED, vary=["Intercept"]), carrier)
+    assert told(carrier, 4)["alike"] == listed("reml, one row a client")["alike"]
 
 
 def listed(solver):

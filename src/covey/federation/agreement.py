@@ -14,7 +14,8 @@ themselves: the coordinator then sees that two tags are equal, and cannot try id
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any
@@ -74,7 +75,8 @@ class Profile:
     Attributes
     ----------
     version : of covey at the site
-    kinds : of each column that the formula names, "numbers" or "categories"; and of the ids, "client" and "cluster"
+    kinds : of each column that the formula names, "numbers" or "categories"
+    ids : kinds of the ids of "client" and "cluster", and of the values of the "response"
     levels : the categories of columns that hold some
     clusters : ids, in order
     classes : of a binary response, those that occur
@@ -84,6 +86,7 @@ class Profile:
 
     version: str
     kinds: dict[str, str]
+    ids: dict[str, str]
     levels: dict[str, tuple[Any, ...]]
     clusters: tuple[Any, ...]
     classes: tuple[Any, ...] | None
@@ -104,6 +107,7 @@ class Agree:
     keys : their public keys, if sums are to be masked
     salt : the key of the clients' tags; sealed for this site, if sums are to be masked
     private : how private the fit is to be, if it is
+    listed : whether tags of clients and their clusters together are wanted too, for the operator's list
     """
 
     spec: dict[str, Any]
@@ -115,6 +119,7 @@ class Agree:
     keys: dict[str, str]
     salt: str
     private: Privacy | None = None
+    listed: bool = False
 
 
 @dataclass(frozen=True)
@@ -140,9 +145,18 @@ class Totals:
 
 @dataclass(frozen=True)
 class Joined:
-    """Up: ``tags (n, 2)`` of a site's clients, in an order that says nothing; eight bytes times two for each."""
+    """Up: what a site shows of its clients and rows.
+
+    Attributes
+    ----------
+    tags : (n, 2) of its clients, in an order that says nothing; eight bytes times two for each
+    rows : a keyed hash of all its rows, which shows later that a site without its memory has the same; "" in a private run
+    pairs : (n, 2) tags of its clients with their clusters, if the operator has a list of them
+    """
 
     tags: Anything
+    rows: str
+    pairs: Anything | None = None
 
 
 @dataclass(frozen=True)
@@ -180,13 +194,11 @@ def profile_of(table: Any, spec: Spec, key: str = "", minimum: int = 1) -> Profi
     if lhs in design.columns:
         raise FormulaError(f"The response {lhs!r} is also on the right of '~'; a model that knows the answer is of no use.")
     y = series_values(response(lhs, frame))
-    classes = None
-    if spec.family == "bernoulli":
-        classes = _classes_of(y)
+    classes = _classes_of(y) if spec.family == "bernoulli" else None
     clusters, _ = encode(column(frame, spec.cluster), "cluster") if spec.cluster else (pl.Series(["all"]), None)
     client = as_labels(column(frame, spec.client), "client") if spec.client else pl.Series(["all"])
     kinds = {name: "categories" if name in design.levels else "numbers" for name in design.columns}
-    kinds |= {"client": kind(client), "cluster": kind(clusters)}
+    ids = {"client": kind(client), "cluster": kind(clusters), "response": _kind_of(y)}
     for name in (spec.weights, spec.offset):
         if name is not None:
             numeric(frame, name)
@@ -196,8 +208,9 @@ def profile_of(table: Any, spec: Spec, key: str = "", minimum: int = 1) -> Profi
     _group(frame, replace(spec, nested=repeated), design, outcome)
     levels = {name: tuple(values) for name, values in design.levels.items()}
     for name in [each for each in (spec.cluster, *levels) if each is not None]:
-        _check_behind(frame, name, spec.client, minimum)
-    return Profile(__version__, kinds, levels, tuple(plain_ids(clusters)), classes, key, repeated)
+        check_behind(column(frame, name).to_list(), client, minimum, name)
+    told = None if classes is None else tuple(each for each in classes if len(set(client.filter(y == each))) >= minimum)
+    return Profile(__version__, kinds, ids, levels, tuple(plain_ids(clusters)), told, key, repeated)
 
 
 def _classes_of(y: Anything) -> tuple[Any, ...]:
@@ -205,25 +218,38 @@ def _classes_of(y: Anything) -> tuple[Any, ...]:
     lost = np.array([is_missing(value) for value in y.tolist()])
     if lost.any():
         raise DataError(f"The response is missing (NaN) in row {int(lost.argmax())}; fill the value or leave the row out.")
-    distinct = sorted(set(y.tolist()), key=lambda value: (str(type(value)), value))
+    distinct = set(y.tolist())
     if not all(isinstance(each, str | int | float) for each in distinct):
         raise FederationError("Classes of a response across sites are text, numbers or booleans; convert the column.")
     if len(distinct) > 2:
         raise FederationError(f"The response has {len(distinct)} classes here, where the bernoulli family has two.")
-    return tuple(distinct)
+    return tuple(_sorted(distinct))
 
 
-def _check_behind(frame: Any, name: str, client: str | None, minimum: int) -> None:
+def _kind_of(y: Anything) -> str:
+    """What a response holds: text, or numbers, of which booleans are some."""
+    return "numbers" if y.dtype.kind in "biuf" or not any(isinstance(each, str) for each in y.tolist()) else "text"
+
+
+def check_behind(values: Sequence[Any], client: pl.Series, minimum: int, name: str) -> None:
     """Refuse a column of which some value, which would be told, belongs to few clients."""
-    if minimum <= 1 or client is None:
+    if minimum <= 1 or len(client) != len(values):
         return
-    table = pl.DataFrame({"value": column(frame, name).to_list(), "client": as_labels(column(frame, client), "client")})
-    clients = table.group_by("value").agg(pl.col("client").n_unique())["client"].to_list()
-    if min(clients) < minimum:
+    clients = pl.DataFrame({"value": values, "client": client}).group_by("value").agg(pl.col("client").n_unique())["client"]
+    if min(clients.to_list()) < minimum:
         raise FederationError(
             f"Column {name!r} has a value that fewer than {minimum} clients here have, so that sums by it would be of fewer "
             "than this site wants behind each; merge such values, lower its minimum, or leave their rows out."
         )
+
+
+def check_design(agreed: Agree) -> None:
+    """Refuse a design that is not the one of the specification: it says which columns are read, and how."""
+    spec, design = spec_from_json(agreed.spec), agreed.design
+    rhs = split_bars(_sides(spec)[1])[0]
+    own = Formula.of(rhs, design["columns"], design["levels"]).to_json()
+    if json.dumps(own, sort_keys=True) != json.dumps(design, sort_keys=True):
+        raise FederationError(f"The design that was agreed on is not that of the formula {spec.formula!r}; start a new run.")
 
 
 def grouped(table: Any, agreed: Agree) -> GroupedData:
@@ -235,6 +261,8 @@ def grouped(table: Any, agreed: Agree) -> GroupedData:
     data = _group(frame, spec, design_from_json(agreed.design), outcome)
     tree, known = data.hierarchy, cluster_ids(agreed)
     place = lookup(tree.cluster_ids, known, "cluster")
+    if (place < 0).any():
+        raise FederationError("The table has a cluster that it had not when the run began; put it back, or start a new run.")
     sizes = np.zeros(len(known), dtype=np.int64)
     sizes[place] = tree.sizes
     whole = Hierarchy(np.concatenate([[0], np.cumsum(sizes)]), tree.client_ids, known)
@@ -277,14 +305,22 @@ def unspoken(profile: Profile) -> Profile:
 
 def digests(ids: Iterable[Any], salt: str) -> Anything:
     """Keyed hashes of ids, ``(n, 2)``, in an order that says nothing."""
-    key = bytes.fromhex(salt)
-    hashed = [hashlib.blake2b(repr(each).encode(), digest_size=16, key=key).digest() for each in ids]
+    hashed = [bytes.fromhex(keyed(each, salt)) for each in ids]
     return np.frombuffer(b"".join(sorted(hashed)), dtype="<u8").reshape(-1, 2).copy()
 
 
-def tags(data: GroupedData, salt: str) -> Anything:
-    """What a site shows of its clients' ids."""
-    return digests(data.hierarchy.client_ids.to_list(), salt)
+def keyed(value: Any, salt: str) -> str:
+    """A keyed hash of something, in hexadecimal."""
+    return hashlib.blake2b(repr(value).encode(), digest_size=16, key=bytes.fromhex(salt)).hexdigest()
+
+
+def joined(data: GroupedData, salt: str, agreed: Agree, rows: str) -> Joined:
+    """What a site shows of its clients' ids, and of its rows, whose digest is ``rows``."""
+    tree = data.hierarchy
+    clients = tree.client_ids.to_list()
+    told = "" if agreed.private is not None else keyed(rows, salt)
+    pairs = digests(zip(plain_ids(tree.cluster_ids[tree.parent]), clients, strict=True), salt) if agreed.listed else None
+    return Joined(digests(clients, salt), told, pairs)
 
 
 def _sides(spec: Spec) -> tuple[str, str]:
@@ -317,13 +353,13 @@ def agree(
     _check_kinds(profiles)
     _, rhs = _sides(spec.settled())
     first = next(iter(profiles.values()))
-    columns = [name for name in first.kinds if name not in ("client", "cluster")]
+    columns = list(first.kinds)
     lhs = _sides(spec.settled())[0]
     if private is not None:
         _check_listed([lhs] * (spec.family == "bernoulli") + [c for c in columns if first.kinds[c] == "categories"], categories)
     levels = {name: _levels(name, profiles, categories) for name in columns if first.kinds[name] == "categories"}
     design = Formula.of(split_bars(rhs)[0], columns, levels)
-    clusters = revive({each for profile in profiles.values() for each in profile.clusters}, first.kinds["cluster"]).sort()
+    clusters = revive({each for profile in profiles.values() for each in profile.clusters}, first.ids["cluster"]).sort()
     settled = spec.settled()
     if settled.nested:
         settled = replace(settled, nested=any(profile.repeated for profile in profiles.values()))
@@ -334,12 +370,13 @@ def agree(
         spec_to_json(settled),
         design.to_json(),
         tuple(plain_ids(clusters)),
-        first.kinds["cluster"],
+        first.ids["cluster"],
         classes if spec.family == "bernoulli" else None,
         tuple(sorted(profiles)),
         {},
         "",
         private,
+        bool(members.clients),
     )
 
 
@@ -348,17 +385,20 @@ def cluster_ids(agreed: Agree) -> pl.Series:
 
 
 def check_spread(profiles: Mapping[str, Profile]) -> None:
-    """Under masks, refuse a cluster that one site has alone: the total over sites would be that site's own sum."""
-    owners: dict[Any, list[str]] = {}
+    """Under masks, refuse a cluster or category that one site has alone: the total over sites would be that site's own sum."""
+    owners: dict[tuple[str, Any], list[str]] = {}
     for site, profile in profiles.items():
-        for cluster in profile.clusters:
-            owners.setdefault(cluster, []).append(site)
-    alone = [(cluster, sites[0]) for cluster, sites in owners.items() if len(sites) == 1]
+        named = [("clusters", each) for each in profile.clusters]
+        named += [(f"categories of {name!r}", each) for name, levels in profile.levels.items() for each in levels]
+        for each in named:
+            owners.setdefault(each, []).append(site)
+    alone = [(what, value, sites[0]) for (what, value), sites in owners.items() if len(sites) == 1]
     if alone:
-        cluster, site = alone[0]
+        what, value, site = alone[0]
+        many = sum(each[0] == what for each in alone), sum(each[0] == what for each in owners)
         raise FederationError(
-            f"{len(alone)} of {len(owners)} clusters are at one site only, such as {cluster!r} at {site!r}: masks would hide "
-            "nothing there, the total being the site's own; choose clusters that sites share, or leave out --secure."
+            f"{many[0]} of {many[1]} {what} are at one site only, such as {value!r} at {site!r}: masks would hide nothing "
+            "there, the total being the site's own; choose such that sites share, or leave out --secure."
         )
 
 
@@ -377,7 +417,8 @@ def check_tags(found: Mapping[str, Anything]) -> None:
     same = shared(found)
     if same:
         one, two = sorted(same[0])
-        many = f"{len(same)} clients" if len(same) > 1 else "A client"
+        both = len({tuple(each) for each in found[one].tolist()} & {tuple(each) for each in found[two].tolist()})
+        many = f"{both} clients" if both > 1 else "A client"
         raise FederationError(
             f"{many} with the same id at sites {one!r} and {two!r}; a client belongs to one site: give each site's clients "
             "ids of their own, or remove the copy."
@@ -390,18 +431,33 @@ def check_totals(found: Totals, family: str) -> None:
         raise DataError("The response is 0 in every row of every site; the poisson family needs a positive count.")
 
 
+def apart_from_most(told: Mapping[str, Any]) -> list[str]:
+    """Sites that tell something else than most of them; all of them, if it is not clear what most tell.
+
+    >>> apart_from_most({"north": "numbers", "south": "text", "west": "numbers"}), apart_from_most({"north": 1, "south": 2})
+    (['south'], ['north', 'south'])
+    """
+    often = {value: list(told.values()).count(value) for value in told.values()}
+    usual = [value for value, times in often.items() if times == max(often.values())]
+    return [site for site, value in told.items() if len(usual) > 1 or value != usual[0]]
+
+
 def _check_kinds(profiles: Mapping[str, Profile]) -> None:
-    """All sites' columns must be of the kinds that most of them have."""
-    names = {name for profile in profiles.values() for name in profile.kinds}
-    for name in sorted(names):
-        told = {site: profile.kinds.get(name, "missing") for site, profile in profiles.items()}
-        usual = max(sorted(set(told.values())), key=list(told.values()).count)
-        for site, own in told.items():
-            if own != usual:
-                what = f"ids of its {name}s are" if name in ("client", "cluster") else f"column {name!r} holds"
-                raise FederationError(
-                    f"At site {site!r} the {what} {own}, at the other sites {usual}; convert the column there."
-                )
+    """All sites' columns, ids and responses must be of the kinds that most of them have."""
+    words = {"client": "ids of clients are", "cluster": "ids of clusters are", "response": "response is"}
+    told = {
+        words[name]: {site: profile.ids.get(name, "missing") for site, profile in profiles.items()}
+        for name in next(iter(profiles.values())).ids
+    }
+    for name in sorted({name for profile in profiles.values() for name in profile.kinds}):
+        told[f"column {name!r} holds"] = {site: profile.kinds.get(name, "missing") for site, profile in profiles.items()}
+    for what, kinds in told.items():
+        odd = apart_from_most(kinds)
+        if not odd:
+            continue
+        others = [site for site in kinds if kinds[site] != kinds[odd[0]]]
+        elsewhere = f"at the other sites {kinds[others[0]]}" if len(odd) == 1 else f"at site {others[0]!r} {kinds[others[0]]}"
+        raise FederationError(f"At site {odd[0]!r} the {what} {kinds[odd[0]]}, {elsewhere}; convert one of them.")
 
 
 def _levels(name: str, profiles: Mapping[str, Profile], categories: Mapping[str, Iterable[Any]]) -> list[Any]:
@@ -417,14 +473,32 @@ def _levels(name: str, profiles: Mapping[str, Profile], categories: Mapping[str,
                 )
         return listed
     orders = [list(profile.levels.get(name, ())) for profile in profiles.values()]
-    longest = max(orders, key=len)
-    if any(own != _sorted(own) for own in orders) and all(own == [each for each in longest if each in own] for own in orders):
-        return longest  # the order that a table of pandas gives its categories, the same at all sites
-    return _sorted(set().union(*met.values()))
+    if all(own == _sorted(own) for own in orders):
+        return _sorted(set().union(*met.values()))
+    merged = _merged(orders)  # a table of pandas gives its categories an order of its own
+    if merged is None:
+        raise FederationError(
+            f"The sites have the categories of column {name!r} in different orders; give one with --categories."
+        )
+    return merged
+
+
+def _merged(orders: Sequence[Sequence[Any]]) -> list[Any] | None:
+    """One order that keeps all of these; None if they contradict each other."""
+    left, merged = [list(own) for own in orders if own], list[Any]()
+    while left:
+        heads = _sorted({own[0] for own in left})
+        free = [each for each in heads if not any(each in own[1:] for own in left)]
+        if not free:
+            return None
+        merged.append(free[0])
+        left = [rest for own in left if (rest := [each for each in own if each != free[0]])]
+    return merged
 
 
 def _sorted(values: Iterable[Any]) -> list[Any]:
-    return sorted(values, key=lambda value: (str(type(value)), value))
+    """Numbers, of whichever type, by value; then text."""
+    return sorted(values, key=lambda value: (isinstance(value, str), value))
 
 
 def _check_listed(names: Iterable[str], categories: Mapping[str, Iterable[Any]]) -> None:

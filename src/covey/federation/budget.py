@@ -7,22 +7,17 @@ home/
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from covey.errors import FederationError
+from covey.federation.files import alone, own_folder, write_whole
 from covey.federation.privacy import DELTA, spent
 from covey.network import Batch, Tie
 from covey.solvers.private import Place, Privacy, Release
-
-try:
-    import fcntl
-except ImportError:  # a system without it: runs at the same time are then the administrator's to avoid
-    fcntl = None  # type: ignore[assignment]
 
 
 @dataclass
@@ -67,6 +62,18 @@ class Budget:
             return
         self._check(run, [*self._of(lambda name: name != f"{run}.{epoch}"), (f"{run}.", privacy.noise, privacy.rounds)])
 
+    def remember(self, privacy: Privacy, run: str, epoch: int, rows: str, *, again: bool) -> None:
+        """Keep a digest of the rows of a run, which does not leave the site; ``again``, look that they are the same."""
+        with self._alone():
+            kept, name = self._read(), f"{run}.{epoch}"
+            if again and kept.get(name, {}).get("rows") != rows:
+                raise FederationError(
+                    "This site has lost its memory of a private run, or its table has changed since; put both back, or start a "
+                    "new run."
+                )
+            kept.setdefault(name, {"noise": privacy.noise, "exchanges": []})["rows"] = rows
+            self._write(kept)
+
     def charge(self, privacy: Privacy, run: str, epoch: int, exchange: int) -> None:
         """Count one release, on disk before it is sent; one that was made before, or is not in the agreement, is refused."""
         with self._alone():
@@ -84,7 +91,7 @@ class Budget:
         if len(entry["exchanges"]) >= privacy.rounds:
             raise FederationError(f"This site agreed to {privacy.rounds} releases and has made them; start a new run.")
         entry["exchanges"].append(exchange)
-        self._check(run, [(each, one["noise"], len(one["exchanges"])) for each, one in kept.items()])
+        self._check(run, _releases(kept))
         self._write(kept)
 
     def spent(self) -> float:
@@ -105,18 +112,14 @@ class Budget:
                 )
 
     def _of(self, chosen: Any) -> list[tuple[str, float, int]]:
-        return [(name, one["noise"], len(one["exchanges"])) for name, one in self._read().items() if chosen(name)]
+        return [each for each in _releases(self._read()) if chosen(each[0])]
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _alone(self) -> AbstractContextManager[None]:
         """Two runs at once must not read the same sum and each add to it."""
-        if self.file is None or fcntl is None:
-            yield
-            return
-        self.file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with self.file.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+        if self.file is None:
+            return alone(None)
+        own_folder(self.file.parent)
+        return alone(self.file.with_suffix(".lock"))
 
     def _read(self) -> dict[str, Any]:
         if self.file is None:
@@ -133,14 +136,14 @@ class Budget:
         self.kept = kept
         if self.file is None:
             return
-        made = [(one["noise"], len(one["exchanges"])) for one in kept.values()]
+        made = [(noise, number) for _, noise, number in _releases(kept)]
         document = {"epsilon": spent(made, self.delta), "delta": self.delta, "releases": kept}
-        fresh = self.file.with_suffix(".part")
-        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            json.dump(document, file, indent=2)
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(self.file)
+        write_whole(self.file, json.dumps(document, indent=2).encode())
+
+
+def _releases(kept: Mapping[str, Any]) -> list[tuple[str, float, int]]:
+    """Of each start of a run its noise, and how many releases were made."""
+    return [(name, one["noise"], len(one["exchanges"])) for name, one in kept.items()]
 
 
 def releases(request: Any, privacy: Privacy | None) -> bool:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import reduce
 from operator import add
 from typing import Any, TypeVar, cast
@@ -37,6 +37,7 @@ from covey.federation.agreement import (
     Salt,
     Totals,
     agree,
+    apart_from_most,
     check_spread,
     check_tags,
     check_totals,
@@ -46,7 +47,7 @@ from covey.federation.agreement import (
 )
 from covey.federation.journal import Entry, Journal
 from covey.federation.letters import Letter, LetterError, Refusal, decode, encode, join, outline
-from covey.federation.masking import Epoch, check_roster, unmask
+from covey.federation.masking import check_roster, unmask
 from covey.federation.members import Members
 from covey.federation.privacy import DELTA, check_delta
 from covey.federation.transport import Failure, Transport
@@ -97,6 +98,10 @@ class Exchange:
     seconds: float
 
 
+class Halted(FederationError):  # noqa: N818 - an event, of which an error is only one outcome
+    """The run cannot go on as things are; once they are put right it can, from its journal."""
+
+
 class SiteLost(FederationError):  # noqa: N818 - an event, of which an error is only one outcome
     """Sites that do not answer, or answer what cannot be used; ``known`` if the journal already says that the run left them."""
 
@@ -144,6 +149,9 @@ class Federation:
         self._transport, self._say = transport, say
         self._run: str = journal.head["run"]
         self._sent: list[Entry] = []
+        self._last: dict[str, int] = {}
+        self._rosters: list[tuple[str, ...]] = []
+        self._profiles: dict[str, Profile] = {}
         self._held: tuple[Any, ...] = ()
         self.agreed: Agree
         self.totals: Totals
@@ -160,9 +168,9 @@ class Federation:
 
     def open(self) -> None:
         """Let all sites of the roster agree; a new epoch of the run, if there was one before."""
-        self.epoch += 1
-        self._sent, self._held = [], ()
-        profiles = self._once("hello", {"": self._letter("hello", Hello(*self._greeting))}, _profiles)
+        self._next_epoch()
+        self._held = ()
+        self._profiles = profiles = self._once("hello", {"": self._letter("hello", Hello(*self._greeting))}, _profiles)
         agreed = agree(profiles, self.spec, self.how.categories or {}, self.how.members, self.how.private)
         if self.how.secure:
             check_spread(profiles)
@@ -170,20 +178,19 @@ class Federation:
         if self.how.secure:
             agreed = replace(agreed, keys={site: profile.key for site, profile in profiles.items()})
             maker = self.roster[0]
-            found = self._once("salt", {maker: self._letter("salt", Salt(agreed.keys))}, _by_site)[maker]
-            seals = {site: f"{maker}:{text}" for site, text in found.items()}
-        tags = self._join(agreed, seals)
-        if shared(tags) and self.spec.settled().nested and not agreed.spec["nested"]:
+            sealed = self._once("salt", {maker: self._letter("salt", Salt(agreed.keys))}, _by_site)[maker]
+            seals = {site: f"{maker}:{text}" for site, text in sealed.items()}
+        found = self._join(agreed, seals)
+        if shared(_tags(found)) and self.spec.settled().nested and not agreed.spec["nested"]:
             # The same ids at two sites, in clusters of their own: the formula says that they are different clients.
             agreed = replace(agreed, spec={**agreed.spec, "nested": True})
-            self.epoch += 1
-            self._sent = []
-            tags = self._join(agreed, seals)
-        check_tags(tags)
-        if not self.how.secure:
-            for site, found in tags.items():
-                named = bool(agreed.spec["nested"])
-                self.how.members.check_clients(site, found, named, lambda ids: digests(ids, self.journal.head["salt"]))
+            self._next_epoch()
+            found = self._join(agreed, seals)
+        check_tags(_tags(found))
+        for site, own in found.items():
+            named = bool(agreed.spec["nested"])
+            if own.pairs is not None:
+                self.how.members.check_clients(site, own.pairs, named, lambda ids: digests(ids, self.journal.head["salt"]))
         if self.how.private is None:
             check_totals(self.totals, self.spec.family)
         else:
@@ -198,39 +205,63 @@ class Federation:
             self.scale = Scale.of(self.totals.moments, int(self.totals.rows.sum()), self.terms)
             self.ask(self.scale)
 
-    def _join(self, agreed: Agree, seals: Mapping[str, str]) -> dict[str, Anything]:
-        """Tell every site what was agreed on; the tags of their clients."""
+    def _next_epoch(self) -> None:
+        self.epoch += 1
+        self._sent, self._last = [], {}
+
+    def _join(self, agreed: Agree, seals: Mapping[str, str]) -> dict[str, Joined]:
+        """Tell every site what was agreed on; what each shows of its clients."""
         self.agreed = agreed
+        self._rosters.append(self.roster)
         letters = {site: self._letter("agree", replace(agreed, salt=self._salt(seals, site))) for site in self.roster}
-        tags: dict[str, Anything]
-        tags, self.totals = self._once("agree", letters if self.how.secure else {"": letters[self.roster[0]]}, self._joined)
-        return tags
+        found: dict[str, Joined]
+        found, self.totals = self._once("agree", letters if self.how.secure else {"": letters[self.roster[0]]}, self._joined)
+        return found
 
     def ask(self, request: Request[R]) -> R:
         """One exchange with every site; the sum of their replies."""
         if getattr(request, "quiet", False):
             self._held = (*self._held, request)
             return cast(R, None)
-        body = Batch((*self._held, request)) if self._held else request
+        whom, body = self._concerned(request), Batch((*self._held, request)) if self._held else request
         self._held = ()
-        total: R = self._once(type(request).__name__.lower(), {"": self._letter("ask", body)}, self._summed)
+        total: R = self._once(type(request).__name__.lower(), self._letters("ask", body, whom), self._summed)
         return total
+
+    def _concerned(self, request: Request[R]) -> tuple[str, ...]:
+        """The sites that a request has work for; all of them under masks, which would not cancel, and with what was held."""
+        clusters = getattr(request, "concerns", None)
+        if clusters is None or self.how.secure or self._held:
+            return self.roster
+        busy = {cluster for cluster, concerned in zip(self.agreed.clusters, clusters.tolist(), strict=True) if concerned}
+        return tuple(site for site in self.roster if not busy.isdisjoint(self._profiles[site].clusters)) or self.roster
 
     def leave_out(self, lost: SiteLost) -> None:
         """Go on without some sites, from the next :meth:`open` on; a run that is taken up later does the same."""
         left = tuple(site for site in self.roster if site not in lost.sites)
-        if self.how.secure and hasattr(self, "agreed"):
-            check_roster([Epoch(self.roster, answered=True)], left)  # as the sites will: what they refuse is not begun
+        if self.how.secure and self._rosters:
+            self._check_left(left)
         if not lost.known:
             self.journal.add(Entry({}, b"", {"lost": lost.sites}))
         self.roster = left
+
+    def _check_left(self, left: tuple[str, ...]) -> None:
+        """Refuse to go on if totals of this start and of those before would show one site's part, of all or of a cluster."""
+        try:
+            check_roster(self._rosters, left)  # as the sites will: what they refuse is not begun
+            for cluster in self.agreed.clusters:
+                have = {site for site, profile in self._profiles.items() if cluster in profile.clusters}
+                if have & set(left):
+                    check_roster([have & set(roster) for roster in self._rosters], have & set(left))
+        except FederationError as problem:
+            raise Halted(str(problem)) from None
 
     def deliver(self, body: Deliver) -> None:
         """Tell every site the upper levels, so that it writes its clients' models."""
         if self._held:
             held, self._held = Batch(self._held), ()
-            self._once("last", {"": self._letter("ask", held)}, self._summed)
-        self._once("deliver", {"": self._letter("deliver", body)}, lambda _: None)
+            self._once("last", self._letters("ask", held, self.roster), self._summed)
+        self._once("deliver", self._letters("deliver", body, self.roster), lambda _: None)
 
     # One exchange
 
@@ -241,8 +272,16 @@ class Federation:
     def _salt(self, seals: Mapping[str, str], site: str) -> str:
         return seals.get(site, "") if self.how.secure else str(self.journal.head["salt"])
 
-    def _letter(self, kind: str, body: Any) -> bytes:
-        return encode(Letter(self._run, self.epoch, len(self._sent), kind, body))
+    def _letter(self, kind: str, body: Any, after: int = -1) -> bytes:
+        return encode(Letter(self._run, self.epoch, len(self._sent), kind, body, after=after))
+
+    def _letters(self, kind: str, body: Any, whom: tuple[str, ...]) -> dict[str, bytes]:
+        """By site; one for all of them, if all of them get it and had the one before."""
+        before = {site: self._last[site] for site in whom}
+        letters = {after: self._letter(kind, body, after) for after in set(before.values())}
+        if whom == self.roster and len(letters) == 1:
+            return {"": letters[before[whom[0]]]}
+        return {site: letters[after] for site, after in before.items()}
 
     def _once(self, what: str, letters: Mapping[str, bytes], gather: Callable[[dict[str, Any]], Any]) -> Any:
         """One exchange: as the journal has it, or over the transport."""
@@ -253,10 +292,9 @@ class Federation:
         if "lost" in entry.told:
             raise SiteLost(entry.told["lost"], known=True)
         if dict(entry.letters) != dict(letters):
-            raise FederationError(
-                f"The journal {str(self.journal.path)!r} is of another run (other letters); delete it to start anew."
-            )
+            raise self.journal.foreign("letters")
         if what not in ("hello", "salt"):
+            self._last |= {site: len(self._sent) for site in self.roster if entry.to(site) is not None}
             self._sent.append(entry)
         self.exchanges.append(Exchange(**entry.told))
         return decode(entry.total)
@@ -284,7 +322,8 @@ class Federation:
             for site in list(waiting):
                 self._refuse(site, trouble[site])
                 if trouble[site].behind is not None:
-                    self._remind(site, trouble[site].behind or 0)
+                    more = self._remind(site, trouble[site].behind or 0)
+                    down, up = down + more[0], up + more[1]
             if not waiting:
                 break
         if waiting:
@@ -315,31 +354,57 @@ class Federation:
     def _refuse(self, site: str, trouble: _Trouble) -> None:
         """What no second letter can mend stops the run, with the site's own sentence."""
         if trouble.hopeless:
-            raise FederationError(f"Site {site!r}: {trouble.why}")
+            raise Halted(f"Site {site!r}: {trouble.why}")
 
-    def _remind(self, site: str, last: int) -> None:
-        """Tell a site all letters after its last, for it to catch up; it does not send its sums a second time."""
+    def _remind(self, site: str, last: int) -> tuple[int, int]:
+        """Tell a site all letters after its last, for it to catch up; bytes down and up.
+
+        It does not send its sums a second time; that its rows are the same as before it proves by their hash.
+        """
+        down = up = 0
         for entry in self._sent[last + 1 :]:
-            letter = encode(replace(decode(entry.to(site)), mute=True))
+            once = entry.to(site)
+            if once is None:
+                continue
+            letter = encode(replace(decode(once), mute=True))
             came = self._transport.exchange({site: letter}, self.how.timeout)
+            down, up = down + len(letter), up + _size(came.get(site))
             read = self._read(letter, came.get(site))
             if isinstance(read, _Trouble):
-                return  # it will be asked again, and lost if that does not help
+                self._refuse(site, read)
+                break  # it will be asked again, and lost if that does not help
+            if entry.told["what"] == "agree" and read.body != decode(entry.total)[0][site].rows:
+                raise Halted(
+                    f"Site {site!r} has lost its memory of the run, and its table has changed since; put it back, or delete "
+                    "the journal to start anew."
+                )
+        return down, up
 
     # What becomes of the replies
 
-    def _joined(self, replies: dict[str, Any]) -> tuple[dict[str, Anything], Totals]:
+    def _joined(self, replies: dict[str, Any]) -> tuple[dict[str, Joined], Totals]:
         for site, body in replies.items():
             if not (isinstance(body, tuple) and len(body) == 2 and isinstance(body[0], Joined)):
                 raise SiteLost({site: "joined with a message of another form"})
+            if not self.how.secure:
+                self._check_told(site, body[1])
         total: Totals = self._summed({site: body[1] for site, body in replies.items()})
-        return {site: body[0].tags for site, body in replies.items()}, total
+        return {site: body[0] for site, body in replies.items()}, total
+
+    def _check_told(self, site: str, found: Any) -> None:
+        """Refuse clients of clusters that a site did not name before, and that were not looked up in the operator's list."""
+        told = self._profiles[site].clusters
+        if not (isinstance(found, Totals) and found.clients.shape == (len(self.agreed.clusters),)):
+            raise SiteLost({site: "joined with sums of another form"})
+        for cluster, clients in zip(self.agreed.clusters, found.clients.tolist(), strict=True):
+            if clients and cluster not in told:
+                raise Halted(f"Site {site!r} has clients of cluster {cluster!r}, which it did not name; start a new run.")
 
     def _summed(self, replies: dict[str, Any]) -> Any:
         """The sum over sites, in the order of their names; what cannot be added is not."""
         if all(body is None for body in replies.values()):
             return None
-        _check_alike(replies)
+        _check_alike({site: _seen(site, body) for site, body in replies.items()} if self.how.secure else replies)
         if self.how.secure:
             first = next(iter(replies.values()))
             total = unmask({site: body[1] for site, body in replies.items()}, self.roster)
@@ -353,6 +418,19 @@ class Federation:
 def new_run() -> dict[str, Any]:
     """What is drawn for each run: its name, never used twice, and the key of the clients' tags."""
     return {"run": secrets.token_hex(8), "salt": secrets.token_hex(16)}
+
+
+def _seen(site: str, masked: Any) -> Any:
+    """What can be seen of a masked reply: its form, and which of its numbers are not finite; the others are zero here."""
+    try:
+        skeleton, numbers = masked
+        return join(skeleton, Exact(np.zeros_like(numbers.limbs), numbers.size))
+    except (LetterError, AttributeError, KeyError, OverflowError, TypeError, ValueError):
+        raise SiteLost({site: "sent a masked reply that cannot be read"}) from None
+
+
+def _tags(found: Mapping[str, Joined]) -> dict[str, Anything]:
+    return {site: own.tags for site, own in found.items()}
 
 
 def _by_site(replies: dict[str, Any]) -> dict[str, Any]:
@@ -381,35 +459,32 @@ def _refused(refusal: Refusal) -> _Trouble:
 
 
 def _check_alike(replies: Mapping[str, Any]) -> None:
-    """Refuse a reply that is unlike the others, or holds NaN; these never meet the sums of other sites."""
+    """Refuse a reply that is unlike the others, or holds what is no number; these never meet the sums of other sites."""
     for site, reply in replies.items():
-        if _has_nan(reply):
-            raise SiteLost({site: "sent a value that is not a number (NaN)"})
-        if _has_infinite(reply):
-            raise SiteLost({site: "sent a sum that is not finite"})
+        if _unsound(reply):
+            raise SiteLost({site: "sent a number that is not finite; look there at columns with very large values"})
     outlines = {site: outline(reply) for site, reply in replies.items()}
-    usual = max(outlines.values(), key=list(outlines.values()).count)
-    for site, own in outlines.items():
-        if own != usual:
-            raise SiteLost({site: "sent a reply of another form or shape than the other sites"})
+    odd = apart_from_most(outlines)
+    if odd:
+        raise SiteLost(dict.fromkeys(odd, "sent a reply of another form or shape than the other sites"))
 
 
-def _has_infinite(reply: Any) -> bool:
-    """Whether sums are infinite though the objective is not: a step too far makes both so, and is taken back."""
-    parts = list(vars(reply).values()) if hasattr(reply, "__dict__") and not isinstance(reply, Exact) else []
-    if any(isinstance(part, float) and np.isinf(part) for part in parts):
+def _unsound(value: Any) -> bool:
+    """Whether any number is not finite that should be: a bound may be infinite, and so may the value of a step too far.
+
+    An exact sum that is not a number says so itself, and its solver explains it.
+    """
+    if isinstance(value, float):
+        return not np.isfinite(value)
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind == "f" and not np.isfinite(value).all()
+    if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
+        return any(_unsound(each) for each in value)
+    if isinstance(value, Exact) or not (is_dataclass(value) or hasattr(value, "_fields")):
         return False
-    arrays = [part for part in parts if isinstance(part, np.ndarray) and part.dtype.kind == "f"]
-    return any(np.isinf(array).any() for array in arrays) or any(_has_infinite(part) for part in parts)
-
-
-def _has_nan(reply: Any) -> bool:
-    if isinstance(reply, Exact):
-        return False  # a sum that is not a number says so itself, and its solver explains it
-    if isinstance(reply, np.ndarray):
-        return reply.dtype.kind == "f" and bool(np.isnan(reply).any())
-    if isinstance(reply, float):
-        return bool(np.isnan(reply))
-    if isinstance(reply, tuple):
-        return any(_has_nan(each) for each in reply)
-    return any(_has_nan(each) for each in vars(reply).values()) if hasattr(reply, "__dict__") else False
+    if not is_dataclass(value):
+        return any(_unsound(each) for each in value)
+    free = [part.name for part in fields(value) if part.metadata.get("least") or part.metadata.get("overflows")]
+    if any(isinstance(getattr(value, name), float) and np.isnan(getattr(value, name)) for name in free):
+        return True
+    return any(_unsound(getattr(value, part.name)) for part in fields(value) if part.name not in free)

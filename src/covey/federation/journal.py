@@ -17,6 +17,10 @@ from covey.errors import FederationError
 from covey.federation.letters import LetterError, decode, encode
 
 
+class ForeignJournal(FederationError):  # noqa: N818 - what it is, not that it is wrong
+    """A journal that belongs to another run; it is left as it is."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """One exchange.
@@ -32,8 +36,9 @@ class Entry:
     total: bytes
     told: Mapping[str, Any] = field(default_factory=dict)
 
-    def to(self, site: str) -> bytes:
-        return self.letters[site] if site in self.letters else self.letters[""]
+    def to(self, site: str) -> bytes | None:
+        """The letter to a site, if there was one."""
+        return self.letters.get(site, self.letters.get(""))
 
 
 class Journal:
@@ -62,6 +67,11 @@ class Journal:
         """How many exchanges are still to be read rather than asked."""
         return len(self.entries) - self._read
 
+    @property
+    def begun(self) -> bool:
+        """Whether sums of the fit itself are among them."""
+        return any(entry.told.get("what") not in (None, "hello", "salt", "agree") for entry in self.entries)
+
     def next(self) -> Entry | None:
         """The entry that comes next in a run that is taken up; None where it goes on by itself."""
         if not self.resumes:
@@ -76,6 +86,13 @@ class Journal:
         names = list(entry.letters)
         record = {"names": names, "sizes": [len(entry.letters[name]) for name in names], "told": dict(entry.told)}
         self._append(encode(record), b"".join(entry.letters[name] for name in names), entry.total)
+
+    def foreign(self, what: str) -> ForeignJournal:
+        """For something in which this run differs from the one that is written down here."""
+        where = str(self.path)
+        return ForeignJournal(
+            f"The journal {where!r} is of another run (other {what}); delete it to start anew, or write elsewhere."
+        )
 
     def close(self, *, done: bool) -> None:
         """Stop writing; a run that is done needs no journal."""
@@ -106,9 +123,7 @@ class Journal:
             raise FederationError(f"The journal {str(path)!r} cannot be read; delete it to start anew.") from None
         other = [name for name, value in about.items() if self.head.get(name) != value]
         if other:
-            raise FederationError(
-                f"The journal {str(path)!r} is of another run (other {other[0]}); delete it to start anew, or write elsewhere."
-            )
+            raise self.foreign(other[0])
         # What was being written when the coordinator died is cut off.
         kept = sum(8 + len(part) for part in parts[: 1 + 3 * len(self.entries)])
         if kept < len(text):

@@ -6,7 +6,8 @@ JSON (the tree, with a number in place of each array) and then the arrays, as th
 
     letter    run, epoch, exchange: where the sender is; kind; body
     epoch     grows when a run begins anew with fewer sites
-    exchange  grows by one with each letter that changes a node
+    exchange  grows by one with each letter that changes nodes
+    after     the exchange of the last such letter to this node: not all exchanges concern all nodes
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Letter:
 
     Attributes
     ----------
-    run, epoch, exchange : see the head of this module
+    run, epoch, exchange, after : see the head of this module
     kind : "hello", "salt", "agree", "ask" or "deliver" down; "reply", "ready" or "refusal" up
     body : the message
     mute : whether only a word of receipt is wanted: a node that catches up says nothing again
@@ -59,6 +60,7 @@ class Letter:
     kind: str
     body: Any = None
     mute: bool = False
+    after: int = -1
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ with a site, and against everybody who reads the network. What is not:
 
 - A total is a total. With two sites each of them knows the other's part by subtraction, and a coordinator that works with all
   sites but one knows that one's. Rosters of two are allowed: the coordinator alone still learns only the total.
-- Public keys travel through the coordinator, so one that cheats could put its own in their place and read everything. Where
-  the operator's list at each site pins the keys, :func:`check_keys` finds that out; else nothing does.
+- Public keys travel through the coordinator, so one that cheats could put its own in their place and read everything.
 - The shape of a message is seen, and which of its values are not finite or, with ``n`` limbs, ``2^(32 n - 2)`` or more.
 
 A stream hides one message only. It is bound to the run, the epoch, the number of the exchange, the roster and the question, so
@@ -83,8 +82,8 @@ def pair_secret(own: Keys, other_public: bytes, run: str) -> bytes:
     return _derive(shared, b"pair", first, second, run.encode())
 
 
-def check_keys(public: Mapping[str, bytes], pinned: Mapping[str, bytes] | None = None) -> None:
-    """Refuse keys, by site, that cannot be right, or that are not the ones pinned in the operator's list.
+def check_keys(public: Mapping[str, bytes]) -> None:
+    """Refuse keys, by site, that cannot be right.
 
     >>> check_keys({"north": bytes(31) + b"a", "south": bytes(31) + b"a"})
     Traceback (most recent call last):
@@ -99,14 +98,6 @@ def check_keys(public: Mapping[str, bytes], pinned: Mapping[str, bytes] | None =
         if key in owner:
             raise FederationError(f"Sites {owner[key]!r} and {site!r} have the same key; make a new one at one of them.")
         owner[key] = site
-        if pinned is not None and site not in pinned:
-            raise FederationError(f"The operator's list has no key for site {site!r}; ask the site for its key and add it.")
-        if pinned is not None and pinned[site] != key:
-            shown, listed = key.hex()[:16], pinned[site].hex()[:16]
-            raise FederationError(
-                f"The key of site {site!r} begins with {shown}, in the operator's list with {listed}; "
-                "someone may be in between: ask the site which is right."
-            )
 
 
 def mask(values: Exact, own: str, secrets: Mapping[str, bytes], epoch: int, exchange: int, question: bytes = b"") -> Exact:
@@ -194,32 +185,22 @@ def open_sealed(key: bytes, letter: bytes, context: str) -> bytes:
         ) from None
 
 
-@dataclass(frozen=True)
-class Epoch:
-    """A start of the fit, as one site remembers it: who took part, and whether this site sent values in it."""
-
-    roster: tuple[str, ...]
-    answered: bool
-
-
-def check_roster(history: Sequence[Epoch], roster: Collection[str]) -> None:
+def check_roster(history: Sequence[Collection[str]], roster: Collection[str]) -> None:
     """Refuse a new epoch's roster if its totals, beside those of earlier epochs of the run, could show one site's part.
 
     The coordinator may combine the totals of all epochs. Sites that took part in exactly the same epochs cannot be told apart
     by that, so each must have at least one other that did; for one that drops out, this means another that drops out with it.
-    Epochs in which this site sent no values have no total and do not count.
 
-    >>> first = Epoch(("a", "b", "c", "d"), answered=True)
-    >>> check_roster([first], ["a", "b"])
-    >>> check_roster([first], ["a", "b", "c"])
+    >>> check_roster(["abcd"], ["a", "b"])
+    >>> check_roster(["abcd"], ["a", "b", "c"])
     Traceback (most recent call last):
     covey.errors.FederationError: Without 'd' the totals would show its part by difference from an earlier epoch; wait ...
     """
     if len(set(roster)) < MINIMUM_SITES or len(set(roster)) < len(roster):
         raise FederationError(f"A fit under masks takes two different sites or more. Got {listing(roster)}.")
-    if history and (strangers := sorted(set(roster) - set(history[0].roster))):
+    if history and (strangers := sorted(set(roster) - set(history[0]))):
         raise FederationError(f"Not in the run's first roster: {listing(strangers)}; start a new run to take in more sites.")
-    totals = [set(epoch.roster) for epoch in history if epoch.answered] + [set(roster)]
+    totals = [set(epoch) for epoch in history] + [set(roster)]
     present: dict[tuple[bool, ...], list[str]] = {}
     for site in sorted(set().union(*totals)):
         present.setdefault(tuple(site in total for total in totals), []).append(site)

@@ -68,32 +68,34 @@ class Members:
                 "mend the cluster column there, or the list."
             )
 
-    def check_clients(self, site: str, tags: Anything, nested: bool, tag: Callable[[list[Any]], Anything]) -> None:
-        """Refuse clients that the list does not give a site; ``tag`` turns ids into tags as the site did."""
+    def check_clients(self, site: str, pairs: Anything, nested: bool, tag: Callable[[list[Any]], Anything]) -> None:
+        """Refuse clients, or clusters of them, that the list does not give a site; ``tag`` turns ids into tags as it did."""
         if not self.clients:
             return
-        own = {tuple(each) for each in tag(self._ids(site, nested)).tolist()}
-        unknown = sum(tuple(each) not in own for each in tags.tolist())
+        own = self._tags(site, nested, tag)
+        unknown = sum(tuple(each) not in own for each in pairs.tolist())
         if not unknown:
             return
         for other in self.sites:
-            theirs = {tuple(each) for each in tag(self._ids(other, nested)).tolist()}
-            claimed = sum(tuple(each) in theirs for each in tags.tolist())
+            theirs = self._tags(other, nested, tag)
+            claimed = sum(tuple(each) in theirs for each in pairs.tolist())
             if other != site and claimed:
                 raise FederationError(
                     f"Site {site!r} claims {claimed} of the clients that the operator's list gives to site {other!r}; it is "
                     "refused: mend its client column, or the list."
                 )
         raise FederationError(
-            f"Site {site!r} has {unknown} clients that are not in the operator's list; mend its client column, or the list."
+            f"Site {site!r} has {unknown} clients that are not in the operator's list, or are there in another cluster; mend "
+            "its columns, or the list."
         )
 
-    def _ids(self, site: str, nested: bool) -> list[Any]:
-        """The ids of a site's clients as it has them itself."""
+    def _tags(self, site: str, nested: bool, tag: Callable[[list[Any]], Anything]) -> set[Any]:
+        """Tags of a site's clusters and clients, as it has them itself."""
         if site not in self.clients:
-            return []
+            return set()
         part = self.clients[site]
-        return (compose(part["cluster"], part["client"]) if nested else part["client"]).to_list()
+        clients = compose(part["cluster"], part["client"]) if nested else part["client"]
+        return {tuple(each) for each in tag(list(zip(plain_ids(part["cluster"]), clients.to_list(), strict=True))).tolist()}
 
 
 def plain_ids(ids: pl.Series) -> list[Any]:

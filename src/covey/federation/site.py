@@ -10,12 +10,13 @@ says where it is. Between two letters it may be put aside: all it needs is in it
 
 from __future__ import annotations
 
+import difflib
 import hashlib
-import os
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,15 +27,28 @@ from covey import __version__
 from covey._typing import Anything
 from covey.data import GroupedData, read_table
 from covey.design import check_formula, split_formula
-from covey.errors import CoveyError, FederationError, FormulaError, PenaltyError, SolverError, listing
-from covey.federation.agreement import Agree, Hello, Joined, Salt, counts, grouped, profile_of, tags, totals, unspoken
+from covey.errors import CoveyError, FederationError, FormulaError, ModelError, PenaltyError, SolverError, listing
+from covey.federation.agreement import (
+    Agree,
+    Hello,
+    Joined,
+    Salt,
+    check_design,
+    counts,
+    grouped,
+    joined,
+    profile_of,
+    totals,
+    unspoken,
+)
 from covey.federation.budget import Budget, releases
+from covey.federation.files import alone, own_folder, write_whole
 from covey.federation.letters import Letter, Refusal, decode, encode, split
-from covey.federation.masking import Epoch, Keys, check_keys, check_roster, mask, open_sealed, pair_secret, seal
+from covey.federation.masking import Keys, check_keys, check_roster, mask, open_sealed, pair_secret, seal
 from covey.federation.models import keep_model
 from covey.grouping import split_bars
 from covey.network import Node
-from covey.persist import spec_from_json
+from covey.persist import check_target, spec_from_json
 from covey.solvers.private import Draw
 from covey.solvers.threads import threads_for
 from covey.spec import Spec
@@ -61,7 +75,7 @@ class Run:
 
     private: str = ""
     salt: str = ""
-    epochs: tuple[Epoch, ...] = ()
+    epochs: tuple[tuple[str, ...], ...] = ()
     epoch: int = -1
     exchange: int = -1
     digest: str = ""
@@ -124,21 +138,13 @@ class Site:
                 return self._answer(asked, letter)
         except CoveyError as problem:
             return encode(_refusal(asked, Refusal("data", self._fit_to_print(problem))))
-        except Exception as problem:  # a fault of the program; its own words could hold values of rows
+        except Exception as problem:  # a fault of the program; its own words could hold values of rows, so they stay here
+            traceback.print_exc()
             return encode(_refusal(asked, Refusal("broken", f"{type(problem).__name__} in covey {__version__}")))
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _alone(self) -> AbstractContextManager[None]:
         """One process at a time: a transport may start one for every letter, and not notice that an older one still runs."""
-        if self.home is None or sys.platform == "win32":
-            yield
-            return
-        import fcntl
-
-        self.home.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with (self.home / "lock").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+        return alone(None if self.home is None else own_folder(self.home) / "lock")
 
     def node(self, run: str) -> Node:
         """The node of a run, as it stands; for simulation and tests."""
@@ -150,7 +156,6 @@ class Site:
             return str(problem)
         print(f"covey: {problem}", file=sys.stderr)
         if self.home is not None:
-            self.home.mkdir(parents=True, exist_ok=True)
             (self.home / "refusal.txt").write_text(f"{problem}\n")
         return "Its table cannot be used as it is; the site's own log (refusal.txt in its home) says which column and row."
 
@@ -167,7 +172,8 @@ class Site:
             return encode(_refusal(asked, refusal))
         run = replace(run)  # a letter that fails leaves everything as it was
         reply = self._join(asked, run) if asked.kind == "agree" else self._work(asked, run)
-        sent = encode(replace(asked, kind="ready" if asked.mute else "reply", body=None if asked.mute else reply))
+        body = _receipt(reply) if asked.mute else reply
+        sent = encode(replace(asked, kind="ready" if asked.mute else "reply", body=body))
         run.epoch, run.exchange, run.digest = asked.epoch, asked.exchange, digest
         run.reply = np.frombuffer(sent, dtype=np.uint8)
         self._put_aside(asked.run, run)
@@ -182,6 +188,7 @@ class Site:
         self.budget.admit(hello.private, asked.run, asked.epoch)
         spec = spec_from_json(hello.spec)
         self._check_columns(spec)
+        self._check_models()  # before the fit, not after it
         if self.secure and not hello.secure:
             raise FederationError("This site sends its sums under masks only; run it with --secure.")
         key = ""
@@ -208,6 +215,7 @@ class Site:
             raise FederationError(f"Site {self.name!r} is not on the roster of this run.")
         self.budget.admit(agreed.private, asked.run, asked.epoch)
         self._check_columns(spec_from_json(agreed.spec))
+        check_design(agreed)
         if (run.private or self.secure) and not agreed.keys:
             raise FederationError("This run began under masks, and goes on under masks or not at all; start a new run.")
         if agreed.keys:
@@ -215,17 +223,20 @@ class Site:
             shared = self._shared(asked.run, run, agreed.keys)
             sealed = agreed.salt
             if sealed and not run.salt:
-                maker, text = sealed.split(":", 1)
+                maker, _, text = sealed.rpartition(":")
                 run.salt = open_sealed(shared[maker], bytes.fromhex(text), f"salt for {self.name}").hex()
         data = grouped(self._table(spec_from_json(agreed.spec)), agreed)
         self._check_minimum(data)
         run.agreed, run.rows = agreed, _digest(data)
+        if agreed.private is not None:
+            self.budget.remember(agreed.private, asked.run, asked.epoch, run.rows, again=asked.mute)
         run.gamma, run.theta, run.memory = None, None, {}
-        run.epochs = (*run.epochs, Epoch(agreed.roster, answered=True))
+        run.epochs = (*run.epochs, agreed.roster)
         spec = spec_from_json(agreed.spec)
         self._nodes[asked.run] = Node(data, spec.loss, np.ones(data.n_clients), draw=self._draw)
         first = totals(data, standardize=spec.standardize) if agreed.private is None else counts(data)
-        return (Joined(tags(data, run.salt if agreed.keys else agreed.salt)), self._sent(asked, run, first))
+        shown = joined(data, run.salt if agreed.keys else agreed.salt, agreed, run.rows)
+        return (shown, self._sent(asked, run, first))
 
     def _check_masks(self, agreed: Agree, run: Run) -> None:
         check_keys({site: bytes.fromhex(key) for site, key in agreed.keys.items()})
@@ -263,6 +274,16 @@ class Site:
             raise FederationError(f"This site answers about columns as they are, not about {name!r}; leave it out.")
         return True
 
+    def _check_models(self) -> None:
+        try:
+            if self.models is not None:
+                check_target(self.models)
+        except ModelError as problem:
+            print(f"covey: {problem}", file=sys.stderr)
+            raise FederationError(
+                "The folder for its clients' models holds other things or cannot be written; the site's own log says more."
+            ) from None
+
     def _check_minimum(self, data: GroupedData) -> None:
         sizes = data.hierarchy.sizes
         few = np.flatnonzero((sizes > 0) & (sizes < self.minimum))
@@ -279,6 +300,7 @@ class Site:
         node = self._node(asked.run, run)
         if asked.kind == "deliver":
             if self.models is not None and run.agreed is not None:
+                self._check_models()
                 keep_model(node, run.agreed, asked.body, self.models)
             # The run is over: what is needed to send the same receipt again is all that is kept of it.
             run.private, run.salt, run.gamma, run.theta, run.memory = "", "", None, None, {}
@@ -346,20 +368,17 @@ class Site:
         self._runs[name] = run
         if self.home is None:
             return
-        folder = self.home / "runs"
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        fresh = folder / f"{name}.part"
-        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(encode({part.name: getattr(run, part.name) for part in fields(run)}))
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(folder / f"{name}.state")
+        state = {part.name: getattr(run, part.name) for part in fields(run)}
+        write_whole(own_folder(self.home / "runs") / f"{name}.state", encode(state))
 
 
 def open_site(name: str, settings: Mapping[str, Any]) -> Site:
     """The site of a node's settings: ``data`` (its table), ``home`` (its folder), ``minimum`` (if not 3), what may be asked
     about (``client``, ``columns`` with commas, ``secure``), and what it may spend: ``epsilon``, ``epsilon_total``, ``delta``.
     """
+    odd = [each for each in settings if each.replace("-", "_") not in _SETTINGS]
+    if odd:
+        raise FederationError(f"The node of site {name!r} has a setting {odd[0]!r} that is none; {_near(odd[0])}")
     for needed in ("data", "home"):
         if not settings.get(needed):
             raise FederationError(f"The node of site {name!r} has no setting {needed!r}; start it with {needed}=... .")
@@ -369,9 +388,24 @@ def open_site(name: str, settings: Mapping[str, Any]) -> Site:
     if not isinstance(minimum, int) or minimum < 1:
         raise FederationError(f"The 'minimum' of site {name!r} must be a whole number >= 1. Got {minimum!r} instead.")
     read: Read = lambda spec: read_table(path, ids=[spec.client, spec.cluster])  # noqa: E731
+    if not isinstance(settings.get("secure", False), bool):
+        raise FederationError(f"The 'secure' of site {name!r} must be true or false. Got {settings['secure']!r} instead.")
     columns = [each.strip() for each in str(settings["columns"]).split(",")] if settings.get("columns") else None
     about: dict[str, Any] = {"client": settings.get("client"), "columns": columns, "secure": bool(settings.get("secure"))}
     return Site(name, read, home=home, minimum=minimum, budget=Budget.of(settings, home), **about)
+
+
+_SETTINGS = ("data", "home", "minimum", "client", "columns", "secure", "epsilon", "epsilon_total", "delta")
+
+
+def _near(name: str) -> str:
+    near = difflib.get_close_matches(name, _SETTINGS, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"there are {listing(_SETTINGS, 10)}."
+
+
+def _receipt(reply: Any) -> str | None:
+    """What a site says that catches up: no sum a second time, but when it joins, whether its rows are the same."""
+    return reply[0].rows if isinstance(reply, tuple) and isinstance(reply[0], Joined) else None
 
 
 def _out_of_step(asked: Letter, run: Run) -> Refusal | None:
@@ -379,7 +413,7 @@ def _out_of_step(asked: Letter, run: Run) -> Refusal | None:
     if asked.kind == "agree":
         if asked.epoch > run.epoch and asked.exchange == 0:
             return None
-    elif (asked.epoch, asked.exchange) == (run.epoch, run.exchange + 1):
+    elif (asked.epoch, asked.after) == (run.epoch, run.exchange) and asked.exchange > asked.after:
         return None
     here = f"this site is at exchange {run.exchange} of epoch {run.epoch}, the letter is for {asked.exchange} of {asked.epoch}"
     if (asked.epoch, asked.exchange) <= (run.epoch, run.exchange):
@@ -408,6 +442,8 @@ def _without_least(reply: Any) -> Any:
 
 def _digest(data: GroupedData) -> str:
     digest = hashlib.sha256()
-    for array in (data.X, data.y, data.weights, data.offset, data.client_ptr):
+    tree = data.hierarchy
+    for array in (data.X, data.y, data.weights, data.offset, data.client_ptr, tree.cluster_ptr):
         digest.update(b"none" if array is None else np.ascontiguousarray(array).tobytes())
+    digest.update(repr((tree.client_ids.to_list(), tree.cluster_ids.to_list())).encode())
     return digest.hexdigest()

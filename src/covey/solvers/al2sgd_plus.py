@@ -67,6 +67,10 @@ class Go:
 
     move: Move
 
+    @property
+    def concerns(self) -> Anything:
+        return self.move.concerns
+
     def at(self, node: Node) -> Sums:
         clients = node.cache.get("al2sgd_plus")
         if clients is None:

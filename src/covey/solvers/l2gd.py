@@ -28,11 +28,11 @@ from covey.exact import accumulate_rows
 from covey.hierarchy import Hierarchy
 from covey.losses import Loss
 from covey.losses.kernels import FASTMATH, GAUSSIAN, exponent, exponentials, slope
-from covey.network import Network, Node
+from covey.network import Count, Network, Node
 from covey.objective import Objective, Penalty
 from covey.schedule import Round
 from covey.solvers.curvature import constants_across
-from covey.solvers.protocol import Blocks, Count, Move, Pull, Sums, Top, shares
+from covey.solvers.protocol import Blocks, Move, Pull, Sums, Top, shares
 from covey.solvers.result import Fit
 from covey.solvers.rounds import Algorithm, Control, Keepers, Watch, in_memory, nobody, run
 from covey.theory import Coins, Constants, Recipe, Shares, iterations, l2gd_recipe, switch, switching_steps
@@ -85,6 +85,10 @@ class Go:
     """Down: a move of all clients."""
 
     move: Move
+
+    @property
+    def concerns(self) -> Anything:
+        return self.move.concerns
 
     def at(self, node: Node) -> Sums:
         clients = node.cache.get("l2gd")

@@ -82,7 +82,7 @@ class Report:
 
     seen: Quadratic
     force: Floats
-    value: float
+    value: float = field(metadata={"overflows": True})
     slope: float
     gradient_squared: float
     mu: float = field(metadata={"least": True})
@@ -170,7 +170,7 @@ def _report(node: Clients, point: Point, dtheta: Floats, du: Floats, origin: Poi
     tree = node.data.hierarchy
     tied = 0.5 * float((node.spread.moved(point.u) * point.u).sum())
     slope = float((origin.here.gradient * dtheta).sum() + (node.spread.moved(origin.u) * du).sum())
-    return Report(
+    report = Report(
         eliminate(Quadratic(point.here.hessian, -point.residual, *node.aside), node.spread, tree.cluster_ptr),
         tree.sum_up(point.u),
         float(point.here.value.sum()) + tied,
@@ -178,6 +178,17 @@ def _report(node: Clients, point: Point, dtheta: Floats, du: Floats, origin: Poi
         float((point.residual**2).sum()),
         mu,
     )
+    return _sound(report)
+
+
+def _sound(report: Report) -> Report:
+    """Of a step so far that numbers overflow nothing can be added; its value is infinite, so that it is refused."""
+    sums = report.seen.C, report.seen.r, report.force, report.value, report.slope, report.gradient_squared
+    if all(np.isfinite(each).all() for each in sums):
+        return report
+    seen = report.seen
+    nothing = Quadratic(np.zeros_like(seen.C), np.zeros_like(seen.r), np.zeros_like(seen.c), np.zeros_like(seen.n))
+    return Report(nothing, np.zeros_like(report.force), np.inf, 0.0, 0.0, report.mu)
 
 
 # The coordinator

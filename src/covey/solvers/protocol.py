@@ -64,6 +64,13 @@ class Move:
     refresh: bool = False
     anchor: Floats | None = None
 
+    @property
+    def concerns(self) -> Anything:
+        """Clusters that have something to do, or to tell; ``(k,)``. The others are where they wait for the next exchange."""
+        if self.refresh or self.anchor is not None:
+            return np.ones(len(self.steps), dtype=bool)
+        return (self.steps > 0) | self.heads | self.wanted
+
 
 @dataclass(frozen=True)
 class Sums:
@@ -87,16 +94,6 @@ class Check:
 
     def __add__(self, other: Check) -> Check:
         return Check(self.value + other.value, self.gradient_squared + other.gradient_squared)
-
-
-@dataclass(frozen=True)
-class Count:
-    """Up: how many of something a node has. Adds over nodes."""
-
-    number: int
-
-    def __add__(self, other: Count) -> Count:
-        return Count(self.number + other.number)
 
 
 @dataclass(frozen=True)

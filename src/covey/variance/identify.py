@@ -21,7 +21,7 @@ from covey._typing import Floats
 from covey.errors import DataError, listing
 from covey.hierarchy import segment_sum
 from covey.losses import loss_of
-from covey.network import Network, Node
+from covey.network import Count, Network, Node
 from covey.solvers.elimination import Quadratic, solve_symmetric
 from covey.variance.frame import Frame, rows_at, units_at
 from covey.variance.gaussian import invert
@@ -179,16 +179,6 @@ class Alike:
         return Count(int((np.abs(total - self.mean) > _ALIKE * np.abs(self.mean)).any(axis=1).sum()))
 
 
-@dataclass(frozen=True)
-class Count:
-    """Up: of how many clients something holds. Adds over nodes."""
-
-    clients: int
-
-    def __add__(self, other: Count) -> Count:
-        return Count(self.clients + other.clients)
-
-
 # The coordinator
 
 
@@ -264,7 +254,7 @@ def _one_size(network: Network, found: Evidence, shape: Shape) -> bool:
     mean = np.diag(found.above.C.sum(axis=0))[list(shape.client)] / network.tree.n_clients
     if shape.client_kind == "isotropic":
         mean = mean.sum(keepdims=True)
-    return network.ask(Alike(shape.client, mean)).clients == 0
+    return network.ask(Alike(shape.client, mean)).number == 0
 
 
 def _refuse_constant(apart: Floats, varying: Sequence[int], terms: Sequence[str], level: str) -> None:

@@ -136,7 +136,7 @@ class Settle:
         with np.errstate(over="ignore", invalid="ignore"):
             state, report = node_start(clients, tree.down(self.w) + clients.spread.moved(u), u)
         node.memory["laplace"] = Settled(self.S, self.layout, state)
-        return _sound(report)
+        return report
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Approach:
         with np.errstate(over="ignore", invalid="ignore"):
             state, report = node_move(_clients(node, settled.S, settled.layout), settled.state, self.move)
         node.memory["laplace"] = replace(settled, state=state)
-        return _sound(report)
+        return report
 
 
 @dataclass(frozen=True)
@@ -204,16 +204,6 @@ class FinishAtMode:
         b = np.einsum("iab,ib->ia", H, theta) + now.u[:, back]
         units = Quadratic(H, b, np.zeros(len(H)), node.data.rows_that_count)
         return finish_at(node, theta, units, np.zeros(theta.shape[1]))
-
-
-def _sound(report: Report) -> Report:
-    """Of a step so far that numbers overflow nothing can be added; its value is infinite, so that it is refused."""
-    sums = report.seen.C, report.seen.r, report.force, report.value, report.slope, report.gradient_squared
-    if all(np.isfinite(each).all() for each in sums):
-        return report
-    seen = report.seen
-    nothing = Quadratic(np.zeros_like(seen.C), np.zeros_like(seen.r), np.zeros_like(seen.c), np.zeros_like(seen.n))
-    return Report(nothing, np.zeros_like(report.force), np.inf, 0.0, 0.0, report.mu)
 
 
 def _clients(node: Node, S: Floats, layout: Layout) -> Clients:
