@@ -9,7 +9,10 @@ import pytest
 from scipy import stats
 
 from covey import HierarchicalClassifier, HierarchicalRegressor
-from covey.datasets import simulate
+from covey.datasets import load_radon, simulate
+from covey.describe import describe, summary
+from covey.federation.simulate import simulate as across_sites
+from covey.spec import Spec
 
 DRAWN = simulate(clusters=7, clients=5, rows=6, d=2, wbar=0.5, intercept=True, cluster_sd=0.8, client_sd=0.5, seed=3)
 FRAME = DRAWN.frame().drop("x0").rename({"x1": "x"})
@@ -154,3 +157,13 @@ def test_a_model_of_given_penalties_has_a_summary_too():
     assert told["method"] is None
     assert [row["term"] for row in told["global"]] == ["Intercept", "x"]
     assert "gamma 1 (client to cluster)" in str(model.summary())
+
+
+@pytest.mark.parametrize("gamma", [0.1, 0.3, 1 / 3])
+def test_one_gamma_for_all_is_one_number_also_where_only_sums_of_it_are_known(gamma):
+    """A model across sites knows each cluster's sum of gamma, and dividing it leaves other last digits for each cluster."""
+    spec = Spec(formula="log_radon ~ floor", client="county", cluster="state", gamma=gamma, lam=1.0)
+    model = across_sites(load_radon(), spec, 2).outcome.model
+    assert f"penalties gamma {gamma:.4g} (client to cluster), lam 1 (cluster" in describe(model)
+    low, high = summary(model).to_json()["penalty"]["gamma"]
+    assert low == high == pytest.approx(gamma)

@@ -8,6 +8,7 @@ from hypothesis import given
 from scipy.optimize import approx_fprime
 
 from covey import GroupedData, Objective, Penalty
+from covey.errors import PenaltyError
 from covey.losses import loss_of
 from covey.solvers import solve
 from tests.conftest import random_problem, seeds
@@ -115,3 +116,14 @@ def test_penalties_out_of_range(arguments, message):
     tree = GroupedData.from_arrays(np.ones((3, 1)), np.zeros(3), ["a", "b", "c"], ["x", "x", "y"]).hierarchy
     with pytest.raises(ValueError, match=message):
         Penalty.of(tree, **arguments)
+
+
+def test_penalties_by_clusters_that_are_dates():
+    from datetime import date
+
+    days = [date(2020, 1, day) for day in (1, 1, 2)]
+    data = GroupedData.from_arrays(np.ones((3, 1)), np.arange(3.0), ["a", "b", "c"], days)
+    penalty = Penalty.of(data.hierarchy, gamma={days[0]: 2.0, days[2]: 3.0})
+    assert penalty.gamma.tolist() == [2.0, 2.0, 3.0]
+    with pytest.raises(PenaltyError, match=r"no value for cluster datetime.date\(2020, 1, 2\)"):
+        Penalty.of(data.hierarchy, gamma={days[0]: 2.0})

@@ -144,7 +144,8 @@ def _gammas(model: Model) -> Floats:
     """What ties clients, here or at their sites."""
     if model.penalty is None or model.elsewhere is None:
         return np.empty(0) if model.penalty is None else model.penalty.gamma
-    return np.asarray(model.penalty.cluster_gamma / model.elsewhere.clients)
+    each = model.penalty.cluster_gamma / model.elsewhere.clients
+    return np.array([float(f"{gamma:.12g}") for gamma in each])  # dividing a sum leaves differences in the last digits
 
 
 def _chosen(how: str | None) -> str:
@@ -227,8 +228,8 @@ def _ends(values: Floats) -> list[float | str]:
 
 
 def _range(values: Floats) -> str:
-    low, high = float(np.min(values)), float(np.max(values))
-    return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
+    low, high = (f"{end:.4g}" for end in (float(np.min(values)), float(np.max(values))))
+    return low if low == high else f"{low} to {high}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -170,7 +170,8 @@ def _per_unit(value: Any, name: str, units: Mapping[str, Anything]) -> Floats:
 
 
 def _from_mapping(value: Mapping[Any, Any], name: str, units: Mapping[str, Anything]) -> Floats:
-    level, ids = max(units.items(), key=lambda unit: sum(label in value for label in unit[1]) / len(unit[1]))
+    known_by = {level: ids.tolist() for level, ids in units.items()}  # dates too as those who write mappings have them
+    level, ids = max(known_by.items(), key=lambda unit: sum(label in value for label in unit[1]) / len(unit[1]))
     lacking = [label for label in ids if label not in value]
     if lacking:
         raise PenaltyError(f"The {name!r} parameter has no value for {level} {lacking[0]!r}; give one for each {level}.")
@@ -178,7 +179,7 @@ def _from_mapping(value: Mapping[Any, Any], name: str, units: Mapping[str, Anyth
     extra = [label for label in value if label not in known]
     if extra:
         raise PenaltyError(f"The {name!r} parameter has a value for {extra[0]!r}, which is no {level} of the data.")
-    return _per_unit([value[label] for label in ids], name, {level: ids})
+    return _per_unit([value[label] for label in ids], name, {level: units[level]})
 
 
 def _check_range(values: Floats, name: str, ids: Anything, level: str, top: float, open_end: bool = False) -> None:

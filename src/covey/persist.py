@@ -15,6 +15,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -83,13 +84,15 @@ def check_target(path: str | Path) -> Path:
     near = next((parent for parent in path.absolute().parents if parent.exists()), path.absolute())
     if not near.is_dir() or not os.access(near, os.W_OK):
         raise ModelError(f"{str(path)!r} cannot be written: {str(near)!r} is no folder that you may write to.")
-    if path.is_file() or (path.is_dir() and any(path.iterdir()) and not _is_model(path)):
+    if path.is_file() or (path.is_dir() and any(path.iterdir()) and not is_model(path)):
         raise ModelError(f"{str(path)!r} exists and is not a covey model; choose another folder, so that nothing is lost.")
     return path
 
 
-def _is_model(path: Path) -> bool:
+def is_model(path: Path) -> bool:
     """Whether a folder holds a model and nothing else."""
+    if path.is_symlink() or not path.is_dir():
+        return False
     if not {file.name for file in path.iterdir()} <= {"model.json", *(f"{name}.parquet" for name in (*_TABLES, _SUMS))}:
         return False
     try:
@@ -363,12 +366,18 @@ def _plain_option(value: Any) -> Any:
 
 
 def _plain_id(key: Any) -> Any:
-    return key.item() if isinstance(key, np.generic) else key
+    """An id as JSON: a date, which JSON lacks, as an object."""
+    plain = key.item() if isinstance(key, np.generic) else key
+    return {"date": plain.isoformat()} if isinstance(plain, date) else plain
+
+
+def _id_from_plain(plain: Any) -> Any:
+    return date.fromisoformat(plain["date"]) if isinstance(plain, Mapping) else plain
 
 
 def _penalty_from_plain(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _penalty_from_plain(item) for key, item in value["pairs"]}
-    if isinstance(value, list):
+        return {_id_from_plain(key): _penalty_from_plain(item) for key, item in value["pairs"]}
+    if isinstance(value, list | tuple):  # the latter if it came in a letter
         return [_penalty_from_plain(item) for item in value]
     return math.inf if value == "inf" else value

@@ -7,10 +7,11 @@ import polars as pl
 import pytest
 
 from covey.errors import CoveyError, FederationError
-from covey.federation.agreement import Profile, _levels, check_tags, digests, profile_of
+from covey.federation.agreement import Profile, _levels, check_tags, digests
 from covey.federation.coordinator import Terms
 from covey.federation.letters import decode, encode
 from covey.federation.members import Members
+from covey.federation.table import profile_of
 from covey.model import fit_table
 from tests.federation.sites import Meddling, by_turns, dealt, fit, sites_of, spec, table
 

@@ -16,9 +16,10 @@ from covey.federation.agreement import Joined, Totals
 from covey.federation.budget import Budget
 from covey.federation.coordinator import Terms
 from covey.federation.letters import decode, encode
-from covey.federation.operate import operate, terms_of
+from covey.federation.operate import operate
 from covey.federation.privacy import epsilon, noise_for, privacy_of, spent
 from covey.federation.report import report
+from covey.federation.settings import terms_of
 from covey.federation.simulate import simulate
 from covey.federation.site import Site, open_site
 from covey.federation.transport import Failure, InProcess

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import typer
@@ -23,15 +25,32 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-app.command("fit")(fit.fit)
-app.command("predict")(predict.predict)
-app.command("show")(show.show)
-app.command("plan")(plan.plan)
-app.command("demo")(demo.demo)
-app.command("reproduce")(reproduce.reproduce)
-app.command("federate")(federate.federate)
-app.command("link")(link.link)
-app.command("node")(node.node)
+
+
+class _Stopped(Exception):  # noqa: N818 - no error, but how a user ends a command
+    """An interrupt, with what its command says of it; typer would make an exit code of the interrupt itself."""
+
+
+def _stoppable(command: Callable[..., None]) -> Callable[..., None]:
+    @wraps(command)
+    def stopping(*arguments: Any, **options: Any) -> None:
+        try:
+            command(*arguments, **options)
+        except KeyboardInterrupt as stopped:
+            raise _Stopped(str(stopped)) from None
+
+    return stopping
+
+
+app.command("fit")(_stoppable(fit.fit))
+app.command("predict")(_stoppable(predict.predict))
+app.command("show")(_stoppable(show.show))
+app.command("plan")(_stoppable(plan.plan))
+app.command("demo")(_stoppable(demo.demo))
+app.command("reproduce")(_stoppable(reproduce.reproduce))
+app.command("federate")(_stoppable(federate.federate))
+app.command("link")(_stoppable(link.link))
+app.command("node")(_stoppable(node.node))
 
 _ClickError: Any = typer.BadParameter.__mro__[2]  # the base of all usage errors; click or typer's own copy of it
 
@@ -65,7 +84,7 @@ def main() -> None:
         else:
             where = f": {problem.filename}" if problem.filename else ""
             code = _fail(f"{problem.strerror or problem}{where}; check the path and its permissions.")
-    except (KeyboardInterrupt, typer.Abort) as stopped:
+    except (_Stopped, KeyboardInterrupt, typer.Abort) as stopped:
         if str(stopped):
             _fail(str(stopped))  # what is kept of a long run
         code = 130

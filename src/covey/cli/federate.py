@@ -55,8 +55,8 @@ def federate(
         int | None, typer.Option(help="With --epsilon: how often sums are sent (2; 3 for classes, counts).")
     ] = None,
     categories: Annotated[str | None, typer.Option(help='What columns may hold, as JSON: \'{"zone": ["a", "b"]}\'.')] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for a site's reply.")] = 600.0,
-    retries: Annotated[int, typer.Option(help="How often a letter without reply is sent again.")] = 2,
+    timeout: Annotated[float | None, typer.Option(help="Seconds to wait for a site's reply (600).")] = None,
+    retries: Annotated[int | None, typer.Option(help="How often a letter without reply is sent again (2).")] = None,
     pause: Annotated[float | None, typer.Option(help="To deploy: seconds before that, for a site to come back (20).")] = None,
     on_loss: Annotated[str, typer.Option(help="When a site is lost: stop, or continue without it.")] = "stop",
     out: Annotated[Path | None, typer.Option(help="Folder for the models of clusters and of the whole.")] = None,
@@ -120,11 +120,13 @@ def federate(
     }
     if link is not None:
         from covey.federation.flower.launch import deploy
+        from covey.federation.settings import awaited
 
-        wanted = int(sites) if sites is not None and sites.isdigit() else sites
-        patience = {"wait": 60.0 if wait is None else wait, "pause": 20.0 if pause is None else pause}
-        raise typer.Exit(deploy({**settings, "sites": wanted, **patience, "insecure": insecure}, link))
+        settings |= {"sites": sites, "wait": wait, "pause": pause}
+        awaited(settings)  # what is wrong with them is said here, not by a run that Flower has to start first
+        raise typer.Exit(deploy({**settings, "insecure": insecure}, link))
     behind = 1 if minimum is None else minimum
+    settings["pause"] = 0.0  # on one machine nobody has to come back
     _simulate(words[0], settings, by if by is not None else simulate or 0, behind, out, as_json)
 
 
@@ -135,10 +137,10 @@ def _simulate(data: str, settings: dict[str, Any], sites: int | str, minimum: in
     from covey.cli._console import console, print_json, working
     from covey.data import read_table
     from covey.describe import summary
-    from covey.federation.operate import spec_of, terms_of
     from covey.federation.report import report
+    from covey.federation.settings import spec_of, terms_of
     from covey.federation.simulate import simulate
-    from covey.persist import check_target
+    from covey.persist import check_target, is_model
 
     spec, terms = spec_of(settings), terms_of(settings)
     place = None if out is None else check_target(out / "operator")
@@ -159,7 +161,7 @@ def _simulate(data: str, settings: dict[str, Any], sites: int | str, minimum: in
         )
         if out is not None:
             for old in (out / "sites").iterdir():
-                if old.name not in run.outcome.roster and (old / "model.json").exists():
+                if old.name not in run.outcome.roster and is_model(old):
                     shutil.rmtree(old)  # a site of an earlier run into the same folder
     if as_json:
         outcome = run.outcome
@@ -167,6 +169,8 @@ def _simulate(data: str, settings: dict[str, Any], sites: int | str, minimum: in
             {
                 "sites": list(outcome.roster),
                 "without": dict(outcome.without),
+                "missed": dict(outcome.missed),
+                "privacy": None if outcome.privacy is None else dict(outcome.privacy),
                 "summary": summary(outcome.model).to_json(),
                 "exchanges": [asdict(each) for each in outcome.exchanges],
                 "out": None if out is None else str(out),

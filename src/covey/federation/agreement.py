@@ -14,7 +14,6 @@ themselves: the coordinator then sees that two tags are equal, and cannot try id
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
@@ -25,17 +24,12 @@ import polars as pl
 
 from covey._typing import Anything, Floats, Ints
 from covey._version import __version__
-from covey.data import GroupedData
-from covey.design import Formula, column, design_from_json, numeric, response, split_formula
+from covey.design import Formula, split_formula
 from covey.errors import DataError, FederationError, FormulaError, listing
-from covey.exact import Exact, segment_sum
+from covey.exact import Exact
 from covey.federation.members import Members, plain_ids
-from covey.grouping import compose, repeats, split_bars
-from covey.hierarchy import Hierarchy
-from covey.labels import as_labels, encode, is_missing, kind, lookup
-from covey.model import as_frame, encode_known, series_values
-from covey.persist import spec_from_json, spec_to_json
-from covey.scaling import moments
+from covey.grouping import split_bars
+from covey.persist import spec_to_json
 from covey.solvers.private import Privacy
 from covey.spec import Spec
 
@@ -178,129 +172,14 @@ class Deliver:
     said: dict[str, Any]
 
 
-# The site
+# For both
 
 
-def profile_of(table: Any, spec: Spec, key: str = "", minimum: int = 1) -> Profile:
-    """What a site says of its table; what cannot be used is refused here, by column and row.
-
-    What fewer than ``minimum`` clients have, a cluster, a category or a class, is not told either.
-    """
-    frame, spec = as_frame(table), spec.settled()
-    lhs, rhs = _sides(spec)
-    if len(frame) == 0:
-        raise DataError("The table has no rows.")
-    design = Formula.learn(split_bars(rhs)[0], frame)
-    if lhs in design.columns:
-        raise FormulaError(f"The response {lhs!r} is also on the right of '~'; a model that knows the answer is of no use.")
-    y = series_values(response(lhs, frame))
-    classes = _classes_of(y) if spec.family == "bernoulli" else None
-    clusters, _ = encode(column(frame, spec.cluster), "cluster") if spec.cluster else (pl.Series(["all"]), None)
-    client = as_labels(column(frame, spec.client), "client") if spec.client else pl.Series(["all"])
-    kinds = {name: "categories" if name in design.levels else "numbers" for name in design.columns}
-    ids = {"client": kind(client), "cluster": kind(clusters), "response": _kind_of(y)}
-    for name in (spec.weights, spec.offset):
-        if name is not None:
-            numeric(frame, name)
-    # The rows themselves are grouped once, to refuse what is wrong with them before anything is agreed on.
-    outcome = y if classes is None else (y == classes[0]).astype(np.float64)
-    repeated = bool(spec.nested) and repeats(column(frame, spec.cluster), column(frame, spec.client))
-    _group(frame, replace(spec, nested=repeated), design, outcome)
-    levels = {name: tuple(values) for name, values in design.levels.items()}
-    for name in [each for each in (spec.cluster, *levels) if each is not None]:
-        check_behind(column(frame, name).to_list(), client, minimum, name)
-    told = None if classes is None else tuple(each for each in classes if len(set(client.filter(y == each))) >= minimum)
-    return Profile(__version__, kinds, ids, levels, tuple(plain_ids(clusters)), told, key, repeated)
-
-
-def _classes_of(y: Anything) -> tuple[Any, ...]:
-    """The classes of a binary response."""
-    lost = np.array([is_missing(value) for value in y.tolist()])
-    if lost.any():
-        raise DataError(f"The response is missing (NaN) in row {int(lost.argmax())}; fill the value or leave the row out.")
-    distinct = set(y.tolist())
-    if not all(isinstance(each, str | int | float) for each in distinct):
-        raise FederationError("Classes of a response across sites are text, numbers or booleans; convert the column.")
-    if len(distinct) > 2:
-        raise FederationError(f"The response has {len(distinct)} classes here, where the bernoulli family has two.")
-    return tuple(_sorted(distinct))
-
-
-def _kind_of(y: Anything) -> str:
-    """What a response holds: text, or numbers, of which booleans are some."""
-    return "numbers" if y.dtype.kind in "biuf" or not any(isinstance(each, str) for each in y.tolist()) else "text"
-
-
-def check_behind(values: Sequence[Any], client: pl.Series, minimum: int, name: str) -> None:
-    """Refuse a column of which some value, which would be told, belongs to few clients."""
-    if minimum <= 1 or len(client) != len(values):
-        return
-    clients = pl.DataFrame({"value": values, "client": client}).group_by("value").agg(pl.col("client").n_unique())["client"]
-    if min(clients.to_list()) < minimum:
-        raise FederationError(
-            f"Column {name!r} has a value that fewer than {minimum} clients here have, so that sums by it would be of fewer "
-            "than this site wants behind each; merge such values, lower its minimum, or leave their rows out."
-        )
-
-
-def check_design(agreed: Agree) -> None:
-    """Refuse a design that is not the one of the specification: it says which columns are read, and how."""
-    spec, design = spec_from_json(agreed.spec), agreed.design
-    rhs = split_bars(_sides(spec)[1])[0]
-    own = Formula.of(rhs, design["columns"], design["levels"]).to_json()
-    if json.dumps(own, sort_keys=True) != json.dumps(design, sort_keys=True):
-        raise FederationError(f"The design that was agreed on is not that of the formula {spec.formula!r}; start a new run.")
-
-
-def grouped(table: Any, agreed: Agree) -> GroupedData:
-    """A site's rows, coded as all sites agreed, under the clusters of all of them."""
-    frame, spec = as_frame(table), spec_from_json(agreed.spec)
-    lhs, _ = _sides(spec)
-    classes = None if agreed.classes is None else np.array(agreed.classes)
-    outcome = encode_known(response(lhs, frame), classes)
-    data = _group(frame, spec, design_from_json(agreed.design), outcome)
-    tree, known = data.hierarchy, cluster_ids(agreed)
-    place = lookup(tree.cluster_ids, known, "cluster")
-    if (place < 0).any():
-        raise FederationError("The table has a cluster that it had not when the run began; put it back, or start a new run.")
-    sizes = np.zeros(len(known), dtype=np.int64)
-    sizes[place] = tree.sizes
-    whole = Hierarchy(np.concatenate([[0], np.cumsum(sizes)]), tree.client_ids, known)
-    return GroupedData(data.X, data.y, data.client_ptr, whole, data.terms, data.weights, data.offset)
-
-
-def _group(frame: Any, spec: Spec, design: Any, outcome: Any) -> GroupedData:
-    client = column(frame, spec.client) if spec.client else None
-    cluster = column(frame, spec.cluster) if spec.cluster else None
-    return GroupedData.from_blocks(
-        design.blocks(frame),
-        len(frame),
-        outcome,
-        compose(cluster, client) if spec.nested else client,
-        cluster,
-        weights=numeric(frame, spec.weights) if spec.weights else None,
-        offset=numeric(frame, spec.offset) if spec.offset else None,
-        terms=design.terms,
-        check=spec.loss.check_values,
-    )
-
-
-def totals(data: GroupedData, *, standardize: bool = False) -> Totals:
-    """The first sums that leave a site; those of the terms only if they are needed."""
-    tree = data.hierarchy
-    rows = tree.sum_up(data.rows_per_client.astype(np.float64)).astype(np.int64)
-    response_sum = segment_sum(data.y, np.array([0, data.n_rows]))[0]
-    return Totals(tree.sizes, rows, response_sum, moments(data.X) if standardize else None)
-
-
-def counts(data: GroupedData) -> Totals:
-    """What leaves a site of a private run in place of these: how many clients its clusters have, and nothing of their rows."""
-    return Totals(data.hierarchy.sizes, np.zeros(data.n_clusters, dtype=np.int64), Exact.zeros())
-
-
-def unspoken(profile: Profile) -> Profile:
-    """A profile as it leaves a site of a private run: which categories and classes occur tells of rows."""
-    return replace(profile, levels={}, classes=None)
+def sides_of(spec: Spec) -> tuple[str, str]:
+    lhs, rhs = split_formula(spec.formula) if spec.formula is not None else (None, "")
+    if lhs is None:
+        raise FormulaError("Across sites a formula names the response and the terms: write 'response ~ terms'.")
+    return lhs, rhs
 
 
 def digests(ids: Iterable[Any], salt: str) -> Anything:
@@ -314,20 +193,9 @@ def keyed(value: Any, salt: str) -> str:
     return hashlib.blake2b(repr(value).encode(), digest_size=16, key=bytes.fromhex(salt)).hexdigest()
 
 
-def joined(data: GroupedData, salt: str, agreed: Agree, rows: str) -> Joined:
-    """What a site shows of its clients' ids, and of its rows, whose digest is ``rows``."""
-    tree = data.hierarchy
-    clients = tree.client_ids.to_list()
-    told = "" if agreed.private is not None else keyed(rows, salt)
-    pairs = digests(zip(plain_ids(tree.cluster_ids[tree.parent]), clients, strict=True), salt) if agreed.listed else None
-    return Joined(digests(clients, salt), told, pairs)
-
-
-def _sides(spec: Spec) -> tuple[str, str]:
-    lhs, rhs = split_formula(spec.formula) if spec.formula is not None else (None, "")
-    if lhs is None:
-        raise FormulaError("Across sites a formula names the response and the terms: write 'response ~ terms'.")
-    return lhs, rhs
+def in_order(values: Iterable[Any]) -> list[Any]:
+    """Numbers, of whichever type, by value; then text."""
+    return sorted(values, key=lambda value: (isinstance(value, str), value))
 
 
 # The coordinator
@@ -351,10 +219,10 @@ def agree(
             )
         members.check_clusters(site, profile.clusters)
     _check_kinds(profiles)
-    _, rhs = _sides(spec.settled())
+    _, rhs = sides_of(spec.settled())
     first = next(iter(profiles.values()))
     columns = list(first.kinds)
-    lhs = _sides(spec.settled())[0]
+    lhs = sides_of(spec.settled())[0]
     if private is not None:
         _check_listed([lhs] * (spec.family == "bernoulli") + [c for c in columns if first.kinds[c] == "categories"], categories)
     levels = {name: _levels(name, profiles, categories) for name in columns if first.kinds[name] == "categories"}
@@ -473,8 +341,8 @@ def _levels(name: str, profiles: Mapping[str, Profile], categories: Mapping[str,
                 )
         return listed
     orders = [list(profile.levels.get(name, ())) for profile in profiles.values()]
-    if all(own == _sorted(own) for own in orders):
-        return _sorted(set().union(*met.values()))
+    if all(own == in_order(own) for own in orders):
+        return in_order(set().union(*met.values()))
     merged = _merged(orders)  # a table of pandas gives its categories an order of its own
     if merged is None:
         raise FederationError(
@@ -487,18 +355,13 @@ def _merged(orders: Sequence[Sequence[Any]]) -> list[Any] | None:
     """One order that keeps all of these; None if they contradict each other."""
     left, merged = [list(own) for own in orders if own], list[Any]()
     while left:
-        heads = _sorted({own[0] for own in left})
+        heads = in_order({own[0] for own in left})
         free = [each for each in heads if not any(each in own[1:] for own in left)]
         if not free:
             return None
         merged.append(free[0])
         left = [rest for own in left if (rest := [each for each in own if each != free[0]])]
     return merged
-
-
-def _sorted(values: Iterable[Any]) -> list[Any]:
-    """Numbers, of whichever type, by value; then text."""
-    return sorted(values, key=lambda value: (isinstance(value, str), value))
 
 
 def _check_listed(names: Iterable[str], categories: Mapping[str, Iterable[Any]]) -> None:
@@ -511,7 +374,7 @@ def _check_listed(names: Iterable[str], categories: Mapping[str, Iterable[Any]])
 
 
 def _classes(profiles: Mapping[str, Profile]) -> tuple[Any, ...]:
-    found = _sorted({each for profile in profiles.values() for each in profile.classes or ()})
+    found = in_order({each for profile in profiles.values() for each in profile.classes or ()})
     if len(found) == 1:
         raise DataError(f"The response has one class only, {found[0]!r}, at all sites; a classifier needs rows of two classes.")
     if len(found) > 2:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
 from typing import Any, TypeVar, cast
@@ -27,7 +27,6 @@ import polars as pl
 from covey import __version__
 from covey._typing import Anything
 from covey.errors import FederationError
-from covey.exact import Exact
 from covey.federation.agreement import (
     Agree,
     Deliver,
@@ -37,7 +36,6 @@ from covey.federation.agreement import (
     Salt,
     Totals,
     agree,
-    apart_from_most,
     check_spread,
     check_tags,
     check_totals,
@@ -46,10 +44,11 @@ from covey.federation.agreement import (
     shared,
 )
 from covey.federation.journal import Entry, Journal
-from covey.federation.letters import Letter, LetterError, Refusal, decode, encode, join, outline
+from covey.federation.letters import Letter, decode, encode, join
 from covey.federation.masking import check_roster, unmask
 from covey.federation.members import Members
 from covey.federation.privacy import DELTA, check_delta
+from covey.federation.replies import SiteLost, Trouble, check_alike, read, seen
 from covey.federation.transport import Failure, Transport
 from covey.hierarchy import Hierarchy
 from covey.losses import Loss
@@ -100,24 +99,6 @@ class Exchange:
 
 class Halted(FederationError):  # noqa: N818 - an event, of which an error is only one outcome
     """The run cannot go on as things are; once they are put right it can, from its journal."""
-
-
-class SiteLost(FederationError):  # noqa: N818 - an event, of which an error is only one outcome
-    """Sites that do not answer, or answer what cannot be used; ``known`` if the journal already says that the run left them."""
-
-    def __init__(self, sites: Mapping[str, str], *, known: bool = False) -> None:
-        self.sites, self.known = dict(sites), known
-        said = "; ".join(f"{site!r} {why}" for site, why in self.sites.items())
-        super().__init__(f"Lost {'site' if len(self.sites) == 1 else 'sites'} {said}.")
-
-
-@dataclass(frozen=True)
-class _Trouble:
-    """A reply that is none; ``behind`` is the last exchange of a site that has lost its memory."""
-
-    why: str
-    behind: int | None = None
-    hopeless: bool = False
 
 
 class Federation:
@@ -303,7 +284,7 @@ class Federation:
         sites = self.roster if "" in letters else tuple(letters)
         waiting = {site: letters[""] if "" in letters else letters[site] for site in sites}
         replies: dict[str, Any] = {}
-        trouble: dict[str, _Trouble] = {}
+        trouble: dict[str, Trouble] = {}
         start, up, down = time.perf_counter(), 0, 0
         for attempt in range(1 + self.how.retries):
             if attempt:
@@ -313,11 +294,11 @@ class Federation:
             came = self._transport.exchange(waiting, self.how.timeout)
             for site, letter in list(waiting.items()):
                 down, up = down + len(letter), up + _size(came.get(site))
-                read = self._read(letter, came.get(site))
-                if isinstance(read, _Trouble):
-                    trouble[site] = read
+                found = read(letter, came.get(site))
+                if isinstance(found, Trouble):
+                    trouble[site] = found
                     continue
-                replies[site] = read.body
+                replies[site] = found.body
                 del waiting[site]
             for site in list(waiting):
                 self._refuse(site, trouble[site])
@@ -333,25 +314,7 @@ class Federation:
         told = {"what": what, "sites": len(sites), "down": down, "up": up, "seconds": seconds}
         return Entry(dict(letters), encode(total), told)
 
-    def _read(self, letter: bytes, reply: bytes | Failure | None) -> Letter | _Trouble:
-        if reply is None:
-            return _Trouble("sent no reply")
-        if isinstance(reply, Failure):
-            return _Trouble(f"did not answer ({reply.reason}: {reply.detail})")
-        try:
-            read = decode(reply)
-        except LetterError as problem:
-            return _Trouble(f"sent bytes that cannot be read ({problem})")
-        asked = decode(letter)
-        if not isinstance(read, Letter):
-            return _Trouble("sent something that is no letter")
-        if isinstance(read.body, Refusal):
-            return _refused(read.body)
-        if (read.run, read.epoch, read.exchange) != (asked.run, asked.epoch, asked.exchange):
-            return _Trouble(f"answered another letter (exchange {read.exchange} of epoch {read.epoch})")
-        return read
-
-    def _refuse(self, site: str, trouble: _Trouble) -> None:
+    def _refuse(self, site: str, trouble: Trouble) -> None:
         """What no second letter can mend stops the run, with the site's own sentence."""
         if trouble.hopeless:
             raise Halted(f"Site {site!r}: {trouble.why}")
@@ -369,11 +332,11 @@ class Federation:
             letter = encode(replace(decode(once), mute=True))
             came = self._transport.exchange({site: letter}, self.how.timeout)
             down, up = down + len(letter), up + _size(came.get(site))
-            read = self._read(letter, came.get(site))
-            if isinstance(read, _Trouble):
-                self._refuse(site, read)
+            found = read(letter, came.get(site))
+            if isinstance(found, Trouble):
+                self._refuse(site, found)
                 break  # it will be asked again, and lost if that does not help
-            if entry.told["what"] == "agree" and read.body != decode(entry.total)[0][site].rows:
+            if entry.told["what"] == "agree" and found.body != decode(entry.total)[0][site].rows:
                 raise Halted(
                     f"Site {site!r} has lost its memory of the run, and its table has changed since; put it back, or delete "
                     "the journal to start anew."
@@ -404,7 +367,7 @@ class Federation:
         """The sum over sites, in the order of their names; what cannot be added is not."""
         if all(body is None for body in replies.values()):
             return None
-        _check_alike({site: _seen(site, body) for site, body in replies.items()} if self.how.secure else replies)
+        check_alike({site: seen(site, body) for site, body in replies.items()} if self.how.secure else replies)
         if self.how.secure:
             first = next(iter(replies.values()))
             total = unmask({site: body[1] for site, body in replies.items()}, self.roster)
@@ -418,15 +381,6 @@ class Federation:
 def new_run() -> dict[str, Any]:
     """What is drawn for each run: its name, never used twice, and the key of the clients' tags."""
     return {"run": secrets.token_hex(8), "salt": secrets.token_hex(16)}
-
-
-def _seen(site: str, masked: Any) -> Any:
-    """What can be seen of a masked reply: its form, and which of its numbers are not finite; the others are zero here."""
-    try:
-        skeleton, numbers = masked
-        return join(skeleton, Exact(np.zeros_like(numbers.limbs), numbers.size))
-    except (LetterError, AttributeError, KeyError, OverflowError, TypeError, ValueError):
-        raise SiteLost({site: "sent a masked reply that cannot be read"}) from None
 
 
 def _tags(found: Mapping[str, Joined]) -> dict[str, Anything]:
@@ -446,45 +400,3 @@ def _profiles(replies: dict[str, Any]) -> dict[str, Profile]:
 
 def _size(reply: bytes | Failure | None) -> int:
     return len(reply) if isinstance(reply, bytes) else 0
-
-
-def _refused(refusal: Refusal) -> _Trouble:
-    if refusal.reason == "behind":
-        return _Trouble("has lost its memory of the run", behind=refusal.exchange)
-    if refusal.reason == "stale":
-        return _Trouble(f"is ahead of the coordinator ({refusal.sentence}); start a new run")
-    if refusal.reason == "broken":
-        return _Trouble(f"failed while it answered ({refusal.sentence})")
-    return _Trouble(refusal.sentence, hopeless=True)
-
-
-def _check_alike(replies: Mapping[str, Any]) -> None:
-    """Refuse a reply that is unlike the others, or holds what is no number; these never meet the sums of other sites."""
-    for site, reply in replies.items():
-        if _unsound(reply):
-            raise SiteLost({site: "sent a number that is not finite; look there at columns with very large values"})
-    outlines = {site: outline(reply) for site, reply in replies.items()}
-    odd = apart_from_most(outlines)
-    if odd:
-        raise SiteLost(dict.fromkeys(odd, "sent a reply of another form or shape than the other sites"))
-
-
-def _unsound(value: Any) -> bool:
-    """Whether any number is not finite that should be: a bound may be infinite, and so may the value of a step too far.
-
-    An exact sum that is not a number says so itself, and its solver explains it.
-    """
-    if isinstance(value, float):
-        return not np.isfinite(value)
-    if isinstance(value, np.ndarray):
-        return value.dtype.kind == "f" and not np.isfinite(value).all()
-    if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
-        return any(_unsound(each) for each in value)
-    if isinstance(value, Exact) or not (is_dataclass(value) or hasattr(value, "_fields")):
-        return False
-    if not is_dataclass(value):
-        return any(_unsound(each) for each in value)
-    free = [part.name for part in fields(value) if part.metadata.get("least") or part.metadata.get("overflows")]
-    if any(isinstance(getattr(value, name), float) and np.isnan(getattr(value, name)) for name in free):
-        return True
-    return any(_unsound(getattr(value, part.name)) for part in fields(value) if part.name not in free)

@@ -12,10 +12,11 @@ import numpy as np
 
 from covey._typing import Ints
 from covey.design import column
-from covey.errors import DataError
+from covey.errors import CoveyError, DataError, FederationError, listing
 from covey.federation.coordinator import Terms
 from covey.federation.operate import OnLoss, Outcome, run_fit
 from covey.federation.site import Site
+from covey.federation.table import profile_of
 from covey.federation.transport import InProcess
 from covey.labels import encode, lookup
 from covey.model import Model, as_frame
@@ -65,6 +66,8 @@ def simulate(
     sites : how many there are, each client at one of them by turns; or the column that says where a row is
     minimum : clients that a site wants behind each sum it sends
     models : folder in which each site writes the models of its clients
+    journal : as for :func:`~covey.federation.operate.run_fit`; under masks and with noise there is none, since the sites' keys
+        and their account of what they have released end with the process
     noise_seed : of the noise of a private fit, for the same noise each time; by default it is the system's
 
     >>> from covey.datasets import load_radon
@@ -76,7 +79,13 @@ def simulate(
     spec.check()
     if minimum < 1:
         raise DataError(f"The minimum of clients behind a sum must be at least 1. Got {minimum} instead.")
+    terms = Terms() if terms is None else terms
     parts = deal(table, spec, sites)
+    absent = [name for name in terms.members.sites if name not in parts]
+    if absent:
+        raise FederationError(
+            f"The list of members has the site {absent[0]!r}, which is not here; mend the list: there are {listing(parts, 5)}."
+        )
     at = {
         name: Site(
             name,
@@ -88,8 +97,21 @@ def simulate(
         )
         for at, (name, part) in enumerate(parts.items())
     }
-    outcome = run_fit(InProcess(at), list(at), spec, terms or Terms(), journal=journal, out=out, on_loss=on_loss, say=say)
+    kept = None if terms.secure or terms.private is not None else journal
+    try:
+        outcome = run_fit(InProcess(at), list(at), spec, terms, journal=kept, out=out, on_loss=on_loss, say=say)
+    except CoveyError:
+        _check_whole(table, spec)
+        raise
     return Simulation(outcome, at)
+
+
+def _check_whole(table: Any, spec: Spec) -> None:
+    """Refuse rows by their numbers in the whole table: a site knows those of its own part only."""
+    try:
+        profile_of(table, spec)
+    except CoveyError as problem:
+        raise problem from None
 
 
 def deal(table: Any, spec: Spec, sites: int | str) -> dict[str, Any]:
@@ -99,9 +121,9 @@ def deal(table: Any, spec: Spec, sites: int | str) -> dict[str, Any]:
         raise DataError("Say which column holds the clients: client=, or a formula with (terms | cluster/client).")
     if isinstance(sites, str):
         names, codes = encode(column(frame, sites), "site")
-        odd = [name for name in map(str, names.to_list()) if name in (".", "..") or "/" in name or "\\" in name]
+        odd = [name for name in map(str, names.to_list()) if not name.strip(". ") or set(name) & set("/\\:")]
         if odd:
-            raise DataError(f"The site {odd[0]!r} cannot be the name of a folder; rename it in column {sites!r}.")
+            raise DataError(f"The site {odd[0]!r} cannot be the name of a site and its folder; rename it in column {sites!r}.")
         return {str(name): _rows(frame, codes == at) for at, name in enumerate(names.to_list())}
     _, codes = encode(column(frame, settled.client), "client")
     if not 1 <= sites <= int(codes.max()) + 1:

@@ -28,24 +28,13 @@ from covey._typing import Anything
 from covey.data import GroupedData, read_table
 from covey.design import check_formula, split_formula
 from covey.errors import CoveyError, FederationError, FormulaError, ModelError, PenaltyError, SolverError, listing
-from covey.federation.agreement import (
-    Agree,
-    Hello,
-    Joined,
-    Salt,
-    check_design,
-    counts,
-    grouped,
-    joined,
-    profile_of,
-    totals,
-    unspoken,
-)
+from covey.federation.agreement import Agree, Hello, Joined, Salt
 from covey.federation.budget import Budget, releases
 from covey.federation.files import alone, own_folder, write_whole
 from covey.federation.letters import Letter, Refusal, decode, encode, split
 from covey.federation.masking import Keys, check_keys, check_roster, mask, open_sealed, pair_secret, seal
 from covey.federation.models import keep_model
+from covey.federation.table import check_design, counts, grouped, joined, profile_of, totals, unspoken
 from covey.grouping import split_bars
 from covey.network import Node
 from covey.persist import check_target, spec_from_json

@@ -8,8 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 BIN = Path(sys.executable).parent
@@ -30,12 +32,15 @@ def until(what, patience: float = 30.0, pause: float = 0.1):
     return value
 
 
-def hear(run, word):
-    """Read what a run says until this is said."""
-    for line in run.stderr:
-        if word in line:
-            return
-    raise AssertionError(f"the run ended before it said {word!r}")
+def hear(run, word, patience: float = 300.0):
+    """Read what a run says until this is said; one that says nothing for too long is ended."""
+    late = threading.Timer(patience, run.kill)
+    late.start()
+    try:
+        if not any(word in line for line in run.stderr):
+            raise AssertionError(f"the run ended, or was ended after {patience:g} seconds, before it said {word!r}")
+    finally:
+        late.cancel()
 
 
 class Processes:
@@ -99,7 +104,8 @@ class Processes:
     def stop(self) -> None:
         for sign in (signal.SIGTERM, signal.SIGKILL):
             for pid in self.marked():
-                os.kill(pid, sign)
+                with suppress(ProcessLookupError):  # it has ended by itself
+                    os.kill(pid, sign)
             for process in self.processes.values():
                 try:
                     process.wait(timeout=8)

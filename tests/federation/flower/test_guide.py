@@ -7,7 +7,10 @@ import subprocess
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from covey.persist import load_model
 
 from .conftest import deployed, needs_programs
 from .deployment import Processes, free_port, until
@@ -16,10 +19,11 @@ GUIDE = Path(__file__).parents[3] / "docs" / "federation.md"
 
 
 def commands():
-    """What stands after ``$``, with the lines after ``>`` that belong to it."""
-    for block in re.findall(r"```console\n(.*?)```", GUIDE.read_text(), re.S):
-        for part in re.split(r"^\$ ", block, flags=re.M)[1:]:
-            yield re.sub(r"^> ", "", part, flags=re.M).rstrip("\n")
+    """What stands after ``$``, with the lines after ``>`` that belong to it; what ends everything goes to the end."""
+    blocks = re.findall(r"```console\n(.*?)```", GUIDE.read_text(), re.S)
+    parts = [part for block in blocks for part in re.split(r"^\$ ", block, flags=re.M)[1:]]
+    plain = [re.sub(r"^> ", "", part, flags=re.M).rstrip("\n") for part in parts]
+    return sorted(plain, key=lambda command: command.startswith("kill "))
 
 
 class Shell:
@@ -63,6 +67,11 @@ def test_the_guide_word_by_word(tmp_path):
         print(said[federate])
         assert "in 9 clusters (state), at 3 sites" in said[federate]
         assert "169 clients (county)" in said["covey show north/model"]
+        assert {(tmp_path / name).stat().st_mode & 0o77 for name in ("link.db", "fit", "again")} == {0}
+        by_covey, by_flower = (load_model(tmp_path / name)[0] for name in ("fit", "again"))
+        np.testing.assert_array_equal(by_flower.w, by_covey.w)
+        assert any(command.startswith("flwr run $(python") for command in typed)
+        assert typed[-1].startswith("kill ")
         until(lambda: not processes.marked("flower-"), 30)
     finally:
         processes.stop()

@@ -110,18 +110,18 @@ def test_a_killed_coordinator_ends_its_run_and_the_next_one_works(two):
     assert again["south"].startswith("south: 1")
 
 
-def test_strangers_are_not_let_in(two):
+def test_strangers_are_not_let_in(tmp_path):
     """Neither a key that nobody registered, nor a node without TLS; and a site does not take another's name."""
-    two.command("ssh-keygen -q -t ecdsa -b 384 -N '' -f stranger.key")
-    two.start_node("stranger")
-    assert two.processes["stranger"].wait(timeout=20) != 0
-    two.start("plain", f"covey node north.csv --home plain --link {two.address} --insecure --site plain")
-    two.kill("south")
-    time.sleep(61)  # the link's patience with a node that has said no goodbye
-    two.start_node("south", "--site north")
-    (only,), _ = exchanges(two, [{"north": "1", "south": "1", "stranger": "1", "plain": "1"}, 60])
-    assert two.processes["plain"].poll() is None, "it tries on, in vain"
-    two.kill("plain")
+    with deployed(tmp_path, changed="standin") as deployment:
+        deployment.register("north", "south")
+        deployment.command("ssh-keygen -q -t ecdsa -b 384 -N '' -f stranger.key")
+        deployment.start_node("stranger")
+        assert deployment.processes["stranger"].wait(timeout=20) != 0
+        deployment.start_node("north")
+        deployment.start("plain", f"covey node north.csv --home plain --link {deployment.address} --insecure --site plain")
+        deployment.start_node("south", "--site north")
+        (only,), _ = exchanges(deployment, [{"north": "1", "south": "1", "stranger": "1", "plain": "1"}, 60])
+        assert deployment.processes["plain"].poll() is None, "it tries on, in vain"
     assert only["north"].startswith("north: 1")
     assert only["south"] == ["refused", "it was started as 'north' but is registered as 'south'; start it with --site south"]
     assert only["stranger"] == only["plain"] == ["gone", "it is not connected"]

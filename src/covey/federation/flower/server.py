@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,16 @@ def main(grid: Grid, context: Context) -> None:
     """Run a federated fit with the settings of the run."""
     report = None
     try:
-        settings = read_settings(context.run_config)
-        report = settings.pop("report", None)
-        transport = FlowerTransport(grid, named=not settings.pop("insecure", False))
-        wait_for_sites(transport, settings.get("sites"), float(settings.pop("wait", 60.0)), _say)
         from covey.federation.operate import operate
+        from covey.federation.settings import awaited
 
+        settings = read_settings(context.run_config)
+        report, insecure = settings.pop("report", None), settings.pop("insecure", False)
+        if not isinstance(insecure, bool):
+            raise FederationError(f"The setting 'insecure' must be true or false. Got {insecure!r} instead.")
+        expected, patience = awaited(settings)
+        transport = FlowerTransport(grid, named=not insecure)
+        wait_for_sites(transport, expected, patience, _say)
         text = operate(transport, settings, _say)
     except CoveyError as problem:
         _leave(report, {"mistake": str(problem)})
@@ -72,13 +76,13 @@ def read_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
-def wait_for_sites(transport: Transport, sites: int | str | None, patience: float, say: Callable[[str], None]) -> None:
-    """Wait until the expected sites are connected: so many, those named with commas, or any; if not, say who is missing.
+def wait_for_sites(transport: Transport, sites: int | Sequence[str], patience: float, say: Callable[[str], None]) -> None:
+    """Wait until the expected sites are connected: so many, or those named; if they are not in time, say who is missing.
 
     Examples
     --------
     >>> from covey.federation.transport import InProcess
-    >>> wait_for_sites(InProcess({"north": None, "south": None}), "north,south", 0.0, print)
+    >>> wait_for_sites(InProcess({"north": None, "south": None}), ("north", "south"), 0.0, print)
     2 sites are connected: 'north', 'south'
     """
     deadline = time.monotonic() + patience
@@ -99,11 +103,10 @@ def wait_for_sites(transport: Transport, sites: int | str | None, patience: floa
         time.sleep(_PAUSE)
 
 
-def _missing(here: tuple[str, ...], sites: int | str | None) -> str:
-    if isinstance(sites, str):
-        return listing(name for name in map(str.strip, sites.split(",")) if name not in here)
-    expected = 1 if sites is None else int(sites)
-    return f"{expected - len(here)} of {expected} sites" if len(here) < expected else ""
+def _missing(here: tuple[str, ...], sites: int | Sequence[str]) -> str:
+    if isinstance(sites, int):
+        return f"{sites - len(here)} of {sites} sites" if len(here) < sites else ""
+    return listing(name for name in sites if name not in here)
 
 
 def _say(what: str) -> None:

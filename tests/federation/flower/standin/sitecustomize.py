@@ -26,6 +26,10 @@ class Site:
         return b"%s: %s, by process %d" % (self.name.encode(), letter, os.getpid())
 
 
+def awaited(settings):
+    return settings["sites"] if isinstance(settings["sites"], int) else settings["sites"].split(","), settings["wait"]
+
+
 def operate(transport, settings, say):
     from covey.errors import DataError
 
@@ -42,6 +46,12 @@ def operate(transport, settings, say):
     return json.dumps(told)
 
 
-for module, name, thing in (("covey.federation.site", "open_site", Site), ("covey.federation.operate", "operate", operate)):
+standins = {
+    "covey.federation.site": {"open_site": Site},
+    "covey.federation.settings": {"awaited": awaited},
+    "covey.federation.operate": {"operate": operate},
+}
+for module, things in standins.items():
     sys.modules[module] = types.ModuleType(module)
-    setattr(sys.modules[module], name, thing)
+    for name, thing in things.items():
+        setattr(sys.modules[module], name, thing)

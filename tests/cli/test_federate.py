@@ -1,0 +1,266 @@
+"""``covey federate --simulate``: what a run reports of its cost, and what it leaves, keeps and refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import time
+from dataclasses import replace
+from datetime import date
+from typing import get_type_hints
+
+import polars as pl
+import pytest
+
+from covey.cli.federate import federate
+from covey.datasets import load_radon
+from covey.errors import CoveyError, DataError, FederationError
+from covey.exact import LIMBS, WIDE
+from covey.federation.coordinator import Terms
+from covey.federation.journal import _records
+from covey.federation.letters import decode, encode
+from covey.federation.members import Members
+from covey.federation.report import costs, planned, size, who
+from covey.federation.settings import DEFAULTS
+from covey.federation.simulate import simulate
+from covey.persist import load_model, spec_from_json, spec_to_json
+from covey.solvers.costs import BANDWIDTH, LATENCY
+from covey.solvers.private import Privacy
+from covey.spec import Spec
+
+from .shell import COVEY, PLAIN, inside
+from .shell import run as typed
+
+HOMES = load_radon().with_columns(high=pl.col("radon") > 4, count=pl.col("radon").round().cast(pl.Int64))
+GIVEN = {"client": "county", "cluster": "state", "gamma": 10.0, "lam": 5.0}
+K, D, SITES = 9, 2, 3  # clusters, terms, sites
+UP, DOWN = D * (D + 1) // 2 + 2 * D + 6, D + 2  # numbers of a cluster, by the plan, of a direct solver
+SOLVERS = {
+    "sweep": {"formula": "log_radon ~ floor"},
+    "newton": {"formula": "high ~ floor", "family": "bernoulli"},
+    "counts": {"formula": "count ~ floor", "family": "poisson"},
+    "l2gd": {"formula": "log_radon ~ floor", "solver": "l2gd", "max_iter": 1000},
+    "al2sgd_plus": {"formula": "log_radon ~ floor", "solver": "al2sgd_plus", "max_iter": 1500},
+}
+
+
+def outcome(settings, **more):
+    return simulate(HOMES, Spec(**{**GIVEN, **settings}), SITES, **more).outcome
+
+
+def kinds(run):
+    return [each.what for each in run.exchanges]
+
+
+def spent(run, *names):
+    part = [each for each in run.exchanges if each.what in names]
+    return f"{len(part)}, {size(sum(e.down + e.up for e in part))}, {sum(e.seconds for e in part):.2f} s"
+
+
+def predicted(exchanges, up, down, number=8):
+    """``up`` and ``down`` are numbers of one site."""
+    own = number * up + 8 * down
+    return f"{exchanges}, {size(SITES * own)}, {2 * LATENCY * exchanges + own / (1e6 * BANDWIDTH):.2f} s"
+
+
+@pytest.mark.filterwarnings("ignore::covey.errors.ConvergenceWarning")  # by coins they are stopped long before their end
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_every_kind_of_exchange_is_listed_and_they_add_up(solver):
+    run = outcome(SOLVERS[solver])
+    head, *rows, last = [line.split() for line in costs(run.exchanges)]
+    assert [row[0] for row in rows] == list(dict.fromkeys(kinds(run)))
+    assert sum(int(row[1]) for row in rows) == int(last[2]) == len(run.exchanges)
+    assert head[0] == "exchange"
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("solver", "exchanges", "halves"), [("sweep", 1, 1), ("newton", 7, 0), ("counts", 8, 1)])
+def test_the_plan_of_a_direct_solver_beside_what_was_sent(solver, exchanges, halves, masked):
+    """A sweep is one exchange in the plan and two letters to each site: up, then down."""
+    run = outcome(SOLVERS[solver], terms=Terms(secure=masked))
+    number = 8 * (1 + WIDE) if masked else 8
+    plan = predicted(exchanges + halves, K * UP * exchanges, K * DOWN * exchanges, number)
+    made = spent(run, "up", "down", "begin", "move")
+    assert planned(run) == [
+        f"exchanges of the fit itself: planned {plan}; made {made}",
+        f"  planned with {number} bytes a number up and 8 down, 50 ms a message, 10 MB/s",
+    ]
+    assert made.startswith(f"{exchanges + halves}, ")
+
+
+@pytest.mark.filterwarnings("ignore::covey.errors.ConvergenceWarning")
+@pytest.mark.parametrize("solver", ["l2gd", "al2sgd_plus"])
+def test_the_plan_of_an_algorithm_by_coins_beside_what_was_sent(solver):
+    run = outcome(SOLVERS[solver])
+    ledger = run.model.ledger
+    moves, checks = int(ledger.within.max()), ledger.checks
+    assert kinds(run).count("checkat") == kinds(run).count("whereabouts") == checks
+    up, down = K * (D * moves + (D + 2) * checks), K * ((D + 1) * moves + D * checks)
+    around = {"hello", "agree", "deliver", "go", "whereabouts", "checkat"}
+    first, second, third = planned(run)
+    plan = predicted(moves + 2 * checks, up, down, 8 * (1 + LIMBS))
+    assert first == f"exchanges of the fit itself: planned {plan}; made {spent(run, 'go', 'whereabouts', 'checkat')}"
+    assert second.startswith("  planned with 32 bytes a number up and 8 down, ")
+    assert third == f"  not in the plan, to measure the problem: {spent(run, *(set(kinds(run)) - around))}"
+
+
+@pytest.mark.filterwarnings("ignore::covey.errors.ConvergenceWarning")
+def test_learned_penalties_are_no_part_of_a_plan():
+    learned = {"gamma": None, "lam": None, "tests": False}
+    assert planned(outcome({**SOLVERS["sweep"], **learned})) == []
+    assert planned(outcome({**SOLVERS["sweep"], **learned, "james_stein": True})) == []
+    run = outcome({**SOLVERS["l2gd"], **learned, "max_iter": 100})
+    search = spent(run, "moments", "weigh", "integrate", "slope", "finishsums")
+    assert planned(run)[-1] == f"  not in the plan, to learn the penalties: {search}"
+
+
+def test_who_took_part_and_who_was_not_told():
+    run = replace(outcome(SOLVERS["sweep"]), missed={"site2": "did not answer (gone)"})
+    assert who(run) == [
+        "Sites: site1, site2, site3",
+        "site2 took part, but did not answer (gone) at the end: it has no models of its clients from this fit",
+    ]
+
+
+def test_a_private_fit_has_no_plan():
+    assert planned(outcome(SOLVERS["sweep"], terms=Terms(private=Privacy(1.0, 1.0, 2)))) == []
+
+
+@pytest.fixture
+def folder(tmp_path):
+    HOMES.write_parquet(tmp_path / "homes.parquet")
+    return tmp_path
+
+
+ASKED = ("log_radon ~ floor", "--client", "county", "--cluster", "state", "--gamma", "10", "--lam", "5")
+LONG = ("federate", "homes.parquet", *ASKED, "--simulate", "3", "--solver", "al2sgd_plus", "--tol", "1e-9", "--out", "fit")
+
+
+def test_an_interrupt_says_what_is_kept_and_the_same_command_goes_on(folder):
+    """Ctrl-C in the middle of a real process: one sentence, exit code 130, and the run is taken up where it was."""
+    journal = folder / "fit" / "journal"
+    environment = {**os.environ, **PLAIN}
+    process = subprocess.Popen([COVEY, *LONG], cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while not (journal.exists() and journal.stat().st_size > 200_000):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, b"")
+    kept = r"covey: Interrupted; the run has stopped\. \d+ exchanges are kept in 'fit/journal': run the same again\.\n"
+    assert re.fullmatch(kept, err.decode())
+    begun = decode(_records(journal.read_bytes())[0])["run"]
+    typed(*LONG, cwd=folder)
+    assert load_model(folder / "fit" / "operator")[1]["federation"]["run"] == begun
+    assert not journal.exists()
+
+
+SHORT = ("federate", "homes.parquet", *ASKED, "--simulate", "3")
+
+
+def test_sites_of_an_earlier_run_go_and_a_users_folders_stay(folder):
+    """In OUT/sites only what is a model and nothing else is covey's to delete."""
+    inside(*SHORT[:-1], "4", "--out", "fit", cwd=folder)
+    sites = folder / "fit" / "sites"
+    mine, linked = sites / "mine", sites / "linked"
+    mine.mkdir()
+    (mine / "model.json").write_text('{"format": 2, "sha256": {}}')
+    (mine / "thesis.txt").write_text("years of work")
+    linked.symlink_to(sites / "site1")
+    inside(*SHORT, "--out", "fit", cwd=folder)
+    assert sorted(each.name for each in sites.iterdir()) == ["linked", "mine", "site1", "site2", "site3"]
+    assert (mine / "thesis.txt").exists()
+
+
+def test_json_says_what_a_private_fit_promises(folder):
+    pytest.importorskip("dp_accounting")
+    told = json.loads(inside(*SHORT, "--epsilon", "4", "--json", cwd=folder).stdout)
+    assert told["privacy"]["epsilon"] == pytest.approx(4.0)
+    assert set(told["privacy"]) == {"epsilon", "delta", "clip", "noise", "releases"}
+    assert json.loads(inside(*SHORT, "--json", cwd=folder).stdout)["privacy"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--retries", "-1"), "The setting 'retries' must be a whole number >= 0. Got -1 instead."),
+        (("--timeout", "-5"), "The setting 'timeout' must be a number of seconds above 0. Got -5.0 instead."),
+        (
+            ("--categories", '{"flor": ["a"]}'),
+            "The 'categories' name a column 'flor' that the formula has not; did you mean 'floor'?",
+        ),
+    ],
+)
+def test_settings_out_of_range_are_one_sentence(folder, words, sentence):
+    done = inside(*SHORT, *words, cwd=folder, check=False)
+    assert (done.returncode, done.stderr) == (2, f"covey: {sentence}\n")
+    deployed = ("federate", *ASKED, "--link", "link", *words)
+    done = inside(*deployed, cwd=folder, check=False)
+    assert (done.returncode, done.stderr) == (2, f"covey: {sentence}\n")
+
+
+@pytest.mark.parametrize("terms", [Terms(secure=True), Terms(private=Privacy(1.0, 1.0, 2))])
+def test_a_simulation_under_masks_or_with_noise_keeps_no_journal_and_promises_none(tmp_path, terms):
+    """Keys, and what sites know of their releases, are in memory: what would be kept could not be gone on from."""
+
+    def stop(what):
+        if "exchange 4 " in what:
+            raise KeyboardInterrupt
+
+    journal, spec = tmp_path / "journal", Spec(**GIVEN, formula="log_radon ~ floor")
+    with pytest.raises(KeyboardInterrupt, match=r"^Interrupted; the run has stopped\.$"):
+        simulate(HOMES, spec, 3, terms=terms, journal=journal, say=stop)
+    assert not journal.exists()
+    with pytest.raises(KeyboardInterrupt, match="exchanges are kept in"):
+        simulate(HOMES, spec, 3, journal=journal, say=stop)
+    assert journal.exists()
+
+
+def test_rows_are_those_of_the_file():
+    lost = HOMES.with_columns(floor=pl.when(pl.int_range(pl.len()) == 1234).then(None).otherwise(pl.col("floor")))
+    with pytest.raises(DataError, match=r"row 1234\b"):
+        simulate(lost, Spec(**GIVEN, formula="log_radon ~ floor"), 3)
+    with pytest.raises(CoveyError, match="There is no column 'flor'; did you mean 'floor'"):
+        simulate(HOMES, Spec(**GIVEN, formula="log_radon ~ flor"), 3)
+
+
+@pytest.mark.parametrize("name", ["", " ", ".", "..", "a/b", "a\\b", "a:b"])
+def test_a_site_needs_a_name_that_can_be_one(name):
+    homes = HOMES.with_columns(place=pl.when(pl.col("state") == "MN").then(pl.lit(name)).otherwise(pl.lit("south")))
+    with pytest.raises(DataError, match=re.escape(f"The site {name!r} cannot be the name of a site and its folder; ")):
+        simulate(homes, Spec(**GIVEN, formula="log_radon ~ floor"), "place")
+
+
+def test_a_listed_site_that_is_not_there_is_noticed():
+    states = frozenset(HOMES["state"])
+    listed = Members(dict.fromkeys(("site1", "site2", "site3", "west"), states))
+    with pytest.raises(FederationError, match="The list of members has the site 'west', which is not here; mend the list"):
+        outcome(SOLVERS["sweep"], terms=Terms(members=listed))
+
+
+def test_penalties_of_clusters_that_are_dates_travel():
+    gamma = {date(2024, 5, 12): 1.0, date(2024, 5, 13): math.inf}
+    asked = Spec(**{**GIVEN, "gamma": gamma, "lam": [1.0, math.inf]})
+    assert spec_from_json(decode(encode(spec_to_json(asked)))) == asked
+    assert spec_from_json(json.loads(json.dumps(spec_to_json(asked)))) == asked
+
+
+def test_the_help_names_the_defaults_that_hold():
+    options = get_type_hints(federate, include_extras=True)
+    for name, value in DEFAULTS.items():
+        assert options[name].__metadata__[0].help.endswith(f"({value:g}).")
+
+
+def test_an_interrupted_deployment_says_so(folder, monkeypatch):
+    def deploy(*_):
+        raise KeyboardInterrupt("Interrupted; the run has stopped.")
+
+    monkeypatch.setattr("covey.federation.flower.launch.deploy", deploy)
+    done = inside("federate", *ASKED, "--link", "link", cwd=folder, check=False)
+    assert (done.returncode, done.stderr) == (130, "covey: Interrupted; the run has stopped.\n")

@@ -1,0 +1,125 @@
+"""An operator's settings, as a command line or a Flower run has them: what is misspelt or out of range is refused."""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from dataclasses import fields
+
+import pytest
+
+from covey.errors import CoveyError, FederationError
+from covey.federation.coordinator import Terms
+from covey.federation.flower.launch import APP
+from covey.federation.members import Members
+from covey.federation.operate import operate
+from covey.federation.settings import (
+    _OWN,
+    DEFAULTS,
+    awaited,
+    categories_of,
+    expected_of,
+    named,
+    roster_of,
+    spec_of,
+    terms_of,
+)
+from covey.federation.transport import InProcess
+from covey.spec import Spec
+
+from .sites import by_turns, sites_of, table
+
+GIVEN = {"formula": "y ~ x + z", "client": "client", "cluster": "cluster", "gamma": 2.0, "lam": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ({"epsilom": 1}, "There is no setting 'epsilom' of a run; did you mean 'epsilon'?"),
+        ({"secur": True}, "There is no setting 'secur' of a run; did you mean 'secure'?"),
+        ({"minimum": 3}, "There is no setting 'minimum' of a run; there are 'family', 'client'"),
+        ({"secure": "false"}, "The setting 'secure' must be true or false. Got 'false' instead."),
+        ({"secure": 1}, "The setting 'secure' must be true or false. Got 1 instead."),
+        ({"standardize": "no"}, "The setting 'standardize' must be true or false. Got 'no' instead."),
+        ({"retries": -1}, "The setting 'retries' must be a whole number >= 0. Got -1 instead."),
+        ({"retries": 1.5}, "The setting 'retries' must be a whole number >= 0. Got 1.5 instead."),
+        ({"timeout": -5}, "The setting 'timeout' must be a number of seconds above 0. Got -5 instead."),
+        ({"timeout": 0}, "The setting 'timeout' must be a number of seconds above 0. Got 0 instead."),
+        ({"timeout": math.inf}, "The setting 'timeout' must be a number of seconds above 0. Got inf instead."),
+        ({"pause": math.nan}, "The setting 'pause' must be a number of seconds >= 0. Got nan instead."),
+        ({"wait": "long"}, "The setting 'wait' must be a number of seconds >= 0. Got 'long' instead."),
+        ({"sites": 0}, "The setting 'sites' must be how many there are, or their names: a,b,c. Got 0 instead."),
+        ({"sites": 2.5}, "The setting 'sites' must be how many there are, or their names: a,b,c. Got 2.5 instead."),
+        ({"on-loss": "go on"}, "The 'on_loss' parameter must be one of 'stop', 'continue'. Got 'go on' instead."),
+        (
+            {"categories": {"zz": ["a"]}},
+            "The 'categories' name a column 'zz' that the formula has not; did you mean 'z'?",
+        ),
+        ({"categories": '{"weight": ["a"]}'}, "The 'categories' name a column 'weight' that the formula has not; there are"),
+    ],
+)
+def test_mistakes_are_refused_in_a_sentence(setting, sentence):
+    with pytest.raises(CoveyError, match=re.escape(sentence)):
+        operate(InProcess(sites_of(by_turns(table(0), 2))), {**GIVEN, **setting}, lambda _: None)
+    if "on-loss" not in setting:  # which a run looks at when it begins
+        with pytest.raises(CoveyError, match=re.escape(sentence)):
+            awaited({**GIVEN, **setting})
+
+
+def test_settings_that_are_right_reach_the_run():
+    given = {**GIVEN, "on-loss": "", "timeout": 5, "retries": 0, "pause": 0, "secure": True, "james-stein": False, "sites": "2"}
+    assert named(given)["james_stein"] is False
+    assert "on_loss" not in named(given)
+    terms = terms_of(given)
+    assert (terms.timeout, terms.retries, terms.pause, terms.secure) == (5, 0, 0, True)
+    assert awaited({**given, "wait": 7}) == (2, 7.0)
+    text = operate(InProcess(sites_of(by_turns(table(0), 2))), {**GIVEN, "sites": 2}, lambda _: None)
+    assert "Sites: s0, s1" in text
+
+
+def test_the_defaults_are_in_one_place():
+    """Those of the core, but for a pause that lets a site come back; what the app's file leaves empty takes the same."""
+    app = tomllib.loads((APP / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    assert {name: app[name] for name in DEFAULTS} == dict.fromkeys(DEFAULTS, "")
+    assert named({name: "" for name in app if name not in ("insecure", "settings")}) == {}
+    for name in set(app) - {"insecure", "settings"}:
+        assert name.replace("-", "_") in {*_OWN, *(each.name for each in fields(Spec))}
+    terms = terms_of(GIVEN)
+    assert {name: getattr(terms, name) for name in ("timeout", "retries", "pause")} == {
+        "timeout": 600,
+        "retries": 2,
+        "pause": 20,
+    }
+    assert awaited(GIVEN) == (1, 60.0)
+    assert (Terms().timeout, Terms().retries) == (terms.timeout, terms.retries)
+
+
+def test_who_is_expected():
+    listed = Members({"north": frozenset("a"), "south": frozenset("b")})
+    assert expected_of({}, Members()) == 1
+    assert expected_of({"sites": 3}, Members()) == expected_of({"sites": "3"}, Members()) == 3
+    assert expected_of({"sites": "west, east,west"}, Members()) == ("west", "east")
+    assert expected_of({}, listed) == expected_of({"sites": 2}, listed) == ("north", "south")
+    assert expected_of({"sites": "north"}, listed) == ("north",)
+    with pytest.raises(FederationError, match="'sites' is 3, and the list of members has 2; leave out 'sites'"):
+        expected_of({"sites": 3}, listed)
+
+
+def test_a_list_of_members_alone_says_whom_to_wait_for(tmp_path):
+    path = tmp_path / "members.csv"
+    path.write_text("site,cluster\nnorth,a\nsouth,b\n")
+    assert awaited({**GIVEN, "members": str(path), "wait": 3}) == (("north", "south"), 3.0)
+    with pytest.raises(FederationError, match="Sites 'south' are not connected"):
+        roster_of(InProcess({"north": None}), {}, Members.read(path))
+
+
+def test_columns_that_categories_may_name():
+    """Those on both sides of the formula, inside of functions too; without a formula any."""
+    lists = {"zone": ["a"], "high": [0, 1], "x": [1]}
+    assert categories_of({"formula": "high ~ C(zone) + log(x) + (1 | g)", "categories": lists}) == lists
+    assert categories_of({"categories": lists}) == lists
+
+
+def test_a_specification_takes_names_with_commas():
+    assert spec_of({"formula": "y ~ x + z", "client": "c", "vary": "x, z"}).vary == ["x", "z"]
