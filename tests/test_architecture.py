@@ -36,6 +36,14 @@ def test_the_core_imports_no_face(path):
         assert not name.startswith(("covey.report", "covey.cli", "covey.experiments", "matplotlib", "rich", "typer"))
 
 
+@pytest.mark.parametrize("path", SOURCE.rglob("*.py"), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_flower_stays_in_its_room(path):
+    if SOURCE / "federation" / "flower" not in path.parents:
+        assert not [name for name in imports(path) if name.split(".")[0] == "flwr"]
+        at_once = [node.module or "" for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)]
+        assert not [name for name in at_once if name.startswith("covey.federation.flower")]  # all else works without Flower
+
+
 def test_modules_import_only_from_those_before_them():
     """The reading order that docs/notation.md states is the import order."""
     notes = (SOURCE.parents[1] / "docs" / "notation.md").read_text()
