@@ -339,6 +339,19 @@ def test_under_masks_two_that_are_lost_together_hide_each_other_only_in_clusters
         fit(sites, ASKED, Meddling(sites, gone), Terms(secure=True, retries=0), on_loss="continue")
 
 
+def test_under_masks_the_same_goes_for_categories():
+    clients = FRAME["client"].unique(maintain_order=True).to_list()
+    rare = pl.when(pl.col("client").is_in([clients[0], clients[2]])).then(pl.lit("rare")).otherwise(pl.col("z"))
+    parts = dealt(FRAME.with_columns(z=rare), {client: f"s{at % 4}" for at, client in enumerate(clients)})
+    sites = sites_of(parts)
+
+    def gone(site, letter, reply):
+        return GONE if site in ("s2", "s3") and asked(letter).exchange >= 2 else reply  # rare is at s0 and s2
+
+    with pytest.raises(FederationError, match=r"takes two different sites or more. Got 's0'|Without 's2' the totals"):
+        fit(sites, ASKED, Meddling(sites, gone), Terms(secure=True, retries=0), on_loss="continue")
+
+
 @pytest.mark.parametrize("family", ["gaussian", "bernoulli"])
 def test_under_masks_what_is_not_finite_is_seen_and_its_site_named(family):
     frame, given = table(11, family), spec(family)

@@ -252,18 +252,24 @@ def cluster_ids(agreed: Agree) -> pl.Series:
     return revive(agreed.clusters, agreed.cluster_kind)
 
 
-def check_spread(profiles: Mapping[str, Profile]) -> None:
-    """Under masks, refuse a cluster or category that one site has alone: the total over sites would be that site's own sum."""
-    owners: dict[tuple[str, Any], list[str]] = {}
+def owners(profiles: Mapping[str, Profile]) -> dict[tuple[str, Any], list[str]]:
+    """The sites that have each cluster and each category, by which sums are told apart."""
+    found: dict[tuple[str, Any], list[str]] = {}
     for site, profile in profiles.items():
         named = [("clusters", each) for each in profile.clusters]
         named += [(f"categories of {name!r}", each) for name, levels in profile.levels.items() for each in levels]
         for each in named:
-            owners.setdefault(each, []).append(site)
-    alone = [(what, value, sites[0]) for (what, value), sites in owners.items() if len(sites) == 1]
+            found.setdefault(each, []).append(site)
+    return found
+
+
+def check_spread(profiles: Mapping[str, Profile]) -> None:
+    """Under masks, refuse a cluster or category that one site has alone: the total over sites would be that site's own sum."""
+    found = owners(profiles)
+    alone = [(what, value, sites[0]) for (what, value), sites in found.items() if len(sites) == 1]
     if alone:
         what, value, site = alone[0]
-        many = sum(each[0] == what for each in alone), sum(each[0] == what for each in owners)
+        many = sum(each[0] == what for each in alone), sum(each[0] == what for each in found)
         raise FederationError(
             f"{many[0]} of {many[1]} {what} are at one site only, such as {value!r} at {site!r}: masks would hide nothing "
             "there, the total being the site's own; choose such that sites share, or leave out --secure."

@@ -41,6 +41,7 @@ from covey.federation.agreement import (
     check_totals,
     cluster_ids,
     digests,
+    owners,
     shared,
 )
 from covey.federation.journal import Entry, Journal
@@ -151,7 +152,8 @@ class Federation:
         """Let all sites of the roster agree; a new epoch of the run, if there was one before."""
         self._next_epoch()
         self._held = ()
-        self._profiles = profiles = self._once("hello", {"": self._letter("hello", Hello(*self._greeting))}, _profiles)
+        profiles = self._once("hello", {"": self._letter("hello", Hello(*self._greeting))}, _profiles)
+        self._profiles |= profiles  # with those of sites that were lost: their sums are in earlier totals
         agreed = agree(profiles, self.spec, self.how.categories or {}, self.how.members, self.how.private)
         if self.how.secure:
             check_spread(profiles)
@@ -230,8 +232,7 @@ class Federation:
         """Refuse to go on if totals of this start and of those before would show one site's part, of all or of a cluster."""
         try:
             check_roster(self._rosters, left)  # as the sites will: what they refuse is not begun
-            for cluster in self.agreed.clusters:
-                have = {site for site, profile in self._profiles.items() if cluster in profile.clusters}
+            for have in map(set, owners(self._profiles).values()):
                 if have & set(left):
                     check_roster([have & set(roster) for roster in self._rosters], have & set(left))
         except FederationError as problem:
