@@ -123,9 +123,11 @@ def facts(model: Model) -> list[str]:
         said.append(f"log-odds of {yes!r} against {no!r}")
     if model.learned is not None:
         found = model.learned.components
+        # A site has some of the rows only, and a model to which clients were added has others.
+        of = "" if found.rows == model.n_rows else f", learned from {_count(int(found.rows), 'row')}"
         said.append(
             f"{found.method}: log-likelihood {found.log_likelihood:.2f}, AIC {found.aic:.1f}, BIC {found.bic:.1f}, "
-            f"{found.parameters} parameters"
+            f"{found.parameters} parameters{of}"
         )
         said.append(model.convergence.message)
         return [*said, *_tested(found), *(f"note: {note}" for note in found.notes)]

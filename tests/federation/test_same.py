@@ -9,6 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from covey.datasets import load_radon
+from covey.describe import describe
 from covey.federation.coordinator import Terms
 from covey.federation.simulate import simulate
 from covey.model import fit_table
@@ -92,6 +93,9 @@ def test_penalties_learned_across_sites_are_those_learned_in_memory(what, secure
     own = pl.concat([part.select("client", "term", "estimate", "std_error") for part in parts]).sort("client", "term")
     np.testing.assert_allclose(own["estimate"], whole["estimate"], atol=1e-7)
     np.testing.assert_allclose(own["std_error"], whole["std_error"], atol=1e-5)
+    for name in sites:
+        assert f"parameters, learned from {len(frame)} rows" in str(describe(load_model(tmp_path / name)[0]))
+    assert "learned from" not in describe(outcome.model) + describe(model)
 
 
 COINS = {
