@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,13 @@ def own_folder_for_examples(request: pytest.FixtureRequest, tmp_path: Path, monk
 
 
 def _drop_stale_kernels() -> None:
-    """Numba looks at a kernel's own file only; the solvers' kernels also contain functions of these."""
+    """Numba looks at a kernel's own file only; kernels of other files also contain functions of these."""
     source = Path(__file__).parent / "src" / "covey"
     changed = max((source / shared).stat().st_mtime for shared in ("losses/kernels.py", "exact.py"))
-    for cached in (source / "solvers" / "__pycache__").glob("*.nb?"):
-        if cached.stat().st_mtime < changed:
-            cached.unlink()
+    for cached in source.rglob("*.nb?"):
+        with suppress(FileNotFoundError):  # another worker of the tests may be faster
+            if cached.stat().st_mtime < changed:
+                cached.unlink()
 
 
 _drop_stale_kernels()
