@@ -16,9 +16,9 @@ from covey import GroupedData, Penalty
 from covey._typing import Floats
 from covey.datasets import simulate
 from covey.losses import Bernoulli, Gaussian, Loss
-from covey.schedule import Schedule
+from covey.objective.theory import Coins
 from covey.solvers import one_coin
-from covey.theory import Coins
+from covey.solvers.first_order.schedule import Schedule
 
 
 @dataclass

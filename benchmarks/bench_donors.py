@@ -15,11 +15,11 @@ from _timing import seconds
 
 from covey import Penalty
 from covey.datasets import simulate_donors
-from covey.experiments.donors import GRID
-from covey.experiments.mailings import Mailing
-from covey.experiments.solicitations import solicitations
+from covey.fitting.selection import search
 from covey.losses import Bernoulli
-from covey.selection import search
+from covey.reproduce.donors import GRID
+from covey.reproduce.mailings import Mailing
+from covey.reproduce.solicitations import solicitations
 from covey.solvers import solve
 
 warnings.simplefilter("ignore")

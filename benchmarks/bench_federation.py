@@ -13,11 +13,11 @@ import time
 import numpy as np
 import polars as pl
 
-from covey.federation.coordinator import Terms
-from covey.federation.operate import run_fit
-from covey.federation.site import Site
-from covey.federation.transport import InProcess
-from covey.spec import Spec
+from covey.federation.operator.coordinator import RunSettings
+from covey.federation.operator.operate import run_fit
+from covey.federation.site.site import Site
+from covey.federation.wire.transport import InProcess
+from covey.problem.spec import Spec
 
 CLUSTERS, ROWS, SITES = 100, 20, 10
 
@@ -51,7 +51,7 @@ def run(clients: int, family: str, secure: bool) -> tuple[float, int]:
     transport = Timed(sites_of(clients, family))
     spec = Spec(family=family, formula="y ~ x1 + x2", client="client", cluster="cluster", gamma=2.0)
     start = time.perf_counter()
-    outcome = run_fit(transport, transport.sites(), spec, Terms(secure=secure))
+    outcome = run_fit(transport, transport.sites(), spec, RunSettings(secure=secure))
     own = time.perf_counter() - start - transport.seconds
     fit = [each for each in outcome.exchanges if each.what not in ("hello", "salt", "agree", "deliver")]
     return 1000 * own / len(outcome.exchanges), max(each.up for each in fit) // SITES

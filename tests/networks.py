@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from covey.hierarchy import Hierarchy
-from covey.network import InMemory, Node
+from covey.nodes.network import InMemory
+from covey.nodes.node import Node
+from covey.tree.hierarchy import Hierarchy
 from covey.variance.structure import Shape
 from covey.variance.survey import survey
 

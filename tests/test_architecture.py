@@ -18,7 +18,7 @@ SOURCE = Path(covey.__file__).parent
 CORE = [
     path
     for path in SOURCE.rglob("*.py")
-    if path.relative_to(SOURCE).parts[0] not in ("report", "cli", "experiments", "__main__.py")
+    if path.relative_to(SOURCE).parts[0] not in ("report", "cli", "reproduce", "__main__.py")
 ]
 
 
@@ -33,7 +33,7 @@ def imports(path):
 @pytest.mark.parametrize("path", CORE, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_the_core_imports_no_face(path):
     for name in imports(path):
-        assert not name.startswith(("covey.report", "covey.cli", "covey.experiments", "matplotlib", "rich", "typer"))
+        assert not name.startswith(("covey.report", "covey.cli", "covey.reproduce", "matplotlib", "rich", "typer"))
 
 
 @pytest.mark.parametrize("path", SOURCE.rglob("*.py"), ids=lambda path: str(path.relative_to(SOURCE)))
@@ -83,13 +83,13 @@ def test_a_second_process_compiles_nothing():
     """Every kernel comes from the cache: numba's own count of cache misses is zero."""
     code = """
 import sys
-from covey.schedule import _group
+from covey.solvers.first_order.schedule import _group
 from covey.solvers import al2sgd_plus, l2gd
 from covey import datasets, sweep, newton, GroupedData, Penalty
-from covey.data import _counting_sort, _find_parents
-from covey.labels import _rank_in_table
+from covey.tables.rows import _counting_sort, _find_parents
+from covey.tree.ids import _rank_in_table
 from covey.losses import Gaussian, Bernoulli, kernels
-from covey.solvers.elimination import _eliminate, _descend
+from covey.solvers.direct.elimination import _eliminate, _descend
 homes = datasets.load_radon().sample(fraction=1.0, shuffle=True, seed=0)
 for loss, y in ((Gaussian(), homes["log_radon"]), (Bernoulli(), homes["radon"] > 4)):
     data = GroupedData.from_arrays(homes[["floor"]].to_numpy(), y, homes["fips"].rank("dense"), homes["state"])
@@ -98,7 +98,7 @@ sweep(GroupedData.from_arrays(data.X, data.y), Gaussian(), Penalty.of(data.poole
 for solver in (l2gd, al2sgd_plus):
     solver(data, Gaussian(ridge=0.1), Penalty.of(data.hierarchy), max_iter=20)
     solver(data, Bernoulli(ridge=0.1), Penalty.of(data.hierarchy), max_iter=20)
-by_coins = [sys.modules[f"covey.solvers.{name}"]._move for name in ("l2gd", "al2sgd_plus")]
+by_coins = [sys.modules[f"covey.solvers.first_order.{name}"]._move for name in ("l2gd", "al2sgd_plus")]
 of_data = (_counting_sort, _find_parents, _rank_in_table)
 kernels_used = (kernels.expand, kernels.curvature_floor, _eliminate, _descend, _group, *of_data, *by_coins)
 assert all(sum(k.stats.cache_hits.values()) for k in kernels_used)

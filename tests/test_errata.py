@@ -7,10 +7,10 @@ import pytest
 from scipy.stats import multivariate_normal
 
 from covey import GroupedData, Penalty, sweep
-from covey.baselines import locally_trained
 from covey.datasets import simulate
-from covey.experiments.simulation import GRID, as_published, draw, measure
+from covey.fitting.baselines import locally_trained
 from covey.losses import Gaussian
+from covey.reproduce.simulation import GRID, as_published, draw, measure
 
 S2, S2_J, SIGMA2 = 0.7, 0.4, 2.5  # variances of clusters, clients and noise
 

@@ -12,25 +12,26 @@ from covey._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from covey import datasets
-    from covey.data import GroupedData, read_table
     from covey.errors import ConvergenceWarning, CoveyError
     from covey.estimators import HierarchicalClassifier, HierarchicalPoissonRegressor, HierarchicalRegressor, load
-    from covey.objective import Objective, Penalty
+    from covey.objective.objective import Objective
+    from covey.objective.penalty import Penalty
     from covey.solvers import newton, sweep
+    from covey.tables.rows import GroupedData, read_table
 
 _HOMES = {
     "ConvergenceWarning": "covey.errors",
     "CoveyError": "covey.errors",
-    "GroupedData": "covey.data",
+    "GroupedData": "covey.tables.rows",
     "HierarchicalClassifier": "covey.estimators",
     "HierarchicalPoissonRegressor": "covey.estimators",
     "HierarchicalRegressor": "covey.estimators",
-    "Objective": "covey.objective",
-    "Penalty": "covey.objective",
+    "Objective": "covey.objective.objective",
+    "Penalty": "covey.objective.penalty",
     "load": "covey.estimators",
     "newton": "covey.solvers",
-    "plan": "covey.planning",
-    "read_table": "covey.data",
+    "plan": "covey.fitting.planning",
+    "read_table": "covey.tables.rows",
     "sweep": "covey.solvers",
 }
 

@@ -31,6 +31,7 @@ import numpy.typing as npt
 from numba import njit, prange
 
 from covey._typing import Anything, Floats, Ints
+from covey.records import Record
 
 Limbs = npt.NDArray[np.uint64]
 
@@ -47,7 +48,7 @@ _WORTH_SHARING = 1 << 16  # values below which threads would mostly wait for eac
 
 
 @dataclass(frozen=True, eq=False)
-class Exact:
+class Exact(Record):
     """An array of exact sums.
 
     Parameters

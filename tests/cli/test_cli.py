@@ -261,9 +261,9 @@ def test_poisson_comparison_is_a_deviance(tmp_path):
 
 
 def test_penalties_are_compared_as_chosen_on_the_training_rows(folder, homes):
-    from covey.comparison import compare
-    from covey.model import read_frame
-    from covey.spec import Spec
+    from covey.fitting.comparison import compare
+    from covey.model.model import read_frame
+    from covey.problem.spec import Spec
 
     spec = Spec(client="county", cluster="state", formula="log_radon ~ floor", penalty="cv")
     data, *_ = read_frame(homes, spec)

@@ -20,17 +20,17 @@ from covey.cli.federate import federate
 from covey.datasets import load_radon
 from covey.errors import CoveyError, DataError, FederationError
 from covey.exact import LIMBS, WIDE
-from covey.federation.coordinator import Terms
-from covey.federation.journal import _records
-from covey.federation.letters import decode, encode
-from covey.federation.members import Members
-from covey.federation.report import costs, planned, size, who
-from covey.federation.settings import DEFAULTS
+from covey.federation.operator.coordinator import RunSettings
+from covey.federation.operator.journal import _records
+from covey.federation.operator.members import Members
+from covey.federation.operator.report import costs, planned, size, who
+from covey.federation.operator.settings import DEFAULTS
+from covey.federation.privacy.sweeps import Privacy
 from covey.federation.simulate import simulate
-from covey.persist import load_model, spec_from_json, spec_to_json
+from covey.model.files import load_model, spec_from_json, spec_to_json
+from covey.problem.spec import Spec
+from covey.records import decode, encode
 from covey.solvers.costs import BANDWIDTH, LATENCY
-from covey.solvers.private import Privacy
-from covey.spec import Spec
 
 from .shell import COVEY, PLAIN, inside
 from .shell import run as typed
@@ -81,7 +81,7 @@ def test_every_kind_of_exchange_is_listed_and_they_add_up(solver):
 @pytest.mark.parametrize(("solver", "exchanges", "halves"), [("sweep", 1, 1), ("newton", 7, 0), ("counts", 8, 1)])
 def test_the_plan_of_a_direct_solver_beside_what_was_sent(solver, exchanges, halves, masked):
     """A sweep is one exchange in the plan and two letters to each site: up, then down."""
-    run = outcome(SOLVERS[solver], terms=Terms(secure=masked))
+    run = outcome(SOLVERS[solver], terms=RunSettings(secure=masked))
     number = 8 * (1 + WIDE) if masked else 8
     plan = predicted(exchanges + halves, K * UP * exchanges, K * DOWN * exchanges, number)
     made = spent(run, "up", "down", "begin", "move")
@@ -127,7 +127,7 @@ def test_who_took_part_and_who_was_not_told():
 
 
 def test_a_private_fit_has_no_plan():
-    assert planned(outcome(SOLVERS["sweep"], terms=Terms(private=Privacy(1.0, 1.0, 2)))) == []
+    assert planned(outcome(SOLVERS["sweep"], terms=RunSettings(private=Privacy(1.0, 1.0, 2)))) == []
 
 
 @pytest.fixture
@@ -205,7 +205,7 @@ def test_settings_out_of_range_are_one_sentence(folder, words, sentence):
     assert (done.returncode, done.stderr) == (2, f"covey: {sentence}\n")
 
 
-@pytest.mark.parametrize("terms", [Terms(secure=True), Terms(private=Privacy(1.0, 1.0, 2))])
+@pytest.mark.parametrize("terms", [RunSettings(secure=True), RunSettings(private=Privacy(1.0, 1.0, 2))])
 def test_a_simulation_under_masks_or_with_noise_keeps_no_journal_and_promises_none(tmp_path, terms):
     """Keys, and what sites know of their releases, are in memory: what would be kept could not be gone on from."""
 
@@ -241,7 +241,7 @@ def test_a_listed_site_that_is_not_there_is_noticed():
     states = frozenset(HOMES["state"])
     listed = Members(dict.fromkeys(("site1", "site2", "site3", "west"), states))
     with pytest.raises(FederationError, match="The list of members has the site 'west', which is not here; mend the list"):
-        outcome(SOLVERS["sweep"], terms=Terms(members=listed))
+        outcome(SOLVERS["sweep"], terms=RunSettings(members=listed))
 
 
 def test_penalties_of_clusters_that_are_dates_travel():

@@ -9,7 +9,7 @@ import pytest
 from covey import HierarchicalClassifier
 from covey.datasets import simulate_donors
 from covey.errors import DataError
-from covey.experiments.solicitations import solicitations
+from covey.reproduce.solicitations import solicitations
 
 BRACKETS = {"poor or near-poor", "lower-middle", "middle", "upper-middle"}
 

@@ -7,12 +7,12 @@ from collections.abc import Callable
 import numpy as np
 import polars as pl
 
-from covey.federation.coordinator import Terms
-from covey.federation.operate import run_fit
-from covey.federation.site import Site
-from covey.federation.transport import InProcess
-from covey.model import fit_table
-from covey.spec import Spec
+from covey.federation.operator.coordinator import RunSettings
+from covey.federation.operator.operate import run_fit
+from covey.federation.site.site import Site
+from covey.federation.wire.transport import InProcess
+from covey.model.model import fit_table
+from covey.problem.spec import Spec
 
 FAMILIES = ("gaussian", "bernoulli", "poisson")
 
@@ -70,9 +70,9 @@ def sites_of(parts: dict[str, pl.DataFrame], **settings) -> dict[str, Site]:
     return {name: Site(name, lambda _, part=part: part, **given) for name, part in parts.items()}
 
 
-def fit(sites: dict[str, Site], asked: Spec, transport=None, terms: Terms | None = None, **settings):
+def fit(sites: dict[str, Site], asked: Spec, transport=None, terms: RunSettings | None = None, **settings):
     carrier = InProcess(sites) if transport is None else transport
-    return run_fit(carrier, list(sites), asked, terms or Terms(retries=1, timeout=1.0), **settings)
+    return run_fit(carrier, list(sites), asked, terms or RunSettings(retries=1, timeout=1.0), **settings)
 
 
 def in_memory(frame: pl.DataFrame, asked: Spec):
@@ -84,7 +84,7 @@ def thetas(sites: dict[str, Site], run: str) -> dict[str, np.ndarray]:
     found = {}
     for site in sites.values():
         node = site.node(run)
-        found.update(zip(node.data.hierarchy.client_ids.to_list(), node.where(), strict=True))
+        found.update(zip(node.data.hierarchy.client_ids.to_list(), node.coefficients(), strict=True))
     return found
 
 

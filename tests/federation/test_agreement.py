@@ -7,12 +7,12 @@ import polars as pl
 import pytest
 
 from covey.errors import CoveyError, FederationError
-from covey.federation.agreement import Profile, _levels, check_tags, digests
-from covey.federation.coordinator import Terms
-from covey.federation.letters import decode, encode
-from covey.federation.members import Members
-from covey.federation.table import profile_of
-from covey.model import fit_table
+from covey.federation.operator.agreement import Profile, _levels, check_tags, digests
+from covey.federation.operator.coordinator import RunSettings
+from covey.federation.operator.members import Members
+from covey.federation.site.table import profile_of
+from covey.model.model import fit_table
+from covey.records import decode, encode
 from tests.federation.sites import Meddling, by_turns, dealt, fit, sites_of, spec, table
 
 FRAME = table(21)
@@ -77,7 +77,7 @@ def test_what_is_wrong_with_rows_is_told_at_the_site_alone(tmp_path, capsys):
 
 
 def test_a_category_that_the_operator_does_not_list():
-    terms = Terms(categories={"z": ["z0", "z1", "z2"]})
+    terms = RunSettings(categories={"z": ["z0", "z1", "z2"]})
     fit(sites_of(by_turns(FRAME, 3)), spec(), terms=terms)
     odd = changed(z=pl.when(pl.int_range(pl.len()) == 0).then(pl.lit("other")).otherwise(pl.col("z")))
     refused(
@@ -97,7 +97,7 @@ def test_a_site_with_no_rows():
 def test_a_client_at_two_sites(secure):
     parts = by_turns(FRAME, 3)
     parts["s2"] = pl.concat([parts["s2"], parts["s0"].filter(pl.col("client") == "c0")])
-    sentence = refused(parts, r"A client with the same id at sites 's0' and 's2'", terms=Terms(secure=secure))
+    sentence = refused(parts, r"A client with the same id at sites 's0' and 's2'", terms=RunSettings(secure=secure))
     assert "c0" not in sentence
 
 
@@ -112,7 +112,7 @@ def test_another_version():
 
 
 def test_a_site_itself_refuses_a_coordinator_of_another_version(monkeypatch):
-    monkeypatch.setattr("covey.federation.coordinator.__version__", "9.9")
+    monkeypatch.setattr("covey.federation.operator.coordinator.__version__", "9.9")
     refused(by_turns(FRAME, 3), r"Site 's0': This site runs covey .*, the coordinator 9.9")
 
 
@@ -148,11 +148,13 @@ def test_the_operators_list_of_clusters(tmp_path):
     parts = {name: frame.filter(pl.col("site") == name) for name in ("s0", "s1", "s2")}
     frame.select("site", "cluster").unique().write_csv(tmp_path / "members.csv")
     members = Members.read(tmp_path / "members.csv")
-    fit(sites_of(parts), spec(), terms=Terms(members=members))
+    fit(sites_of(parts), spec(), terms=RunSettings(members=members))
     parts["s1"] = parts["s1"].with_columns(cluster=pl.lit("a"))
-    refused(parts, r"Site 's1' has rows of cluster 'a', but the operator's list gives it 'b'", terms=Terms(members=members))
+    refused(
+        parts, r"Site 's1' has rows of cluster 'a', but the operator's list gives it 'b'", terms=RunSettings(members=members)
+    )
     parts = {"s0": parts["s0"], "s9": parts["s2"]}
-    refused(parts, r"'s9' is not in the operator's list", terms=Terms(members=replace(members, clients={})))
+    refused(parts, r"'s9' is not in the operator's list", terms=RunSettings(members=replace(members, clients={})))
 
 
 def test_a_site_that_claims_clients_of_another(tmp_path):
@@ -161,16 +163,20 @@ def test_a_site_that_claims_clients_of_another(tmp_path):
     rows += [pl.DataFrame({"site": "s1", "cluster": list("abc"), "client": None})]
     pl.concat(rows, how="vertical_relaxed").write_parquet(tmp_path / "members.parquet")
     members = Members.read(tmp_path / "members.parquet")
-    fit(sites_of(parts), spec(), terms=Terms(members=members))
+    fit(sites_of(parts), spec(), terms=RunSettings(members=members))
     mine = pl.col("client") == parts["s2"]["client"][0]
     stolen = {**parts, "s1": pl.concat([parts["s1"], parts["s2"].filter(~mine)]), "s2": parts["s2"].filter(mine)}
     refused(
-        stolen, r"Site 's1' claims 3 of the clients that the operator's list gives to site 's2'", terms=Terms(members=members)
+        stolen,
+        r"Site 's1' claims 3 of the clients that the operator's list gives to site 's2'",
+        terms=RunSettings(members=members),
     )
     new = {**parts, "s1": parts["s1"].with_columns(client=pl.col("client") + "x")}
-    refused(new, r"Site 's1' has 4 clients that are not in the operator's list", terms=Terms(members=members))
+    refused(new, r"Site 's1' has 4 clients that are not in the operator's list", terms=RunSettings(members=members))
     moved = {**parts, "s1": parts["s1"].with_columns(cluster=pl.col("cluster").replace({"a": "b", "b": "a"}))}
-    refused(moved, r"Site 's1' has \d clients that are not .* or are there in another cluster", terms=Terms(members=members))
+    refused(
+        moved, r"Site 's1' has \d clients that are not .* or are there in another cluster", terms=RunSettings(members=members)
+    )
 
 
 def test_tags_do_not_depend_on_order_and_need_their_key():
@@ -255,7 +261,7 @@ def test_under_masks_a_category_that_one_site_has_alone():
     parts = by_turns(frame, 3)
     fit(sites_of(parts), spec())
     with pytest.raises(FederationError, match=r"1 of 4 categories of 'z' are at one site only, such as 'rare' at 's0': masks"):
-        fit(sites_of(parts), spec(), terms=Terms(secure=True))
+        fit(sites_of(parts), spec(), terms=RunSettings(secure=True))
 
 
 def test_two_sites_are_named_with_the_clients_that_they_share():

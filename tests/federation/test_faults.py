@@ -8,10 +8,11 @@ import pytest
 
 from covey.errors import CoveyError, FederationError
 from covey.exact import TOO_LARGE
-from covey.federation.coordinator import Terms
-from covey.federation.letters import Letter, Refusal, decode, encode
-from covey.federation.site import Site
-from covey.federation.transport import Failure
+from covey.federation.operator.coordinator import RunSettings
+from covey.federation.site.site import Site
+from covey.federation.wire.letters import Letter, Refusal
+from covey.federation.wire.transport import Failure
+from covey.records import decode, encode
 from tests.federation.sites import Meddling, assert_same, by_turns, dealt, fit, in_memory, sites_of, spec, table
 
 FRAME = table(11, "bernoulli")
@@ -22,7 +23,7 @@ GONE = Failure("gone", "it is not connected")
 def whole(secure=False):
     """The run when nothing goes wrong."""
     sites = sites_of(by_turns(FRAME, 4))
-    return fit(sites, ASKED, terms=Terms(secure=secure))
+    return fit(sites, ASKED, terms=RunSettings(secure=secure))
 
 
 def asked(letter: bytes) -> Letter:
@@ -65,7 +66,7 @@ def assert_bits(one, two):
 )
 def test_a_reply_that_is_none_is_asked_for_again(act, secure):
     sites = sites_of(by_turns(FRAME, 4))
-    outcome = fit(sites, ASKED, Meddling(sites, when("s1", 2, act)), Terms(retries=1, secure=secure))
+    outcome = fit(sites, ASKED, Meddling(sites, when("s1", 2, act)), RunSettings(retries=1, secure=secure))
     assert_bits(outcome, whole(secure))
     assert not outcome.without
 
@@ -135,7 +136,7 @@ class Killing(Meddling):
 @pytest.mark.parametrize("secure", [False, True])
 @pytest.mark.parametrize("after", range(0, 10, 3))
 def test_a_coordinator_that_is_killed_goes_on_to_the_same_bits(after, secure, tmp_path):
-    journal, terms = tmp_path / "run.journal", Terms(secure=secure)
+    journal, terms = tmp_path / "run.journal", RunSettings(secure=secure)
     sites = sites_of(by_turns(FRAME, 4))
     with pytest.raises(Killed):
         fit(sites, ASKED, Killing(sites, after), terms, journal=journal)
@@ -183,7 +184,7 @@ def test_a_site_that_lost_its_memory_is_told_all_letters_again_and_sends_nothing
 
     forgot: set[str] = set()
     carrier = Meddling(sites, forget)
-    outcome = fit(sites, ASKED, carrier, Terms(retries=2))
+    outcome = fit(sites, ASKED, carrier, RunSettings(retries=2))
     assert forgot
     assert_bits(outcome, whole())
     muted = [
@@ -222,7 +223,7 @@ def test_a_site_without_its_memory_and_with_another_table_is_not_let_in_again(ch
     forgot: list[None] = []
     carrier = Meddling(sites, forget)
     with pytest.raises(FederationError, match=r"Site 's1'.* (table has changed since|a cluster that it had not)"):
-        fit(sites, ASKED, carrier, Terms(retries=2))
+        fit(sites, ASKED, carrier, RunSettings(retries=2))
     assert forgot
 
 
@@ -239,7 +240,7 @@ def test_a_site_reopened_for_every_letter_remembers_all_it_needs(secure, tmp_pat
             return Site(self.name, lambda _: parts[self.name], home=tmp_path / self.name, minimum=1).answer(letter)
 
     sites = {name: Reopened(name) for name in parts}
-    assert_bits(fit(sites, ASKED, terms=Terms(secure=secure)), whole(secure))
+    assert_bits(fit(sites, ASKED, terms=RunSettings(secure=secure)), whole(secure))
     assert (tmp_path / "s0" / "model" / "model.json").exists()
     state = next((tmp_path / "s0" / "runs").iterdir())
     assert state.stat().st_mode & 0o077 == 0
@@ -275,7 +276,7 @@ def test_letters_out_of_turn_are_refused_and_change_nothing():
     sites = sites_of(by_turns(FRAME, 4))
     carrier = Meddling(sites)
     outcome = fit(sites, ASKED, carrier)
-    before = sites["s0"].node(outcome.run).where().copy()
+    before = sites["s0"].node(outcome.run).coefficients().copy()
     old = [letter for site, letter in carrier.letters if site == "s0" and asked(letter).kind == "ask"]
     for letter in old:
         refusal = decode(sites["s0"].answer(letter)).body
@@ -286,7 +287,7 @@ def test_letters_out_of_turn_are_refused_and_change_nothing():
     assert decode(sites["s0"].answer(forged)).body.reason == "stale"
     ahead = encode(replace(asked(last), exchange=99))
     assert decode(sites["s0"].answer(ahead)).body.reason == "behind"
-    np.testing.assert_array_equal(sites["s0"].node(outcome.run).where(), before)
+    np.testing.assert_array_equal(sites["s0"].node(outcome.run).coefficients(), before)
 
 
 @pytest.mark.parametrize(
@@ -314,7 +315,7 @@ def test_under_masks_one_site_alone_is_not_left_out_afterwards():
     clients = FRAME["client"].unique(maintain_order=True).to_list()
     parts = dealt(FRAME, {client: f"s{at % 4}" for at, client in enumerate(clients)})  # every cluster is at every site
     sites = sites_of(parts)
-    terms = Terms(secure=True, retries=0)
+    terms = RunSettings(secure=True, retries=0)
 
     def gone(*lost):
         return lambda site, letter, reply: GONE if site in lost and asked(letter).exchange >= 2 else reply
@@ -336,7 +337,7 @@ def test_under_masks_two_that_are_lost_together_hide_each_other_only_in_clusters
         return GONE if site in ("s2", "s4") and asked(letter).exchange >= 2 else reply  # of these s4 alone has cluster a
 
     with pytest.raises(FederationError, match="Without 's4' the totals would show its part by difference"):
-        fit(sites, ASKED, Meddling(sites, gone), Terms(secure=True, retries=0), on_loss="continue")
+        fit(sites, ASKED, Meddling(sites, gone), RunSettings(secure=True, retries=0), on_loss="continue")
 
 
 def test_under_masks_the_same_goes_for_categories():
@@ -349,7 +350,7 @@ def test_under_masks_the_same_goes_for_categories():
         return GONE if site in ("s2", "s3") and asked(letter).exchange >= 2 else reply  # rare is at s0 and s2
 
     with pytest.raises(FederationError, match=r"takes two different sites or more. Got 's0'|Without 's2' the totals"):
-        fit(sites, ASKED, Meddling(sites, gone), Terms(secure=True, retries=0), on_loss="continue")
+        fit(sites, ASKED, Meddling(sites, gone), RunSettings(secure=True, retries=0), on_loss="continue")
 
 
 @pytest.mark.parametrize("family", ["gaussian", "bernoulli"])
@@ -365,11 +366,11 @@ def test_under_masks_what_is_not_finite_is_seen_and_its_site_named(family):
 
     sites = sites_of(by_turns(frame, 4))
     with pytest.raises(FederationError, match="Lost site 's1' sent a number that is not finite"):
-        fit(sites, given, Meddling(sites, when("s1", 1, act, times=99)), Terms(secure=True))
+        fit(sites, given, Meddling(sites, when("s1", 1, act, times=99)), RunSettings(secure=True))
     sites = sites_of(by_turns(frame, 4))
     with pytest.raises(FederationError, match="Lost site 's1' sent a masked reply that cannot be read"):
         fit(sites, given, Meddling(sites, when("s1", 1, lambda _, reply: encode(replace(decode(reply), body=3)), times=99)),
-            Terms(secure=True))  # fmt: skip
+            RunSettings(secure=True))  # fmt: skip
 
 
 def test_of_two_sites_that_differ_in_form_neither_is_taken_for_the_right_one():
@@ -448,7 +449,7 @@ def test_under_masks_a_site_that_lost_its_key_ends_the_run():
 
     carrier = Meddling(sites, forget)
     with pytest.raises(CoveyError, match="'s1'"):
-        fit(sites, ASKED, carrier, Terms(secure=True))
+        fit(sites, ASKED, carrier, RunSettings(secure=True))
 
 
 def test_masks_that_do_not_cancel_are_noticed():
@@ -463,7 +464,7 @@ def test_masks_that_do_not_cancel_are_noticed():
         return last[read.exchange] if read.kind == "ask" and site == "s1" and read.exchange == 2 else reply
 
     with pytest.raises(FederationError, match="masks of the sites do not cancel"):
-        fit(sites, ASKED, Meddling(sites, copy), Terms(secure=True))
+        fit(sites, ASKED, Meddling(sites, copy), RunSettings(secure=True))
 
 
 BY_COINS = spec(solver="l2gd", max_iter=60, tol=1e-300, options={"L": 40.0, "mu": 1.0})
@@ -494,7 +495,7 @@ def test_sites_that_an_exchange_does_not_concern_are_left_alone(tmp_path):
     forgot: list[None] = []
     sites = sites_of(parts)
     carrier = Meddling(sites, forget)
-    np.testing.assert_array_equal(fit(sites, BY_COINS, carrier, Terms(retries=2)).model.w, expected.w)
+    np.testing.assert_array_equal(fit(sites, BY_COINS, carrier, RunSettings(retries=2)).model.w, expected.w)
     assert forgot
     sites, journal = sites_of(parts), tmp_path / "journal"
     with pytest.raises(Killed):

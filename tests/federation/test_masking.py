@@ -16,7 +16,7 @@ from scipy import stats
 
 from covey.errors import CoveyError
 from covey.exact import TOO_LARGE, Exact
-from covey.federation.masking import Keys, check_keys, check_roster, mask, open_sealed, pair_secret, seal, unmask
+from covey.federation.privacy.masking import Keys, check_keys, check_roster, mask, open_sealed, pair_secret, seal, unmask
 
 SITES = ["a", "bern", "c", "Delft", "\u00e9vora", "f"]
 CHANCE = 1e-4  # keys are fixed, so a test that passes once passes always
@@ -267,6 +267,6 @@ def test_without_cryptography_one_sentence_says_what_to_install(monkeypatch):
 
 
 def test_it_is_imported_only_when_it_is_used():
-    code = "import sys, covey.federation.masking; print('cryptography' in sys.modules)"
+    code = "import sys, covey.federation.privacy.masking; print('cryptography' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -12,28 +12,30 @@ from hypothesis import strategies as st
 from scipy.stats import norm
 
 from covey.errors import CoveyError, FederationError, SolverError
-from covey.federation.agreement import Joined, Totals
-from covey.federation.budget import Budget
-from covey.federation.coordinator import Terms
-from covey.federation.letters import decode, encode
-from covey.federation.operate import operate
-from covey.federation.privacy import epsilon, noise_for, privacy_of, spent
-from covey.federation.report import report
-from covey.federation.settings import terms_of
+from covey.federation.operator.agreement import Joined, SiteTotals
+from covey.federation.operator.coordinator import RunSettings
+from covey.federation.operator.operate import operate
+from covey.federation.operator.report import report
+from covey.federation.operator.settings import terms_of
+from covey.federation.privacy.accounting import epsilon, noise_for, privacy_of, spent
+from covey.federation.privacy.sweeps import NoisySums, PlaceClients, Privacy, ReleaseSums, seeded_normal
 from covey.federation.simulate import simulate
-from covey.federation.site import Site, open_site
-from covey.federation.transport import Failure, InProcess
-from covey.network import Batch
-from covey.persist import load_model
-from covey.solvers.private import Noisy, Place, Privacy, Release, seeded_normal
-from covey.solvers.sweep import Up
+from covey.federation.site.budget import Budget
+from covey.federation.site.site import Site, open_site
+from covey.federation.wire.transport import Failure, InProcess
+from covey.model.files import load_model
+from covey.nodes.messages import Batch
+from covey.records import decode, encode
+from covey.solvers.direct.sweep import SweepUp
 from tests.federation.sites import FAMILIES, Meddling, assert_same, by_turns, fit, in_memory, sites_of, spec, table, thetas
 
 LISTED = {"z": ["z0", "z1", "z2"], "y": [0, 1]}
 
 
 def terms(noise=1.0, clip=1.0, rounds=2, **settings):
-    return Terms(**{"retries": 1, "timeout": 1.0, "categories": LISTED, "private": Privacy(noise, clip, rounds), **settings})
+    return RunSettings(
+        **{"retries": 1, "timeout": 1.0, "categories": LISTED, "private": Privacy(noise, clip, rounds), **settings}
+    )
 
 
 def asks(carrier, site):
@@ -44,7 +46,7 @@ def asks(carrier, site):
 
 def released(letter):
     body = letter.body
-    return body.requests[-1] if hasattr(body, "requests") else body
+    return body.messages[-1] if hasattr(body, "messages") else body
 
 
 # The accountant
@@ -136,13 +138,13 @@ def test_only_noisy_sums_and_public_counts_leave_a_site(family):
         elif asked.kind == "agree":
             joined, first = body
             assert isinstance(joined, Joined)
-            assert isinstance(first, Totals)
+            assert isinstance(first, SiteTotals)
             assert first.clients.sum() == sites[site].node(asked.run).data.n_clients
             assert first.moments is None
             assert not any(np.any(each) for each in (first.rows, first.response.floats()))
         else:
             kinds.append(type(body).__name__)
-            assert body is None or isinstance(body, Noisy)
+            assert body is None or isinstance(body, NoisySums)
     assert kinds.count("Noisy") == 3 * 2
 
 
@@ -212,14 +214,14 @@ def test_asked_again_a_site_sends_the_same_noise():
 
     def drop_first(site, letter, reply):
         asked = decode(letter)
-        if site == "s0" and asked.kind == "ask" and isinstance(released(asked), Release) and not lost:
+        if site == "s0" and asked.kind == "ask" and isinstance(released(asked), ReleaseSums) and not lost:
             lost.append(reply)
             return Failure("late", "no answer in time")
         return reply
 
     carrier = Meddling(sites, drop_first)
     fit(sites, spec(), carrier, terms())
-    replies = [reply for asked, reply in asks(carrier, "s0") if isinstance(released(asked), Release)]
+    replies = [reply for asked, reply in asks(carrier, "s0") if isinstance(released(asked), ReleaseSums)]
     assert isinstance(replies[0], Failure)
     assert lost == [replies[1]]
     assert [len(one["exchanges"]) for one in sites["s0"].budget.kept.values()] == [2]
@@ -245,7 +247,7 @@ def test_a_site_without_its_memory_releases_nothing_again(tmp_path):
 
     carrier = Meddling(sites, forget)
     outcome = fit(sites, spec(), carrier, terms())
-    noisy = [decode(reply) for asked, reply in asks(carrier, "s0") if isinstance(released(asked), Release)]
+    noisy = [decode(reply) for asked, reply in asks(carrier, "s0") if isinstance(released(asked), ReleaseSums)]
     mute = [letter for letter in noisy if letter.kind == "ready"]
     assert mute
     assert all(letter.body is None for letter in mute)
@@ -270,7 +272,7 @@ def test_an_exchange_whose_answer_is_lost_is_not_answered_with_other_noise(tmp_p
     answers = [decode(again.answer(letter)) for letter in sent if decode(letter).kind != "deliver"]
     first = next(answer for answer in answers if answer.kind == "refusal")
     assert "noise is not drawn twice" in first.body.sentence
-    assert not any(isinstance(answer.body, Noisy) for answer in answers)
+    assert not any(isinstance(answer.body, NoisySums) for answer in answers)
 
 
 def test_a_fit_that_began_twice_counts_both_starts():
@@ -352,10 +354,10 @@ def test_a_site_does_not_join_a_run_that_said_another_thing_at_first():
 @pytest.mark.parametrize(
     ("body", "why"),
     [
-        (Up(), "does not answer 'Up'"),
-        (Release(np.zeros((3, 4)), 0.0, 1.0), "Noise 0 and clip 1 were asked for"),
-        (Release(np.zeros((3, 4)), 1.0, 9.0), "Noise 1 and clip 9 were asked for"),
-        (Release(np.zeros((3, 4)), 1.0, 1.0), "agreed to 2 releases and has made them"),
+        (SweepUp(), "does not answer 'Up'"),
+        (ReleaseSums(np.zeros((3, 4)), 0.0, 1.0), "Noise 0 and clip 1 were asked for"),
+        (ReleaseSums(np.zeros((3, 4)), 1.0, 9.0), "Noise 1 and clip 9 were asked for"),
+        (ReleaseSums(np.zeros((3, 4)), 1.0, 1.0), "agreed to 2 releases and has made them"),
     ],
 )
 def test_a_coordinator_that_asks_for_more_is_refused(body, why):
@@ -364,7 +366,7 @@ def test_a_coordinator_that_asks_for_more_is_refused(body, why):
     carrier = Meddling(sites)
     fit(sites, spec(), carrier, terms())
     last = next(decode(letter) for site, letter in reversed(carrier.letters) if site == "s0")
-    for asked in (body, Batch((body, Place(np.zeros((3, 4))))), Batch((Place(np.zeros((3, 4))), body))):
+    for asked in (body, Batch((body, PlaceClients(np.zeros((3, 4))))), Batch((PlaceClients(np.zeros((3, 4))), body))):
         letter = replace(last, kind="ask", exchange=last.exchange + 1, after=last.exchange, body=asked)
         answer = decode(sites["s0"].answer(encode(letter)))
         assert answer.kind == "refusal"

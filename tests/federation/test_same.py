@@ -9,12 +9,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from covey.datasets import load_radon
-from covey.describe import describe
-from covey.federation.coordinator import Terms
+from covey.federation.operator.coordinator import RunSettings
 from covey.federation.simulate import simulate
-from covey.model import fit_table
-from covey.persist import load_model
-from covey.spec import Spec
+from covey.model.files import load_model
+from covey.model.model import fit_table
+from covey.model.summary import describe
+from covey.problem.spec import Spec
 from tests.federation.sites import FAMILIES, assert_same, by_turns, dealt, fit, in_memory, sites_of, spec, spread, table, thetas
 
 
@@ -33,7 +33,7 @@ def test_any_sharding_gives_the_fit_in_memory(family, secure, seed, data):
     assume(not secure or spread(parts))
     sites = sites_of(parts)
     asked = spec(family, tol=1e-11)
-    outcome = fit(sites, asked, terms=Terms(secure=secure))
+    outcome = fit(sites, asked, terms=RunSettings(secure=secure))
     assert_same(outcome, sites, in_memory(frame, asked))
 
 
@@ -80,7 +80,7 @@ def test_penalties_learned_across_sites_are_those_learned_in_memory(what, secure
     sites = sites_of(by_turns(frame, 3), models=None)
     for name, site in sites.items():
         site.models = tmp_path / name
-    outcome = fit(sites, asked, terms=Terms(secure=secure))
+    outcome = fit(sites, asked, terms=RunSettings(secure=secure))
     model = in_memory(frame, asked)
     assert_same(outcome, sites, model, atol=1e-7)
     here, there = outcome.model.learned.components, model.learned.components
@@ -125,7 +125,7 @@ def test_algorithms_by_coins_have_the_bits_of_the_run_in_memory(what, secure, se
     parts = dealt(frame, dict(zip(clients, at, strict=True)))
     assume(not secure or spread(parts))
     sites = sites_of(parts)
-    outcome, model = fit(sites, asked, terms=Terms(secure=secure)), in_memory(frame, asked)
+    outcome, model = fit(sites, asked, terms=RunSettings(secure=secure)), in_memory(frame, asked)
     np.testing.assert_array_equal(outcome.model.w, model.w)
     np.testing.assert_array_equal(outcome.model.wbar, model.wbar)
     found = thetas(sites, outcome.run)

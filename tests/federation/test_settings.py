@@ -10,11 +10,11 @@ from dataclasses import fields
 import pytest
 
 from covey.errors import CoveyError, FederationError
-from covey.federation.coordinator import Terms
 from covey.federation.flower.launch import APP
-from covey.federation.members import Members
-from covey.federation.operate import operate
-from covey.federation.settings import (
+from covey.federation.operator.coordinator import RunSettings
+from covey.federation.operator.members import Members
+from covey.federation.operator.operate import operate
+from covey.federation.operator.settings import (
     _OWN,
     DEFAULTS,
     awaited,
@@ -25,8 +25,8 @@ from covey.federation.settings import (
     spec_of,
     terms_of,
 )
-from covey.federation.transport import InProcess
-from covey.spec import Spec
+from covey.federation.wire.transport import InProcess
+from covey.problem.spec import Spec
 
 from .sites import by_turns, sites_of, table
 
@@ -92,7 +92,7 @@ def test_the_defaults_are_in_one_place():
         "pause": 20,
     }
     assert awaited(GIVEN) == (1, 60.0)
-    assert (Terms().timeout, Terms().retries) == (terms.timeout, terms.retries)
+    assert (RunSettings().timeout, RunSettings().retries) == (terms.timeout, terms.retries)
 
 
 def test_who_is_expected():

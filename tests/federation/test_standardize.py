@@ -9,14 +9,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from covey.errors import CoveyError
-from covey.federation.agreement import Totals
-from covey.federation.coordinator import Terms
-from covey.federation.letters import decode
-from covey.federation.site import Site
-from covey.federation.transport import Failure
-from covey.network import Batch
-from covey.persist import load_model
-from covey.scaling import Scale
+from covey.federation.operator.agreement import SiteTotals
+from covey.federation.operator.coordinator import RunSettings
+from covey.federation.site.site import Site
+from covey.federation.wire.transport import Failure
+from covey.model.files import load_model
+from covey.nodes.messages import Batch, Standardise
+from covey.records import decode
+from covey.tables.scaling import Scale
 from tests.federation.sites import FAMILIES, Meddling, assert_same, by_turns, dealt, fit, in_memory, sites_of, spec, table
 
 
@@ -32,7 +32,7 @@ def asks(family="gaussian", **changes):
 def scales(letters):
     """What sites were told, each time."""
     bodies = [decode(letter).body for _, letter in letters]
-    return [each for body in bodies if isinstance(body, Batch) for each in body.requests if isinstance(each, Scale)]
+    return [each.scale for body in bodies if isinstance(body, Batch) for each in body.messages if isinstance(each, Standardise)]
 
 
 @pytest.mark.parametrize("secure", [False, True])
@@ -47,10 +47,10 @@ def test_any_sharding_gives_the_scale_to_the_bit_and_the_fit(family, secure, see
     assume(len(set(at)) > 1)
     sites = sites_of(dealt(frame, dict(zip(clients, at, strict=True))))
     whole = in_memory(frame, asks(family))
-    outcome = fit(sites, asks(family), terms=Terms(secure=secure))
+    outcome = fit(sites, asks(family), terms=RunSettings(secure=secure))
     assert outcome.model.design == whole.design
     for site in sites.values():
-        own = site.node(outcome.run).memory["scale"]
+        own = site.node(outcome.run).state(Scale)
         assert (tuple(own.mean.tolist()), tuple(own.sd.tolist())) == (whole.design.mean, whole.design.sd)
     assert_same(outcome, sites, whole)
 
@@ -105,8 +105,8 @@ def test_a_site_that_is_opened_anew_for_every_letter_scales_once(secure, tmp_pat
         def answer(self, letter):
             return Site(self.name, lambda _: parts[self.name], home=tmp_path / self.name, minimum=1).answer(letter)
 
-    outcome = fit({name: Reopened(name) for name in parts}, asks("bernoulli"), terms=Terms(secure=secure))
-    kept = fit(sites_of(parts), asks("bernoulli"), terms=Terms(secure=secure))
+    outcome = fit({name: Reopened(name) for name in parts}, asks("bernoulli"), terms=RunSettings(secure=secure))
+    kept = fit(sites_of(parts), asks("bernoulli"), terms=RunSettings(secure=secure))
     np.testing.assert_array_equal(outcome.model.w, kept.model.w)
     model, _ = load_model(tmp_path / "s0" / "model")
     whole = in_memory(frame, asks("bernoulli"))
@@ -115,9 +115,9 @@ def test_a_site_that_is_opened_anew_for_every_letter_scales_once(secure, tmp_pat
 
 def test_a_first_request_that_fails_leaves_the_rows_as_they_were(monkeypatch):
     """The scale travels with it: asked again, the site scales rows that are not scaled yet."""
-    from covey.solvers.newton import Begin
+    from covey.solvers.direct.newton import NewtonBegin
 
-    frame, failures, begin = raw(4, "bernoulli"), [1], Begin.at
+    frame, failures, begin = raw(4, "bernoulli"), [1], NewtonBegin.at
 
     def at(self, node):
         if failures:
@@ -125,7 +125,7 @@ def test_a_first_request_that_fails_leaves_the_rows_as_they_were(monkeypatch):
             raise MemoryError
         return begin(self, node)
 
-    monkeypatch.setattr(Begin, "at", at)
+    monkeypatch.setattr(NewtonBegin, "at", at)
     sites = sites_of(by_turns(frame, 3))
     outcome = fit(sites, asks("bernoulli"))
     assert not failures
@@ -144,7 +144,7 @@ def test_a_site_that_forgets_is_told_the_scale_again():
             return Failure("gone", "it starts again")
         return reply
 
-    outcome = fit(sites, asks("bernoulli"), Meddling(sites, forget), Terms(retries=2))
+    outcome = fit(sites, asks("bernoulli"), Meddling(sites, forget), RunSettings(retries=2))
     assert forgot
     assert_same(outcome, sites, in_memory(frame, asks("bernoulli")))
 
@@ -168,7 +168,7 @@ def test_sums_of_the_terms_leave_a_site_only_if_asked_for_and_take_no_exchange()
     assert [each.what for each in without.exchanges] == [each.what for each in with_scale.exchanges]
     for transport, there in ((plain, False), (scaled, True)):
         totals = [decode(reply).body[1] for _, reply in transport.replies if isinstance(decode(reply).body, tuple)]
-        assert [isinstance(each, Totals) and each.moments is not None for each in totals] == [there] * 3
+        assert [isinstance(each, SiteTotals) and each.moments is not None for each in totals] == [there] * 3
         assert len(scales(transport.letters)) == 3 * there
 
 

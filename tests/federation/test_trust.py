@@ -7,16 +7,17 @@ import polars as pl
 import pytest
 
 from covey import __version__
-from covey.design import Formula
 from covey.errors import CoveyError, FederationError
-from covey.federation.agreement import Hello
-from covey.federation.coordinator import Terms
-from covey.federation.letters import Letter, LetterError, decode, encode
-from covey.federation.members import Members
-from covey.federation.operate import run_fit
-from covey.federation.site import Site, open_site
-from covey.federation.transport import InProcess
-from covey.persist import spec_to_json
+from covey.federation.operator.agreement import Hello
+from covey.federation.operator.coordinator import RunSettings
+from covey.federation.operator.members import Members
+from covey.federation.operator.operate import run_fit
+from covey.federation.site.site import Site, open_site
+from covey.federation.wire.letters import Letter
+from covey.federation.wire.transport import InProcess
+from covey.model.files import spec_to_json
+from covey.records import RecordError, decode, encode
+from covey.tables.design import Formula
 from tests.federation.sites import Meddling, assert_same, by_turns, dealt, fit, in_memory, sites_of, spec, table, thetas
 
 FRAME = table(41, clients=24)
@@ -144,20 +145,20 @@ def test_masks_that_were_begun_are_not_left_off():
             return sites[site].answer(encode(fresh))
 
         with pytest.raises(CoveyError, match=r"masks|keys"):
-            fit(sites, spec(), Meddling(sites, cheat), Terms(secure=True, retries=0))
+            fit(sites, spec(), Meddling(sites, cheat), RunSettings(secure=True, retries=0))
 
 
 def test_a_cluster_that_one_site_has_alone_cannot_be_masked():
     parts = {name: part for (name,), part in FRAME.group_by(["cluster"])}
     with pytest.raises(FederationError, match=r"3 of 3 clusters are at one site only, such as .* at "):
-        fit(sites_of(parts), spec(), terms=Terms(secure=True))
+        fit(sites_of(parts), spec(), terms=RunSettings(secure=True))
 
 
 def test_only_messages_are_built():
     for name in ("network.Node", "network.InMemory", "solvers.newton.GroupedData", "data.GroupedData"):
-        with pytest.raises(LetterError, match=f"no letter of covey's: '{name}'"):
+        with pytest.raises(RecordError, match=f"no letter of covey's: '{name}'"):
             decode(encode_as(name))
-    with pytest.raises(LetterError):
+    with pytest.raises(RecordError):
         decode(encode_as("federation.letters.Letter", []))
 
 
@@ -174,7 +175,7 @@ def test_masks_keep_the_digits_of_sums_of_any_size(scale):
 
     def masked_and_plain(**penalties):
         asked = spec(formula="y ~ x", **penalties)
-        return (fit(sites_of(by_turns(frame, 3)), asked, terms=Terms(secure=secure)).model for secure in (True, False))
+        return (fit(sites_of(by_turns(frame, 3)), asked, terms=RunSettings(secure=secure)).model for secure in (True, False))
 
     masked, plain = masked_and_plain(gamma=2.0, lam=1.0)
     np.testing.assert_allclose(masked.w, plain.w, rtol=1e-13)
@@ -211,11 +212,11 @@ def test_a_model_that_cannot_be_written_leaves_the_run_to_be_taken_up(tmp_path, 
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("covey.federation.operate.save_model", full)
+        patch.setattr("covey.federation.operator.operate.save_model", full)
         with pytest.raises(OSError, match="No space"):
-            run_fit(InProcess(sites), list(sites), spec(), Terms(), **places)
+            run_fit(InProcess(sites), list(sites), spec(), RunSettings(), **places)
     carrier = Meddling(sites)
-    run_fit(carrier, list(sites), spec(), Terms(), **places)
+    run_fit(carrier, list(sites), spec(), RunSettings(), **places)
     assert {decode(letter).kind for _, letter in carrier.letters} == {"deliver"}
     assert (tmp_path / "model" / "model.json").exists()
     assert not (tmp_path / "journal").exists()
@@ -231,7 +232,7 @@ def test_the_operators_list_with_dates_and_with_ids_nested_in_clusters(tmp_path)
         parts = {str(name): part for (name,), part in frame.group_by(["cluster"])}
         listed = [part.select(pl.lit(name).alias("site"), "cluster", "client").unique() for name, part in parts.items()]
         pl.concat(listed).write_parquet(tmp_path / "members.parquet")
-        terms = Terms(members=Members.read(tmp_path / "members.parquet"))
+        terms = RunSettings(members=Members.read(tmp_path / "members.parquet"))
         assert fit(sites_of(parts), asked, terms=terms).roster == tuple(sorted(parts))
         with pytest.raises(FederationError, match="cannot check clients' ids"):
             fit(sites_of(parts), asked, terms=replace(terms, secure=True))
@@ -249,7 +250,7 @@ def test_ids_that_need_no_cluster_to_tell_them_apart_stay_as_they_are():
 
 
 def test_a_lost_site_under_masks_leaves_the_run_to_be_taken_up(tmp_path):
-    from covey.federation.transport import Failure
+    from covey.federation.wire.transport import Failure
 
     sites = sites_of(by_turns(FRAME, 4))
 
@@ -257,7 +258,7 @@ def test_a_lost_site_under_masks_leaves_the_run_to_be_taken_up(tmp_path):
         return Failure("gone", "not there") if site == "s1" and decode(letter).exchange >= 2 else reply
 
     settings = {"journal": tmp_path / "journal", "on_loss": "continue"}
-    terms = Terms(secure=True, retries=0)
+    terms = RunSettings(secure=True, retries=0)
     with pytest.raises(FederationError, match="Without 's1' the totals would show its part"):
         fit(sites, spec(), Meddling(sites, away), terms, **settings)
     outcome = fit(sites, spec(), None, terms, **settings)
@@ -269,7 +270,7 @@ def test_the_order_of_pandas_categories_is_kept():
     pandas = FRAME.to_pandas()
     pandas["z"] = pandas["z"].astype("category").cat.reorder_categories(["z2", "z0", "z1"])
     from covey.federation.simulate import simulate
-    from covey.model import fit_table
+    from covey.model.model import fit_table
 
     run = simulate(pandas, spec(), sites=2)
     assert run.outcome.model.terms == fit_table(pandas, spec()).terms

@@ -12,10 +12,10 @@ import pytest
 
 from covey.errors import ConvergenceWarning, CoveyError
 from covey.exact import Exact
-from covey.federation.agreement import Joined, Profile, Totals
-from covey.federation.coordinator import Terms
-from covey.federation.letters import decode
-from covey.federation.privacy import privacy_of
+from covey.federation.operator.agreement import Joined, Profile, SiteTotals
+from covey.federation.operator.coordinator import RunSettings
+from covey.federation.privacy.accounting import privacy_of
+from covey.records import decode
 from tests.federation.sites import Meddling, dealt, fit, sites_of, spec, table
 
 DOCS = Path(__file__).parents[2] / "docs" / "privacy.md"
@@ -41,7 +41,7 @@ def run(asked, **terms):
     owner = {f"patient c{i}": "a" if i < 7 else "b" if i < 13 else "c" for i in range(CLIENTS)}
     sites = sites_of(dealt(frame, owner))
     carrier = Meddling(sites)
-    outcome = fit(sites, asked, carrier, Terms(**terms))
+    outcome = fit(sites, asked, carrier, RunSettings(**terms))
     return frame, sites, carrier, outcome
 
 
@@ -99,7 +99,7 @@ def told(carrier, d):
     """Each kind of reply in words: its fields and shapes."""
     rows = {}
     for _, request, reply in replies(carrier, "ask"):
-        last = request.requests[-1] if hasattr(request, "requests") else request
+        last = request.messages[-1] if hasattr(request, "messages") else request
         points = type(last).__name__ in ("Integrate", "Slope")
         parts = [
             f"{name} ({sizes(shape, d, points)})" if shape else name
@@ -129,7 +129,7 @@ def test_the_page_lists_what_leaves_before_the_fit():
     text = DOCS.read_text()
     named = {row: re.findall(r"`(\w+)`", re.search(rf"^\| {row} \| (.*?) \|", text, re.M)[1]) for row in ("hello", "agree")}
     assert sorted(named["hello"]) == sorted(part.name for part in fields(Profile))
-    agree = [part.name for message in (Joined, Totals) for part in fields(message)]
+    agree = [part.name for message in (Joined, SiteTotals) for part in fields(message)]
     assert sorted(each for each in named["agree"] if each != "standardize") == sorted(agree)
 
 

@@ -7,13 +7,13 @@ import numpy as np
 import polars as pl
 from rich.console import Console
 
-from covey import comparison
-from covey.experiments.radon import fit_all, typical_clients
-from covey.model import read_frame
+from covey.fitting import comparison
+from covey.model.model import read_frame
+from covey.problem.spec import Spec
 from covey.report import plots
 from covey.report.plots import shrinkage_figure
 from covey.report.tables import coefficient_table, comparison_table, shrinkage_table
-from covey.spec import Spec
+from covey.reproduce.radon import fit_all, typical_clients
 
 
 def text_of(table):

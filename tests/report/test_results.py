@@ -8,12 +8,12 @@ import polars as pl
 import pytest
 
 from covey.errors import DataError
-from covey.experiments import donors, limits, simulation
-from covey.experiments.mailings import simulated
-from covey.experiments.study import Claim, Study, Table
 from covey.report import results
 from covey.report.figures import draw
 from covey.report.results import save, section, summary, tally
+from covey.reproduce import donors, limits, simulation
+from covey.reproduce.mailings import simulated
+from covey.reproduce.study import Claim, Study, Table
 
 
 @pytest.fixture(scope="module")

@@ -16,19 +16,20 @@ from hypothesis import strategies as st
 from covey import GroupedData, Objective, Penalty
 from covey.datasets import simulate
 from covey.errors import ConvergenceWarning, SolverError
-from covey.federation.letters import decode, encode
-from covey.hierarchy import Hierarchy
 from covey.losses import loss_of
-from covey.network import Network, Node
+from covey.nodes.network import Network
+from covey.nodes.node import Node
+from covey.objective.theory import Coins
+from covey.records import decode, encode
 from covey.solvers import solve, solve_across
-from covey.solvers.curvature import constants, constants_across
-from covey.solvers.l2gd import Go, Rate
-from covey.solvers.lanczos import rounded_down
-from covey.solvers.protocol import Move, Pull, Top, Whereabouts
+from covey.solvers.first_order.curvature import constants, constants_across
+from covey.solvers.first_order.l2gd import L2gdMove, StepSizes
+from covey.solvers.first_order.lanczos import rounded_down
+from covey.solvers.first_order.protocol import AskMeans, Centres, Move, Pull
 from covey.solvers.threads import threads_for
-from covey.theory import Coins
+from covey.tree.hierarchy import Hierarchy
 from tests.conftest import seeds
-from tests.solvers.coins import begun, quietly
+from tests.solvers.first_order.coins import begun, quietly
 
 
 def shard(data, clients):
@@ -66,7 +67,7 @@ class Sharded(Network):
             reply = decode(encode(request)).at(node)
             self.replies.append((node, reply))
             if self.rng.random() < self.forget:
-                node.memory, node.cache = decode(encode(node.memory)), {}
+                node.restore(decode(encode(node.snapshot())))
             reply = decode(encode(reply))
             total = reply if total is None else total + reply
         return total
@@ -168,12 +169,12 @@ def test_a_kernel_with_fast_arithmetic_sums_exactly(family):
     """What may be reordered there is the clients' own steps, not the sums over them: these have the bits of rational ones."""
     data = simulate(family, clusters=3, clients=300, rows=4, d=3, seed=1).data
     penalty, k = Penalty.of(data.hierarchy, gamma=0.7), data.n_clusters
-    drawn, total = Coins(0.3, np.full(k, 0.4), np.full(k, 0.5)), Top.of(penalty).total
+    drawn, total = Coins(0.3, np.full(k, 0.4), np.full(k, 0.5)), Centres.of(penalty).total
     start = np.random.default_rng(0).normal(size=(data.n_clients, 3))
-    network = begun(data, loss_of(family), penalty, drawn, Rate(1e-3), start)
+    network = begun(data, loss_of(family), penalty, drawn, StepSizes(1e-3), start)
     everybody, steps = np.ones(k, dtype=bool), np.full(k, 5)
-    told = network.ask(Go(Move(Pull.none(k, 3), everybody, 0 * steps, steps, everybody))).total
-    asked = network.ask(Whereabouts(total)).total
+    told = network.ask(L2gdMove(Move(Pull.none(k, 3), everybody, 0 * steps, steps, everybody))).total
+    asked = network.ask(AskMeans(total)).total
     np.testing.assert_array_equal(told.limbs, asked.limbs)
     share, tree = penalty.gamma / total[data.hierarchy.parent], data.hierarchy
     for j, a in product(range(k), range(3)):

@@ -15,7 +15,7 @@ from covey.datasets import simulate
 from covey.errors import SolverError
 from covey.losses import Gaussian, loss_of
 from covey.solvers import l2gd
-from tests.solvers.coins import (
+from tests.solvers.first_order.coins import (
     SOLVERS,
     many_clients,
     quietly,

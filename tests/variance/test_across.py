@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from covey import GroupedData
 from covey.datasets import load_radon
 from covey.errors import ConvergenceWarning, DataError, PenaltyError, SolverError
-from covey.federation.letters import decode, encode
-from covey.grouping import vary_from_setting
-from covey.inference import Posterior
-from covey.learning import fit_across, fit_data
+from covey.fitting.learning import fit_across, fit_data
 from covey.losses import Bernoulli, Gaussian, loss_of
-from covey.spec import Spec
+from covey.model.inference import Posterior
+from covey.problem.spec import Spec
+from covey.records import decode, encode
+from covey.tables.bars import vary_from_setting
 from covey.variance.estimate import estimate, estimate_across
 from covey.variance.frame import node_learned
 from covey.variance.ratio import likelihood_ratios, likelihood_ratios_across
@@ -219,7 +219,7 @@ def test_all_that_travels_or_is_put_aside_can_be_written_and_read(family):
     for message in [each for request, replies in network.asked for each in (request, *replies)]:
         assert encode(decode(encode(message))) == encode(message)
     for node in network.nodes:
-        assert encode(decode(encode(node.memory))) == encode(node.memory)
+        assert encode(decode(encode(node.snapshot()))) == encode(node.snapshot())
 
 
 # Refusals name what they name in memory

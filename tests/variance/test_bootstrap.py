@@ -13,7 +13,7 @@ from covey import GroupedData
 from covey.datasets import simulate
 from covey.errors import SolverError
 from covey.losses import Bernoulli, Gaussian, Poisson
-from covey.solvers.elimination import Quadratic
+from covey.solvers.direct.elimination import Quadratic
 from covey.variance.bootstrap import _clients, _sums, bootstrap
 from covey.variance.estimate import estimate
 from covey.variance.structure import Shape

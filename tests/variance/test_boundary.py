@@ -12,7 +12,7 @@ from covey.datasets import simulate
 from covey.losses import Bernoulli, Gaussian
 from covey.variance.boundary import polished, singular
 from covey.variance.estimate import estimate, search
-from covey.variance.problem import Generalised, Linear
+from covey.variance.problem import GeneralisedLikelihood, LinearLikelihood
 from covey.variance.search import Optimum, minimise
 from covey.variance.structure import Shape
 from tests.conftest import seeds
@@ -22,7 +22,7 @@ KINDS = ["isotropic", "diagonal", "full"]
 
 
 def problem_of(data, shape, reml=True):
-    return Linear(surveyed(data, Gaussian()), shape, reml=reml)
+    return LinearLikelihood(surveyed(data, Gaussian()), shape, reml=reml)
 
 
 def stuck(problem, x):
@@ -84,7 +84,7 @@ def test_one_cluster_among_many_is_freed():
 
 def test_a_generalised_model_is_freed_too():
     data = simulate("bernoulli", clusters=8, clients=8, rows=15, d=1, client_sd=1.0, cluster_sd=1.0, seed=1).data
-    problem = Generalised(surveyed(data, Bernoulli()), Shape((0,), (0,)))
+    problem = GeneralisedLikelihood(surveyed(data, Bernoulli()), Shape((0,), (0,)))
     best, _ = search(problem)
     x = np.concatenate([np.zeros(2), best.x[2:]])
     assert polished(problem, stuck(problem, x), None).value == pytest.approx(best.value, abs=1e-6)

@@ -16,7 +16,7 @@ from covey.datasets import simulate
 from covey.errors import ConvergenceWarning
 from covey.losses import Bernoulli, Gaussian, Poisson
 from covey.variance.estimate import estimate, search
-from covey.variance.problem import Linear
+from covey.variance.problem import LinearLikelihood
 from covey.variance.structure import Shape
 from tests.conftest import seeds
 from tests.networks import surveyed
@@ -330,7 +330,7 @@ def test_what_is_called_converged_has_no_slope(seed, kind, per_cluster):
     many = {"clusters": int(rng.integers(2, 7)), "clients": int(rng.integers(2, 7)), "rows": int(rng.integers(3, 9))}
     data = simulate(**many, d=2, client_sd=sds[0], cluster_sd=sds[1], intercept=True, seed=rng).data
     shape = Shape((0, 1), (0,), kind, kind, per_cluster)
-    problem = Linear(surveyed(data, Gaussian()), shape, reml=True)
+    problem = LinearLikelihood(surveyed(data, Gaussian()), shape, reml=True)
     best, _ = search(problem)
     assert best.converged
     slope = slopes(lambda x: problem.criterion(x)[0], best.x, 1e-4)

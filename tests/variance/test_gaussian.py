@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covey.losses import Gaussian as Squares
-from covey.solvers.elimination import Quadratic, Spread, marginalise, sensitivity
-from covey.variance.frame import Layout, Sums, units_at
-from covey.variance.gaussian import Gaussian, below, invert, upper
-from covey.variance.problem import Linear
+from covey.losses import GaussianLikelihood as Squares
+from covey.solvers.direct.elimination import Quadratic, Spread, marginalise, sensitivity
+from covey.variance.frame import ClientSums, TermOrder, units_at
+from covey.variance.gaussian import GaussianLikelihood, below, invert, upper
+from covey.variance.problem import LinearLikelihood
 from covey.variance.structure import Shape
 from tests.conftest import random_problem, seeds
 from tests.networks import surveyed
@@ -23,8 +23,8 @@ from tests.variance.dense import linear_log_likelihood, random_covariances, slop
 def criterion_of(data, reml):
     known, d = surveyed(data, Squares()), data.n_terms
     node = known.network.network.node
-    sums = Sums(units_at(node), known.frame.origin, known.log_weights)
-    return Gaussian(known.network, Layout(np.arange(d), d), reml, sums.log_weights), sums
+    sums = ClientSums(units_at(node), known.frame.origin, known.log_weights)
+    return GaussianLikelihood(known.network, TermOrder(np.arange(d), d), reml, sums.log_weights), sums
 
 
 @given(seeds, st.booleans(), st.booleans())
@@ -89,7 +89,7 @@ def test_terms_that_vary_at_one_level_only_or_at_none(seed, reml, per_cluster, k
     data, rng = random_problem(seed, d=4).data, np.random.default_rng(seed)
     client, cluster = (tuple(sorted(rng.choice(4, size=rng.integers(0, 4), replace=False).tolist())) for _ in range(2))
     shape = Shape(client, cluster, kind, kind, per_cluster)
-    problem = Linear(surveyed(data, Squares()), shape, reml=reml)
+    problem = LinearLikelihood(surveyed(data, Squares()), shape, reml=reml)
     x = rng.normal(size=problem.structure.n_parameters)
     back = problem.back
     S, T = (each[:, back[:, None], back] for each in problem.covariances(x))
@@ -140,7 +140,7 @@ def test_the_pull_is_the_slope_of_the_residual_variance(seed, reml):
 def test_the_slopes_in_the_parameters(seed, reml, kind):
     data, rng = random_problem(seed, d=3).data, np.random.default_rng(seed)
     shape = Shape((0, 2), (2, 1), kind, kind, bool(rng.integers(2)))
-    problem = Linear(surveyed(data, Squares()), shape, reml=reml)
+    problem = LinearLikelihood(surveyed(data, Squares()), shape, reml=reml)
     x = rng.normal(size=problem.structure.n_parameters)
     differences = slopes(lambda x: problem.criterion(x)[0], x)
     np.testing.assert_allclose(problem.criterion(x)[1], differences, rtol=1e-4, atol=1e-4)

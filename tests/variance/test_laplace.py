@@ -11,12 +11,12 @@ from scipy.special import expit, logsumexp
 
 from covey import GroupedData
 from covey.losses import Bernoulli, Poisson
-from covey.solvers.elimination import Spread
-from covey.solvers.newton import Clients, node_start
-from covey.variance.frame import Layout
+from covey.solvers.direct.elimination import Spread
+from covey.solvers.direct.newton import LocalProblem, node_start
+from covey.variance.frame import TermOrder
 from covey.variance.gaussian import below as covariances_below
-from covey.variance.laplace import Laplace, node_bends, node_curvature, node_slopes
-from covey.variance.problem import Generalised
+from covey.variance.laplace import LaplaceLikelihood, ModeState, node_bends, node_curvature, node_slopes
+from covey.variance.problem import GeneralisedLikelihood
 from covey.variance.structure import Shape
 from covey.variance.survey import survey
 from tests.conftest import random_problem, seeds
@@ -29,7 +29,7 @@ families = st.sampled_from(["bernoulli", "poisson"])
 
 def criterion_of(data, family, tol=1e-11):
     d = data.n_terms
-    return Laplace(in_memory(data, LOSSES[family]), Layout(np.arange(d), d), d, tol)
+    return LaplaceLikelihood(in_memory(data, LOSSES[family]), TermOrder(np.arange(d), d), d, tol)
 
 
 def a_point(seed, family, *, d=2, per_cluster=False):
@@ -98,7 +98,7 @@ def test_the_slopes_in_the_parameters(seed, family, kind):
     y = LOSSES[family].draw(0.5 * X[:, 0] + 0.3 * rng.normal(size=n)[client], rng)
     data = GroupedData.from_arrays(X, y, client, client // 4, weights=rng.uniform(0.5, 2, len(y)), offset=0.1 * X[:, 1])
     shape = Shape((2,), (0, 2), kind, kind, bool(rng.integers(2)))
-    problem = Generalised(survey(in_memory(data, LOSSES[family]), shape), shape)
+    problem = GeneralisedLikelihood(survey(in_memory(data, LOSSES[family]), shape), shape)
     x = 0.5 * rng.normal(size=problem.structure.n_parameters + 3)
     differences = slopes(lambda x: problem.criterion(x)[0], x, 1e-4)
     np.testing.assert_allclose(problem.criterion(x)[1], differences, rtol=1e-4, atol=1e-3)
@@ -119,12 +119,12 @@ def test_sums_over_three_nodes_are_those_of_the_whole(seed, family):
     """At the mode, clients dealt out at random: what the nodes send adds up, so a federated fit is this code with exchanges."""
     data, S, T, wbar = a_point(seed, family)
     criterion = criterion_of(data, family)
-    whole, mode = criterion(S, T, wbar), criterion.network.node.memory["laplace"].state.now
+    whole, mode = criterion(S, T, wbar), criterion.network.node.state(ModeState).state.now
     owner = np.random.default_rng(seed).integers(0, 3, size=data.n_clients)
     nodes = []
     for mine in (np.flatnonzero(owner == site) for site in range(3)):
         if len(mine):
-            node = Clients(shard(data, mine), criterion.network.loss, Spread.of_covariances(S, len(mine)))
+            node = LocalProblem(shard(data, mine), criterion.network.loss, Spread.of_covariances(S, len(mine)))
             nodes.append((node, node_start(node, mode.theta[mine], mode.u[mine])[0].now))
     own = [node_curvature(node, at) for node, at in nodes]
     C = sum(each.seen.C for each in own)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from covey.datasets import simulate
 from covey.losses import Gaussian
-from covey.variance.problem import Linear
+from covey.variance.problem import LinearLikelihood
 from covey.variance.structure import Shape, Structure, Variation
 from tests.conftest import random_problem, seeds
 from tests.networks import surveyed
@@ -104,7 +104,7 @@ def test_only_clients_have_a_covariance_for_each_cluster():
 def test_a_cheap_step_never_raises_the_criterion(seed, kind, reml):
     data, rng = random_problem(seed, d=2).data, np.random.default_rng(seed)
     shape = Shape((0, 1), (0, 1), kind, kind)
-    problem = Linear(surveyed(data, Gaussian()), shape, reml=reml)
+    problem = LinearLikelihood(surveyed(data, Gaussian()), shape, reml=reml)
     x = rng.normal(size=problem.structure.n_parameters)
     before = problem.criterion(x)[0]
     for _ in range(4):
@@ -125,7 +125,7 @@ def test_a_cheap_step_of_a_full_covariance_solves_its_equation():
 def test_the_guess_at_the_curvature_is_near_the_truth(kind):
     """Within a factor of ten either way, for balanced data, once the cheap steps have come near."""
     data = simulate(clusters=20, clients=15, rows=10, d=2, client_sd=0.7, cluster_sd=0.7, seed=4).data
-    problem = Linear(surveyed(data, Gaussian()), Shape((0, 1), (0, 1), kind, kind), reml=True)
+    problem = LinearLikelihood(surveyed(data, Gaussian()), Shape((0, 1), (0, 1), kind, kind), reml=True)
     x, guess = problem.approach(problem.start(0.5, 0.5), 12)
     truth = np.diag([slopes(lambda x, a=a: problem.criterion(x)[1][a], x, 1e-4) for a in range(len(x))])
     assert (guess / truth > 0.1).all()

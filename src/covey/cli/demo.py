@@ -21,17 +21,17 @@ def demo(
     from dataclasses import asdict
 
     from covey.cli._console import console, print_json, working
-    from covey.comparison import compare
     from covey.datasets import load_radon
-    from covey.describe import describe, summary
-    from covey.experiments.radon import fit_all, typical_clients
-    from covey.federation.report import agreement
+    from covey.federation.operator.report import agreement
     from covey.federation.simulate import simulate
-    from covey.model import read_frame
-    from covey.persist import check_target, save_model
+    from covey.fitting.comparison import compare
+    from covey.model.files import check_target, save_model
+    from covey.model.model import read_frame
+    from covey.model.summary import describe, summary
+    from covey.problem.spec import Spec
     from covey.report.plots import shrinkage_figure
     from covey.report.tables import comparison_table, shrinkage_table
-    from covey.spec import Spec
+    from covey.reproduce.radon import fit_all, typical_clients
 
     homes = load_radon()
     check_target(out / "model")

@@ -120,7 +120,7 @@ def federate(
     }
     if link is not None:
         from covey.federation.flower.launch import deploy
-        from covey.federation.settings import awaited
+        from covey.federation.operator.settings import awaited
 
         settings |= {"sites": sites, "wait": wait, "pause": pause}
         awaited(settings)  # what is wrong with them is said here, not by a run that Flower has to start first
@@ -135,12 +135,12 @@ def _simulate(data: str, settings: dict[str, Any], sites: int | str, minimum: in
     from dataclasses import asdict
 
     from covey.cli._console import console, print_json, working
-    from covey.data import read_table
-    from covey.describe import summary
-    from covey.federation.report import report
-    from covey.federation.settings import spec_of, terms_of
+    from covey.federation.operator.report import report
+    from covey.federation.operator.settings import spec_of, terms_of
     from covey.federation.simulate import simulate
-    from covey.persist import check_target, is_model
+    from covey.model.files import check_target, is_model
+    from covey.model.summary import summary
+    from covey.tables.rows import read_table
 
     spec, terms = spec_of(settings), terms_of(settings)
     place = None if out is None else check_target(out / "operator")

@@ -49,13 +49,13 @@ def fit(
     [bold]Example[/bold]   covey fit homes.parquet "log_radon ~ floor" --client county --cluster state --out model
     """
     from covey.cli._console import console, print_json, working
-    from covey.comparison import compare
-    from covey.data import read_table
-    from covey.describe import describe
     from covey.errors import DataError
-    from covey.model import fit_grouped, read_frame
-    from covey.persist import check_target, save_model
-    from covey.spec import Spec
+    from covey.fitting.comparison import compare
+    from covey.model.files import check_target, save_model
+    from covey.model.model import fit_grouped, read_frame
+    from covey.model.summary import describe
+    from covey.problem.spec import Spec
+    from covey.tables.rows import read_table
 
     if out is not None:
         check_target(out)
@@ -126,7 +126,7 @@ def _document(model: Any, comparison: Any) -> dict[str, Any]:
     import json
     from dataclasses import asdict
 
-    from covey.describe import summary
+    from covey.model.summary import summary
 
     tree = model.hierarchy
     return {

@@ -32,8 +32,8 @@ def node(
     [bold]Example[/bold]   covey node homes.parquet --home north --link link.example.org:8000 --key north.key --ca link.crt
     """
     from covey.errors import FederationError
-    from covey.federation.budget import Budget
     from covey.federation.flower.launch import start_node
+    from covey.federation.site.budget import Budget
 
     if insecure and site is None:
         raise FederationError("Without keys the operator cannot name this site; give it a name with --site.")

@@ -37,12 +37,12 @@ def plan(
     [bold]Example[/bold]   covey plan homes.parquet "log_radon ~ floor" --client county --cluster state --latency 0.05
     """
     from covey.cli._console import console, print_json, working
-    from covey.data import read_table
     from covey.errors import DataError
-    from covey.model import read_frame
-    from covey.planning import plan as plan_for
-    from covey.planning import race
-    from covey.spec import Spec
+    from covey.fitting.planning import plan as plan_for
+    from covey.fitting.planning import race
+    from covey.model.model import read_frame
+    from covey.problem.spec import Spec
+    from covey.tables.rows import read_table
 
     if figure is not None and (figure.suffix not in (".png", ".pdf", ".svg") or not figure.absolute().parent.is_dir()):
         raise DataError(f"The figure {str(figure)!r} must end in .png, .pdf or .svg, and be in a folder that exists.")

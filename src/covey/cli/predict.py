@@ -32,9 +32,9 @@ def predict(
     import polars as pl
 
     from covey.cli._console import working
-    from covey.data import read_table
     from covey.errors import DataError
-    from covey.persist import load_model
+    from covey.model.files import load_model
+    from covey.tables.rows import read_table
 
     if noise and interval is None:
         raise DataError("The option --noise is about an interval; give one with --interval 0.95.")

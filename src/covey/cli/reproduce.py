@@ -29,8 +29,8 @@ def reproduce(
     """
     from covey.cli._console import bars, console
     from covey.errors import DataError, one_of
-    from covey.experiments.catalogue import STUDIES, run
     from covey.report.results import check_folder, save, summary
+    from covey.reproduce.catalogue import STUDIES, run
 
     if study not in (*STUDIES, "all"):
         raise one_of("study", study, (*STUDIES, "all"))

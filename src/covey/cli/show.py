@@ -19,11 +19,11 @@ def show(
     [bold]Example[/bold]   covey show model --level client --limit 40
     """
     from covey.cli._console import console, print_json
-    from covey.describe import describe, facts, summary, title
     from covey.errors import ModelError, listing, one_of
-    from covey.hierarchy import LEVELS
-    from covey.persist import load_model
+    from covey.model.files import load_model
+    from covey.model.summary import describe, facts, summary, title
     from covey.report.tables import coefficient_table
+    from covey.tree.hierarchy import LEVELS
 
     if level not in LEVELS:
         raise one_of("--level", level, LEVELS)

@@ -1,7 +1,7 @@
 """A simulated charity: its appeals, gifts and ZIPs, of any size, with the law behind them known.
 
 Appeals go out in waves. The answer to each is drawn from a logistic model on what the charity knows of the donor on that day,
-the covariates that :mod:`covey.experiments.solicitations` computes from the tables:
+the covariates that :mod:`covey.reproduce.solicitations` computes from the tables:
 
     logit P(gift) = a + b log(days since the last gift) + c log(gifts so far)
 

@@ -12,9 +12,9 @@ import numpy as np
 import polars as pl
 
 from covey._typing import Floats, Ints
-from covey.data import GroupedData
 from covey.errors import DataError
 from covey.losses import loss_of
+from covey.tables.rows import GroupedData
 
 
 @dataclass(frozen=True)

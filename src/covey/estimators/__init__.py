@@ -12,9 +12,9 @@ from sklearn.utils.validation import validate_data
 
 from covey._typing import Anything, Floats
 from covey.estimators.base import PARAMETERS, SETTINGS, Hierarchical
-from covey.hierarchy import Level
-from covey.model import Model
-from covey.persist import load_model
+from covey.model.files import load_model
+from covey.model.model import Model
+from covey.tree.hierarchy import Level
 
 __all__ = ["HierarchicalClassifier", "HierarchicalPoissonRegressor", "HierarchicalRegressor", "load"]
 

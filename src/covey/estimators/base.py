@@ -13,17 +13,17 @@ from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from covey._typing import Anything, Floats
-from covey.describe import describe
 from covey.errors import DataError, listing, one_of
 from covey.estimators.uncertainty import Uncertain
-from covey.hierarchy import UNSEEN, Level, Unseen
-from covey.labels import to_array
-from covey.ledger import Ledger
 from covey.losses import Reduction
-from covey.model import Model, fit_matrix, fit_table
-from covey.persist import save_model
+from covey.model.files import save_model
+from covey.model.model import Model, fit_matrix, fit_table
+from covey.model.summary import describe
+from covey.problem.spec import Penalties, Spec
 from covey.solvers import Convergence, Solver
-from covey.spec import Penalties, Spec
+from covey.solvers.ledger import Ledger
+from covey.tree.hierarchy import UNSEEN, Level, Unseen
+from covey.tree.ids import to_array
 
 # What an estimator and a specification say in the same words.
 SETTINGS = (

@@ -10,14 +10,14 @@ import polars as pl
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from covey._typing import Floats
-from covey.data import GroupedData
-from covey.describe import Summary, summary
 from covey.errors import DataError, SolverError, one_of
-from covey.hierarchy import Level, Unseen
-from covey.inference import quantile
-from covey.learning import shape_of
-from covey.model import Model, group_rows
-from covey.update import add_clients, remove_clients
+from covey.fitting.learning import shape_of
+from covey.model.inference import quantile
+from covey.model.model import Model, group_rows
+from covey.model.summary import Summary, summary
+from covey.model.updates import add_clients, remove_clients
+from covey.tables.rows import GroupedData
+from covey.tree.hierarchy import Level, Unseen
 from covey.variance.bootstrap import bootstrap
 from covey.variance.components import Components, LikelihoodRatio
 

@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from covey.design import Design, plain_design_from_json
-from covey.federation.agreement import Agree, Deliver
-from covey.hierarchy import Hierarchy
-from covey.learning import Fitted
-from covey.model import Elsewhere, Model
-from covey.network import Node
-from covey.objective import Penalty
-from covey.persist import save_model, spec_from_json
-from covey.scaling import Scale
+from covey.federation.operator.agreement import Agree, Deliver
+from covey.fitting.learning import Fitted
+from covey.model.files import save_model, spec_from_json
+from covey.model.model import Elsewhere, Model
+from covey.nodes.node import Node
+from covey.objective.penalty import Penalty
 from covey.solvers.result import Convergence
+from covey.tables.design import Design, plain_design_from_json
+from covey.tables.scaling import Scale
+from covey.tree.hierarchy import Hierarchy
 from covey.variance.components import Components, Whole
 from covey.variance.frame import node_learned
 
 if TYPE_CHECKING:
-    from covey.federation.coordinator import Federation
+    from covey.federation.operator.coordinator import Federation
 
 
 def site_model(node: Node, agreed: Agree, delivered: Deliver) -> Model:
@@ -35,9 +35,9 @@ def site_model(node: Node, agreed: Agree, delivered: Deliver) -> Model:
         learned = node_learned(node, Components.from_json(known["components"]), np.array(known["covariance"]), whole)
     return Model(
         spec_from_json(agreed.spec),
-        _design(agreed, node.memory.get("scale")),
+        _design(agreed, node.find(Scale)),
         tree,
-        node.where(),
+        node.coefficients(),
         delivered.w,
         delivered.wbar,
         data.rows_per_client,

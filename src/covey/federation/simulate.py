@@ -11,21 +11,21 @@ import narwhals as nw
 import numpy as np
 
 from covey._typing import Ints
-from covey.design import column
 from covey.errors import CoveyError, DataError, FederationError, listing
-from covey.federation.coordinator import Terms
-from covey.federation.operate import OnLoss, Outcome, run_fit
-from covey.federation.site import Site
-from covey.federation.table import profile_of
-from covey.federation.transport import InProcess
-from covey.labels import encode, lookup
-from covey.model import Model, as_frame
-from covey.solvers.private import seeded_normal
-from covey.spec import Spec
+from covey.federation.operator.coordinator import RunSettings
+from covey.federation.operator.operate import OnLoss, Outcome, run_fit
+from covey.federation.privacy.sweeps import seeded_normal
+from covey.federation.site.site import Site
+from covey.federation.site.table import profile_of
+from covey.federation.wire.transport import InProcess
+from covey.model.model import Model, as_frame
+from covey.problem.spec import Spec
+from covey.tables.design import column
+from covey.tree.ids import encode, lookup
 
 
 @dataclass(frozen=True)
-class Simulation:
+class SimulatedRun:
     """A run with all its sites at hand."""
 
     outcome: Outcome
@@ -41,7 +41,7 @@ class Simulation:
             place = lookup(tree.client_ids, model.hierarchy.client_ids, "client")
             if (place < 0).any():
                 raise DataError("The model has not the same clients as the sites; fit it to the same rows.")
-            apart.append(np.abs(node.where() - model.theta[place]).max())
+            apart.append(np.abs(node.coefficients() - model.theta[place]).max())
         return float(max(apart))
 
 
@@ -50,7 +50,7 @@ def simulate(
     spec: Spec,
     sites: int | str = 3,
     *,
-    terms: Terms | None = None,
+    terms: RunSettings | None = None,
     minimum: int = 1,
     models: Path | None = None,
     journal: Path | None = None,
@@ -58,7 +58,7 @@ def simulate(
     on_loss: OnLoss = "stop",
     noise_seed: int | None = None,
     say: Callable[[str], None] = lambda _: None,
-) -> Simulation:
+) -> SimulatedRun:
     """Deal the clients of a table out to sites, and fit across them.
 
     Parameters
@@ -66,7 +66,7 @@ def simulate(
     sites : how many there are, each client at one of them by turns; or the column that says where a row is
     minimum : clients that a site wants behind each sum it sends
     models : folder in which each site writes the models of its clients
-    journal : as for :func:`~covey.federation.operate.run_fit`; under masks and with noise there is none, since the sites' keys
+    journal : as for :func:`.run_fit`; under masks and with noise there is none, since the sites' keys
         and their account of what they have released end with the process
     noise_seed : of the noise of a private fit, for the same noise each time; by default it is the system's
 
@@ -79,7 +79,7 @@ def simulate(
     spec.check()
     if minimum < 1:
         raise DataError(f"The minimum of clients behind a sum must be at least 1. Got {minimum} instead.")
-    terms = Terms() if terms is None else terms
+    terms = RunSettings() if terms is None else terms
     parts = deal(table, spec, sites)
     absent = [name for name in terms.members.sites if name not in parts]
     if absent:
@@ -103,7 +103,7 @@ def simulate(
     except CoveyError:
         _check_whole(table, spec)
         raise
-    return Simulation(outcome, at)
+    return SimulatedRun(outcome, at)
 
 
 def _check_whole(table: Any, spec: Spec) -> None:

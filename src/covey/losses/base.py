@@ -9,22 +9,24 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from covey._typing import Floats
-from covey.data import GroupedData, Place
 from covey.errors import PenaltyError, one_of
-from covey.hierarchy import segment_sum
 from covey.losses import kernels
+from covey.records import Record
+from covey.tables.rows import GroupedData, Place
+from covey.tree.hierarchy import segment_sum
 
 Reduction = Literal["sum", "mean"]
 
 _NONE = np.empty(0)
 
 
-class Expansion(NamedTuple):
+@dataclass(frozen=True)
+class Expansion(Record):
     """Value ``(n,)``, gradient ``(n, d)`` and Hessian ``(n, d, d)`` of every client's loss."""
 
     value: Floats
@@ -82,7 +84,8 @@ class Loss(ABC):
 
     def expand(self, data: GroupedData, theta: Floats, order: int = 2) -> Expansion:
         """Value, gradient and Hessian at ``theta (n, d)`` in one pass; what lies above ``order`` stays empty."""
-        value, gradient, hessian = _expand(self.code, data, self.scale(data), theta, order)
+        found = _expand(self.code, data, self.scale(data), theta, order)
+        value, gradient, hessian = found.value, found.gradient, found.hessian
         if self.ridge:
             value += 0.5 * self.ridge * (theta**2).sum(axis=1)
             gradient += self.ridge * theta[: len(gradient)]

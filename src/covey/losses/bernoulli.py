@@ -8,10 +8,10 @@ import numpy as np
 from scipy.special import expit
 
 from covey._typing import Floats
-from covey.data import Place
 from covey.errors import DataError
 from covey.losses import kernels
 from covey.losses.base import Loss
+from covey.tables.rows import Place
 
 
 class Bernoulli(Loss):

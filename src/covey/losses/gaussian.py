@@ -7,16 +7,16 @@ from typing import ClassVar
 import numpy as np
 
 from covey._typing import Floats
-from covey.data import Place
 from covey.losses import kernels
 from covey.losses.base import Loss
+from covey.tables.rows import Place
 
 
 class Gaussian(Loss):
     """Least squares.
 
     >>> import numpy as np
-    >>> from covey.data import GroupedData
+    >>> from covey.tables.rows import GroupedData
     >>> data = GroupedData.from_arrays([[1.0], [1.0]], [1.0, 3.0])
     >>> Gaussian().gradient(data, theta=np.zeros((1, 1))).tolist()
     [[-4.0]]

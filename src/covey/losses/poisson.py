@@ -8,11 +8,11 @@ import numpy as np
 from scipy.special import gammaln
 
 from covey._typing import Floats
-from covey.data import GroupedData, Place
 from covey.errors import DataError
-from covey.hierarchy import segment_sum
 from covey.losses import kernels
 from covey.losses.base import Loss
+from covey.tables.rows import GroupedData, Place
+from covey.tree.hierarchy import segment_sum
 
 
 class Poisson(Loss):

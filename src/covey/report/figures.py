@@ -13,11 +13,11 @@ import polars as pl
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
-from covey.experiments.limits import JAMES_STEIN_DESIGNS
-from covey.experiments.robustness import turning_point
-from covey.experiments.simulation import exceptions
-from covey.experiments.study import Study
 from covey.report.plots import RACERS
+from covey.reproduce.limits import JAMES_STEIN_DESIGNS
+from covey.reproduce.robustness import turning_point
+from covey.reproduce.simulation import exceptions
+from covey.reproduce.study import Study
 
 # Okabe and Ito's colours, which everybody can tell apart, each with a marker and a line of its own for print in grey.
 _STYLES: list[dict[str, Any]] = [

@@ -13,7 +13,7 @@ import polars as pl
 from matplotlib.figure import Figure
 
 from covey._typing import Floats
-from covey.model import Model
+from covey.model.model import Model
 
 _ALONE, _OWN, _CLUSTER = "#b0b0b0", "#1f6fb4", "#d1495b"
 

@@ -12,8 +12,8 @@ import polars as pl
 
 from covey._version import __version__
 from covey.errors import DataError
-from covey.experiments.study import Claim, Study
 from covey.report.figures import draw
+from covey.reproduce.study import Claim, Study
 
 ORDER = ("simulation", "donors", "donors-karlan-list", "donors-tables", "limits", "communication", "robustness")
 

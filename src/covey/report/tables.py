@@ -8,7 +8,7 @@ import numpy as np
 from rich.table import Table
 
 from covey._typing import Floats
-from covey.model import Model
+from covey.model.model import Model
 
 METRICS = {"gaussian": "root mean squared error", "bernoulli": "cross-entropy", "poisson": "mean Poisson deviance"}
 

@@ -10,21 +10,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any, Literal
 
-from covey.data import GroupedData
 from covey.errors import ConvergenceWarning, SolverError, listing, one_of, warn
 from covey.losses import Loss
-from covey.network import InMemory, Network
-from covey.objective import Objective, Penalty
-from covey.solvers import james_stein as js
-from covey.solvers.al2sgd_plus import al2sgd_plus, al2sgd_plus_across
+from covey.nodes.network import InMemory, Network
+from covey.objective.objective import Objective
+from covey.objective.penalty import Penalty
 from covey.solvers.costs import costs, surely_direct
-from covey.solvers.l2gd import l2gd, l2gd_across
-from covey.solvers.newton import Stage, newton, newton_across
-from covey.solvers.one_coin import one_coin, one_coin_across
+from covey.solvers.direct import james_stein as js
+from covey.solvers.direct.newton import NewtonProgress, newton, newton_across
+from covey.solvers.direct.sweep import Settle, sweep, sweep_across
+from covey.solvers.first_order.al2sgd_plus import al2sgd_plus, al2sgd_plus_across
+from covey.solvers.first_order.l2gd import l2gd, l2gd_across
+from covey.solvers.first_order.loop import Control, Watch
+from covey.solvers.first_order.one_coin import one_coin, one_coin_across
 from covey.solvers.result import Convergence, Fit, Progress, after
-from covey.solvers.rounds import Control, Watch
-from covey.solvers.sweep import Settle, sweep, sweep_across
 from covey.solvers.threads import threads_for
+from covey.tables.rows import GroupedData
 
 Solver = Literal["auto", "sweep", "newton", "l2gd", "al2sgd_plus", "one_coin"]
 SOLVERS = ("auto", "sweep", "newton", "l2gd", "al2sgd_plus", "one_coin")
@@ -101,7 +102,7 @@ def solve(
                 fit = _below_a_shrunk(network, penalty, fit, limits)
             else:
                 fit = solve_across(network, penalty, solver=solver, james_stein=james_stein, **limits)
-        return replace(fit, theta=network.node.where())
+        return replace(fit, theta=network.node.coefficients())
     watch: Watch = {"seed": seed, "tol": tol, "max_iter": max_iter, "progress": progress}
     watch["start"] = None if start is None else start.theta
     return BY_COINS[solver](data, loss, penalty, **{**watch, **(options or {})})
@@ -140,9 +141,10 @@ def solve_across(
         fit = _refined(network, penalty, tol, shrink)
         return fit if shrink is None else _shrunk(fit, shrink.factor)
 
-    def keep(_: int, stage: Stage) -> None:
+    def keep(_: int, stage: NewtonProgress) -> None:
         if progress is not None:
-            progress(*stage.path[-1][:3])
+            end = stage.path[-1]
+            progress(end.iteration, end.value, end.norm)
 
     limits: dict[str, Any] = {"tol": tol, "max_iter": max_iter or 100, "keep": keep}
     fit = newton_across(network, penalty, **limits)

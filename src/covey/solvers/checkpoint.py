@@ -1,4 +1,4 @@
-"""A run on disk: one file of plain arrays, written whole or not at all; reading it executes nothing.
+"""A run on disk: one record (:mod:`covey.records`), written whole or not at all; reading it executes nothing.
 
 The file says which run it belongs to (algorithm, seed, probabilities, step, loss, digests of data, penalties and start), and
 only that run goes on from it.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +17,20 @@ import numpy as np
 
 from covey._typing import Anything, Floats
 from covey.errors import SolverError
-from covey.ledger import Ledger
-from covey.objective import Objective
-from covey.solvers.result import HISTORY
+from covey.nodes.node import Node, Snapshot
+from covey.objective.objective import Objective
+from covey.records import Record, RecordError, decode, encode
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
-class Found:
-    """Where a run was: the account so far, what the coordinator remembers (the anchor's means), and the nodes' arrays."""
+class SavedRun(Record):
+    """A run as it was left: what identifies it, where its coordinator was, and where its node was."""
 
-    iteration: int
-    ledger: Ledger
-    history: list[dict[str, Any]]
-    anchor: Floats
-    nodes: dict[str, Floats]
+    identity: dict[str, str]
+    progress: Record
+    node: Snapshot
 
 
 @dataclass(frozen=True)
@@ -61,22 +59,14 @@ class Checkpoint:
         }
         return cls(target, {"format": str(FORMAT), **{name: _digest_of(value) for name, value in parts.items()}})
 
-    def write(
-        self, iteration: int, ledger: Ledger, history: list[dict[str, Any]], anchor: Floats, nodes: dict[str, Floats]
-    ) -> None:
+    def write(self, progress: Record, node: Node) -> None:
         """Keep this moment in place of the last one."""
         if self.path is None:
             return
-        account = {"identity": self.identity, "ledger": asdict(ledger)}
-        arrays: dict[str, Anything] = {f"node.{name}": array for name, array in nodes.items()}
-        arrays["iteration"], arrays["anchor"] = np.array(iteration), anchor
-        arrays["history"] = np.array([[np.nan if row[name] is None else row[name] for name in HISTORY] for row in history])
-        text = json.dumps(account, default=lambda array: array.tolist())
-        arrays["account"] = np.frombuffer(text.encode(), dtype=np.uint8)
         fresh = self.path.with_name(self.path.name + ".part")
         try:
             with fresh.open("wb") as file:
-                np.savez(file, **arrays)  # type: ignore[arg-type]
+                file.write(encode(SavedRun(self.identity, progress, node.snapshot())))
                 file.flush()
                 os.fsync(file.fileno())
             fresh.replace(self.path)
@@ -84,36 +74,24 @@ class Checkpoint:
             fresh.unlink(missing_ok=True)
             raise SolverError(f"The checkpoint {str(self.path)!r} cannot be written: {problem.strerror}.") from None
 
-    def read(self) -> Found | None:
+    def read(self) -> SavedRun | None:
         """The run as it was left; None if there is nothing yet."""
         if self.path is None or not self.path.exists():
             return None
         try:
-            with np.load(self.path, allow_pickle=False) as file:
-                arrays = dict(file.items())
-            account = json.loads(arrays["account"].tobytes())
-            counts: dict[str, Any] = {name: np.array(v) if isinstance(v, list) else v for name, v in account["ledger"].items()}
-            ledger = Ledger(**counts)
-            table, identity = arrays["history"].tolist(), dict(account["identity"])
-            history = [{name: _cell(value, name) for name, value in zip(HISTORY, row, strict=True)} for row in table]
-            found = Found(int(arrays["iteration"]), ledger, history, arrays["anchor"], {})
-        except Exception:  # a damaged archive fails in more ways than zipfile and numpy document
+            found = decode(self.path.read_bytes())
+            if not isinstance(found, SavedRun):
+                raise RecordError("It is another record.")
+        except (RecordError, OSError):
             raise SolverError(f"The checkpoint {str(self.path)!r} cannot be read; delete it to start anew.") from None
-        if identity != self.identity:
-            other = next(name for name in {**self.identity, **identity} if identity.get(name) != self.identity.get(name))
+        if found.identity != self.identity:
+            both = {**self.identity, **found.identity}
+            other = next(name for name in both if found.identity.get(name) != self.identity.get(name))
             raise SolverError(
                 f"The checkpoint {str(self.path)!r} is of another run (other {other}); give another path, or delete it to "
                 "start anew."
             )
-        found.nodes.update({name[5:]: array for name, array in arrays.items() if name.startswith("node.")})
         return found
-
-    def kept(self) -> int | None:
-        """The iteration last written."""
-        if self.path is None or not self.path.exists():
-            return None
-        with np.load(self.path, allow_pickle=False) as file:
-            return int(file["iteration"])
 
 
 def _digest(*arrays: Anything | None) -> str:
@@ -127,9 +105,3 @@ def _digest_of(value: Any) -> str:
     """Short numbers and words as they are; long ones by their digest, so that a thousand clusters take no more room."""
     text = json.dumps(value, default=lambda array: array.tolist())
     return text if len(text) <= 80 else hashlib.sha256(text.encode()).hexdigest()
-
-
-def _cell(value: float, name: str) -> Any:
-    if np.isnan(value):
-        return None
-    return int(value) if HISTORY[name].is_integer() else value

@@ -14,16 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from covey.data import GroupedData
 from covey.errors import SolverError
-from covey.ledger import Links, links, quadratic_links, rates
-from covey.objective import Objective
-from covey.schedule import Schedule
-from covey.solvers.curvature import constants
-from covey.solvers.l2gd import equal_within
-from covey.solvers.result import Fit
-from covey.solvers.rounds import spacing
-from covey.theory import (
+from covey.objective.objective import Objective
+from covey.objective.theory import (
     Constants,
     Katyusha,
     accelerated_recipe,
@@ -34,6 +27,13 @@ from covey.theory import (
     one_coin_recipe,
     switching_iterations,
 )
+from covey.solvers.first_order.curvature import constants
+from covey.solvers.first_order.l2gd import equal_within
+from covey.solvers.first_order.loop import spacing
+from covey.solvers.first_order.schedule import Schedule
+from covey.solvers.ledger import Links, links, quadratic_links, rates
+from covey.solvers.result import Fit
+from covey.tables.rows import GroupedData
 
 LATENCY = 0.05
 BANDWIDTH = 10.0

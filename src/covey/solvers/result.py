@@ -9,7 +9,7 @@ from typing import Any
 import polars as pl
 
 from covey._typing import Floats
-from covey.ledger import Ledger
+from covey.solvers.ledger import Ledger
 
 Progress = Callable[[int, float, float], None]
 """Called now and then with the iteration, the objective and the gradient norm."""

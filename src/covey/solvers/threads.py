@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import numba
 
-from covey.data import GroupedData
+from covey.tables.rows import GroupedData
 
 _WORTH_SHARING = 1 << 18  # numbers to read
 

@@ -14,16 +14,16 @@ import numpy as np
 import polars as pl
 
 from covey._typing import Floats
-from covey.data import GroupedData
 from covey.errors import ConvergenceWarning, SolverError
-from covey.hierarchy import Hierarchy
 from covey.losses import Loss
-from covey.solvers.elimination import Quadratic, Spread
+from covey.solvers.direct.elimination import Quadratic, Spread
 from covey.solvers.threads import threads_for
+from covey.tables.rows import GroupedData
+from covey.tree.hierarchy import Hierarchy
 from covey.variance.components import Components, Learned
 from covey.variance.estimate import estimate, search
-from covey.variance.frame import Sums
-from covey.variance.problem import Linear
+from covey.variance.frame import ClientSums
+from covey.variance.problem import LinearLikelihood
 from covey.variance.structure import Shape
 from covey.variance.survey import Survey
 
@@ -92,7 +92,7 @@ def bootstrap(
             else:
                 sums = _sums(learned, theta, rng)
                 with threads_for(tree.n_clients * len(terms) ** 2):
-                    problem = Linear(Survey.of_sums(sums, tree, terms), shape, reml=reml)
+                    problem = LinearLikelihood(Survey.of_sums(sums, tree, terms), shape, reml=reml)
                     components = problem.finish(*search(problem))[1].components
             found.append(components)
             if progress is not None:
@@ -117,7 +117,7 @@ def _spread(roots: Floats, z: Floats) -> Floats:
     return z @ roots[0].T if len(roots) == 1 else np.asarray(np.einsum("iab,ib->ia", roots, z))
 
 
-def _sums(learned: Learned, theta: Floats, rng: np.random.Generator) -> Sums:
+def _sums(learned: Learned, theta: Floats, rng: np.random.Generator) -> ClientSums:
     """What clients with coefficients ``theta`` would have sent."""
     units, scale = learned.units, np.sqrt(learned.dispersion)
     values, vectors = np.linalg.eigh(units.C)
@@ -128,4 +128,4 @@ def _sums(learned: Learned, theta: Floats, rng: np.random.Generator) -> Sums:
     left = learned.dispersion * rng.chisquare(np.maximum(units.n - solid.sum(axis=1), 1e-300))
     left = np.where(units.n > solid.sum(axis=1), left, 0.0)
     r = np.einsum("iab,ib->ia", vectors, root * seen)
-    return Sums(Quadratic(units.C, r, 0.5 * ((seen**2).sum(axis=1) + left), units.n), learned.origin, learned.log_weights)
+    return ClientSums(Quadratic(units.C, r, 0.5 * ((seen**2).sum(axis=1) + left), units.n), learned.origin, learned.log_weights)

@@ -10,7 +10,7 @@ import numpy as np
 from covey._typing import Floats
 from covey.errors import listing
 from covey.solvers.result import Progress
-from covey.variance.problem import Problem
+from covey.variance.problem import Likelihood
 from covey.variance.search import MANY, NEGLIGIBLE, Optimum, minimise
 from covey.variance.structure import Kind, Variation
 
@@ -18,7 +18,7 @@ from covey.variance.structure import Kind, Variation
 _SMALL, _ZERO = 1e-4, 1e-8
 
 
-def polished(problem: Problem, found: Optimum, progress: Progress | None) -> Optimum:
+def polished(problem: Likelihood, found: Optimum, progress: Progress | None) -> Optimum:
     """The point with negligible variances set to none, moved on if the likelihood rises from there."""
     for _ in range(6):
         snapped = _snapped(problem, found)
@@ -34,7 +34,7 @@ def polished(problem: Problem, found: Optimum, progress: Progress | None) -> Opt
     return found
 
 
-def _settled(problem: Problem, found: Optimum, progress: Progress | None) -> Optimum:
+def _settled(problem: Likelihood, found: Optimum, progress: Progress | None) -> Optimum:
     """The best point of the parameters that are left, those at zero held there."""
     free = problem.free(found.x)
 
@@ -66,7 +66,7 @@ def _scaled(level: Variation, x: Floats) -> tuple[Floats, Floats]:
     return values, vectors
 
 
-def _snapped(problem: Problem, found: Optimum) -> Optimum | None:
+def _snapped(problem: Likelihood, found: Optimum) -> Optimum | None:
     """With small variances at none, if that costs nothing; None if there are none to set."""
     for limit in (_SMALL, _ZERO):
         x = _without(problem, found.x, limit)
@@ -78,7 +78,7 @@ def _snapped(problem: Problem, found: Optimum) -> Optimum | None:
     return None
 
 
-def _without(problem: Problem, x: Floats, limit: float) -> Floats | None:
+def _without(problem: Likelihood, x: Floats, limit: float) -> Floats | None:
     """The parameters without variances below ``limit``; None if there are none but those at zero."""
     parts, changed = [], False
     for level, own in problem.by_level(x):
@@ -93,7 +93,7 @@ def _without(problem: Problem, x: Floats, limit: float) -> Floats | None:
     return np.concatenate([*parts, x[problem.structure.n_parameters :]]) if changed else None
 
 
-def _escape(problem: Problem, found: Optimum) -> Floats | None:
+def _escape(problem: Likelihood, found: Optimum) -> Floats | None:
     """Where variances are zero but the likelihood would rise if they were not: a point with some."""
     here = problem.evaluate(found.x)
     parts, moved = [], False
@@ -129,7 +129,7 @@ def _way_up(S: Floats, G: Floats, kind: Kind) -> Floats | None:
     return np.outer(way, way) if slopes[0] < steep else None
 
 
-def singular(problem: Problem, best: Optimum) -> list[str]:
+def singular(problem: Likelihood, best: Optimum) -> list[str]:
     """In words, what does not vary after all."""
     said = []
     for (level, x), units in zip(problem.by_level(best.x), ("clients", "clusters"), strict=True):

@@ -10,17 +10,20 @@ that of the year 0, all but a multiple of the slope, and a search among such cov
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from covey._typing import Anything, Floats
-from covey.hierarchy import Hierarchy
 from covey.losses import loss_of
-from covey.network import Network, Node
+from covey.nodes.messages import Message
+from covey.nodes.network import Network
+from covey.nodes.node import Node
+from covey.records import Reply
 from covey.solvers.result import Fit
-from covey.variance.components import Learned, Level
-from covey.variance.frame import Frame
+from covey.tree.hierarchy import Hierarchy
+from covey.variance.components import Learned, LevelComponents
+from covey.variance.frame import WorkingColumns
 from covey.variance.structure import Shape
 
 _FAR = 5.0  # standard deviations
@@ -29,8 +32,8 @@ _ROUNDING = 4 * float(np.finfo(float).eps)
 
 
 @dataclass(frozen=True)
-class Totals:
-    """Up: sums over all rows of a node, columns shifted as asked. Adds over nodes.
+class RowTotals(Reply):
+    """sums over all rows of a node, columns shifted as asked.
 
     ``rows`` counts all of them, ``counted`` those of positive weight, ``ones (d,)`` those where a column is 1; ``total (d,)``
     and ``squares (d,)`` are of the columns; ``gram (d, d)`` and ``rhs (d,)`` are ``X'WX`` and ``X'W(y - offset)``; ``response``
@@ -50,23 +53,20 @@ class Totals:
     response_squares: float
     constant: float
 
-    def __add__(self, other: Totals) -> Totals:
-        return Totals(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(Totals)})
-
 
 @dataclass(frozen=True)
-class Moments:
-    """Down: tell the totals of your rows, columns less ``shift (d,)``."""
+class SumRows(Message[RowTotals], label="totals of rows", phase="learn"):
+    """tell the totals of your rows, columns less ``shift (d,)``."""
 
     shift: Floats
 
-    def at(self, node: Node) -> Totals:
+    def at(self, node: Node) -> RowTotals:
         data = node.data
         weights = data.weights
         if self.shift.any():
             data = replace(data, X=data.X - self.shift)
         here = loss_of("gaussian").expand(data, np.zeros((data.n_clients, data.n_terms)))
-        return Totals(
+        return RowTotals(
             data.n_rows,
             float(data.rows_that_count.sum()),
             float(data.n_rows if weights is None else weights.sum()),
@@ -82,25 +82,25 @@ class Moments:
         )
 
 
-def frame_for(network: Network, shape: Shape) -> tuple[Frame, Totals]:
+def frame_for(network: Network, shape: Shape) -> tuple[WorkingColumns, RowTotals]:
     """The frame in which far columns are about their mean, where that leaves the model as it is, and totals in it."""
     d = len(network.terms)
-    totals = network.ask(Moments(np.zeros(d)))
+    totals = network.ask(SumRows(np.zeros(d)))
     one = next((a for a in range(d) if totals.ones[a] == totals.rows), -1)
-    frame, mean = Frame(np.zeros(d), one, np.zeros(d)), totals.total / totals.rows
+    frame, mean = WorkingColumns(np.zeros(d), one, np.zeros(d)), totals.total / totals.rows
     far = _far(totals, mean) & np.array([one >= 0 and _may_move(a, one, shape) for a in range(d)])
     if not far.any():
         return frame, totals
     mean = np.where(far, mean, 0.0)
-    about = network.ask(Moments(mean))
+    about = network.ask(SumRows(mean))
     spread = np.sqrt(np.maximum(about.squares / about.rows - (about.total / about.rows) ** 2, 0.0))
     shift = np.where((np.abs(mean) > _FAR * spread) & (spread > _ROUNDING * np.abs(mean)), mean, 0.0)
     if not shift.any():
         return frame, totals
-    return replace(frame, shift=shift), about if (shift == mean).all() else network.ask(Moments(shift))
+    return replace(frame, shift=shift), about if (shift == mean).all() else network.ask(SumRows(shift))
 
 
-def _far(totals: Totals, mean: Floats) -> Anything:
+def _far(totals: RowTotals, mean: Floats) -> Anything:
     """Which columns are, or may be: about zero the squares of some no longer tell their spread."""
     with np.errstate(over="ignore", invalid="ignore"):
         variance = totals.squares / totals.rows - mean**2
@@ -112,7 +112,9 @@ def _may_move(a: int, one: int, shape: Shape) -> bool:
     return a != one and all(a not in varying or (kind == "full" and one in varying) for varying, kind in levels)
 
 
-def uncentred(fit: Fit, learned: Learned, frame: Frame, terms: tuple[str, ...], tree: Hierarchy) -> tuple[Fit, Learned]:
+def uncentred(
+    fit: Fit, learned: Learned, frame: WorkingColumns, terms: tuple[str, ...], tree: Hierarchy
+) -> tuple[Fit, Learned]:
     """What was learned of shifted columns, told of the columns as they were; but for the clients, whose nodes tell it."""
     if not frame.shift.any():
         return fit, learned
@@ -128,7 +130,7 @@ def uncentred(fit: Fit, learned: Learned, frame: Frame, terms: tuple[str, ...], 
     return fit, replace(told, whole=whole)
 
 
-def _told(level: Level, terms: tuple[str, ...], back: Floats, one: int) -> Level:
+def _told(level: LevelComponents, terms: tuple[str, ...], back: Floats, one: int) -> LevelComponents:
     at = np.array([terms.index(term) for term in level.terms], dtype=np.int64)
     if one not in at or not back[one, at].any():
         return level

@@ -9,15 +9,15 @@ from typing import Any, Literal
 import numpy as np
 
 from covey._typing import Anything, Floats
-from covey.hierarchy import Hierarchy
-from covey.solvers.elimination import Quadratic, Spread
+from covey.solvers.direct.elimination import Quadratic, Spread
+from covey.tree.hierarchy import Hierarchy
 from covey.variance.structure import Kind
 
 Method = Literal["REML", "ML", "Laplace"]
 
 
 @dataclass(frozen=True)
-class Level:
+class LevelComponents:
     """How one level varies: covariances ``(1 or k, q, q)`` of its coefficients about those of the level above.
 
     ``sd_error (1 or k, q)`` are standard errors of the standard deviations, NaN at zero and where they are not known.
@@ -51,7 +51,7 @@ class Level:
         return {**plain, "terms": list(self.terms), "covariance": self.covariance.tolist(), "sd_error": _nulls(self.sd_error)}
 
     @classmethod
-    def from_json(cls, plain: Mapping[str, Any]) -> Level:
+    def from_json(cls, plain: Mapping[str, Any]) -> LevelComponents:
         q, count = len(plain["terms"]), len(plain["covariance"])
         covariance = np.array(plain["covariance"], dtype=np.float64).reshape(count, q, q)
         return cls(
@@ -98,8 +98,8 @@ class Components:
     """
 
     method: Method
-    client: Level
-    cluster: Level
+    client: LevelComponents
+    cluster: LevelComponents
     residual: float | None
     log_likelihood: float
     parameters: int
@@ -125,7 +125,7 @@ class Components:
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> Components:
-        levels = {level: Level.from_json(plain[level]) for level in ("client", "cluster")}
+        levels = {level: LevelComponents.from_json(plain[level]) for level in ("client", "cluster")}
         tests = tuple(LikelihoodRatio(**test) for test in plain["tests"])
         return cls(**{**plain, **levels, "notes": tuple(plain["notes"]), "tests": tests, "shares": tuple(plain["shares"])})
 

@@ -7,17 +7,18 @@ from dataclasses import replace
 import numpy as np
 
 from covey._typing import Floats
-from covey.data import GroupedData
 from covey.errors import DataError, SolverError, warn
 from covey.losses import Loss
-from covey.network import InMemory, Network, Node
+from covey.nodes.network import InMemory, Network
+from covey.nodes.node import Node
 from covey.solvers.result import Fit, Progress
 from covey.solvers.threads import threads_for
+from covey.tables.rows import GroupedData
 from covey.variance.boundary import polished, singular
 from covey.variance.centring import uncentred
 from covey.variance.components import Learned
 from covey.variance.frame import node_learned
-from covey.variance.problem import START, Linear, Problem, problem_for
+from covey.variance.problem import START, Likelihood, LinearLikelihood, problem_for
 from covey.variance.search import CONVERGED, NEGLIGIBLE, Optimum, minimise
 from covey.variance.structure import Shape
 from covey.variance.survey import Survey, survey
@@ -56,7 +57,7 @@ def estimate(
 
 def everybody(node: Node, fit: Fit, learned: Learned) -> tuple[Fit, Learned]:
     """A fit over one node that holds everybody, with the clients' models and sums, which it has kept."""
-    return replace(fit, theta=node.where()), node_learned(node, learned.components, learned.covariance)
+    return replace(fit, theta=node.coefficients()), node_learned(node, learned.components, learned.covariance)
 
 
 def estimate_across(
@@ -86,7 +87,7 @@ def estimate_across(
 
 
 def _from_below(
-    problem: Problem, best: Optimum, notes: tuple[str, ...], reml: bool, progress: Progress | None
+    problem: Likelihood, best: Optimum, notes: tuple[str, ...], reml: bool, progress: Progress | None
 ) -> tuple[Optimum, tuple[str, ...]]:
     """Begin again at the best fits with one level less, where there are two."""
     for level, null in problem.shape.without().items():
@@ -104,16 +105,18 @@ def work(data: GroupedData) -> int:
     return data.n_rows * data.n_terms + data.n_clients * data.n_terms**3 // 8
 
 
-def search_rows(problem: Problem, progress: Progress | None = None) -> tuple[Optimum, tuple[str, ...]]:
+def search_rows(problem: Likelihood, progress: Progress | None = None) -> tuple[Optimum, tuple[str, ...]]:
     """As :func:`search`, with the rows at hand to go back to where their sums do not tell enough."""
     best, notes = search(problem, progress)
-    if isinstance(problem, Linear) and problem.blurred(best):
+    if isinstance(problem, LinearLikelihood) and problem.blurred(best):
         problem.sharpened()
         best, notes = search(problem, progress)
     return best, notes
 
 
-def search(problem: Problem, progress: Progress | None = None, start: Floats | None = None) -> tuple[Optimum, tuple[str, ...]]:
+def search(
+    problem: Likelihood, progress: Progress | None = None, start: Floats | None = None
+) -> tuple[Optimum, tuple[str, ...]]:
     """The best point there is to be found, and what is to be said of it.
 
     One start is enough where it leads to a proven optimum than which no far point is better; else there are others.
@@ -139,7 +142,7 @@ def search(problem: Problem, progress: Progress | None = None, start: Floats | N
     return best, tuple(notes)
 
 
-def _from(problem: Problem, x: Floats, progress: Progress | None) -> Optimum:
+def _from(problem: Likelihood, x: Floats, progress: Progress | None) -> Optimum:
     """Search from one start; a start at which there is no likelihood leads nowhere."""
     try:
         x, curvature = problem.approach(x, _APPROACH)
@@ -157,7 +160,7 @@ def _better(best: Optimum, other: Optimum) -> Optimum:
     return replace(chosen, evaluations=best.evaluations + other.evaluations)
 
 
-def _elsewhere(problem: Problem, best: Optimum) -> Floats | None:
+def _elsewhere(problem: Likelihood, best: Optimum) -> Floats | None:
     """A far point that is better than the best: the likelihood of classes and counts can have several tops."""
     lowest, where = best.value - CONVERGED, None
     points = problem.far(best.x, _FAR)

@@ -9,23 +9,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from covey._typing import Anything, Floats, Ints
-from covey.data import GroupedData
-from covey.hierarchy import Hierarchy
 from covey.losses import Loss
-from covey.network import Network, Node, R, Request
-from covey.solvers.elimination import Quadratic, Spread
+from covey.nodes.messages import Message, R
+from covey.nodes.network import Network
+from covey.nodes.node import Node
+from covey.records import Record, Reply
+from covey.solvers.direct.elimination import Quadratic, Spread
+from covey.tables.rows import GroupedData
+from covey.tree.hierarchy import Hierarchy
 from covey.variance.components import Components, Learned, Whole
 
 T = TypeVar("T")
 
 
+class LearningState(Record):
+    """What nodes keep while covariances are learned, and forget before a solver begins."""
+
+
 @dataclass(frozen=True)
-class Frame:
+class WorkingColumns(LearningState):
     """Columns less ``shift (d,)``, which the column ``one`` of ones takes up, and losses about ``origin (d,)``.
 
     >>> frame = Frame(np.array([0.0, 2000.0]), 0, np.zeros(2))
@@ -38,7 +45,7 @@ class Frame:
     origin: Floats
 
     @classmethod
-    def plain(cls, d: int) -> Frame:
+    def plain(cls, d: int) -> WorkingColumns:
         return cls(np.zeros(d), -1, np.zeros(d))
 
     def told(self, coefficients: Floats) -> Floats:
@@ -66,7 +73,7 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class Layout:
+class TermOrder(Record):
     """The order in which terms are worked on, ``(d,)``, and how many of the first may vary between clients."""
 
     order: Ints
@@ -82,7 +89,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Sums:
+class ClientSums(LearningState):
     """All that a linear fit needs of the rows: each client's loss about ``origin (d,)``, and the sum of log weights.
 
     Rows are left behind: bootstraps and updates start from here.
@@ -94,7 +101,7 @@ class Sums:
 
 
 @dataclass
-class Counted:
+class CountingNetwork:
     """A network, and how many exchanges were asked of it."""
 
     network: Network
@@ -112,7 +119,7 @@ class Counted:
     def loss(self) -> Loss:
         return self.network.loss
 
-    def ask(self, request: Request[R]) -> R:
+    def ask(self, request: Message[R]) -> R:
         self.exchanges += 1
         return self.network.ask(request)
 
@@ -120,10 +127,9 @@ class Counted:
 # At the node
 
 
-def frame_at(node: Node) -> Frame:
+def frame_at(node: Node) -> WorkingColumns:
     """The frame that the coordinator has set; without one, the columns as they are."""
-    frame: Frame = node.memory["frame"] if "frame" in node.memory else Frame.plain(node.data.n_terms)
-    return frame
+    return node.find(WorkingColumns) or WorkingColumns.plain(node.data.n_terms)
 
 
 def kept(node: Node, name: str, key: tuple[Anything, ...], make: Callable[[], T]) -> T:
@@ -171,36 +177,34 @@ def units_at(node: Node, order: Ints | None = None) -> Quadratic:
     return kept(node, "units in order", (frame.shift, frame.origin, order), turn)
 
 
-def without_rows(node: Node, sums: Sums) -> None:
+def without_rows(node: Node, sums: ClientSums) -> None:
     """Give a node its clients' sums instead of rows."""
     d = len(sums.origin)
-    frame = Frame(np.zeros(d), -1, sums.origin)
-    node.memory["frame"], node.cache["units"] = frame, ((frame.shift, frame.origin), sums.units)
+    frame = WorkingColumns(np.zeros(d), -1, sums.origin)
+    node.keep(frame)
+    node.cache["units"] = (frame.shift, frame.origin), sums.units
 
 
-def spread_at(node: Node, S: Floats, layout: Layout) -> Spread:
+def spread_at(node: Node, S: Floats, layout: TermOrder) -> Spread:
     """How the node's clients spread about their clusters, given ``S``, one for all ``(1, d, d)`` or for each cluster's."""
     tree = node.data.hierarchy
     return Spread.of_covariances(S if len(S) == 1 else S[tree.parent], tree.n_clients, layout.width)
 
 
 @dataclass(frozen=True)
-class Finished:
-    """Up: how many clients have coefficients that are not finite. Adds over nodes."""
+class NonFiniteClients(Reply):
+    """how many clients have coefficients that are not finite."""
 
     strange: int
 
-    def __add__(self, other: Finished) -> Finished:
-        return Finished(self.strange + other.strange)
 
-
-def finish_at(node: Node, theta: Floats, units: Quadratic, origin: Floats) -> Finished:
+def finish_at(node: Node, theta: Floats, units: Quadratic, origin: Floats) -> NonFiniteClients:
     """Keep what was found at the node, where it belongs: coefficients and sums of its clients, told of its own columns."""
     frame, weights = frame_at(node), node.data.weights
     node.theta = frame.told(theta)
     log_weights = 0.0 if weights is None else float(np.log(weights[weights > 0]).sum())
-    node.memory["learned"] = Sums(frame.sums_told(units), frame.told(origin), log_weights)
-    return Finished(int((~np.isfinite(node.theta).all(axis=1)).sum()))
+    node.keep(ClientSums(frame.sums_told(units), frame.told(origin), log_weights))
+    return NonFiniteClients(int((~np.isfinite(node.theta).all(axis=1)).sum()))
 
 
 def node_learned(node: Node, components: Components, covariance: Floats, whole: Whole | None = None) -> Learned:
@@ -209,20 +213,17 @@ def node_learned(node: Node, components: Components, covariance: Floats, whole: 
     ``components``, ``covariance`` and ``whole`` are those of the coordinator's :class:`.Learned`; without ``whole`` the node
     is taken to hold everybody.
     """
-    sums: Sums = node.memory["learned"]
+    sums = node.state(ClientSums)
     tree, terms = node.data.hierarchy, node.data.terms
     learned = Learned.of(components, terms, tree, covariance, sums.units, sums.origin, sums.log_weights)
     return replace(learned, whole=whole)
 
 
 @dataclass(frozen=True)
-class Leave:
-    """Down: forget what was found while covariances were learned, so that a solver begins as if nothing had been."""
-
-    quiet: ClassVar[bool] = True
+class ForgetCovariances(Message[None], label="forget covariances", phase="learn", reply=False):
+    """forget what was found while covariances were learned, so that a solver begins as if nothing had been."""
 
     def at(self, node: Node) -> None:
         node.theta = None
-        for name in ("frame", "covariances", "laplace", "learned"):
-            node.memory.pop(name, None)
+        node.drop(*(kind for kind in node.states if issubclass(kind, LearningState)))
         node.cache.clear()

@@ -26,9 +26,22 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from covey._typing import Floats
-from covey.network import Network, Node
-from covey.solvers.elimination import Marginal, Quadratic, descend, marginalise, sensitivity, solve_symmetric
-from covey.variance.frame import Finished, Layout, finish_at, frame_at, kept, rows_at, spread_at, units_at
+from covey.nodes.messages import Message
+from covey.nodes.network import Network
+from covey.nodes.node import Node
+from covey.records import Reply
+from covey.solvers.direct.elimination import Marginal, Quadratic, descend, marginalise, sensitivity, solve_symmetric
+from covey.variance.frame import (
+    LearningState,
+    NonFiniteClients,
+    TermOrder,
+    finish_at,
+    frame_at,
+    kept,
+    rows_at,
+    spread_at,
+    units_at,
+)
 
 
 @dataclass(frozen=True)
@@ -44,11 +57,11 @@ class Evaluation:
     cluster: Floats
     centre: Floats
     pull: tuple[Floats, Floats]
-    top: Top
+    top: UpperPosterior
 
 
 @dataclass(frozen=True)
-class Top:
+class UpperPosterior:
     """The upper levels given the covariances: means, forces, covariances relative to ``dispersion``; ``C`` is what is seen."""
 
     C: Floats
@@ -67,19 +80,19 @@ class Top:
 
 
 @dataclass(frozen=True)
-class Integrate:
-    """Down: integrate your clients out, at each of ``m`` covariances ``S (m, 1 or k, d, d)`` of clients about their clusters.
+class IntegrateClients(Message["Integrated"], LearningState, label="integrate clients", phase="learn"):
+    """integrate your clients out, at each of ``m`` covariances ``S (m, 1 or k, d, d)`` of clients about their clusters.
 
     Where the residual is tiny beside what varies, ``c_i - 1/2 b_i'S r_i`` cancels to nothing; it equals half the sum of squares
     about the client's own fit ``t_i`` plus ``1/2 t_i'r_i``, which does not: ``sharp`` asks for that.
     """
 
     S: Floats
-    layout: Layout
+    layout: TermOrder
     sharp: bool = False
 
     def at(self, node: Node) -> Integrated:
-        node.memory["covariances"] = self
+        node.keep(self)
         tree, parts = node.data.hierarchy, []
         for own in _integrated(node, self):
             seen = own.seen
@@ -92,14 +105,11 @@ class Integrate:
 
 
 @dataclass(frozen=True)
-class Integrated:
-    """Up: what each cluster sees of a node's clients, and the sum of log-determinants, at each point. Adds over nodes."""
+class Integrated(Reply):
+    """what each cluster sees of a node's clients, and the sum of log-determinants, at each point."""
 
     seen: Quadratic
     volume: Floats
-
-    def __add__(self, other: Integrated) -> Integrated:
-        return Integrated(self.seen + other.seen, self.volume + other.volume)
 
     def point(self, at: int) -> Quadratic:
         seen = self.seen
@@ -107,14 +117,14 @@ class Integrated:
 
 
 @dataclass(frozen=True)
-class Slope:
-    """Down: clusters' means ``w (m, k, d)`` and covariances ``P (m, k, d, d)`` at the points that were asked about last."""
+class LikelihoodSlope(Message["Slopes"], label="slope of the likelihood", phase="learn"):
+    """clusters' means ``w (m, k, d)`` and covariances ``P (m, k, d, d)`` at the points that were asked about last."""
 
     w: Floats
     P: Floats
 
     def at(self, node: Node) -> Slopes:
-        asked: Integrate = node.memory["covariances"]
+        asked = node.state(IntegrateClients)
         width, ptr = asked.layout.width, node.data.hierarchy.cluster_ptr
         points = zip(_integrated(node, asked), self.w, self.P, strict=True)
         sums = [sensitivity(own, width, ptr, w, P) for own, w, P in points]
@@ -125,32 +135,29 @@ class Slope:
 
 
 @dataclass(frozen=True)
-class Slopes:
-    """Up: sums of what holds variances down and of what makes them grow, ``(m, 1 or k, width, width)``. Adds over nodes."""
+class Slopes(Reply):
+    """sums of what holds variances down and of what makes them grow, ``(m, 1 or k, width, width)``."""
 
     bend: Floats
     pull: Floats
 
-    def __add__(self, other: Slopes) -> Slopes:
-        return Slopes(self.bend + other.bend, self.pull + other.pull)
-
 
 @dataclass(frozen=True)
-class FinishSums:
-    """Down: the covariance of your clients ``S (1 or k, d, d)`` and their clusters' models ``w (k, d)`` for good."""
+class FinishLinear(Message[NonFiniteClients], label="finish linear", phase="learn"):
+    """the covariance of your clients ``S (1 or k, d, d)`` and their clusters' models ``w (k, d)`` for good."""
 
     S: Floats
-    layout: Layout
+    layout: TermOrder
     w: Floats
 
-    def at(self, node: Node) -> Finished:
+    def at(self, node: Node) -> NonFiniteClients:
         units, origin = units_at(node, self.layout.order), frame_at(node).origin
         spread = spread_at(node, self.S, self.layout)
         theta, _ = descend(units.C, units.r, spread, node.data.hierarchy.parent, self.w)
         return finish_at(node, origin + theta[:, self.layout.back], units_at(node), origin)
 
 
-def _integrated(node: Node, asked: Integrate) -> tuple[Marginal, ...]:
+def _integrated(node: Node, asked: IntegrateClients) -> tuple[Marginal, ...]:
     """Each client's own part at each point; kept from one request to the next, or made again."""
     frame, layout = frame_at(node), asked.layout
 
@@ -161,7 +168,7 @@ def _integrated(node: Node, asked: Integrate) -> tuple[Marginal, ...]:
     return kept(node, "integrated", (asked.S, *layout.key, frame.shift, frame.origin), make)
 
 
-def _alone(node: Node, layout: Layout) -> tuple[Floats, Floats]:
+def _alone(node: Node, layout: TermOrder) -> tuple[Floats, Floats]:
     """Each client's own fit, and the sum of squares about it."""
     frame = frame_at(node)
 
@@ -178,11 +185,11 @@ def _alone(node: Node, layout: Layout) -> tuple[Floats, Floats]:
 
 
 @dataclass(frozen=True)
-class Gaussian:
+class GaussianLikelihood:
     """The criterion over any network, whose nodes know the frame; ``log_weights`` is the sum over all rows."""
 
     network: Network
-    layout: Layout
+    layout: TermOrder
     reml: bool
     log_weights: float
     sharp: bool = False
@@ -193,21 +200,21 @@ class Gaussian:
 
     def many(self, points: Sequence[tuple[Floats, Floats]]) -> list[Evaluation]:
         """At several of these, in as many exchanges as at one."""
-        told = self.network.ask(Integrate(np.stack([S for S, _ in points]), self.layout, self.sharp))
+        told = self.network.ask(IntegrateClients(np.stack([S for S, _ in points]), self.layout, self.sharp))
         volume = told.volume - self.log_weights
         tops = [upper(told.point(at), float(volume[at]), S[0], self.reml) for at, (_, S) in enumerate(points)]
-        slopes = self.network.ask(Slope(np.stack([top.w for top in tops]), np.stack([top.P for top in tops])))
+        slopes = self.network.ask(LikelihoodSlope(np.stack([top.w for top in tops]), np.stack([top.P for top in tops])))
         return [_evaluation(top, bend, pull) for top, bend, pull in zip(tops, slopes.bend, slopes.pull, strict=True)]
 
 
-def _evaluation(top: Top, bend: Floats, pull: Floats) -> Evaluation:
+def _evaluation(top: UpperPosterior, bend: Floats, pull: Floats) -> Evaluation:
     above = (top.D - top.D @ (top.P0 @ top.D)).sum(axis=0, keepdims=True)
     pulled = (top.force.T @ top.force)[None]
     pull, pulled = pull / top.dispersion, pulled / top.dispersion
     return Evaluation(top.criterion, bend - pull, above - pulled, np.empty(0), (pull, pulled), top)
 
 
-def upper(seen: Quadratic, volume: float, S: Floats, reml: bool) -> Top:
+def upper(seen: Quadratic, volume: float, S: Floats, reml: bool) -> UpperPosterior:
     """What the coordinator makes of the sum of the nodes' messages."""
     d = seen.r.shape[1]
     K = np.eye(d) + seen.C @ S
@@ -225,7 +232,7 @@ def upper(seen: Quadratic, volume: float, S: Floats, reml: bool) -> Top:
         criterion = dof * (np.log(2 * np.pi * dispersion) + 1.0) + volume + (log_whole if reml else 0.0)
     force = q - D @ wbar
     P0 = inverse if reml else np.zeros_like(inverse)
-    return Top(seen.C, wbar, wbar + force @ S, force, P0, below(seen.C, S, P0), D, float(criterion), dispersion, dof)
+    return UpperPosterior(seen.C, wbar, wbar + force @ S, force, P0, below(seen.C, S, P0), D, float(criterion), dispersion, dof)
 
 
 def below(C: Floats, S: Floats, P0: Floats) -> Floats:

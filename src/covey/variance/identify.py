@@ -12,18 +12,21 @@ something holds for it, and what is sent is of how many it does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
 
 from covey._typing import Floats
 from covey.errors import DataError, listing
-from covey.hierarchy import segment_sum
 from covey.losses import loss_of
-from covey.network import Count, Network, Node
-from covey.solvers.elimination import Quadratic, solve_symmetric
-from covey.variance.frame import Frame, rows_at, units_at
+from covey.nodes.messages import Message
+from covey.nodes.network import Network
+from covey.nodes.node import Node
+from covey.records import Count, Reply
+from covey.solvers.direct.elimination import Quadratic, solve_symmetric
+from covey.tree.hierarchy import segment_sum
+from covey.variance.frame import WorkingColumns, rows_at, units_at
 from covey.variance.gaussian import invert
 from covey.variance.structure import Shape
 
@@ -38,8 +41,8 @@ _BLOCK = 1 << 12  # units whose matrices exist at the same time
 
 
 @dataclass(frozen=True)
-class Left:
-    """What is left if each unit has its own coefficients of the varying terms, and all share the others. Adds over nodes.
+class ResidualEvidence(Reply):
+    """What is left if each unit has its own coefficients of the varying terms, and all share the others.
 
     ``within`` is the sum of squares about the units' own fits, ``common (s, s)`` and ``pull (s,)`` are the normal equations
     of the shared terms that remain, ``rank`` is the number of coefficients of the units' own.
@@ -50,16 +53,13 @@ class Left:
     pull: Floats
     rank: int
 
-    def __add__(self, other: Left) -> Left:
-        return Left(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(Left)))
-
     @classmethod
-    def nothing(cls) -> Left:
+    def nothing(cls) -> ResidualEvidence:
         """Of a model without a residual."""
         return cls(0.0, np.zeros((0, 0)), np.zeros(0), 0)
 
     @classmethod
-    def of(cls, units: Quadratic, varying: Sequence[int]) -> Left:
+    def of(cls, units: Quadratic, varying: Sequence[int]) -> ResidualEvidence:
         own = list(varying)
         shared = [a for a in range(units.r.shape[1]) if a not in own]
         Avv, Avs, bv = units.C[:, own][:, :, own], units.C[:, own][:, :, shared], units.r[:, own]
@@ -74,8 +74,8 @@ class Left:
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """Up: what tells levels apart, in sums over a node's clients. Adds over nodes.
+class Evidence(Reply):
+    """what tells levels apart, in sums over a node's clients.
 
     Attributes
     ----------
@@ -95,37 +95,34 @@ class Evidence:
     apart: Floats
     bent: Floats
     unknown: Floats
-    left: Left
+    left: ResidualEvidence
     mixed: int
     repeated: int
     ones: Floats
     rows: Floats
 
-    def __add__(self, other: Evidence) -> Evidence:
-        return Evidence(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(Evidence)))
-
 
 @dataclass(frozen=True)
-class Weigh:
-    """Down: see your rows in this frame from now on, and tell what there is to tell levels apart by.
+class WeighEvidence(Message[Evidence], label="weigh evidence", phase="learn"):
+    """see your rows in this frame from now on, and tell what there is to tell levels apart by.
 
     ``varying`` are the terms that vary by client, ``inverse (d, d)`` is that of ``X'X`` of the rows of all nodes.
     """
 
-    frame: Frame
+    frame: WorkingColumns
     varying: tuple[int, ...]
     inverse: Floats
 
     def at(self, node: Node) -> Evidence:
-        node.memory["frame"] = self.frame
+        node.keep(self.frame)
         data, tree = rows_at(node), node.data.hierarchy
         if node.loss.name == "gaussian":
             units = units_at(node)
-            left = Left.of(units, self.varying)
+            left = ResidualEvidence.of(units, self.varying)
         else:
             n, d = data.n_clients, data.n_terms
             gram = loss_of("gaussian").hessian(data, np.zeros((n, d)))
-            units, left = Quadratic(gram, np.zeros((n, d)), np.zeros(n), data.rows_that_count), Left.nothing()
+            units, left = Quadratic(gram, np.zeros((n, d)), np.zeros(n), data.rows_that_count), ResidualEvidence.nothing()
         ones, rows = segment_sum(data.y, data.client_ptr), data.rows_per_client.astype(np.float64)
         return Evidence(
             Quadratic(*(tree.sum_up(each) for each in (units.C, units.r, units.c, units.n))),
@@ -164,8 +161,8 @@ def _unknown(A: Floats, inverse: Floats) -> Floats:
 
 
 @dataclass(frozen=True)
-class Alike:
-    """Down: for how many of your clients is ``x'x`` over the terms not as in ``mean``, that over all clients?
+class CountUnlike(Message[Count], label="clients unlike the others", phase="learn"):
+    """for how many of your clients is ``x'x`` over the terms not as in ``mean``, that over all clients?
 
     ``mean`` has one value for each term, or one for their sum.
     """
@@ -243,7 +240,7 @@ def check_told_apart(
             _refuse_constant(apart, varying, terms, level)
         _refuse_known(unknown, varying, terms, level)
     if squares is not None:
-        left = found.left if shape.client else Left.of(found.above, shape.cluster)
+        left = found.left if shape.client else ResidualEvidence.of(found.above, shape.cluster)
         _refuse_no_residual(left, rows, 2 * float(found.above.c.sum()), squares)
     if residual and shape.client:
         _refuse_dependent(found, terms, shape)
@@ -254,7 +251,7 @@ def _one_size(network: Network, found: Evidence, shape: Shape) -> bool:
     mean = np.diag(found.above.C.sum(axis=0))[list(shape.client)] / network.tree.n_clients
     if shape.client_kind == "isotropic":
         mean = mean.sum(keepdims=True)
-    return network.ask(Alike(shape.client, mean)).number == 0
+    return network.ask(CountUnlike(shape.client, mean)).number == 0
 
 
 def _refuse_constant(apart: Floats, varying: Sequence[int], terms: Sequence[str], level: str) -> None:
@@ -300,7 +297,7 @@ def check_classes(found: Evidence, shape: Shape) -> None:
             )
 
 
-def _refuse_no_residual(left: Left, rows: float, total: float, squares: float) -> None:
+def _refuse_no_residual(left: ResidualEvidence, rows: float, total: float, squares: float) -> None:
     """No more is left than rounding, with rows to spare or with all of it in the common terms."""
     shared = len(left.pull)
     rest = left.within - (float(left.pull @ solve_symmetric(left.common, left.pull)) if shared else 0.0)

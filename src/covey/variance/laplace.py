@@ -31,8 +31,11 @@ import numpy as np
 from covey._typing import Floats
 from covey.errors import DataError, SolverError, listing
 from covey.losses import loss_of
-from covey.network import Network, Node
-from covey.solvers.elimination import (
+from covey.nodes.messages import Message
+from covey.nodes.network import Network
+from covey.nodes.node import Node
+from covey.records import Record, Reply
+from covey.solvers.direct.elimination import (
     Marginal,
     Quadratic,
     Spread,
@@ -43,11 +46,21 @@ from covey.solvers.elimination import (
     sensitivity,
     solve_symmetric,
 )
-from covey.solvers.newton import Clients, Move, NodeState, Point, Report, Stage, coordinate, node_move, node_start
-from covey.solvers.newton import Top as Upper
-from covey.solvers.sweep import logs_of_counts, solve_top
-from covey.variance.frame import Finished, Layout, finish_at, kept, rows_at, spread_at
-from covey.variance.gaussian import Evaluation, Slopes, Top, below
+from covey.solvers.direct.newton import (
+    LocalProblem,
+    NewtonPoint,
+    NewtonProgress,
+    NewtonReport,
+    NewtonState,
+    NewtonStep,
+    UpperLevels,
+    coordinate,
+    node_move,
+    node_start,
+)
+from covey.solvers.direct.sweep import logs_of_counts, solve_top
+from covey.variance.frame import LearningState, NonFiniteClients, TermOrder, finish_at, kept, rows_at, spread_at
+from covey.variance.gaussian import Evaluation, Slopes, UpperPosterior, below
 
 _STEPS = 60  # of Newton to a mode, at most; a few suffice from that of a nearby point
 
@@ -55,14 +68,14 @@ _STEPS = 60  # of Newton to a mode, at most; a few suffice from that of a nearby
 # What a node does
 
 
-def node_curvature(node: Clients, at: Point) -> Marginal:
+def node_curvature(node: LocalProblem, at: NewtonPoint) -> Marginal:
     """What the clusters see of the curvature at the mode, and the sum of log-determinants; what is each client's own stays."""
     H = at.here.hessian
     nothing = np.zeros(len(H))
     return marginalise(Quadratic(H, np.zeros_like(at.u), nothing, nothing), node.spread, node.data.hierarchy.cluster_ptr)
 
 
-def node_bends(node: Clients, at: Point, P: Floats) -> tuple[Floats, Floats]:
+def node_bends(node: LocalProblem, at: NewtonPoint, P: Floats) -> tuple[Floats, Floats]:
     """Each client's ``g_i``, which stays, and what its cluster sees of it, summed: ``(k, d)``."""
     tree, H = node.data.hierarchy, at.here.hessian
     g = node.loss.bend(node.data, at.theta, posterior(H, node.spread, tree.parent, P))
@@ -70,7 +83,7 @@ def node_bends(node: Clients, at: Point, P: Floats) -> tuple[Floats, Floats]:
     return g, eliminate(Quadratic(H, g, nothing, nothing), node.spread, tree.cluster_ptr).r
 
 
-def node_slopes(node: Clients, at: Point, own: Marginal, g: Floats, P: Floats, y: Floats) -> tuple[Floats, Floats]:
+def node_slopes(node: LocalProblem, at: NewtonPoint, own: Marginal, g: Floats, P: Floats, y: Floats) -> tuple[Floats, Floats]:
     """The sums of what holds variances down, and of what makes them grow, by cluster; ``y`` solves the second sweep above."""
     tree, width = node.data.hierarchy, node.spread.width
     _, q = descend(at.here.hessian, g, node.spread, tree.parent, y)
@@ -83,20 +96,20 @@ def node_slopes(node: Clients, at: Point, own: Marginal, g: Floats, P: Floats, y
 
 
 @dataclass(frozen=True)
-class Settled:
+class ModeState(LearningState):
     """Where a node's clients are, given covariances ``S``; it stays there, and the next search begins at its forces."""
 
     S: Floats
-    layout: Layout
-    state: NodeState
+    layout: TermOrder
+    state: NewtonState
 
 
 @dataclass(frozen=True)
-class Logs:
-    """Down: tell what your clusters see of the logs of your counts, about the global model ``centre (d,)``."""
+class SumLogCounts(Message[Quadratic], label="logs of responses", phase="learn"):
+    """tell what your clusters see of the logs of your counts, about the global model ``centre (d,)``."""
 
     S: Floats
-    layout: Layout
+    layout: TermOrder
     centre: Floats
 
     def at(self, node: Node) -> Quadratic:
@@ -105,7 +118,7 @@ class Logs:
 
 
 @dataclass(frozen=True)
-class FromLogs:
+class FromLogs(Record):
     """Where the sweep for the logs of counts about ``centre (d,)`` puts clusters, ``w (k, d)`` relative to it."""
 
     centre: Floats
@@ -113,21 +126,21 @@ class FromLogs:
 
 
 @dataclass(frozen=True)
-class Settle:
-    """Down: begin Newton with clusters at ``w (k, d)`` and clients about them by covariances ``S (1 or k, d, d)``.
+class BeginMode(Message[NewtonReport], label="begin mode", phase="learn"):
+    """begin Newton with clusters at ``w (k, d)`` and clients about them by covariances ``S (1 or k, d, d)``.
 
     Clients begin at the forces that the last search left, or ``fresh``: without any, or at those of the logs of their counts.
     """
 
     S: Floats
-    layout: Layout
+    layout: TermOrder
     w: Floats
     fresh: bool
     logs: FromLogs | None = None
 
-    def at(self, node: Node) -> Report:
+    def at(self, node: Node) -> NewtonReport:
         clients, tree = _clients(node, self.S, self.layout), node.data.hierarchy
-        u, last = np.zeros((tree.n_clients, self.w.shape[1])), node.memory.get("laplace")
+        u, last = np.zeros((tree.n_clients, self.w.shape[1])), node.find(ModeState)
         if self.logs is not None:
             near = _near(clients, self.logs.centre)
             _, u = descend(near.C, near.r, clients.spread, tree.parent, self.logs.w)
@@ -135,56 +148,53 @@ class Settle:
             u = last.state.now.u
         with np.errstate(over="ignore", invalid="ignore"):
             state, report = node_start(clients, tree.down(self.w) + clients.spread.moved(u), u)
-        node.memory["laplace"] = Settled(self.S, self.layout, state)
+        node.keep(ModeState(self.S, self.layout, state))
         return report
 
 
 @dataclass(frozen=True)
-class Approach:
-    """Down: one step of Newton, as :class:`~covey.solvers.newton.Move`."""
+class StepToMode(Message[NewtonReport], label="step to mode", phase="learn"):
+    """one step of Newton, as :class:`~covey.solvers.direct.newton.NewtonStep`."""
 
-    move: Move
+    move: NewtonStep
 
-    def at(self, node: Node) -> Report:
-        settled: Settled = node.memory["laplace"]
+    def at(self, node: Node) -> NewtonReport:
+        settled = node.state(ModeState)
         with np.errstate(over="ignore", invalid="ignore"):
             state, report = node_move(_clients(node, settled.S, settled.layout), settled.state, self.move)
-        node.memory["laplace"] = replace(settled, state=state)
+        node.keep(replace(settled, state=state))
         return report
 
 
 @dataclass(frozen=True)
-class Bend:
-    """Down: the covariance ``P (k, d, d)`` of the clusters at the mode."""
+class SumBends(Message["BendSums"], label="bends", phase="learn"):
+    """the covariance ``P (k, d, d)`` of the clusters at the mode."""
 
     P: Floats
 
-    def at(self, node: Node) -> Bent:
+    def at(self, node: Node) -> BendSums:
         _, own, _, lifted = _bent(node, self.P)
-        return Bent(float(own.volume.sum()), lifted)
+        return BendSums(float(own.volume.sum()), lifted)
 
 
 @dataclass(frozen=True)
-class Bent:
-    """Up: the sum of log-determinants, and what clusters see of their slopes, ``lifted (k, d)``. Adds over nodes."""
+class BendSums(Reply):
+    """the sum of log-determinants, and what clusters see of their slopes, ``lifted (k, d)``."""
 
     volume: float
     lifted: Floats
 
-    def __add__(self, other: Bent) -> Bent:
-        return Bent(self.volume + other.volume, self.lifted + other.lifted)
-
 
 @dataclass(frozen=True)
-class SlopeAtMode:
-    """Down: the same ``P``, and the clusters' solution ``y (k, d)`` of the second sweep."""
+class SlopeAtMode(Message[Slopes], label="slope at the mode", phase="learn"):
+    """the same ``P``, and the clusters' solution ``y (k, d)`` of the second sweep."""
 
     P: Floats
     y: Floats
 
     def at(self, node: Node) -> Slopes:
         clients, own, g, _ = _bent(node, self.P)
-        settled: Settled = node.memory["laplace"]
+        settled = node.state(ModeState)
         bend, pull = node_slopes(clients, settled.state.now, own, g, self.P, self.y)
         if len(settled.S) == 1:  # one covariance for all clusters: nothing is asked of each
             bend, pull = bend.sum(axis=0, keepdims=True), pull.sum(axis=0, keepdims=True)
@@ -192,11 +202,11 @@ class SlopeAtMode:
 
 
 @dataclass(frozen=True)
-class FinishAtMode:
-    """Down: the mode at which you are is the one to keep."""
+class FinishMode(Message[NonFiniteClients], label="finish at the mode", phase="learn"):
+    """the mode at which you are is the one to keep."""
 
-    def at(self, node: Node) -> Finished:
-        settled: Settled = node.memory["laplace"]
+    def at(self, node: Node) -> NonFiniteClients:
+        settled = node.state(ModeState)
         back, now = settled.layout.back, settled.state.now
         theta = now.theta[:, back]
         # To second order about the mode, where the loss's slope is minus the force that holds a client: b = H theta + u.
@@ -206,21 +216,21 @@ class FinishAtMode:
         return finish_at(node, theta, units, np.zeros(theta.shape[1]))
 
 
-def _clients(node: Node, S: Floats, layout: Layout) -> Clients:
+def _clients(node: Node, S: Floats, layout: TermOrder) -> LocalProblem:
     spread = kept(node, "spread", (S, *layout.key), lambda: spread_at(node, S, layout))
-    return Clients(rows_at(node, layout.order), node.loss, spread)
+    return LocalProblem(rows_at(node, layout.order), node.loss, spread)
 
 
-def _near(clients: Clients, centre: Floats) -> Quadratic:
+def _near(clients: LocalProblem, centre: Floats) -> Quadratic:
     """The logs of counts as responses of a linear model, about the global model."""
     n = clients.data.n_clients
     here = loss_of("gaussian").expand(logs_of_counts(clients.data), np.tile(centre, (n, 1)))
     return Quadratic(here.hessian, -here.gradient, *clients.aside)
 
 
-def _bent(node: Node, P: Floats) -> tuple[Clients, Marginal, Floats, Floats]:
+def _bent(node: Node, P: Floats) -> tuple[LocalProblem, Marginal, Floats, Floats]:
     """At the mode: the clients, what is each one's own, their ``g_i``, and what their clusters see of these."""
-    settled: Settled = node.memory["laplace"]
+    settled = node.state(ModeState)
     clients, now = _clients(node, settled.S, settled.layout), settled.state.now
     key = settled.S, *settled.layout.key, now.theta, P
     own, (g, lifted) = kept(node, "bent", key, lambda: (node_curvature(clients, now), node_bends(clients, now, P)))
@@ -231,14 +241,14 @@ def _bent(node: Node, P: Floats) -> tuple[Clients, Marginal, Floats, Floats]:
 
 
 @dataclass
-class Laplace:
+class LaplaceLikelihood:
     """The criterion over any network, whose nodes know the frame. It remembers the last mode, to begin the next search there.
 
     ``width`` is how many of the first terms, in the layout's order, vary between clusters.
     """
 
     network: Network
-    layout: Layout
+    layout: TermOrder
     width: int
     tol: float
     v: Floats | None = field(init=False, default=None)
@@ -256,18 +266,18 @@ class Laplace:
         K = np.eye(len(S)) + C @ S
         D = np.linalg.solve(K, C)
         P = below(C, S, np.zeros_like(S))
-        bent = self.network.ask(Bend(P))
+        bent = self.network.ask(SumBends(P))
         value = 2 * objective + bent.volume + float(np.linalg.slogdet(K)[1].sum())
         p = np.linalg.solve(K, bent.lifted[:, :, None])[:, :, 0]
         slopes = self.network.ask(SlopeAtMode(P, p @ S))
 
         pulled, moving = (each.sum(axis=0, keepdims=True) for each in _pulls(upper.v, p))
         held = D.sum(axis=0, keepdims=True) + moving
-        top = Top(C, wbar, upper.w, upper.v, np.zeros_like(S), P, D, value, 1.0, np.inf)
+        top = UpperPosterior(C, wbar, upper.w, upper.v, np.zeros_like(S), P, D, value, 1.0, np.inf)
         centre, pull = (p - 2 * upper.v).sum(axis=0), (slopes.pull, pulled)
         return Evaluation(value, slopes.bend - slopes.pull, held - pulled, centre, pull, top)
 
-    def _settle(self, S_client: Floats, above: Spread, wbar: Floats) -> tuple[float, Upper, Floats]:
+    def _settle(self, S_client: Floats, above: Spread, wbar: Floats) -> tuple[float, UpperLevels, Floats]:
         """Find the mode: the objective there, the upper levels, and what clusters see of the curvature."""
         try:
             return self._newton(S_client, above, wbar)
@@ -275,22 +285,22 @@ class Laplace:
             self.forget()
             return self._newton(S_client, above, wbar)
 
-    def _newton(self, S_client: Floats, above: Spread, wbar: Floats) -> tuple[float, Upper, Floats]:
+    def _newton(self, S_client: Floats, above: Spread, wbar: Floats) -> tuple[float, UpperLevels, Floats]:
         v, logs = self.v, None
         if v is None:
             v, logs = self._first(S_client, above, wbar)
         w = wbar + above.moved(v)
-        report = last = self.network.ask(Settle(S_client, self.layout, w, self.v is None, logs))
+        report = last = self.network.ask(BeginMode(S_client, self.layout, w, self.v is None, logs))
 
         if not np.isfinite(report.value):
             raise SolverError("There is no likelihood so far away.")
 
-        def ask(move: Move) -> Report:
+        def ask(move: NewtonStep) -> NewtonReport:
             nonlocal last
-            last = self.network.ask(Approach(move))
+            last = self.network.ask(StepToMode(move))
             return last
 
-        stage = Stage(Upper(w, v, wbar), report.mu)
+        stage = NewtonProgress(UpperLevels(w, v, wbar), report.mu)
         stage, end, _ = coordinate(ask, report, stage, above, tol=self.tol, max_iter=_STEPS, fixed=True)
         if not end.converged:
             raise SolverError(f"No mode was found in {_STEPS} Newton steps.")
@@ -304,7 +314,7 @@ class Laplace:
         """
         if self.network.loss.name != "poisson":
             return np.zeros((self.network.tree.n_clusters, len(wbar))), None
-        seen = self.network.ask(Logs(S_client, self.layout, wbar))
+        seen = self.network.ask(SumLogCounts(S_client, self.layout, wbar))
         w, v, _ = solve_top(seen, above, settle=lambda centre, *_: 0.0 * centre)
         return v, FromLogs(wbar, w)
 
@@ -312,18 +322,20 @@ class Laplace:
 def pooled(network: Network) -> Floats:
     """The one model of all rows, where nothing varies, ``(d,)``; refused if some coefficient has no finite value."""
     k, d = network.tree.n_clusters, len(network.terms)
-    S, layout, wbar = np.zeros((1, d, d)), Layout(np.arange(d), 0), np.zeros(d)
+    S, layout, wbar = np.zeros((1, d, d)), TermOrder(np.arange(d), 0), np.zeros(d)
     if network.loss.name == "poisson":
-        seen = network.ask(Logs(S, layout, wbar))
+        seen = network.ask(SumLogCounts(S, layout, wbar))
         wbar = solve_symmetric(seen.C.sum(axis=0), seen.r.sum(axis=0))
     w, still, above = np.tile(wbar, (k, 1)), np.zeros((k, d)), Spread.of_covariances(S, k, 0)
-    report = network.ask(Settle(S, layout, w, True))
+    report = network.ask(BeginMode(S, layout, w, True))
 
-    def ask(move: Move) -> Report:
-        return network.ask(Approach(move))
+    def ask(move: NewtonStep) -> NewtonReport:
+        return network.ask(StepToMode(move))
 
     with np.errstate(over="ignore", invalid="ignore"):
-        stage, _, runaway = coordinate(ask, report, Stage(Upper(w, still, wbar), report.mu), above, tol=1e-8, max_iter=100)
+        stage, _, runaway = coordinate(
+            ask, report, NewtonProgress(UpperLevels(w, still, wbar), report.mu), above, tol=1e-8, max_iter=100
+        )
     if runaway.any() and network.loss.curvature[0] == 0.0:
         along = listing(np.array(network.terms)[runaway].tolist(), 3)
         raise DataError(

@@ -12,12 +12,12 @@ import numpy as np
 
 from covey._typing import Anything, Floats, Ints
 from covey.errors import DataError, SolverError
-from covey.solvers.elimination import Quadratic
+from covey.solvers.direct.elimination import Quadratic
 from covey.solvers.result import Convergence, Fit
-from covey.variance.components import Components, Learned, Level, Method, Whole
-from covey.variance.frame import Finished, Layout
-from covey.variance.gaussian import Evaluation, FinishSums, Gaussian, Top, below, invert
-from covey.variance.laplace import FinishAtMode, Laplace
+from covey.variance.components import Components, Learned, LevelComponents, Method, Whole
+from covey.variance.frame import NonFiniteClients, TermOrder
+from covey.variance.gaussian import Evaluation, FinishLinear, GaussianLikelihood, UpperPosterior, below, invert
+from covey.variance.laplace import FinishMode, LaplaceLikelihood
 from covey.variance.search import MANY, Optimum
 from covey.variance.structure import Shape, Structure, Variation
 from covey.variance.survey import Survey
@@ -28,7 +28,7 @@ _AT_ONCE = 1 << 24  # numbers that nodes keep of their clients for points that a
 START = 0.5  # standard deviation of everything that varies, in units of the residual's
 
 
-class Problem:
+class Likelihood:
     """What the search needs to know, whatever the family."""
 
     evaluations = 0
@@ -40,7 +40,7 @@ class Problem:
         self.back = np.argsort(self.order)
         rms = np.sqrt(mean_squares)
         self.structure = Structure.of(shape, 1.0 / np.where(rms > 0, rms, 1.0), self.tree.n_clusters)
-        self.layout = Layout(self.order, self.structure.client.width)
+        self.layout = TermOrder(self.order, self.structure.client.width)
 
     def evaluate(self, x: Floats) -> Evaluation:
         """The criterion at ``x`` with all that comes with it."""
@@ -119,7 +119,7 @@ class Problem:
         """Clients' and clusters' variation, each with its parameters."""
         return list(zip((self.structure.client, self.structure.cluster), self.structure.split(x), strict=True))
 
-    def joined(self, level: str, other: Problem, x: Floats) -> Floats:
+    def joined(self, level: str, other: Likelihood, x: Floats) -> Floats:
         """The parameters ``x`` of another problem, that without a level, with a little variation at it."""
         own = (self.structure.client if level == "client" else self.structure.cluster).even(0.1)
         rest = x[: other.structure.n_parameters]
@@ -165,11 +165,11 @@ class Problem:
         """The models at the best point, and what is known of them."""
         raise NotImplementedError
 
-    def levels(self, best: Optimum, scale: float, shift: Floats, errors: Floats) -> tuple[Level, Level]:
+    def levels(self, best: Optimum, scale: float, shift: Floats, errors: Floats) -> tuple[LevelComponents, LevelComponents]:
         """Both levels in the units of the response; ``shift`` is the gradient of the log of ``scale``."""
         return self._level(0, best, scale, shift, errors), self._level(1, best, scale, shift, errors)
 
-    def _level(self, which: int, best: Optimum, scale: float, shift: Floats, errors: Floats) -> Level:
+    def _level(self, which: int, best: Optimum, scale: float, shift: Floats, errors: Floats) -> LevelComponents:
         level, x = (self.structure.client, self.structure.cluster)[which], self.structure.split(best.x)[which]
         L = level.factors(x)
         S = L @ L.swapaxes(1, 2)
@@ -186,9 +186,11 @@ class Problem:
             sd_error[m, a] = sd[m, a] * np.sqrt(max(float(slope @ errors @ slope), 0.0))
         where = np.argsort(self.order[level.terms])
         names = tuple(self.names(level.terms[where]))
-        return Level(names, level.kind, scale * S[:, where[:, None], where], sd_error[:, where])
+        return LevelComponents(names, level.kind, scale * S[:, where[:, None], where], sd_error[:, where])
 
-    def shares(self, levels: tuple[Level, Level], moments: Floats, residual: float) -> tuple[float, float, float]:
+    def shares(
+        self, levels: tuple[LevelComponents, LevelComponents], moments: Floats, residual: float
+    ) -> tuple[float, float, float]:
         """How the variance of a row's margin divides, on average; ``moments (d, d)`` is the mean of ``x x'`` over rows."""
         client, cluster = (float((level.embedded(self.terms).mean(axis=0) * moments).sum()) for level in levels)
         total = client + cluster + residual
@@ -201,7 +203,7 @@ class Problem:
         spent = self.network.exchanges
         return Convergence(method, best.converged, self.evaluations, spent, best.value, norm, gap, message)
 
-    def learned(self, components: Components, covariance: Floats, top: Top, S: Floats, origin: Floats) -> Learned:
+    def learned(self, components: Components, covariance: Floats, top: UpperPosterior, S: Floats, origin: Floats) -> Learned:
         """What the coordinator knows, without the clients' sums; covariances in the working order."""
         back, d = self.back, len(self.terms)
         s2 = 1.0 if components.residual is None else components.residual
@@ -214,14 +216,14 @@ class Problem:
         return replace(learned, whole=whole)
 
 
-class Linear(Problem):
+class LinearLikelihood(Likelihood):
     """REML or ML of a linear model, from its clients' sums."""
 
     def __init__(self, known: Survey, shape: Shape, *, reml: bool) -> None:
         self.rows = float(known.above.n.sum())
         self.gram = known.above.C.sum(axis=0)
         super().__init__(known, shape, np.diag(self.gram) / max(self.rows, 1.0))
-        self.marginal = Gaussian(self.network, self.layout, reml, known.log_weights)
+        self.marginal = GaussianLikelihood(self.network, self.layout, reml, known.log_weights)
         self.seen: list[tuple[bytes, Evaluation]] = []
 
     def evaluate(self, x: Floats) -> Evaluation:
@@ -264,7 +266,7 @@ class Linear(Problem):
         here, back, origin = self.evaluate(best.x), self.back, self.known.frame.origin
         top, s2 = here.top, here.top.dispersion
         S_client, S_cluster = self.covariances(best.x)
-        refuse_strange(self.network.ask(FinishSums(S_client, self.layout, top.w)))
+        refuse_strange(self.network.ask(FinishLinear(S_client, self.layout, top.w)))
         method: Method = "REML" if self.marginal.reml else "ML"
         nowhere = np.empty((0, len(self.terms)))
         fit = Fit(nowhere, origin + top.w[:, back], origin + top.wbar[back], self.account(best, method))
@@ -277,7 +279,7 @@ class Linear(Problem):
         return fit, self.learned(components, covariance, top, S_cluster[0], origin)
 
 
-class Generalised(Problem):
+class GeneralisedLikelihood(Likelihood):
     """The Laplace approximation for any other family, from the rows."""
 
     def __init__(self, known: Survey, shape: Shape) -> None:
@@ -289,7 +291,7 @@ class Generalised(Problem):
         super().__init__(known, shape, np.diag(self.moments))
         self.rows, self.constant = int(totals.counted), 2 * totals.constant
         tol = 1e-9 + 1e-10 * float(np.sqrt(totals.rows))
-        self.marginal = Laplace(self.network, self.layout, self.structure.cluster.width, tol)
+        self.marginal = LaplaceLikelihood(self.network, self.layout, self.structure.cluster.width, tol)
         # The global model in units of its own uncertainty, so that one step suits it and the covariances.
         self.middle, self.half = known.middle[self.order], np.eye(len(self.terms))
         begin = self.evaluate(self.start(START, START)).top
@@ -327,9 +329,9 @@ class Generalised(Problem):
         whole, _ = invert(here.top.D.sum(axis=0))
         return np.asarray(np.linalg.solve(self.half, self.centre(x) + whole @ here.top.force.sum(axis=0) - self.middle))
 
-    def joined(self, level: str, other: Problem, x: Floats) -> Floats:
+    def joined(self, level: str, other: Likelihood, x: Floats) -> Floats:
         self.marginal.forget()
-        wbar = other.centre(x)[other.back][self.order] if isinstance(other, Generalised) else self.middle
+        wbar = other.centre(x)[other.back][self.order] if isinstance(other, GeneralisedLikelihood) else self.middle
         return np.concatenate([super().joined(level, other, x), np.linalg.solve(self.half, wbar - self.middle)])
 
     def start(self, client: float, cluster: float) -> Floats:
@@ -338,7 +340,7 @@ class Generalised(Problem):
 
     def finish(self, best: Optimum, notes: tuple[str, ...]) -> tuple[Fit, Learned]:
         top, back = self.evaluate(best.x).top, self.back
-        refuse_strange(self.network.ask(FinishAtMode()))
+        refuse_strange(self.network.ask(FinishMode()))
         wbar = self.centre(best.x)[back]
         fit = Fit(np.empty((0, len(wbar))), top.w[:, back], wbar, self.account(best, "Laplace"))
         cut = self.structure.n_parameters
@@ -351,12 +353,16 @@ class Generalised(Problem):
         return fit, self.learned(components, covariance, top, self.covariances(best.x)[1][0], np.zeros(len(wbar)))
 
 
-def problem_for(known: Survey, shape: Shape, *, reml: bool) -> Problem:
+def problem_for(known: Survey, shape: Shape, *, reml: bool) -> Likelihood:
     """The likelihood of what was surveyed, with these levels and terms varying."""
-    return Linear(known, shape, reml=reml) if known.network.loss.name == "gaussian" else Generalised(known, shape)
+    return (
+        LinearLikelihood(known, shape, reml=reml)
+        if known.network.loss.name == "gaussian"
+        else GeneralisedLikelihood(known, shape)
+    )
 
 
-def refuse_strange(finished: Finished) -> None:
+def refuse_strange(finished: NonFiniteClients) -> None:
     if finished.strange:
         raise DataError("The coefficients are not finite; the columns are probably on extreme scales: standardise them.")
 

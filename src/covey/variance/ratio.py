@@ -16,12 +16,12 @@ import numpy as np
 from scipy import special
 
 from covey._typing import Floats
-from covey.data import GroupedData
 from covey.errors import ConvergenceWarning
 from covey.losses import Loss
-from covey.network import InMemory
+from covey.nodes.network import InMemory
 from covey.solvers.result import Progress
 from covey.solvers.threads import threads_for
+from covey.tables.rows import GroupedData
 from covey.variance.components import Learned, LikelihoodRatio
 from covey.variance.estimate import search_rows, work
 from covey.variance.problem import problem_for

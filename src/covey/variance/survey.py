@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from covey._typing import Anything, Floats
-from covey.data import GroupedData
-from covey.hierarchy import Hierarchy
 from covey.losses import loss_of
-from covey.network import InMemory, Network
-from covey.solvers.elimination import Quadratic
-from covey.variance.centring import Totals, frame_for
-from covey.variance.frame import Counted, Frame, Sums, without_rows
+from covey.nodes.network import InMemory, Network
+from covey.solvers.direct.elimination import Quadratic
+from covey.tables.rows import GroupedData
+from covey.tree.hierarchy import Hierarchy
+from covey.variance.centring import RowTotals, frame_for
+from covey.variance.frame import ClientSums, CountingNetwork, WorkingColumns, without_rows
 from covey.variance.gaussian import invert
-from covey.variance.identify import FLAT, Evidence, Weigh, bent, check_classes, check_rank, check_told_apart
+from covey.variance.identify import FLAT, Evidence, WeighEvidence, bent, check_classes, check_rank, check_told_apart
 from covey.variance.laplace import pooled
 from covey.variance.structure import Shape
 
@@ -36,12 +36,12 @@ class Survey:
     totals, evidence : as the nodes told them; None where there are no rows
     """
 
-    network: Counted
-    frame: Frame
+    network: CountingNetwork
+    frame: WorkingColumns
     above: Quadratic
     log_weights: float
     middle: Floats
-    totals: Totals | None = None
+    totals: RowTotals | None = None
     evidence: Evidence | None = None
 
     @property
@@ -54,19 +54,19 @@ class Survey:
         return np.stack([counts[one] == 0 for counts in (bent(self.frame.sums_told(self.above).C, FLAT), self.evidence.bent)])
 
     @classmethod
-    def of_sums(cls, sums: Sums, tree: Hierarchy, terms: tuple[str, ...]) -> Survey:
+    def of_sums(cls, sums: ClientSums, tree: Hierarchy, terms: tuple[str, ...]) -> Survey:
         """Of a linear model of which only its clients' sums are at hand."""
         n, d = tree.n_clients, len(terms)
         nothing = GroupedData(np.empty((0, d)), np.empty(0), np.zeros(n + 1, dtype=np.int64), tree, terms)
         network = InMemory.of(nothing, loss_of("gaussian"), np.ones(n))
         without_rows(network.node, sums)
         above = Quadratic(*(tree.sum_up(each) for each in (sums.units.C, sums.units.r, sums.units.c, sums.units.n)))
-        return cls(Counted(network), Frame(np.zeros(d), -1, sums.origin), above, sums.log_weights, np.zeros(d))
+        return cls(CountingNetwork(network), WorkingColumns(np.zeros(d), -1, sums.origin), above, sums.log_weights, np.zeros(d))
 
 
 def survey(network: Network, shape: Shape, *, check: bool = True) -> Survey:
     """Ask the nodes for it; with ``check``, refuse levels that this data cannot tell from each other."""
-    counted = Counted(network)
+    counted = CountingNetwork(network)
     loss, terms = network.loss, network.terms
     frame, totals = frame_for(counted, shape)
     check_rank(totals.gram, terms)
@@ -74,7 +74,7 @@ def survey(network: Network, shape: Shape, *, check: bool = True) -> Survey:
     if linear:
         # About the pooled fit, so that sums of squares are of residuals and lose no digits to a large mean.
         frame = replace(frame, origin=inverse @ totals.rhs)
-    evidence = counted.ask(Weigh(frame, shape.client, inverse))
+    evidence = counted.ask(WeighEvidence(frame, shape.client, inverse))
     if check:
         check_told_apart(counted, evidence, shape, squares=totals.response_squares if linear else None)
     if check and loss.name == "bernoulli":

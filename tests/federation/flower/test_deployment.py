@@ -11,9 +11,9 @@ import numpy as np
 import polars as pl
 import pytest
 
-from covey.model import fit_table
-from covey.persist import load_model
-from covey.spec import Spec
+from covey.model.files import load_model
+from covey.model.model import fit_table
+from covey.problem.spec import Spec
 
 from .conftest import deployed
 from .deployment import hear

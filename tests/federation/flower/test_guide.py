@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from covey.persist import load_model
+from covey.model.files import load_model
 
 from .conftest import deployed, needs_programs
 from .deployment import Processes, free_port, until

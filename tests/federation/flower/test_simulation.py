@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from flwr.serverapp import ServerApp
 
-from covey import persist
 from covey.datasets import load_radon
 from covey.federation.flower.client import site_app
 from covey.federation.flower.server import wait_for_sites
 from covey.federation.flower.transport import FlowerTransport
-from covey.federation.operate import operate
+from covey.federation.operator.operate import operate
 from covey.federation.simulate import deal
-from covey.model import fit_table
-from covey.spec import Spec
+from covey.model import files as persist
+from covey.model.model import fit_table
+from covey.problem.spec import Spec
 
 ASKED = {"formula": "log_radon ~ floor", "client": "county", "cluster": "state", "gamma": 10.0, "lam": 5.0}
 

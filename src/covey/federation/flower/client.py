@@ -52,7 +52,7 @@ def _answer(name: str, letter: Any, settings: dict[str, Any]) -> dict[str, Any]:
     if own != name:
         return {"refusal": f"it was started as {own!r} but is registered as {name!r}; start it with --site {name}"}
     try:
-        from covey.federation.site import open_site
+        from covey.federation.site.site import open_site
 
         return {"letter": open_site(name, settings).answer(letter)}
     except Exception as problem:

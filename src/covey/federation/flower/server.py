@@ -17,7 +17,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from covey.errors import CoveyError, FederationError, listing
 from covey.federation.flower.transport import FlowerTransport
-from covey.federation.transport import Transport
+from covey.federation.wire.transport import Transport
 
 app = ServerApp()
 
@@ -29,8 +29,8 @@ def main(grid: Grid, context: Context) -> None:
     """Run a federated fit with the settings of the run."""
     report = None
     try:
-        from covey.federation.operate import operate
-        from covey.federation.settings import awaited
+        from covey.federation.operator.operate import operate
+        from covey.federation.operator.settings import awaited
 
         settings = read_settings(context.run_config)
         report, insecure = settings.pop("report", None), settings.pop("insecure", False)
@@ -81,7 +81,7 @@ def wait_for_sites(transport: Transport, sites: int | Sequence[str], patience: f
 
     Examples
     --------
-    >>> from covey.federation.transport import InProcess
+    >>> from covey.federation.wire.transport import InProcess
     >>> wait_for_sites(InProcess({"north": None, "south": None}), ("north", "south"), 0.0, print)
     2 sites are connected: 'north', 'south'
     """

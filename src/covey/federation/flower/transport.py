@@ -14,7 +14,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from covey.errors import FederationError, listing
-from covey.federation.transport import Failure, Reason
+from covey.federation.wire.transport import Failure, Reason
 
 LETTER, WHO = "train.covey", "query.covey"  # the types of our messages: to be answered by the site, by its node
 RECORD = "covey"  # the record of a message that is ours

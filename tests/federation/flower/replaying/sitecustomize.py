@@ -4,7 +4,7 @@ import sys
 
 if any("flwr-serverapp" in word for word in sys.orig_argv):
     from covey.federation.flower.transport import FlowerTransport
-    from covey.federation.letters import decode
+    from covey.records import decode
 
     once = FlowerTransport.exchange
     before = {}

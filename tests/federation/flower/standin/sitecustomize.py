@@ -47,9 +47,9 @@ def operate(transport, settings, say):
 
 
 standins = {
-    "covey.federation.site": {"open_site": Site},
-    "covey.federation.settings": {"awaited": awaited},
-    "covey.federation.operate": {"operate": operate},
+    "covey.federation.site.site": {"open_site": Site},
+    "covey.federation.operator.settings": {"awaited": awaited},
+    "covey.federation.operator.operate": {"operate": operate},
 }
 for module, things in standins.items():
     sys.modules[module] = types.ModuleType(module)

@@ -1,1 +1,0 @@
-"""Worked studies on data, one module each."""

@@ -1,0 +1,1 @@
+"""The operator: what sites agree on, the coordinator, a whole run and its report."""

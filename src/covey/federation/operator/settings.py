@@ -1,0 +1,156 @@
+"""An operator's settings, as a command line or a Flower run has them: by name, with words and numbers for values."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from covey.errors import FederationError, listing
+from covey.federation.operator.coordinator import RunSettings
+from covey.federation.operator.members import Members
+from covey.federation.privacy.accounting import privacy_of
+from covey.federation.wire.transport import Transport
+from covey.problem.spec import Spec
+from covey.tables.bars import split_bars
+from covey.tables.design import check_formula, split_formula
+
+DEFAULTS: dict[str, Any] = {"timeout": RunSettings.timeout, "retries": RunSettings.retries, "pause": 20.0, "wait": 60.0}
+"""What holds across machines unless an operator says otherwise, by ``flwr run`` and ``covey federate`` alike: seconds, but for
+``retries``; ``pause`` is what a site has to come back before it is asked again, ``wait`` what all have to connect at first.
+"""
+_OWN = (*DEFAULTS, "sites", "members", "categories", "secure", "epsilon", "delta", "clip", "rounds", "on_loss", "out")
+_BOOLEAN = ("secure", "fit_intercept", "standardize", "per_cluster", "tests", "nested", "james_stein")
+
+
+def awaited(settings: Mapping[str, Any]) -> tuple[tuple[str, ...] | int, float]:
+    """Whom a run waits for, by name or by number, and for how many seconds; wrong settings are refused before it does."""
+    given, _, terms = named(settings), spec_of(settings), terms_of(settings)
+    return expected_of(given, terms.members), float(given.get("wait", DEFAULTS["wait"]))
+
+
+def named(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by name; what is empty is not set, and what is misspelt or no value for its name is refused.
+
+    >>> named({"formula": "y ~ x", "on-loss": "continue", "seed": ""})
+    {'formula': 'y ~ x', 'on_loss': 'continue'}
+    """
+    given = {name.replace("-", "_"): value for name, value in settings.items() if not _is_empty(value)}
+    known = [*(each.name for each in fields(Spec)), *_OWN]
+    for name in given:
+        if name not in known:
+            raise FederationError(f"There is no setting {name!r} of a run; {_hint(name, known)}")
+    for name in _BOOLEAN:
+        if not isinstance(given.get(name, False), bool):
+            raise FederationError(f"The setting {name!r} must be true or false. Got {given[name]!r} instead.")
+    for name in ("timeout", "pause", "wait"):
+        value = given.get(name, DEFAULTS[name])
+        if not _is_number(value) or value < 0 or (name == "timeout" and value == 0):
+            least = "a number of seconds above 0" if name == "timeout" else "a number of seconds >= 0"
+            raise FederationError(f"The setting {name!r} must be {least}. Got {value!r} instead.")
+    retries = given.get("retries", DEFAULTS["retries"])
+    if not isinstance(retries, int) or isinstance(retries, bool) or retries < 0:
+        raise FederationError(f"The setting 'retries' must be a whole number >= 0. Got {retries!r} instead.")
+    return given
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and not value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _hint(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"there are {listing(known, 50)}."
+
+
+def spec_of(settings: Mapping[str, Any]) -> Spec:
+    """The specification among some settings."""
+    known = {each.name for each in fields(Spec)}
+    chosen = {name: value for name, value in named(settings).items() if name in known}
+    if isinstance(chosen.get("vary"), str):
+        chosen["vary"] = [each.strip() for each in chosen["vary"].split(",")]
+    spec = Spec(**chosen)
+    spec.check()
+    return spec
+
+
+def terms_of(settings: Mapping[str, Any]) -> RunSettings:
+    """What the operator decides, among some settings."""
+    given = named(settings)
+    patience = {name: given.get(name, DEFAULTS[name]) for name in ("timeout", "retries", "pause")}
+    private, delta = privacy_of(given, str(given.get("family", "gaussian")))
+    return RunSettings(
+        **patience,
+        secure=given.get("secure", False),
+        members=Members.read(given.get("members")),
+        categories=categories_of(given),
+        private=private,
+        delta=delta,
+    )
+
+
+def categories_of(settings: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What columns may hold, by name: as a mapping, or as JSON in words."""
+    given = settings.get("categories")
+    if not given:
+        return None
+    try:
+        found = json.loads(given) if isinstance(given, str) else given
+    except ValueError:
+        found = None
+    if not (isinstance(found, Mapping) and all(isinstance(each, list | tuple) for each in found.values())):
+        raise FederationError(
+            f'The \'categories\' must be lists by column, as {{"zone": ["a", "b"]}}. Got {str(given)[:80]!r} instead.'
+        )
+    columns = _columns_of(str(settings["formula"])) if settings.get("formula") else [*found]
+    for name in found:
+        if name not in columns:
+            raise FederationError(f"The 'categories' name a column {name!r} that the formula has not; {_hint(name, columns)}")
+    return found
+
+
+def _columns_of(formula: str) -> list[str]:
+    """The columns on both sides of a formula, and perhaps the names of functions of them."""
+    response, terms = split_formula(formula)
+    sides = [split_bars(terms)[0], *([] if response is None else [f"0 + {response}"])]
+    factors = [factor for side in sides for factor in check_formula(side)]
+    return [name for text, plain in factors for name in ([text] if plain else re.findall(r"[^\W\d]\w*", text))]
+
+
+def expected_of(settings: Mapping[str, Any], members: Members) -> tuple[str, ...] | int:
+    """Who must take part: sites that are named, else those of the operator's list, else so many; one, if nothing is said."""
+    wanted, listed = settings.get("sites"), members.sites
+    if isinstance(wanted, str) and not wanted.strip().isdigit():
+        return tuple(dict.fromkeys(name for name in map(str.strip, wanted.split(",")) if name))
+    try:
+        number = None if _is_empty(wanted) else int(str(wanted))
+    except ValueError:
+        number = 0
+    if number is not None and number < 1:
+        raise FederationError(f"The setting 'sites' must be how many there are, or their names: a,b,c. Got {wanted!r} instead.")
+    if listed and number not in (None, len(listed)):
+        raise FederationError(f"The setting 'sites' is {number}, and the list of members has {len(listed)}; leave out 'sites'.")
+    return listed or number or 1
+
+
+def roster_of(transport: Transport, settings: Mapping[str, Any], members: Members) -> tuple[str, ...]:
+    """Who takes part: the sites that are expected, all of which must be connected."""
+    present, expected = transport.sites(), expected_of(settings, members)
+    if isinstance(expected, int):
+        if not present:
+            raise FederationError("No site is connected; start their nodes first.")
+        if len(present) < expected:
+            raise FederationError(f"{len(present)} of {expected} sites are connected: {listing(present, 5)}; start the others.")
+        return present
+    missing = [site for site in expected if site not in present]
+    if missing:
+        raise FederationError(f"Sites {listing(missing, 5)} are not connected; start their nodes, or leave them off the list.")
+    return expected

@@ -1,0 +1,1 @@
+"""Masks, differential privacy and its accounting."""

@@ -1,0 +1,1 @@
+"""A site: its table, its node, its files, what it allows."""

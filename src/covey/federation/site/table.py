@@ -1,0 +1,169 @@
+"""What a site makes of its table: what it says of it, the rows as all sites agreed to code them, and their first sums."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from covey._typing import Anything
+from covey._version import __version__
+from covey.errors import DataError, FederationError, FormulaError
+from covey.exact import Exact, segment_sum
+from covey.federation.operator.agreement import (
+    Agree,
+    Joined,
+    Profile,
+    SiteTotals,
+    cluster_ids,
+    digests,
+    in_order,
+    keyed,
+    sides_of,
+)
+from covey.federation.operator.members import plain_ids
+from covey.model.files import spec_from_json
+from covey.model.model import as_frame, encode_known, series_values
+from covey.problem.spec import Spec
+from covey.tables.bars import compose, repeats, split_bars
+from covey.tables.design import Formula, column, design_from_json, numeric, response
+from covey.tables.rows import GroupedData
+from covey.tables.scaling import moments
+from covey.tree.hierarchy import Hierarchy
+from covey.tree.ids import as_labels, encode, is_missing, kind, lookup
+
+
+def profile_of(table: Any, spec: Spec, key: str = "", minimum: int = 1) -> Profile:
+    """What a site says of its table; what cannot be used is refused here, by column and row.
+
+    What fewer than ``minimum`` clients have, a cluster, a category or a class, is not told either.
+    """
+    frame, spec = as_frame(table), spec.settled()
+    lhs, rhs = sides_of(spec)
+    if len(frame) == 0:
+        raise DataError("The table has no rows.")
+    design = Formula.learn(split_bars(rhs)[0], frame)
+    if lhs in design.columns:
+        raise FormulaError(f"The response {lhs!r} is also on the right of '~'; a model that knows the answer is of no use.")
+    y = series_values(response(lhs, frame))
+    classes = _classes_of(y) if spec.family == "bernoulli" else None
+    clusters, _ = encode(column(frame, spec.cluster), "cluster") if spec.cluster else (pl.Series(["all"]), None)
+    client = as_labels(column(frame, spec.client), "client") if spec.client else pl.Series(["all"])
+    kinds = {name: "categories" if name in design.levels else "numbers" for name in design.columns}
+    ids = {"client": kind(client), "cluster": kind(clusters), "response": _kind_of(y)}
+    for name in (spec.weights, spec.offset):
+        if name is not None:
+            numeric(frame, name)
+    # The rows themselves are grouped once, to refuse what is wrong with them before anything is agreed on.
+    outcome = y if classes is None else (y == classes[0]).astype(np.float64)
+    repeated = bool(spec.nested) and repeats(column(frame, spec.cluster), column(frame, spec.client))
+    _group(frame, replace(spec, nested=repeated), design, outcome)
+    levels = {name: tuple(values) for name, values in design.levels.items()}
+    for name in [each for each in (spec.cluster, *levels) if each is not None]:
+        check_behind(column(frame, name).to_list(), client, minimum, name)
+    if classes is not None and len(client) == len(y):
+        classes = tuple(each for each in classes if client.filter(pl.Series(y == each)).n_unique() >= minimum)
+    return Profile(__version__, kinds, ids, levels, tuple(plain_ids(clusters)), classes, key, repeated)
+
+
+def _classes_of(y: Anything) -> tuple[Any, ...]:
+    """The classes of a binary response."""
+    lost = np.array([is_missing(value) for value in y.tolist()])
+    if lost.any():
+        raise DataError(f"The response is missing (NaN) in row {int(lost.argmax())}; fill the value or leave the row out.")
+    distinct = set(y.tolist())
+    if not all(isinstance(each, str | int | float) for each in distinct):
+        raise FederationError("Classes of a response across sites are text, numbers or booleans; convert the column.")
+    if len(distinct) > 2:
+        raise FederationError(f"The response has {len(distinct)} classes here, where the bernoulli family has two.")
+    return tuple(in_order(distinct))
+
+
+def _kind_of(y: Anything) -> str:
+    """What a response holds: text, or numbers, of which booleans are some."""
+    return "numbers" if y.dtype.kind in "biuf" or not any(isinstance(each, str) for each in y.tolist()) else "text"
+
+
+def check_behind(values: Sequence[Any], client: pl.Series, minimum: int, name: str) -> None:
+    """Refuse a column of which some value, which would be told, belongs to few clients."""
+    if minimum <= 1 or len(client) != len(values):
+        return
+    clients = pl.DataFrame({"value": values, "client": client}).group_by("value").agg(pl.col("client").n_unique())["client"]
+    if min(clients.to_list()) < minimum:
+        raise FederationError(
+            f"Column {name!r} has a value that fewer than {minimum} clients here have, so that sums by it would be of fewer "
+            "than this site wants behind each; merge such values, lower its minimum, or leave their rows out."
+        )
+
+
+def check_design(agreed: Agree) -> None:
+    """Refuse a design that is not the one of the specification: it says which columns are read, and how."""
+    spec, design = spec_from_json(agreed.spec), agreed.design
+    rhs = split_bars(sides_of(spec)[1])[0]
+    own = Formula.of(rhs, design["columns"], design["levels"]).to_json()
+    if json.dumps(own, sort_keys=True) != json.dumps(design, sort_keys=True):
+        raise FederationError(f"The design that was agreed on is not that of the formula {spec.formula!r}; start a new run.")
+
+
+def grouped(table: Any, agreed: Agree) -> GroupedData:
+    """A site's rows, coded as all sites agreed, under the clusters of all of them."""
+    frame, spec = as_frame(table), spec_from_json(agreed.spec)
+    lhs, _ = sides_of(spec)
+    classes = None if agreed.classes is None else np.array(agreed.classes)
+    outcome = encode_known(response(lhs, frame), classes)
+    data = _group(frame, spec, design_from_json(agreed.design), outcome)
+    tree, known = data.hierarchy, cluster_ids(agreed)
+    place = lookup(tree.cluster_ids, known, "cluster")
+    if (place < 0).any():
+        raise FederationError("The table has a cluster that it had not when the run began; put it back, or start a new run.")
+    sizes = np.zeros(len(known), dtype=np.int64)
+    sizes[place] = tree.sizes
+    whole = Hierarchy(np.concatenate([[0], np.cumsum(sizes)]), tree.client_ids, known)
+    return GroupedData(data.X, data.y, data.client_ptr, whole, data.terms, data.weights, data.offset)
+
+
+def _group(frame: Any, spec: Spec, design: Any, outcome: Any) -> GroupedData:
+    client = column(frame, spec.client) if spec.client else None
+    cluster = column(frame, spec.cluster) if spec.cluster else None
+    return GroupedData.from_blocks(
+        design.blocks(frame),
+        len(frame),
+        outcome,
+        compose(cluster, client) if spec.nested else client,
+        cluster,
+        weights=numeric(frame, spec.weights) if spec.weights else None,
+        offset=numeric(frame, spec.offset) if spec.offset else None,
+        terms=design.terms,
+        check=spec.loss.check_values,
+    )
+
+
+def totals(data: GroupedData, *, standardize: bool = False) -> SiteTotals:
+    """The first sums that leave a site; those of the terms only if they are needed."""
+    tree = data.hierarchy
+    rows = tree.sum_up(data.rows_per_client.astype(np.float64)).astype(np.int64)
+    response_sum = segment_sum(data.y, np.array([0, data.n_rows]))[0]
+    return SiteTotals(tree.sizes, rows, response_sum, moments(data.X) if standardize else None)
+
+
+def counts(data: GroupedData) -> SiteTotals:
+    """What leaves a site of a private run in place of these: how many clients its clusters have, and nothing of their rows."""
+    return SiteTotals(data.hierarchy.sizes, np.zeros(data.n_clusters, dtype=np.int64), Exact.zeros())
+
+
+def unspoken(profile: Profile) -> Profile:
+    """A profile as it leaves a site of a private run: which categories and classes occur tells of rows."""
+    return replace(profile, levels={}, classes=None)
+
+
+def joined(data: GroupedData, salt: str, agreed: Agree, rows: str) -> Joined:
+    """What a site shows of its clients' ids, and of its rows, whose digest is ``rows``."""
+    tree = data.hierarchy
+    clients = tree.client_ids.to_list()
+    told = "" if agreed.private is not None else keyed(rows, salt)
+    pairs = digests(zip(plain_ids(tree.cluster_ids[tree.parent]), clients, strict=True), salt) if agreed.listed else None
+    return Joined(digests(clients, salt), told, pairs)

@@ -1,0 +1,1 @@
+"""What travels between sites and their operator, as bytes, and what carries it."""

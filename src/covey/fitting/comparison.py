@@ -1,0 +1,79 @@
+"""The hierarchy and its baselines on the same held-out rows."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy.special import xlogy
+
+from covey.errors import ConvergenceWarning, DataError
+from covey.fitting.baselines import BASELINES
+from covey.fitting.learning import fit_data
+from covey.fitting.selection import held_out_loss
+from covey.problem.spec import Spec
+from covey.solvers import Fit
+from covey.tables.design import Design
+from covey.tables.rows import GroupedData
+
+TEST_SHARE = 0.2
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Held-out error of each model: root mean squared error, cross-entropy, or mean Poisson deviance."""
+
+    errors: dict[str, float]
+    train_rows: int
+    test_rows: int
+
+
+def compare(
+    data: GroupedData,
+    spec: Spec,
+    design: Design | None = None,
+    *,
+    test: float = TEST_SHARE,
+    progress: Callable[[str], None] | None = None,
+) -> Comparison:
+    """Fit the specification and the three baselines to a share of each client's rows, and score the rest.
+
+    Models are compared, not solvers: each is fitted to its minimum. Penalties that are to be learned are learned from the rows
+    that are fitted, and from no others.
+    """
+    spec = replace(spec.settled(), solver="auto", options=None, tests=False)
+    train, held = data.split(test, spec.seed)
+    if held.n_rows == 0:
+        raise DataError(
+            f"Holding out {test:g} of each client's rows leaves none to test on; raise the share or skip it with 0."
+        )
+    vary = None if design is None else spec.varying(design)
+    errors = {}
+    for name in (*BASELINES, "hierarchical"):
+        if progress is not None:
+            progress(name)
+        own = name == "hierarchical"
+        trial = (
+            spec if own else Spec(family=spec.family, reduction=spec.reduction, ridge=spec.ridge, baseline=name, seed=spec.seed)
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)  # of a trial; the fit that is kept speaks for itself
+            try:
+                fit = fit_data(train, trial, vary).fit
+            except DataError as problem:
+                raise DataError(f"With {test:g} of the rows held out: {problem}") from None
+        errors[name] = held_out_error(fit, held, spec)
+    return Comparison(errors, train.n_rows, held.n_rows)
+
+
+def held_out_error(fit: Fit, data: GroupedData, spec: Spec) -> float:
+    """The error of one fit on rows it did not see, zero for perfect predictions."""
+    loss = held_out_loss(fit, data, spec.loss)
+    if spec.family == "gaussian":
+        return float(np.sqrt(2 * loss))
+    if spec.family == "poisson":
+        saturated = np.average(xlogy(data.y, data.y) - data.y, weights=data.weights)
+        return float(2 * (loss + saturated))
+    return loss

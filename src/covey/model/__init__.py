@@ -1,0 +1,1 @@
+"""A fitted model: predictions, intervals, updates, summary, files."""

@@ -1,0 +1,383 @@
+"""Models on disk: a folder with ``model.json``, ``clusters.parquet``, ``clients.parquet`` and, if penalties were learned,
+``sums.parquet``. Loading executes no code.
+
+Numbers go through Parquet and JSON without loss, so a loaded model predicts the same bits. ``model.json`` carries the
+format's version and a checksum of the two tables, so that a damaged or mixed-up folder is told from a good one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from covey._typing import Floats
+from covey._version import __version__
+from covey.errors import CoveyError, ModelError
+from covey.model.model import Elsewhere, Model
+from covey.objective.penalty import Penalty
+from covey.problem.spec import Spec
+from covey.solvers import Convergence
+from covey.solvers.direct.elimination import Quadratic
+from covey.tables.design import design_from_json
+from covey.tree.hierarchy import Hierarchy
+from covey.variance.components import Components, Learned, Whole
+
+FORMAT = 2
+_TABLES = ("clusters", "clients")
+_SUMS = "sums"
+_PENALTIES = ("gamma", "lam", "alpha")
+
+
+def save_model(model: Model, path: str | Path, *, sums: bool = True, extra: Mapping[str, Any] | None = None) -> Path:
+    """Write a model folder; an older model at the same place is replaced, any other folder is refused.
+
+    ``extra`` is kept under its own key in ``model.json``. With ``sums`` there is a third table, of each client's ``X'X`` and
+    ``X'y``, if the model has them: intervals and updates need it.
+    """
+    path = check_target(path)
+    document = _document(model, dict(extra or {}))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
+        # Written aside and moved into place: a reader never sees half a model, and a failed write leaves the old one.
+        fresh = Path(scratch) / "model"
+        fresh.mkdir()
+        tables = dict(zip(_TABLES, _tables(model), strict=True))
+        if sums and model.learned is not None and model.learned.has_sums:
+            tables[_SUMS] = _sums_table(model.learned)
+        for name, table in tables.items():
+            table.write_parquet(fresh / f"{name}.parquet")
+            document["sha256"][name] = _checksum(fresh / f"{name}.parquet")
+        (fresh / "model.json").write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
+        _exchange(fresh, path)
+    return path
+
+
+def _exchange(fresh: Path, path: Path) -> None:
+    if not path.exists():
+        fresh.rename(path)
+        return
+    old = path.with_name(f".{path.name}-old")
+    path.rename(old)
+    try:
+        fresh.rename(path)
+    except BaseException:
+        old.rename(path)
+        raise
+    shutil.rmtree(old)
+
+
+def check_target(path: str | Path) -> Path:
+    """Refuse to write over anything but an older model; asked before a long fit, not after it."""
+    path = Path(path)
+    near = next((parent for parent in path.absolute().parents if parent.exists()), path.absolute())
+    if not near.is_dir() or not os.access(near, os.W_OK):
+        raise ModelError(f"{str(path)!r} cannot be written: {str(near)!r} is no folder that you may write to.")
+    if path.is_file() or (path.is_dir() and any(path.iterdir()) and not is_model(path)):
+        raise ModelError(f"{str(path)!r} exists and is not a covey model; choose another folder, so that nothing is lost.")
+    return path
+
+
+def is_model(path: Path) -> bool:
+    """Whether a folder holds a model and nothing else."""
+    if path.is_symlink() or not path.is_dir():
+        return False
+    if not {file.name for file in path.iterdir()} <= {"model.json", *(f"{name}.parquet" for name in (*_TABLES, _SUMS))}:
+        return False
+    try:
+        document = json.loads((path / "model.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(document, dict) and isinstance(document.get("format"), int) and "sha256" in document
+
+
+def load_model(path: str | Path) -> tuple[Model, dict[str, Any]]:
+    """Read a model folder; the model, and whatever ``extra`` it was saved with."""
+    path = Path(path)
+    document = _read_document(path)
+    try:
+        return _rebuild(document, {name: _read_table(path, name, document) for name in document["sha256"]})
+    except CoveyError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, pl.exceptions.PolarsError) as problem:
+        raise ModelError(
+            f"The model in {str(path)!r} is damaged ({type(problem).__name__}: {problem}); fit it again, or copy it "
+            "again from where it came."
+        ) from None
+
+
+def _document(model: Model, extra: dict[str, Any]) -> dict[str, Any]:
+    classes = None
+    if model.classes is not None:
+        if model.classes.dtype.kind not in "OUSbiuf" or not all(
+            isinstance(c, str | int | float) for c in model.classes.tolist()
+        ):
+            raise ModelError(f"Classes of type {model.classes.dtype} cannot be saved; use text, numbers or booleans.")
+        classes = {"dtype": str(model.classes.dtype), "values": model.classes.tolist()}
+    return {
+        "format": FORMAT,
+        "covey": __version__,
+        "spec": spec_to_json(model.spec),
+        "design": model.design.to_json(),
+        "classes": classes,
+        "has_offset": model.has_offset,
+        "global": dict(zip(model.terms, model.wbar.tolist(), strict=True)),
+        "convergence": _plain_convergence(model.convergence),
+        "learned": None if model.learned is None else learned_to_json(model.learned),
+        "elsewhere": None if model.elsewhere is None else _elsewhere_to_json(model.elsewhere),
+        "extra": extra,
+        "sha256": {},
+    }
+
+
+def _plain_convergence(end: Convergence) -> dict[str, Any]:
+    """As JSON: what a private fit does not know is null, since JSON has no NaN."""
+    plain = asdict(end)
+    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in plain.items()}
+
+
+def _convergence(plain: Mapping[str, Any]) -> Convergence:
+    known = {name: math.nan if plain[name] is None else plain[name] for name in ("objective", "gradient_norm")}
+    return Convergence(**{**plain, **known})
+
+
+def _elsewhere_to_json(elsewhere: Elsewhere) -> dict[str, Any]:
+    counts = {"clients": elsewhere.clients.tolist(), "rows": elsewhere.rows.tolist()}
+    return {"sites": list(elsewhere.sites), **counts}
+
+
+def _elsewhere(plain: Mapping[str, Any] | None, clusters: int) -> Elsewhere | None:
+    if plain is None:
+        return None
+    counts = [np.array(plain[name], dtype=np.int64) for name in ("clients", "rows")]
+    if any(each.shape != (clusters,) for each in counts):
+        raise ModelError("The model is damaged: what it says of clients elsewhere does not fit its clusters; fit it again.")
+    return Elsewhere(tuple(plain["sites"]), *counts)
+
+
+def spec_to_json(spec: Spec) -> dict[str, Any]:
+    """A specification as JSON has it."""
+    plain = {part.name: getattr(spec, part.name) for part in fields(spec)}
+    penalties = {name: _plain_penalty(plain[name]) for name in _PENALTIES}
+    return {**plain, **penalties, "vary": _plain_vary(spec.vary), "options": _plain_options(spec.options)}
+
+
+def spec_from_json(plain: Mapping[str, Any]) -> Spec:
+    """The specification that JSON stands for, checked."""
+    # What an older covey did not write takes its default.
+    spec = Spec(**{**plain, **{name: _penalty_from_plain(plain.get(name)) for name in _PENALTIES}})
+    spec.check()
+    return spec
+
+
+def learned_to_json(learned: Learned) -> dict[str, Any]:
+    """What was learned, but for the clients' sums, as JSON has it."""
+    return {
+        "components": learned.components.to_json(),
+        "covariance": learned.covariance.tolist(),
+        "origin": learned.origin.tolist(),
+        "log_weights": learned.log_weights,
+        "whole": None if learned.whole is None else learned.whole.to_json(),
+    }
+
+
+def _sums_table(learned: Learned) -> pl.DataFrame:
+    """Of each client the lower triangle of ``C``, and ``r``, ``c``, ``n``."""
+    units = learned.units
+    rows, columns = np.tril_indices(units.C.shape[1])
+    return pl.DataFrame({"C": units.C[:, rows, columns], "r": units.r, "c": units.c, "n": units.n})
+
+
+def _learned(
+    document: Mapping[str, Any] | None, sums: pl.DataFrame | None, terms: Sequence[str], tree: Hierarchy
+) -> Learned | None:
+    """What was learned, with the clients' sums if these were saved."""
+    if document is None:
+        return None
+    d = len(terms)
+    rows, columns = np.tril_indices(d)
+    table = {"C": np.empty((0, len(rows))), "r": np.empty((0, d)), "c": np.empty(0), "n": np.empty(0)}
+    if sums is not None and len(sums) != tree.n_clients:
+        raise ModelError("The model is damaged: it has not one row of sums for each client; copy the whole folder.")
+    if sums is not None:
+        table = {name: np.ascontiguousarray(sums[name].to_numpy()) for name in table}
+    C = np.zeros((len(table["n"]), d, d))
+    C[:, rows, columns] = C[:, columns, rows] = table["C"]
+    units = Quadratic(C, table["r"], table["c"], table["n"])
+    components = Components.from_json(document["components"])
+    covariance, origin = np.array(document["covariance"], dtype=np.float64), np.array(document["origin"], dtype=np.float64)
+    s2, log_weights = components.residual, document["log_weights"]
+    numbers = covariance, origin, components.client.covariance, components.cluster.covariance, *table.values()
+    fits = (
+        covariance.shape == (d, d)
+        and origin.shape == (d,)
+        and table["r"].shape[1] == d
+        and len(table["n"]) in (0, tree.n_clients)
+    )
+    if not fits or not all(np.isfinite(each).all() for each in numbers) or not (s2 is None or 0 < s2 < np.inf):
+        raise ModelError("The model is damaged: what it learned does not fit its clients and terms; fit it again.")
+    learned = Learned.of(components, terms, tree, covariance, units, origin, float(log_weights))
+    return replace(learned, whole=_whole(document.get("whole"), d, tree.n_clusters))
+
+
+def _whole(plain: Mapping[str, Any] | None, d: int, clusters: int) -> Whole | None:
+    """What a fit across sites knows of the clients of all of them."""
+    if plain is None:
+        return None
+    whole = Whole.from_json(plain)
+    if whole.clusters.shape != (clusters, d, d) or whole.flat.shape != (2, d) or not np.isfinite(whole.clusters).all():
+        raise ModelError("The model is damaged: what it says of all sites does not fit its clusters and terms; fit it again.")
+    return whole
+
+
+def _tables(model: Model) -> tuple[pl.DataFrame, pl.DataFrame]:
+    tree = model.hierarchy
+    clusters = pl.DataFrame({"cluster": tree.cluster_ids, "clients": tree.sizes})
+    clients = pl.DataFrame({"cluster": tree.parent, "client": tree.client_ids, "rows": model.rows})
+    if model.penalty is not None:
+        clusters = clusters.with_columns(lam=pl.Series(model.penalty.lam), gamma=pl.Series(model.penalty.cluster_gamma))
+        clients = clients.with_columns(gamma=pl.Series(model.penalty.gamma))
+    return _with_coefficients(clusters, model, model.w), _with_coefficients(clients, model, model.theta)
+
+
+def _with_coefficients(table: pl.DataFrame, model: Model, values: Floats) -> pl.DataFrame:
+    return table.with_columns(pl.Series(f"coef.{term}", values[:, at]) for at, term in enumerate(model.terms))
+
+
+def _rebuild(document: Mapping[str, Any], tables: Mapping[str, pl.DataFrame]) -> tuple[Model, dict[str, Any]]:
+    restored = spec_from_json(document["spec"])
+    design = design_from_json(document["design"])
+    clusters, clients = tables["clusters"], tables["clients"]
+    cluster_ptr = np.concatenate([[0], np.cumsum(clusters["clients"].to_numpy())]).astype(np.int64)
+    tree = Hierarchy(cluster_ptr, clients["client"].rename(""), clusters["cluster"].rename(""))
+    if not np.array_equal(clients["cluster"].to_numpy(), tree.parent):
+        raise ModelError("The model is damaged: its clients and clusters do not fit together; fit it again.")
+    penalty = None
+    if "gamma" in clients.columns:
+        gamma = clients["gamma"].to_numpy()
+        total = clusters["gamma"].to_numpy() if "gamma" in clusters.columns else tree.sum_up(gamma)  # as older models have it
+        penalty = Penalty(gamma, clusters["lam"].to_numpy(), total)
+    wbar = [document["global"][term] for term in design.terms]
+    if not all(isinstance(value, float) for value in wbar):
+        raise ModelError("The model is damaged: its global coefficients are not numbers; fit it again.")
+    classes = document["classes"]
+    coefficients = [f"coef.{term}" for term in design.terms]
+    model = Model(
+        restored,
+        design,
+        tree,
+        _matrix(clients, coefficients),
+        _matrix(clusters, coefficients),
+        np.array(wbar),
+        clients["rows"].to_numpy().astype(np.int64),
+        _convergence(document["convergence"]),
+        penalty,
+        None if classes is None else np.array(classes["values"], dtype=np.dtype(classes["dtype"])),
+        bool(document["has_offset"]),
+        learned=_learned(document.get("learned"), tables.get(_SUMS), design.terms, tree),
+        elsewhere=_elsewhere(document.get("elsewhere"), tree.n_clusters),
+    )
+    return model, dict(document["extra"])
+
+
+def _matrix(table: pl.DataFrame, columns: list[str]) -> Floats:
+    return np.ascontiguousarray(table.select(columns).to_numpy(), dtype=np.float64)
+
+
+def _read_document(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise ModelError(f"There is no model folder {str(path)!r}; check the path.")
+    try:
+        document = json.loads((path / "model.json").read_text())
+    except OSError:
+        inside = path / "operator"
+        of_sites = f" The fit across sites in it is in {str(inside)!r}." if (inside / "model.json").exists() else ""
+        raise ModelError(f"{str(path)!r} is not a covey model: it has no readable model.json.{of_sites}") from None
+    except ValueError:
+        raise ModelError(f"The model in {str(path)!r} is damaged: model.json is not valid JSON; fit it again.") from None
+    version = document.get("format") if isinstance(document, dict) else None
+    if not isinstance(version, int):
+        raise ModelError(f"{str(path)!r} is not a covey model: its model.json states no format.")
+    if version > FORMAT:
+        raise ModelError(
+            f"The model in {str(path)!r} has format {version}, written by covey {document.get('covey')}; this is covey "
+            f"{__version__}, which reads formats up to {FORMAT}: upgrade covey."
+        )
+    return dict(document)
+
+
+def _read_table(path: Path, name: str, document: Mapping[str, Any]) -> pl.DataFrame:
+    file = path / f"{name}.parquet"
+    if not file.exists():
+        raise ModelError(f"The model in {str(path)!r} is damaged: {name}.parquet is missing; copy the whole folder.")
+    if _checksum(file) != document["sha256"][name]:
+        raise ModelError(f"The model in {str(path)!r} is damaged: {name}.parquet does not match model.json; fit it again.")
+    return pl.read_parquet(file)
+
+
+def _checksum(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _plain_penalty(value: Any) -> Any:
+    """A penalty as JSON: a number, a list, or pairs of id and value; infinity, which JSON lacks, as text."""
+    if isinstance(value, Mapping):
+        return {"pairs": [[_plain_id(key), _plain_penalty(item)] for key, item in value.items()]}
+    if not isinstance(value, Mapping) and np.ndim(value) == 1:
+        return [_plain_penalty(item) for item in value]
+    if value is None:
+        return None
+    number = float(value)
+    return "inf" if math.isinf(number) else number
+
+
+def _plain_options(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """A solver's settings as JSON; a checkpoint is a file of the machine that fitted, and stays behind."""
+    if options is None:
+        return None
+    kept = {name: value for name, value in options.items() if name != "checkpoint"}
+    return {name: _plain_option(value) for name, value in kept.items()}
+
+
+def _plain_vary(vary: Any) -> Any:
+    """Terms as text: one, a list, or lists by level, whatever held them."""
+    if vary is None or isinstance(vary, str):
+        return vary
+    if isinstance(vary, Mapping):
+        return {level: _plain_vary(names) for level, names in vary.items()}
+    return [str(name) for name in vary]
+
+
+def _plain_option(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return [_plain_option(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _plain_id(key: Any) -> Any:
+    """An id as JSON: a date, which JSON lacks, as an object."""
+    plain = key.item() if isinstance(key, np.generic) else key
+    return {"date": plain.isoformat()} if isinstance(plain, date) else plain
+
+
+def _id_from_plain(plain: Any) -> Any:
+    return date.fromisoformat(plain["date"]) if isinstance(plain, Mapping) else plain
+
+
+def _penalty_from_plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {_id_from_plain(key): _penalty_from_plain(item) for key, item in value["pairs"]}
+    if isinstance(value, list | tuple):  # the latter if it came in a letter
+        return [_penalty_from_plain(item) for item in value]
+    return math.inf if value == "inf" else value

@@ -1,0 +1,158 @@
+"""Clients that come and go, without a refit: from the sums that the fit has kept, with the variance components it has learned.
+
+For a linear model the result is exact: the models at every level are those of a fit to all rows, at the same variance
+components. A new client's model is also what its cluster's model and its own few rows say together, so it can be had at once.
+For counts and classes the clients already there enter by their losses to second order about the mode, new ones by their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from covey._typing import Floats, Ints
+from covey.errors import DataError, listing, warn
+from covey.model.model import Model
+from covey.solvers.direct.elimination import Quadratic, descend, eliminate
+from covey.solvers.direct.sweep import solve_top
+from covey.tables.rows import GroupedData
+from covey.tree.hierarchy import Hierarchy
+from covey.tree.ids import as_labels, lookup
+from covey.variance.components import Learned
+from covey.variance.gaussian import invert
+from covey.variance.identify import check_rank
+
+_STEPS, _CLOSE, _REACH = 100, 1e-10, 2.0
+_LATER = "clients came or went since: variances, log-likelihood and tests are those of the fit before"
+
+
+def add_clients(model: Model, data: GroupedData) -> Model:
+    """The model with new rows (see ``group_rows``): of new clients or known ones, in known clusters or new."""
+    learned = model.posterior.with_everybody
+    tree, places = _joined(model.hierarchy, data.hierarchy)
+    n = tree.n_clients
+    kept = model.hierarchy.n_clients
+    old = _placed(learned.units, places[:kept], n)
+    rows = np.bincount(places, np.concatenate([model.rows, data.rows_per_client]), n).astype(np.int64)
+    loss, at = model.spec.loss, np.tile(learned.origin, (data.n_clients, 1))
+    exact = loss.name == "gaussian"
+    if not exact:
+        at = at + _start(model, data)
+    for _ in range(_STEPS):
+        here = loss.expand(data, at)
+        # About the origin: f(t) = 1/2 t'Ht - b't with b = H (at - origin) - slope.
+        b = np.einsum("iab,ib->ia", here.hessian, at - learned.origin) - here.gradient
+        fresh = Quadratic(here.hessian, b, here.value, data.rows_that_count)
+        updated = _solved(model, replace(learned, units=old + _placed(fresh, places[kept:], n)), tree, rows)
+        step = updated.theta[places[kept:]] - at
+        if exact or float(np.abs(step).max(initial=0.0)) <= _CLOSE * (1.0 + float(np.abs(at).max(initial=0.0))):
+            return updated
+        # Far from the mode a quadratic is a poor guide: a row's margin moves by a few units at a time.
+        reach = np.maximum.reduceat(np.abs(np.einsum("ld,ld->l", data.X, step[data.client_of_row])), data.client_ptr[:-1])
+        at = at + step * np.minimum(1.0, _REACH / np.maximum(reach, _REACH))[:, None]
+    warn("The models of the new rows did not converge; their responses are unlike any that the model was learned from.")
+    return updated
+
+
+def remove_clients(model: Model, clients: Sequence[Any]) -> Model:
+    """The model as if these clients had never taken part."""
+    learned, tree = model.posterior.with_everybody, model.hierarchy
+    if isinstance(clients, str):
+        clients = [clients]
+    found = lookup(as_labels(clients, "client"), tree.client_ids, "client")
+    if (found < 0).any():
+        unknown = [list(clients)[at] for at in np.flatnonzero(found < 0)]
+        raise DataError(f"The model has no client {listing(unknown, 5)}; the ids are those of clients_.")
+    keep = np.ones(tree.n_clients, dtype=bool)
+    keep[found] = False
+    if not keep.any():
+        raise DataError("Nothing would be left of the model without these clients; keep at least one.")
+    counts = np.bincount(tree.parent[keep], minlength=tree.n_clusters)
+    left = Hierarchy(np.concatenate([[0], np.cumsum(counts)]), tree.client_ids.filter(pl.Series(keep)), tree.cluster_ids)
+    units = learned.units
+    check_rank(units.C[keep].sum(axis=0), model.terms)
+    fewer = Quadratic(units.C[keep], units.r[keep], units.c[keep], units.n[keep])
+    return _solved(model, replace(learned, units=fewer), left, model.rows[keep])
+
+
+def _solved(model: Model, learned: Learned, tree: Hierarchy, rows: Ints) -> Model:
+    """One sweep over the sums."""
+    learned = Learned.of(
+        learned.components, model.terms, tree, learned.covariance, learned.units, learned.origin, learned.log_weights
+    )
+    seen, whole = _top(learned, tree)
+    _, before = _top(model.posterior.learned, model.hierarchy)
+    # What pulls the global model apart from its clusters' forces: nothing in a linear model, in others the slope of the
+    # likelihood's determinants, taken as it was at the fit.
+    own = before.C[0] @ (model.wbar - learned.origin) - before.r[0]
+    w, _, wbar = solve_top(seen, learned.cluster, own=own)
+    theta, _ = descend(learned.units.C, learned.units.r, learned.client, tree.parent, w)
+    # The fit's own covariance, changed by as much as the sums say: a model of counts has a little more than they know of.
+    change = invert(whole.C[0])[0] - invert(before.C[0])[0]
+    covariance = model.posterior.whole + learned.dispersion * change
+    components = learned.components
+    if _LATER not in components.notes:
+        components = replace(components, notes=(*components.notes, _LATER))
+    learned = replace(learned, covariance=covariance, components=components)
+    shift = learned.origin
+    return replace(
+        model, hierarchy=tree, theta=shift + theta, w=shift + w, wbar=shift + wbar, rows=rows, learned=learned,
+        history=None, ledger=None,
+    )  # fmt: skip
+
+
+def _top(learned: Learned, tree: Hierarchy) -> tuple[Quadratic, Quadratic]:
+    """What is seen of each cluster, and of the whole."""
+    seen = eliminate(learned.units, learned.client, tree.cluster_ptr)
+    return seen, eliminate(seen, learned.cluster, np.array([0, tree.n_clusters]))
+
+
+def _start(model: Model, data: GroupedData) -> Floats:
+    """Where Newton begins for new rows: the model that would have answered for them."""
+    tree = data.hierarchy
+    cluster = lookup(tree.cluster_ids, model.hierarchy.cluster_ids, "cluster")[tree.parent]
+    client = lookup(tree.client_ids, model.hierarchy.client_ids, "client")
+    table = np.concatenate([model.theta, model.w, model.wbar[None]])
+    which = np.where(client >= 0, client, np.where(cluster >= 0, cluster + len(model.theta), -1))
+    return np.asarray(table[which])
+
+
+def _joined(old: Hierarchy, new: Hierarchy) -> tuple[Hierarchy, Ints]:
+    """Both hierarchies as one, and the place in it of each client of the old, then of the new."""
+    for level, known, fresh in (("client", old.client_ids, new.client_ids), ("cluster", old.cluster_ids, new.cluster_ids)):
+        if known.dtype == pl.Int64 and fresh.dtype == pl.Float64:  # of which only whole numbers could be ids of this model
+            odd = fresh.filter(fresh != fresh.floor())[0]
+            raise DataError(f"The {level} id {odd!r} is no whole number, but the model's {level} ids are; change the id.")
+    cluster = lookup(new.cluster_ids, old.cluster_ids, "cluster")
+    unknown = np.flatnonzero(cluster < 0)
+    cluster[unknown] = old.n_clusters + np.arange(len(unknown))
+    client = lookup(new.client_ids, old.client_ids, "client")
+    moved = np.flatnonzero((client >= 0) & (old.parent[client] != cluster[new.parent]))
+    if len(moved):
+        at = int(moved[0])
+        raise DataError(
+            f"Client {new.client_ids[at]!r} is in cluster {old.cluster_ids[int(old.parent[client[at]])]!r} in the model but in "
+            f"{new.cluster_ids[int(new.parent[at])]!r} in the new rows; mend the cluster, or give the client a new id."
+        )
+    strange = np.flatnonzero(client < 0)
+    client[strange] = old.n_clients + np.arange(len(strange))
+    ids = pl.concat([old.client_ids, new.client_ids.gather(strange).cast(old.client_ids.dtype)])
+    clusters = pl.concat([old.cluster_ids, new.cluster_ids.gather(unknown).cast(old.cluster_ids.dtype)])
+    parent = np.concatenate([old.parent, cluster[new.parent[strange]]])
+    order = np.argsort(parent, kind="stable")
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    ptr = np.concatenate([[0], np.cumsum(np.bincount(parent, minlength=len(clusters)))])
+    return Hierarchy(ptr, ids.gather(order), clusters), place[np.concatenate([np.arange(old.n_clients), client])]
+
+
+def _placed(units: Quadratic, places: Ints, n: int) -> Quadratic:
+    """Units at their places among ``n``, nothing elsewhere."""
+    d = units.r.shape[1]
+    whole = Quadratic(np.zeros((n, d, d)), np.zeros((n, d)), np.zeros(n), np.zeros(n))
+    whole.C[places], whole.r[places], whole.c[places], whole.n[places] = units.C, units.r, units.c, units.n
+    return whole

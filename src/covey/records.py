@@ -1,0 +1,159 @@
+"""Records: frozen values that travel between nodes or are kept on disk, written as bytes.
+
+A record is a frozen dataclass whose fields are records, arrays, numbers, text, tuples, dictionaries or None. Every subclass of
+:class:`Record` registers itself by its name, which is unique in the whole tree. Written, a record is a header in JSON (the
+tree of values, with a number in place of each array) followed by the arrays. Reading builds registered classes and nothing
+else: no code comes with the bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from covey._typing import Anything
+from covey.errors import CoveyError
+
+_MAGIC = b"covey\x02"
+_DTYPES = ("<f8", "<i8", "<u8", "|b1", "|u1")
+
+
+class RecordError(CoveyError):
+    """Bytes that are not a record of covey's."""
+
+
+class Record:
+    """Base class of everything that travels or is kept; a subclass is a frozen dataclass."""
+
+    registered: ClassVar[dict[str, type[Record]]] = {}
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        other = Record.registered.setdefault(cls.__name__, cls)
+        if other.__module__ != cls.__module__:
+            raise TypeError(f"There are two records {cls.__name__!r}, in {other.__module__} and {cls.__module__}; rename one.")
+        Record.registered[cls.__name__] = cls
+
+
+class Reply(Record):
+    """A record that adds, field by field: the reply of several nodes together is the sum of theirs.
+
+    A field whose metadata say ``least`` is a lower bound: the sum has the smaller of the two.
+    """
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(
+            *(_added(part.metadata, getattr(self, part.name), getattr(other, part.name)) for part in _parts(self))
+        )
+
+
+def _added(metadata: Any, one: Any, two: Any) -> Any:
+    if metadata.get("least"):
+        return min(one, two)
+    return None if one is None or two is None else one + two
+
+
+def _parts(record: Any) -> Any:
+    return fields(record)
+
+
+@dataclass(frozen=True)
+class Count(Reply):
+    """How many of something nodes have."""
+
+    number: int
+
+
+def encode(value: Any) -> bytes:
+    """A record, or a plain value, as bytes.
+
+    >>> decode(encode(Count(3)))
+    Count(number=3)
+    """
+    arrays: list[Anything] = []
+    tree = _flat(value, arrays)
+    described = [[array.dtype.str, list(array.shape)] for array in arrays]
+    head = json.dumps({"tree": tree, "arrays": described}, separators=(",", ":")).encode()
+    return b"".join([_MAGIC, len(head).to_bytes(4, "little"), head, *(array.tobytes() for array in arrays)])
+
+
+def decode(text: bytes) -> Any:
+    """The value that some bytes stand for."""
+    try:
+        if text[:6] != _MAGIC:
+            raise ValueError("they do not begin like one")
+        size = int.from_bytes(text[6:10], "little")
+        head = json.loads(text[10 : 10 + size])
+        return _built(head["tree"], list(_arrays(text, 10 + size, head["arrays"])))
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as problem:
+        raise RecordError(f"These {len(text)} bytes are not a message of covey's: {problem}.") from None
+
+
+def outline(value: Any) -> Any:
+    """What a value looks like without its numbers: classes, kinds and shapes."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape
+    if isinstance(value, Record):
+        return type(value).__name__, *(outline(getattr(value, name)) for name in names(value))
+    if isinstance(value, tuple | list):
+        return tuple(outline(each) for each in value)
+    return type(value).__name__
+
+
+def names(record: Record) -> list[str]:
+    """The fields of a record."""
+    return [part.name for part in _parts(record) if part.init]
+
+
+def build(name: str, values: dict[str, Any]) -> Record:
+    """The record of a registered class."""
+    return Record.registered[name](**values)
+
+
+def _flat(value: Any, arrays: list[Anything]) -> Any:
+    """A value as JSON has it; arrays are put aside."""
+    if value is None or isinstance(value, bool | str | int | float):
+        return value
+    if isinstance(value, np.ndarray):
+        array = np.ascontiguousarray(value).reshape(value.shape)
+        if array.dtype.str not in _DTYPES:
+            raise TypeError(f"arrays of {array.dtype} do not travel")
+        arrays.append(array)
+        return {"array": len(arrays) - 1}
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Record):
+        return {"is": type(value).__name__, "has": {name: _flat(getattr(value, name), arrays) for name in names(value)}}
+    if isinstance(value, tuple | list):
+        return {"all": [_flat(each, arrays) for each in value]}
+    if isinstance(value, dict):
+        return {"by": [[name, _flat(each, arrays)] for name, each in value.items()]}
+    raise TypeError(f"a {type(value).__name__} does not travel")
+
+
+def _built(tree: Any, arrays: list[Anything]) -> Any:
+    if not isinstance(tree, dict):
+        return tree
+    if "array" in tree:
+        return arrays[tree["array"]]
+    if "all" in tree:
+        return tuple(_built(each, arrays) for each in tree["all"])
+    if "by" in tree:
+        return {name: _built(each, arrays) for name, each in tree["by"]}
+    return build(tree["is"], {name: _built(each, arrays) for name, each in tree["has"].items()})
+
+
+def _arrays(text: bytes, at: int, described: list[Any]) -> Iterator[Anything]:
+    for dtype, shape in described:
+        if dtype not in _DTYPES:
+            raise ValueError(f"they hold an array of {dtype!r}")
+        count = int(np.prod(shape, dtype=np.int64)) if shape else 1
+        array = np.frombuffer(text, np.dtype(dtype), count, at).reshape(shape)
+        at += array.nbytes
+        yield array.copy()
+    if at != len(text):
+        raise ValueError("their number is not what their head says")

@@ -1,0 +1,1 @@
+"""Tables to rows: reading files, formulas and bars, standardising, rows sorted by group and client."""

@@ -1,0 +1,154 @@
+"""The plan: what it promises is what a run costs, at most; the cheapest is marked; auto follows the same model."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import polars as pl
+import pytest
+
+from covey import GroupedData, Objective, Penalty, newton, plan, sweep
+from covey.datasets import simulate
+from covey.errors import CoveyError, SolverError
+from covey.fitting.planning import race
+from covey.losses import Gaussian, loss_of
+from covey.problem.spec import Spec
+from covey.solvers import al2sgd_plus, solve
+from covey.solvers.costs import costs, surely_direct
+
+SOLVERS = ["newton", "l2gd", "one_coin", "al2sgd_plus"]
+
+
+def problem(family="gaussian", **changes):
+    settings = {"clusters": 3, "clients": 6, "rows": 20, "d": 2, "cluster_sd": 0.4, "client_sd": 0.3, "seed": 4, **changes}
+    return simulate(family, **settings).data
+
+
+@pytest.mark.parametrize("family", ["gaussian", "bernoulli", "poisson"])
+def test_a_run_needs_no_more_than_the_plan_says(family):
+    data = problem(family)
+    found = plan(data, family=family, gamma=3.0, accuracy=1e-6)
+    assert found.frame["solver"].to_list() == (["sweep", *SOLVERS] if family == "gaussian" else SOLVERS)
+    assert found.cheapest == found.frame["solver"][0]
+    promised = {cost.solver: cost for cost in found.costs}
+    loss, penalty = loss_of(family), Penalty.of(data.hierarchy, gamma=3.0)
+    best = newton(data, loss, penalty)
+    assert promised["newton"].within == best.convergence.exchanges == best.ledger.between
+    assert promised["newton"].bytes == best.ledger.bytes
+    T, far, spent = int(promised["al2sgd_plus"].iterations), [], []
+    for seed in range(3):
+        with pytest.warns(UserWarning, match="raise max_iter"):
+            fit = al2sgd_plus(data, loss, penalty, max_iter=T, every=T, tol=0.0, seed=seed)
+        far.append(((fit.theta - best.theta) ** 2).sum() / (best.theta**2).sum())
+        spent.append(fit.ledger)
+    assert np.mean(far) <= 1e-6
+    checks = spent[0].checks  # the plan has them where the run put them by default; here there were only two
+    for seen, expected in (
+        ([ledger.between for ledger in spent], promised["al2sgd_plus"].between),
+        ([ledger.within.mean() for ledger in spent], promised["al2sgd_plus"].within),
+    ):
+        assert np.mean(seen) + checks <= expected + 4 * np.sqrt(expected / 3)
+
+
+def test_time_is_that_of_the_links():
+    data = problem()
+    slow, fast = (plan(data, latency=latency, bandwidth=1e9) for latency in (1.0, 0.001))
+    for one, other in zip(slow.costs, fast.costs, strict=True):
+        assert one.seconds == pytest.approx(1000 * other.seconds, rel=1e-3)
+        assert one.seconds == pytest.approx(2 * (one.within + one.between), rel=1e-3)
+
+
+def test_the_plan_prints_and_marks_the_cheapest():
+    text = str(plan(problem(), gamma=3.0))
+    assert "18 clients in 3 clusters, 2 coefficients each" in text
+    assert "\n* sweep " in text
+    assert text.count("* ") == 2  # the mark, and what it means
+    assert "bound of its theorem" in text
+
+
+def test_solvers_that_do_not_fit_say_why():
+    X = np.ones((8, 2))  # two columns that nobody can tell apart
+    data = GroupedData.from_arrays(X, np.arange(8.0), np.repeat([0, 1], 4))
+    found = plan(data, gamma=1.0)
+    assert [math.isinf(cost.seconds) for cost in found.costs] == [False, False, True, True, True]
+    assert "does not fit: No rate is known for this problem: in some direction it is flat" in str(found)
+
+
+def test_a_plan_where_nothing_has_to_be_learnt():
+    data = problem()
+    assert plan(replace(data, y=np.zeros(data.n_rows)), gamma=1.0).cheapest == "sweep"
+    told = race(GroupedData.from_arrays(np.ones((8, 2)), np.arange(8.0), np.repeat([0, 1], 4)), Spec(gamma=1.0))
+    assert list(told) == ["sweep", "newton"]  # the others do not fit, and are left out
+
+
+def test_a_frame_is_read_as_the_estimators_read_it(homes):
+    found = plan(homes, formula="log_radon ~ floor", client="county", cluster="state", gamma=10.0)
+    assert "470 clients in 9 clusters" in found.shape
+    with pytest.raises(CoveyError, match="There is no column 'county2'; did you mean 'county'"):
+        plan(homes, formula="log_radon ~ floor", client="county2")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"accuracy": 0}, r"The 'accuracy' parameter must be a number > 0\. Got 0 instead"),
+        ({"accuracy": 2}, "'accuracy' parameter must be a number below 1"),
+        ({"latency": -1}, "'latency' parameter must be a number >= 0"),
+        ({"bandwidth": 0}, "'bandwidth' parameter must be a number > 0"),
+        ({"solver": "l2gd"}, "The plan has no setting 'solver' here; it takes 'gamma', 'lam'"),
+        ({"formula": "y ~ x"}, "The plan has no setting 'formula' here"),
+        ({"family": "poisson"}, "the poisson family takes counts >= 0"),
+        ({"family": "gamma"}, "'family' parameter must be one of"),
+    ],
+)
+def test_impossible_networks(given, message):
+    with pytest.raises(CoveyError, match=message):
+        plan(problem(), **given)
+
+
+def test_auto_follows_the_cost_model(monkeypatch):
+    """Few coefficients: the direct solver, with nothing measured. Many, over a thin line: whatever the plan marks."""
+    small = problem()
+    assert surely_direct(Objective(small, Gaussian(), Penalty.of(small.hierarchy)), accuracy=1e-8)
+    assert solve(small, Gaussian(), Penalty.of(small.hierarchy)).convergence.solver == "sweep"
+    wide = problem("bernoulli", d=400, clusters=2, clients=3, rows=30)
+    penalty, loss = Penalty.of(wide.hierarchy, gamma=5.0), loss_of("bernoulli", "mean", 10.0)
+    objective = Objective(wide, loss, penalty)
+    assert surely_direct(objective, accuracy=1e-8)
+    thin = {"latency": 0.0, "bandwidth": 1.0}
+    assert not surely_direct(objective, accuracy=1e-3, **thin)
+    marked = min(costs(objective, [newton(wide, loss, penalty)], accuracy=1e-3, **thin)[0], key=lambda cost: cost.seconds)
+    assert marked.solver == "al2sgd_plus"
+    package = importlib.import_module("covey.solvers")
+    for name in ("surely_direct", "costs"):
+        monkeypatch.setattr(package, name, partial(getattr(package, name), **thin))
+    assert solve(wide, loss, penalty, tol=1e-3).convergence.solver == "al2sgd_plus"
+
+
+def test_the_race_is_measured():
+    data = problem("bernoulli")
+    told = race(data, Spec(family="bernoulli", gamma=3.0), accuracy=1e-5, max_iter=3000)
+    assert list(told) == ["newton", "l2gd", "l2gd switching", "one_coin", "al2sgd_plus"]
+    for history in told.values():
+        assert history["gap"][0] == pytest.approx(1.0)
+        assert history["exchanges"].is_sorted()
+    assert told["newton"]["gap"][-1] < 1e-12
+    assert told["al2sgd_plus"].filter(pl.col("gap") <= 1e-5).height > 0
+
+
+def test_options_belong_to_a_solver():
+    data = problem()
+    penalty = Penalty.of(data.hierarchy)
+    with pytest.raises(SolverError, match="The solver 'newton' has no option 'p0'; it takes 'checkpoint'"):
+        solve(data, Gaussian(), penalty, solver="newton", options={"p0": 0.1})
+    with pytest.raises(SolverError, match="The solver 'one_coin' has no option 'tau'; it takes 'L', 'checkpoint', 'eta'"):
+        solve(data, Gaussian(), penalty, solver="one_coin", options={"tau": 0.1})
+    with pytest.raises(SolverError, match="The 'options' parameter must map names to values"):
+        solve(data, Gaussian(), penalty, solver="l2gd", options=3)
+    exact = sweep(data, Gaussian(), penalty)
+    again = solve(data, Gaussian(), penalty, solver="al2sgd_plus", tol=1e-14, start=exact)
+    assert again.convergence.iterations == 0  # it starts where the other ended

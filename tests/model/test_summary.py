@@ -1,0 +1,169 @@
+"""What a summary says, in print and in JSON, against the textbook's formulas and a dense likelihood."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from covey import HierarchicalClassifier, HierarchicalRegressor
+from covey.datasets import load_radon, simulate
+from covey.federation.simulate import simulate as across_sites
+from covey.model.summary import describe, summary
+from covey.problem.spec import Spec
+
+DRAWN = simulate(clusters=7, clients=5, rows=6, d=2, wbar=0.5, intercept=True, cluster_sd=0.8, client_sd=0.5, seed=3)
+FRAME = DRAWN.frame().drop("x0").rename({"x1": "x"})
+
+
+def fit(formula, frame=FRAME, **settings):
+    return HierarchicalRegressor(formula=formula, **settings).fit(frame)
+
+
+def document(model):
+    plain = json.loads(json.dumps(model.summary().to_json(), allow_nan=False))
+    assert plain == model.summary().to_json()
+    return plain
+
+
+def dense_log_likelihood(model, reml):
+    """From the joint normal law of all responses, the global coefficients at their best or integrated out."""
+    found, X = model.components_, DRAWN.X
+    own, above = found.client.embedded(model.terms_)[0], found.cluster.embedded(model.terms_)[0]
+    V = found.residual * np.eye(len(X))
+    V += (X @ own @ X.T) * (DRAWN.client[:, None] == DRAWN.client)
+    V += (X @ above @ X.T) * (DRAWN.cluster[:, None] == DRAWN.cluster)
+    told = stats.multivariate_normal(X @ model.global_coef_, V).logpdf(DRAWN.y)
+    if reml:
+        told += 0.5 * X.shape[1] * np.log(2 * np.pi) - 0.5 * np.linalg.slogdet(X.T @ np.linalg.solve(V, X))[1]
+    return told
+
+
+@pytest.mark.parametrize("penalty", ["reml", "ml"])
+@pytest.mark.parametrize(
+    ("formula", "parameters"),
+    [
+        ("y ~ x + (1 | cluster/client)", 2 + 2 + 1),
+        ("y ~ x + (x || cluster/client)", 2 + 4 + 1),
+        ("y ~ x + (x | cluster/client)", 2 + 6 + 1),
+        ("y ~ x + (1 | cluster) + (x | cluster:client)", 2 + 4 + 1),
+    ],
+)
+def test_the_likelihood_and_its_criteria_are_the_textbooks(formula, penalty, parameters):
+    model = fit(formula, penalty=penalty)
+    told = document(model)
+    log_likelihood = dense_log_likelihood(model, penalty == "reml")
+    assert told["method"] == penalty.upper()
+    assert told["log_likelihood"] == pytest.approx(log_likelihood, abs=1e-6)
+    assert told["parameters"] == parameters
+    assert told["aic"] == pytest.approx(-2 * log_likelihood + 2 * parameters, abs=1e-6)
+    assert told["bic"] == pytest.approx(-2 * log_likelihood + np.log(210) * parameters, abs=1e-6)
+
+
+def test_json_has_the_groups_the_components_the_shares_and_the_tests():
+    model = fit("y ~ x + (1 | cluster/client)")
+    told = document(model)
+    assert (told["rows"], told["clients"], told["clusters"]) == (210, 35, 7)
+    assert told["family"] == "gaussian"
+    assert told["converged"] is True
+    by_level = {row["level"]: row for row in told["variance_components"]}
+    variances = {level: row["sd"] ** 2 for level, row in by_level.items()} | {"residual": told["residual_sd"] ** 2}
+    # With intercepts only, shares of variance are intraclass correlations.
+    for level, share in told["share_of_variance"].items():
+        assert share == pytest.approx(variances[level] / sum(variances.values()))
+    assert {row["term"] for row in told["variance_components"]} == {"Intercept"}
+    assert all(row["sd_error"] > 0 for row in told["variance_components"])
+    assert told["warnings"] == []
+    for test in told["tests"]:
+        without = fit({"client": "y ~ x + (1 | cluster)", "cluster": "y ~ x + (1 | cluster:client)"}[test["level"]],
+                      client="client", cluster="cluster", tests=False)  # fmt: skip
+        gain = 2 * (told["log_likelihood"] - without.components_.log_likelihood)
+        assert test["statistic"] == pytest.approx(gain, abs=1e-5)
+        assert test["p_value"] == pytest.approx(0.5 * stats.chi2.sf(gain, 1), rel=1e-3)
+    for row in told["global"]:
+        assert row["lower"] < row["estimate"] < row["upper"]
+
+
+def test_shares_weigh_varying_terms_by_the_rows_they_have():
+    model = fit("y ~ x + (x | cluster/client)")
+    found, moments = model.components_, DRAWN.X.T @ DRAWN.X / 210
+    parts = [(level.covariance[0] * moments).sum() for level in (found.cluster, found.client)] + [found.residual]
+    np.testing.assert_allclose(found.shares, np.array(parts) / sum(parts))
+
+
+def test_correlations_are_in_json_and_in_print():
+    model = fit("y ~ x + (x | cluster/client)")
+    told = document(model)
+    slope = next(row for row in told["variance_components"] if (row["level"], row["term"]) == ("client", "x"))
+    S = model.components_.client.covariance[0]
+    assert slope["correlation"]["Intercept"] == pytest.approx(S[0, 1] / np.sqrt(S[0, 0] * S[1, 1]))
+    assert f"correlation between clients: Intercept and x {slope['correlation']['Intercept']:.2f}" in str(model)
+
+
+def test_print_is_the_report():
+    model = fit("y ~ x + (1 | cluster/client)")
+    told, text = document(model), str(model)
+    assert text == str(model.summary())
+    for part in (
+        "Hierarchical linear model: y ~ x + (1 | cluster/client)",
+        "210 rows of 35 clients (client) in 7 clusters (cluster)",
+        f"REML: log-likelihood {told['log_likelihood']:.2f}, AIC {told['aic']:.1f}, BIC {told['bic']:.1f}, 5 parameters",
+        "clients differ: likelihood ratio",
+        "clusters matter: likelihood ratio",
+        "sd of clusters",
+        f"{told['residual_sd']:.4g}",
+        f"share of variance: {100 * told['share_of_variance']['cluster']:.1f}% between clusters",
+    ):
+        assert part in text
+
+
+@pytest.mark.parametrize("formula", ["y ~ x + (1 | cluster/client)", "y ~ x + (x | cluster/client)"])
+def test_a_singular_fit_says_so_and_is_valid_json(formula):
+    rng = np.random.default_rng(0)
+    model = fit(formula, FRAME.with_columns(y=rng.normal(size=len(FRAME))))
+    told = document(model)
+    assert any("singular" in note for note in told["warnings"])
+    assert "singular" in str(model)
+    assert all(row["sd"] >= 0 for row in told["variance_components"])
+
+
+def test_a_spread_for_each_cluster_is_listed_by_cluster():
+    told = document(fit("y ~ x + (1 | cluster/client)", per_cluster=True))
+    rows = [row for row in told["variance_components"] if row["level"] == "client"]
+    assert [row["cluster"] for row in rows] == list(range(7))
+    assert told["parameters"] == 2 + 7 + 1 + 1
+
+
+def test_of_classes_there_is_no_residual_but_a_share_for_it():
+    drawn = simulate("bernoulli", clusters=6, clients=6, rows=15, d=1, intercept=True, cluster_sd=0.8, client_sd=0.8, seed=1)
+    given = {"client": drawn.client, "cluster": drawn.cluster}
+    model = HierarchicalClassifier(fit_intercept=False).fit(drawn.X, drawn.y, **given)
+    told = document(model)
+    assert told["method"] == "Laplace"
+    assert told["residual_sd"] is None
+    tau2, sigma2 = (level.sd[0, 0] ** 2 for level in (model.components_.client, model.components_.cluster))
+    # On the scale of the log-odds a logistic residual has variance pi^2 / 3.
+    total = tau2 + sigma2 + np.pi**2 / 3
+    assert told["share_of_variance"]["cluster"] == pytest.approx(sigma2 / total)
+    assert told["share_of_variance"]["client"] == pytest.approx(tau2 / total)
+    assert "log-odds of 1.0 against 0.0" in str(model)
+
+
+def test_a_model_of_given_penalties_has_a_summary_too():
+    model = HierarchicalRegressor(client="client", cluster="cluster", formula="y ~ x", gamma=1.0).fit(FRAME)
+    told = document(model)
+    assert told["method"] is None
+    assert [row["term"] for row in told["global"]] == ["Intercept", "x"]
+    assert "gamma 1 (client to cluster)" in str(model.summary())
+
+
+@pytest.mark.parametrize("gamma", [0.1, 0.3, 1 / 3])
+def test_one_gamma_for_all_is_one_number_also_where_only_sums_of_it_are_known(gamma):
+    """A model across sites knows each cluster's sum of gamma, and dividing it leaves other last digits for each cluster."""
+    spec = Spec(formula="log_radon ~ floor", client="county", cluster="state", gamma=gamma, lam=1.0)
+    model = across_sites(load_radon(), spec, 2).outcome.model
+    assert f"penalties gamma {gamma:.4g} (client to cluster), lam 1 (cluster" in describe(model)
+    low, high = summary(model).to_json()["penalty"]["gamma"]
+    assert low == high == pytest.approx(gamma)

@@ -1,0 +1,100 @@
+"""What the tests of the algorithms by coins share."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+import pytest
+
+from covey import GroupedData, Penalty
+from covey.datasets import simulate
+from covey.losses import Gaussian
+from covey.nodes.network import InMemory
+from covey.objective.theory import (
+    Coins,
+)
+from covey.solvers import al2sgd_plus, l2gd, one_coin
+from covey.solvers.first_order.l2gd import L2gdBegin, L2gdGuide, L2gdMove, StepSizes, equal_within
+from covey.solvers.first_order.loop import play
+from covey.solvers.first_order.protocol import Centres
+from covey.solvers.first_order.schedule import Flips, Schedule
+from covey.solvers.threads import threads_for
+
+accelerated = sys.modules["covey.solvers.first_order.al2sgd_plus"]  # the package's own name for it is the function
+
+
+SOLVERS = [l2gd, one_coin, al2sgd_plus]
+
+
+NOWHERE = np.zeros((1, 1))  # the anchor of an algorithm that has none
+
+
+quietly = pytest.mark.filterwarnings("ignore::covey.errors.ConvergenceWarning")
+
+
+@dataclass(frozen=True)
+class Clients:
+    data: GroupedData
+    penalty: Penalty
+
+
+def outcomes(drawn, k):
+    """Every outcome of one iteration's coins, with its probability."""
+    if drawn.p0 > 0:
+        yield drawn.p0, Flips(np.array([True]), np.zeros((1, k), dtype=bool), np.array([False]))
+    for heads in product([False, True], repeat=k):
+        chance = np.prod(np.where(heads, drawn.p, 1 - drawn.p))
+        if chance > 0:
+            yield (1 - drawn.p0) * chance, Flips(np.array([False]), np.array([heads]), np.array([False]))
+
+
+def some_coins(k, rng, p0=0.3):
+    """Probabilities that differ between clusters, one of them zero; tau not the best."""
+    p = rng.uniform(0.1, 0.8, size=k)
+    p[0] = 0.0
+    tau = np.where(p > 0, rng.uniform(0.1, 0.9, size=k), 1.0)
+    return Coins(p0, p, tau)
+
+
+def begun(data, loss, penalty, drawn, rate, start, closed=None):
+    """A network in memory at the start of algorithm 1."""
+    network = InMemory.of(data, loss, penalty.gamma, start)
+    closed = loss.name == "gaussian" if closed is None else closed
+    network.ask(L2gdBegin(drawn.local, rate, Centres.of(penalty).total, closed))
+    return network
+
+
+def follow(problem, drawn, eta, start, seed, times):
+    """The iterates of one run at some times."""
+    data, penalty, loss = problem.data, problem.penalty, Gaussian()
+    top, (equal, gamma) = Centres.of(penalty), equal_within(data.hierarchy, penalty)
+    guide, network = L2gdGuide(top, drawn, StepSizes(eta), gamma), begun(data, loss, penalty, drawn, StepSizes(eta), start)
+    schedule, t, path = Schedule(drawn, seed, equal), 0, []
+    with threads_for(data):
+        for until in times:
+            if until > t:
+                assert play(network, L2gdMove, guide, top, schedule.rounds(t, until), NOWHERE)[1] is None
+            t = until
+            path.append(network.node.theta)
+    return np.array(path)
+
+
+def conditioned(kappa, common):
+    """Clients whose Hessians are all diag(1/kappa, ..., 1): moving all of them along the first axis costs 1/kappa and no
+    penalty, so that the smallest curvature is attained. With ``common`` one model explains every row: no noise."""
+    rng = np.random.default_rng(0)
+    n, d = 6, 3
+    X = np.tile(np.diag(np.sqrt([1 / kappa, 1 / np.sqrt(kappa), 1.0])), (n, 1))
+    theta = np.ones((n, d)) if common else 1.0 + rng.normal(size=(n, d))
+    y = np.einsum("la,la->l", X, np.repeat(theta, d, axis=0))
+    data = GroupedData.from_arrays(X, y, np.repeat(np.arange(n), d), np.repeat(np.arange(2), 3 * d))
+    return data, Penalty.of(data.hierarchy, gamma=0.1, alpha=0.4)
+
+
+def many_clients(family, clients=400):
+    drawn = simulate(family, clusters=3, clients=clients, rows=5, d=3, equal_rows=False, client_sd=0.5, cluster_sd=0.5, seed=1)
+    data = drawn.data
+    return data, Penalty.of(data.hierarchy, gamma=2.0, lam=2.0)

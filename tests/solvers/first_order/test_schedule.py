@@ -1,0 +1,154 @@
+"""Coins and rounds: exact probabilities, replay, grouping against a plain reading of the algorithm, counted exchanges."""
+
+from __future__ import annotations
+
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import kstest
+
+from covey import GroupedData
+from covey.errors import CoveyError
+from covey.objective.theory import Coins, best_tau
+from covey.solvers.first_order.schedule import Flips, Schedule, group, majority, server_coin, streams, uniforms
+from covey.solvers.ledger import Ledger, links, paper_rates, rates
+from tests.conftest import seeds
+
+
+def coins(p0=0.3, p=(0.2, 0.6, 0.4), rho=0.0):
+    p = np.array(p)
+    return Coins(p0, p, best_tau(p0, p), rho)
+
+
+@given(p0=st.one_of(st.sampled_from([0.0, 1.0]), st.floats(1e-12, 1 - 1e-12)), k=st.integers(1, 9))
+def test_the_majority_shows_heads_with_probability_exactly_p0(p0, k):
+    q = server_coin(p0, k)
+    votes = np.array(list(product([False, True], repeat=k)))
+    chance = np.prod(np.where(votes, q, 1 - q), axis=1)
+    assert chance[majority(votes)].sum() == pytest.approx(p0, abs=1e-12)
+
+
+def test_votes_are_the_servers_own_coins():
+    schedule = Schedule(coins(p0=0.3, p=(0.1,) * 6), 4, vote="majority")
+    heads = schedule.flips(0, 40_000).between
+    assert heads.mean() == pytest.approx(0.3, abs=5 * np.sqrt(0.21 / 40_000))
+    with pytest.raises(CoveyError, match=r"'vote' parameter must be one of 'central', 'majority'\. Got 'loudest'"):
+        Schedule(coins(), 0, vote="loudest")
+
+
+@given(seed=seeds, cuts=st.lists(st.integers(1, 4000), min_size=1, max_size=5))
+@settings(max_examples=15)
+def test_coins_do_not_depend_on_where_a_run_is_cut(seed, cuts):
+    schedule = Schedule(coins(rho=0.1), seed)
+    edges = [0, *np.cumsum(cuts).tolist()]
+    parts = [schedule.flips(a, b) for a, b in pairwise(edges)]
+    whole = schedule.flips(0, edges[-1])
+    for name in ("between", "within", "refresh"):
+        np.testing.assert_array_equal(np.concatenate([getattr(part, name) for part in parts]), getattr(whole, name))
+
+
+def read_plainly(flips):
+    """What each cluster does, iteration by iteration: 'l' local, 'w' within, 'b' between, 'r' a refresh after it."""
+    story = [[] for _ in range(flips.within.shape[1])]
+    for t in range(len(flips.between)):
+        for j, told in enumerate(story):
+            told.append("b" if flips.between[t] else "w" if flips.within[t, j] else "l")
+            if flips.refresh[t]:
+                told.append("r")
+    return ["".join(told) for told in story]
+
+
+def read_rounds(rounds):
+    story = ["" for _ in range(rounds.steps.shape[1])]
+    clock = np.zeros(len(story), dtype=int)
+    for turn in rounds:
+        for j in range(len(story)):
+            heads = int(turn.within[j])
+            if turn.steps[j] or turn.everybody or heads:
+                assert turn.start[j] == clock[j]
+            story[j] += "l" * int(turn.steps[j]) + "b" * turn.between + "w" * heads + "r" * turn.refresh
+            clock[j] += int(turn.steps[j]) + turn.between + heads
+    return story
+
+
+@given(seed=seeds, p0=st.floats(0, 0.9), p=st.floats(0, 0.9), merge=st.booleans())
+def test_rounds_tell_the_same_story_as_the_coins(seed, p0, p, merge):
+    schedule = Schedule(coins(p0, (p, 0.5, 0.0), rho=0.0 if merge else 0.2), seed, merge)
+    flips = schedule.flips(0, 60)
+    rounds = group(flips, merge=merge)
+    assert read_rounds(rounds) == read_plainly(flips)
+    for turn in rounds:
+        if not merge:
+            assert turn.between <= 1
+            assert turn.within.max() <= 1
+            assert not (turn.between and turn.within.any())
+
+
+def test_clusters_wait_only_at_an_exchange_between_them():
+    """Cluster 0 exchanges at iterations 1 and 3, cluster 1 at 2: its first exchange shares a round with cluster 0's first."""
+    within = np.array([[0, 0], [1, 0], [0, 1], [1, 0]], dtype=bool)
+    rounds = group(Flips(np.zeros(4, dtype=bool), within, np.zeros(4, dtype=bool)))
+    assert rounds.within.tolist() == [[1, 1], [1, 0], [0, 0]]
+    assert rounds.steps.tolist() == [[1, 2], [1, 0], [0, 1]]
+
+
+@pytest.mark.parametrize(("merge", "rho"), [(True, 0.0), (False, 0.0), (False, 0.15)])
+def test_observed_exchanges_agree_with_the_expected_numbers(merge, rho):
+    schedule, T = Schedule(coins(rho=rho), 9, merge), 200_000
+    network = links(np.array([3, 1, 2]), d=4)
+    seen = network.of(schedule.rounds(0, T), T)
+    within, between = rates(schedule)
+    np.testing.assert_allclose(seen.within, within * T, rtol=0.02)
+    assert seen.between == pytest.approx(between * T, rel=0.02)
+    alone, across = paper_rates(schedule)
+    if merge:
+        # Between clusters the proposition is exact; within, it also counts heads just after an exchange between clusters.
+        assert seen.between == pytest.approx(across * T, rel=0.02)
+        np.testing.assert_allclose(seen.within - seen.between, (1 - 0.3) * alone * T, rtol=0.04)
+    elif not rho:
+        assert seen.between > 1.3 * across * T
+
+
+def test_bytes_follow_from_exchanges():
+    network = links(np.array([3, 1]), d=4)
+    spent = network.count(np.array([10, 5]), 2)
+    assert spent.bytes_within == 8 * (4 + 5) * (3 * 10 + 1 * 5)
+    assert spent.bytes_between == 8 * (4 + 5) * 2 * 2
+    assert (spent.exchanges, spent.bytes) == (10, spent.bytes_within + spent.bytes_between)
+    total = spent + spent
+    assert (total.within.tolist(), total.between) == ([20, 10], 4)
+    assert isinstance(network.nothing, Ledger)
+    assert links(np.array([7]), d=4).count(np.array([3]), 3).bytes_between == 0  # one cluster has nobody to talk to
+
+
+def test_without_a_server_clusters_talk_to_each_other():
+    network = links(np.array([3, 1, 1]), d=4, vote="majority")
+    spent = network.count(np.array([1, 1, 1]), 1, votes=800)
+    assert spent.bytes_between == 8 * 4.5 * 6 + 6 * 800 / 8
+
+
+def test_streams_are_by_id():
+    """The same wherever a client is, and another for another seed, cluster or kind of id."""
+    client = np.arange(1000)
+    tree = GroupedData.from_arrays(np.ones((1000, 1)), np.zeros(1000), client, client // 100).hierarchy
+    mine = GroupedData.from_arrays(np.ones((3, 1)), np.zeros(3), [205, 7, 900], [2, 0, 9]).hierarchy
+    assert streams(3, tree)[[7, 205, 900]].tolist() == streams(3, mine).tolist()
+    as_text = GroupedData.from_arrays(np.ones((1000, 1)), np.zeros(1000), client.astype(str), client // 100).hierarchy
+    moved = GroupedData.from_arrays(np.ones((1000, 1)), np.zeros(1000), client, 10 + client // 100).hierarchy
+    everything = [streams(3, tree), streams(4, tree), streams(3, as_text), streams(3, moved)]
+    assert len(np.unique(np.concatenate(everything))) == 4000
+    assert streams(3, mine).tolist()[:2] == [
+        7186283810920954531,
+        1451745374748172689,
+    ]  # of every version: saved runs depend on it
+
+
+def test_uniforms_are_uniform_and_can_be_read_anywhere():
+    tree = GroupedData.from_arrays(np.ones((1000, 1)), np.zeros(1000), np.arange(1000)).hierarchy
+    drawn = uniforms(streams(0, tree), 0, 50)
+    assert np.array_equal(drawn[:, 20:30], uniforms(streams(0, tree), 20, 10))
+    assert kstest(drawn.ravel(), "uniform").pvalue > 1e-3
+    assert np.abs(np.corrcoef(drawn[:, :5].T) - np.eye(5)).max() < 0.15

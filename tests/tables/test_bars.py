@@ -1,0 +1,472 @@
+"""Bars in formulas, the columns they group by, the terms they let vary, and ids that repeat."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from datetime import date
+
+import narwhals as nw
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from covey.errors import CoveyError, DataError, FormulaError
+from covey.tables.bars import Bar, Grouping, Vary, compose, levels, repeats, split_bars, vary_from_bars, vary_from_setting
+from covey.tables.design import Formula
+
+ROWS = [(zone, kind, x) for zone in "abc" for kind in ("(0, 1]", "(1, 2]") for x in (1.0, 2.0, 4.0)]
+FRAME = nw.from_native(
+    pl.DataFrame(
+        {
+            "zone": [row[0] for row in ROWS],
+            "kind": [row[1] for row in ROWS],
+            "x": [row[2] for row in ROWS],
+            "z": [row[2] ** 2 + at for at, row in enumerate(ROWS)],
+            "my col": [float(at % 5) for at in range(len(ROWS))],
+            "code": [at % 2 + 1 for at in range(len(ROWS))],
+            "same": ["one"] * len(ROWS),
+        }
+    )
+)
+
+
+def refusal(call, *given, kind=FormulaError):
+    """The sentence a mistake is answered with, which has the form that all have."""
+    with pytest.raises(kind) as caught:
+        call(*given)
+    sentence = str(caught.value)
+    assert isinstance(caught.value, CoveyError)
+    assert len(sentence) < 260
+    assert sentence.endswith(".")
+    assert sentence.isascii()
+    return sentence
+
+
+def learn(rhs):
+    """The design of a formula with bars, and what varies in it."""
+    fixed, bars = split_bars(rhs)
+    design = Formula.learn(fixed, FRAME)
+    return design, vary_from_bars(bars, levels(bars), design)
+
+
+# Splitting
+
+
+@pytest.mark.parametrize(
+    ("rhs", "fixed", "bars"),
+    [
+        ("x + (1 + x | g)", "x", [Bar("1 + x", "g")]),
+        ("x + (1 + x || g)", "x", [Bar("1 + x", "g", None, True)]),
+        ("(1|g)", "1", [Bar("1", "g")]),
+        ("0 + (1|g)", "0", [Bar("1", "g")]),
+        ("(1|g) + x", "x", [Bar("1", "g")]),
+        ("+ (1|g) + x", "x", [Bar("1", "g")]),
+        ("(1|g) - 1 + x", "- 1 + x", [Bar("1", "g")]),
+        ("x - 1 + (0 + x | g)", "x - 1", [Bar("0 + x", "g")]),
+        ("x + (-1 + x | g) - z", "x - z", [Bar("-1 + x", "g")]),
+        ("x + (x | g) + z", "x + z", [Bar("x", "g")]),
+        ("(1 | a/b)", "1", [Bar("1", "a"), Bar("1", "b", "a")]),
+        ("(x || a / b)", "1", [Bar("x", "a", None, True), Bar("x", "b", "a", True)]),
+        ("(1 | a:b)", "1", [Bar("1", "b", "a")]),
+        ("(1 | a) + (x | a:b)", "1", [Bar("1", "a"), Bar("x", "b", "a")]),
+        ("log(x) + (1 + log(x) | g)", "log(x)", [Bar("1 + log(x)", "g")]),
+        ("x*z + (1 + (x + z)**2 | g)", "x*z", [Bar("1 + (x + z)**2", "g")]),
+        ("(1 | `my col`)", "1", [Bar("1", "my col")]),
+        ("(1 | `a/b:c`/`d|e`)", "1", [Bar("1", "a/b:c"), Bar("1", "d|e", "a/b:c")]),
+        ("`p|q` + (1 + `p|q` | g)", "`p|q`", [Bar("1 + `p|q`", "g")]),
+        ("`+(` + (`+(` | g)", "`+(`", [Bar("`+(`", "g")]),
+        ("(1 | site.id)", "1", [Bar("1", "site.id")]),
+        ("x\n+ (1\n| g)", "x", [Bar("1", "g")]),
+    ],
+)
+def test_bars_are_split_off(rhs, fixed, bars):
+    assert split_bars(rhs) == (fixed, tuple(bars))
+
+
+@pytest.mark.parametrize("rhs", ["x", "", " x +  z ", "log(x", "`a|b` + x", "x + `(1 | g)`", "x +"])
+def test_a_formula_without_bars_comes_back_as_it_is(rhs):
+    assert split_bars(rhs) == (rhs, ())
+
+
+def test_a_formula_without_bars_needs_no_formulaic():
+    code = (
+        "import sys; from covey.tables.bars import split_bars; split_bars('x + z'); split_bars('x + (1 | g)');"
+        "print('formulaic' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "False", done.stderr
+
+
+NEEDS = "The bar in {} needs parentheses around its terms and its group, as in (1 | g)."
+ALONE = "The bar term in {} must stand by itself, joined to others by '+', as in x + (1 | g)."
+GROUPS = "The groups {} are not supported; name a column (an odd one in `), or cluster/client."
+DEEP = "The groups {} have more than two levels; keep two, as in (1 | cluster/client)."
+MANY = "The bar term {} has more than one bar; write one bar term for each group."
+MATCH = "The parentheses of {} do not match; close each bar term, as in (1 | g)."
+
+
+@pytest.mark.parametrize(
+    ("rhs", "sentence"),
+    [
+        ("1 | g", NEEDS.format("'1 | g'")),
+        ("x + 1 || g", NEEDS.format("'1 || g'")),
+        ("[1 | g]", NEEDS.format("'[1 | g]'")),
+        ("(x) | g", NEEDS.format("'(x) | g'")),
+        ("x * (1 | g)", ALONE.format("'x * (1 | g)'")),
+        ("x + (1 | g):z", ALONE.format("'(1 | g):z'")),
+        ("(1 | g) * (1 | h)", ALONE.format("'(1 | g) * (1 | h)'")),
+        ("(1 | g)(1 | h)", ALONE.format("'(1 | g)(1 | h)'")),
+        ("((1 | g))", ALONE.format("'((1 | g))'")),
+        ("(x + (1 | g))", ALONE.format("'(x + (1 | g))'")),
+        ("(1 + (1 | h) | g)", ALONE.format("'(1 + (1 | h) | g)'")),
+        ("log(1 | g)", ALONE.format("'log(1 | g)'")),
+        ("x - (1 | g)", "The bar term '(1 | g)' follows '-'; bar terms can only be added, with '+'."),
+        ("(1 | g | h)", MANY.format("'(1 | g | h)'")),
+        ("(1 ||| g)", MANY.format("'(1 ||| g)'")),
+        ("( | g)", "The bar term '( | g)' has nothing left of its bar; write 1 for an intercept that varies."),
+        ("(1 | )", "The bar term '(1 | )' has nothing right of its bar; name the column of the groups."),
+        ("(|)", "The bar term '(|)' has nothing left of its bar; write 1 for an intercept that varies."),
+        ("(1 | g", MATCH.format("'(1 | g'")),
+        ("1 | g)", MATCH.format("'1 | g)'")),
+        (")1 | g(", MATCH.format("')1 | g('")),
+        ("(1 | a/b/c)", DEEP.format("'a/b/c'")),
+        ("(1 | a:b:c)", DEEP.format("'a:b:c'")),
+        ("(1 | a/b:c)", DEEP.format("'a/b:c'")),
+        ("(1 | a + b)", GROUPS.format("'a + b'")),
+        ("(1 | a * b)", GROUPS.format("'a * b'")),
+        ("(1 | factor(g))", GROUPS.format("'factor(g)'")),
+        ("(1 | my col)", GROUPS.format("'my col'")),
+        ("(1 | 1)", GROUPS.format("'1'")),
+        ("(1 | a/)", GROUPS.format("'a/'")),
+        ("(1 | ``)", GROUPS.format("'``'")),
+        ("(1 | a/a)", "The groups 'a/a' name one column twice; write (1 | cluster/client) with two columns."),
+        ("(1 | a:`a`)", "The groups 'a:`a`' name one column twice; write (1 | cluster/client) with two columns."),
+    ],
+)
+def test_bars_that_cannot_be_read(rhs, sentence):
+    assert refusal(split_bars, rhs) == sentence
+
+
+@pytest.mark.parametrize(
+    "rhs", ["x + 1 | {}", "(1 | {}/b/c)", "{} * (1 | g)", "(1 | {}", "- (1 | {})", "(1 | {} + b)", "({} |)"]
+)
+def test_a_long_formula_does_not_bury_the_sentence(rhs):
+    assert "..." in refusal(split_bars, rhs.format("column" * 100))
+
+
+NAMES = st.from_regex(r"[a-z][a-z0-9_.]{0,6}", fullmatch=True) | st.from_regex(r"`[a-z |/:+()*-]{1,8}`", fullmatch=True)
+TERMS = st.lists(st.builds("log({})".format, st.from_regex("[a-z]{1,3}", fullmatch=True)) | NAMES, min_size=1, max_size=3)
+SPACE = st.sampled_from(["", " ", "  "])
+
+
+@given(
+    fixed=st.lists(NAMES, max_size=3),
+    bars=st.lists(
+        st.tuples(TERMS, st.lists(NAMES, min_size=1, max_size=2, unique_by=lambda s: s.strip("`")), SPACE), max_size=3
+    ),
+    diagonal=st.booleans(),
+    data=st.data(),
+)
+def test_split_gives_back_the_pieces(fixed, bars, diagonal, data):
+    stroke = "||" if diagonal else "|"
+    written = [f"({' + '.join(terms)}{gap}{stroke}{gap}{'/'.join(groups)})" for terms, groups, gap in bars]
+    order = data.draw(st.permutations([*[(name, False) for name in fixed], *[(bar, True) for bar in written]]))
+    rhs = " + ".join(text for text, _ in order)
+    kept, found = split_bars(rhs)
+    assert kept == (" + ".join(text for text, is_bar in order if not is_bar) or ("1" if bars else ""))
+    expected = {
+        Bar(" + ".join(terms), name.strip("`"), groups[0].strip("`") if at else None, diagonal)
+        for terms, groups, _ in bars
+        for at, name in enumerate(groups)
+    }
+    assert set(found) == expected
+
+
+@given(st.text(alphabet="xg1 0+-|/:*()`", max_size=25))
+def test_any_text_is_split_or_refused_in_words(rhs):
+    try:
+        fixed, bars = split_bars(rhs)
+    except FormulaError:
+        refusal(split_bars, rhs)
+        return
+    assert fixed == rhs if not bars else "|" not in re.sub("`[^`]*`", "", fixed)
+
+
+# Which column is which
+
+
+@pytest.mark.parametrize(
+    ("rhs", "client", "cluster", "grouping"),
+    [
+        ("x", None, None, Grouping(None, None)),
+        ("x", "b", "a", Grouping("b", "a")),
+        ("(1 | a/b)", None, None, Grouping("b", "a", True)),
+        ("(1 | a:b)", None, None, Grouping("b", "a", True)),
+        ("(1 | a) + (1 | a:b)", None, None, Grouping("b", "a", True)),
+        ("(1 | g)", None, None, Grouping("g", None)),
+        ("(1 | g) + (0 + x | g)", None, None, Grouping("g", None)),
+        ("(1 | a) + (1 | b)", "b", "a", Grouping("b", "a")),
+        ("(1 | a)", "b", "a", Grouping("b", "a")),
+        ("(1 | b)", "b", "a", Grouping("b", "a")),
+        ("(1 | b)", "b", None, Grouping("b", None)),
+        ("(1 | a)", None, "a", Grouping(None, "a")),
+        ("(1 | a/b)", "b", "a", Grouping("b", "a", True)),
+        ("(1 | a/b)", "b", None, Grouping("b", "a", True)),
+        ("(1 | a:b)", None, "a", Grouping("b", "a", True)),
+    ],
+)
+def test_levels(rhs, client, cluster, grouping):
+    assert levels(split_bars(rhs)[1], client, cluster) == grouping
+
+
+@pytest.mark.parametrize(
+    ("rhs", "client", "cluster", "sentence"),
+    [
+        (
+            "(1 | a) + (1 | b)",
+            None,
+            None,
+            "The bars name 'a', 'b' as groups, with client=None and cluster=None; write (1 | cluster/client), or set client= "
+            "and cluster= to match.",
+        ),
+        (
+            "(1 | c)",
+            "b",
+            "a",
+            "The bars name 'c' as groups, with client='b' and cluster='a'; write (1 | cluster/client), or set client= and "
+            "cluster= to match.",
+        ),
+        ("(1 | a) + (1 | b)", "b", None, "The bars name 'a', 'b' as groups, with client='b' and cluster=None; ..."),
+        ("(1 | b)", None, "a", "The bars name 'b' as groups, with client=None and cluster='a'; ..."),
+        ("(1 | a/b) + (1 | c)", None, None, "The bars name 'a', 'c' as groups, with client='b' and cluster='a'; ..."),
+        (
+            "(1 | a/b)",
+            "a",
+            "b",
+            "The bars say that 'b' lies within 'a', but client='a' and cluster='b'; make them agree.",
+        ),
+        ("(1 | a:b)", None, "c", "The bars say that 'b' lies within 'a', but client=None and cluster='c'; make them agree."),
+        (
+            "(1 | a/b) + (1 | a/c)",
+            None,
+            None,
+            "The bars nest groups in two ways, 'a:b' and 'a:c'; covey knows one cluster column and one client column.",
+        ),
+        ("(1 | a:b) + (1 | b:a)", None, None, "The bars nest groups in two ways, 'a:b' and 'b:a'; ..."),
+        ("(1 | a/b) + (0 + x | b)", None, None, "'b' is alone in one bar and within 'a' in another; write both alike."),
+    ],
+)
+def test_levels_that_do_not_agree(rhs, client, cluster, sentence):
+    assert refusal(levels, split_bars(rhs)[1], client, cluster).startswith(sentence.removesuffix("..."))
+
+
+# What varies
+
+
+ZONES = ("zone[T.b]", "zone[T.c]")
+
+
+@pytest.mark.parametrize(
+    ("rhs", "terms", "kind"),
+    [
+        ("x + (1 | g)", ("Intercept",), "diagonal"),
+        ("x + (x | g)", ("Intercept", "x"), "full"),
+        ("x + (x + 1 || g)", ("Intercept", "x"), "diagonal"),
+        ("x + (0 + x | g)", ("x",), "diagonal"),
+        ("x + (-1 + x | g)", ("x",), "diagonal"),
+        ("x + (x - 1 | g)", ("x",), "diagonal"),
+        ("x + z + (z + x | g)", ("Intercept", "x", "z"), "full"),
+        ("x + (1 | g) + (0 + x | g)", ("Intercept", "x"), "diagonal"),
+        ("x + z + (1 + x || g) + (0 + z | g)", ("Intercept", "x", "z"), "diagonal"),
+        ("zone + x + (zone | g)", ("Intercept", *ZONES), "full"),
+        ("zone + x + (zone || g)", ("Intercept", *ZONES), "diagonal"),
+        ("C(code) + (C( code ) | g)", ("Intercept", "C(code)[T.2]"), "full"),
+        ("kind + (kind | g)", ("Intercept", "kind[T.(1, 2]]"), "full"),
+        ("0 + zone + (0 + zone | g)", ("zone[a]", "zone[b]", "zone[c]"), "full"),
+        ("0 + zone + kind + (0 + kind + zone | g)", ("zone[a]", "zone[b]", "zone[c]", "kind[T.(1, 2]]"), "full"),
+        ("x * z + (z * x | g)", ("Intercept", "x", "z", "x:z"), "full"),
+        ("x * z + (0 + z:x | g)", ("x:z",), "diagonal"),
+        ("zone * x + (x * zone | g)", ("Intercept", *ZONES, "x", "zone[T.b]:x", "zone[T.c]:x"), "full"),
+        ("log(x) + I(x**2) + (log( x ) + I(x ** 2) | g)", ("Intercept", "log(x)", "I(x ** 2)"), "full"),
+        ("`my col` + (0 + `my col` | g)", ("my col",), "diagonal"),
+        ("x + same + (same | g)", ("Intercept",), "diagonal"),
+    ],
+)
+def test_what_varies(rhs, terms, kind):
+    design, vary = learn(rhs)
+    assert vary == Vary(tuple(term for term in design.terms if term in terms), (), kind, None)
+    assert set(vary.client) == set(terms)
+
+
+@pytest.mark.parametrize(
+    ("rhs", "vary"),
+    [
+        ("x + (x | a/b)", Vary(("Intercept", "x"), ("Intercept", "x"), "full", "full")),
+        ("x + (1 | a) + (x | a:b)", Vary(("Intercept", "x"), ("Intercept",), "full", "diagonal")),
+        ("x + (x || a) + (0 + x | a:b)", Vary(("x",), ("Intercept", "x"), "diagonal", "diagonal")),
+        ("x + (1 | a:b)", Vary(("Intercept",), (), "diagonal", None)),
+        ("x + (1 | a/b) + (0 + x | a)", Vary(("Intercept",), ("Intercept", "x"), "diagonal", "diagonal")),
+    ],
+)
+def test_what_varies_at_two_levels(rhs, vary):
+    assert learn(rhs)[1] == vary
+
+
+def test_no_bars_let_nothing_vary():
+    assert learn("x")[1] == Vary((), ())
+
+
+MISSING = "{} varies by 'g' but has no common coefficient; add {} to the terms outside the bars."
+
+
+@pytest.mark.parametrize(
+    ("rhs", "sentence"),
+    [
+        ("x + (1 + z | g)", MISSING.format("'z'", "z")),
+        ("zone + (1 + zone:x | g)", MISSING.format("'zone:x'", "zone:x")),
+        ("C(code) + (code | g)", MISSING.format("'code'", "code")),
+        (
+            "0 + x + (x | g)",
+            "The intercept varies by 'g' but has no common coefficient; add 1 to the terms outside the bars, or 0 to the bar.",
+        ),
+        ("x + (0 | g)", "The bar term '(0 | g)' has no terms; write 1 for an intercept that varies."),
+        ("x + (1 | g) + (x | g)", "'Intercept' varies by 'g' in two bars; leave it out of one, with 0 for an intercept."),
+        ("x + (1 | g) + (1 | g)", "'Intercept' varies by 'g' in two bars; leave it out of one, with 0 for an intercept."),
+        (
+            "x + z + (1 + x | g) + (0 + z | g)",
+            "The bars of 'g' correlate some terms only, which is not supported; write one bar, | or ||.",
+        ),
+        (
+            "zone + (0 + zone | g)",
+            "The bar term '(0 + zone | g)' asks for 'zone[a]', but the terms outside the bars code its categories otherwise; "
+            "write the bar's terms as they stand there, the intercept included.",
+        ),
+        ("zone * x + (zone:x | g)", "The bar term '(zone:x | g)' asks for 'zone[a]:x', but ..."),
+        ("zone + (1 | g) + (0 + zone | g)", "The bar term '(0 + zone | g)' asks for 'zone[a]', but ..."),
+    ],
+)
+def test_bars_that_do_not_fit_the_terms(rhs, sentence):
+    assert refusal(learn, rhs).startswith(sentence.removesuffix("..."))
+
+
+@pytest.mark.parametrize("terms", ["poly(x)", "x.__class__", "eval(x)", "x ~ z", "log(x, x)"])
+def test_a_bar_cannot_run_code(terms):
+    with pytest.raises(FormulaError, match=r"is not supported|cannot be read|has several parts|no common coefficient"):
+        learn(f"x + ({terms} | g)")
+
+
+def test_the_categories_come_from_the_design_and_not_from_data():
+    design = Formula("zone", ("Intercept", "zone[T.2]", "zone[T.3]"), ("zone",), {"zone": [1, 2, 3]})
+    vary = vary_from_bars([Bar("zone", "g")], Grouping("g", None), design)
+    assert vary.client == design.terms
+
+
+# The setting
+
+
+TERMS_OF = ("Intercept", "x", *ZONES, "zone[T.b]:x", "zone[T.c]:x", "zone[T.b]:kind[T.(1, 2]]", "kind[T.(1, 2]]")
+
+
+@pytest.mark.parametrize(
+    ("vary", "client", "cluster"),
+    [
+        (None, TERMS_OF, TERMS_OF),
+        ([], (), ()),
+        ("x", ("x",), ("x",)),
+        (["x", "1"], ("Intercept", "x"), ("Intercept", "x")),
+        (("x", "Intercept", "x", "1"), ("Intercept", "x"), ("Intercept", "x")),
+        (np.array(["x"]), ("x",), ("x",)),
+        (["zone"], ZONES, ZONES),
+        (["zone[T.c]"], ("zone[T.c]",), ("zone[T.c]",)),
+        (["zone:x"], ("zone[T.b]:x", "zone[T.c]:x"), ("zone[T.b]:x", "zone[T.c]:x")),
+        (["kind"], ("kind[T.(1, 2]]",), ("kind[T.(1, 2]]",)),
+        (["zone:kind"], ("zone[T.b]:kind[T.(1, 2]]",), ("zone[T.b]:kind[T.(1, 2]]",)),
+        ({"client": ["x"]}, ("x",), TERMS_OF),
+        ({"cluster": "1", "client": []}, (), ("Intercept",)),
+        ({"cluster": None}, TERMS_OF, TERMS_OF),
+        ({}, TERMS_OF, TERMS_OF),
+    ],
+)
+def test_the_setting(vary, client, cluster):
+    assert vary_from_setting(vary, TERMS_OF) == Vary(client, cluster)
+
+
+@pytest.mark.parametrize(
+    ("vary", "sentence"),
+    [
+        (["q"], "The 'vary' parameter names 'q', which is not a term; known are 'x', 'z[T.b]'."),
+        ("1", "The 'vary' parameter names 'Intercept', which is not a term; known are 'x', 'z[T.b]'."),
+        ({"client": ["x", ""]}, "The 'vary' parameter names '', which is not a term; known are 'x', 'z[T.b]'."),
+        ([None], "The 'vary' parameter names 'None', which is not a term; known are 'x', 'z[T.b]'."),
+        (5, "The 'vary' parameter must be a list of terms, or of such by level. Got 5 instead."),
+        ({"client": True}, "The 'vary' parameter must be a list of terms, or of such by level. Got True instead."),
+        ({"county": ["x"]}, "The 'vary' parameter has the key 'county'; its levels are 'client' and 'cluster'."),
+    ],
+)
+def test_settings_that_cannot_be(vary, sentence):
+    assert refusal(vary_from_setting, vary, ("x", "z[T.b]"), kind=DataError) == sentence
+
+
+@given(st.lists(st.sampled_from(TERMS_OF)))
+def test_the_setting_keeps_the_order_of_the_terms(names):
+    chosen = vary_from_setting(names, TERMS_OF).client
+    assert chosen == tuple(term for term in TERMS_OF if term in names)
+
+
+# Ids that repeat
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "labels"),
+    [
+        (["MN", "WI"], [1, 1], ["1:MN", "1:WI"]),
+        ([1.0, float("nan"), 2.0], ["a", "b", None], ["a:1", None, None]),
+        (np.array([1, 2]), np.array([3, 4]), ["3:1", "4:2"]),
+        (pl.Series([date(2020, 1, 2)]), pl.Series([1.5]), ["1.5:2020-01-02"]),
+        ([None, None], ["a", "b"], [None, None]),
+        (["c", "x"], ["a:b", "y"], ["a:b:c", "y:x"]),
+        (["c", "b:d"], ["a:b", "a"], ["a:b:c", "a:b:d"]),
+        ([], [], []),
+    ],
+)
+def test_compose(outer, inner, labels):
+    composed = compose(outer, inner)
+    assert composed.dtype == pl.String
+    assert composed.to_list() == labels
+
+
+def test_ids_that_would_run_together_are_refused():
+    sentence = refusal(compose, ["c", "b:c"], ["a:b", "a"], kind=DataError)
+    assert sentence == "Two pairs of ids read 'a:b:c'; replace the ':' in the ids of one column."
+
+
+@pytest.mark.parametrize("call", [compose, repeats])
+def test_columns_of_different_length(call):
+    assert refusal(call, ["a"], [1, 2], kind=DataError) == "There are 1 cluster ids for 2 client ids; give each row both."
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "answer"),
+    [
+        (["MN", "MN", "WI"], [1, 2, 1], True),
+        (["MN", "MN", "WI", "WI"], [1, 1, 2, 3], False),
+        (["MN", None], [1, 1], False),
+        (["MN", "WI"], [None, None], False),
+        ([], [], False),
+    ],
+)
+def test_repeats(outer, inner, answer):
+    assert repeats(outer, inner) is answer
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), min_size=1))
+def test_composed_ids_tell_the_pairs_apart(rows):
+    outer, inner = (list(side) for side in zip(*rows, strict=True))
+    composed = compose(outer, inner)
+    assert composed.n_unique() == len(set(rows))
+    assert not repeats(outer, composed)
+    assert repeats(outer, inner) is (len(set(rows)) > len(set(inner)))
