@@ -1,10 +1,9 @@
-"""The house keeps its rules: what may import what, no pickle, a documented and typed public face."""
+"""The architecture: what may import what, what the packages promise, a documented and typed public interface."""
 
 from __future__ import annotations
 
 import ast
 import inspect
-import re
 import subprocess
 import sys
 import tomllib
@@ -15,11 +14,11 @@ import pytest
 import covey
 
 SOURCE = Path(covey.__file__).parent
-CORE = [
-    path
-    for path in SOURCE.rglob("*.py")
-    if path.relative_to(SOURCE).parts[0] not in ("report", "cli", "reproduce", "__main__.py")
-]
+FILES = sorted(SOURCE.rglob("*.py"))
+BASIC = ("_typing", "_version", "errors", "checks", "text", "records", "exact")
+CORE = ("tree", "tables", "losses", "objective", "problem", "nodes", "solvers", "variance", "model", "fitting", "estimators")
+INTERFACES = ("datasets", "federation", "reproduce", "report", "cli", "__main__")
+INSIDE_FEDERATION = ("wire", "privacy", "site", "operator", "simulate", "flower")
 
 
 def imports(path):
@@ -30,41 +29,55 @@ def imports(path):
             yield node.module or ""
 
 
-@pytest.mark.parametrize("path", CORE, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_the_core_imports_no_face(path):
-    for name in imports(path):
-        assert not name.startswith(("covey.report", "covey.cli", "covey.reproduce", "matplotlib", "rich", "typer"))
+def used(path, package="covey"):
+    """The parts of a package that a file imports from."""
+    depth = package.count(".") + 1
+    named = [name.split(".") for name in imports(path) if name.startswith(package + ".")]
+    return {parts[depth] for parts in named}
 
 
-@pytest.mark.parametrize("path", SOURCE.rglob("*.py"), ids=lambda path: str(path.relative_to(SOURCE)))
-def test_flower_stays_in_its_room(path):
-    if SOURCE / "federation" / "flower" not in path.parents:
-        assert not [name for name in imports(path) if name.split(".")[0] == "flwr"]
-        at_once = [node.module or "" for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)]
-        assert not [name for name in at_once if name.startswith("covey.federation.flower")]  # all else works without Flower
+def part(path, package="covey"):
+    return path.relative_to(SOURCE.parent / package.replace(".", "/")).parts[0].removesuffix(".py")
 
 
-def test_modules_import_only_from_those_before_them():
-    """The reading order that docs/notation.md states is the import order."""
-    notes = (SOURCE.parents[1] / "docs" / "notation.md").read_text()
-    order = re.findall(r"`(\w+)`", notes.split("a test checks this list):")[1])
+def breaches(files, order, package="covey"):
+    """Pairs of files and parts that come after them in the order."""
     rank = {name: at for at, name in enumerate(order)}
-    rooms = {path.relative_to(SOURCE).parts[0].removesuffix(".py") for path in SOURCE.rglob("*.py")}
-    assert rooms - {"__init__", "__main__", "_typing", "_version"} == set(order)
-    for path in SOURCE.rglob("*.py"):
-        room = path.relative_to(SOURCE).parts[0].removesuffix(".py")
-        if room not in rank:
-            continue
-        for name in imports(path):
-            used = name.removeprefix("covey.").split(".")[0]
-            if name.startswith("covey.") and used in rank:
-                assert rank[used] <= rank[room], f"{room} imports {used}"
+    mine = [path for path in files if part(path, package) in rank]
+    return [
+        (str(path), name) for path in mine for name in used(path, package) if rank.get(name, -1) > rank[part(path, package)]
+    ]
 
 
-@pytest.mark.parametrize("path", [*SOURCE.rglob("*.py")], ids=lambda path: str(path.relative_to(SOURCE)))
-def test_nothing_is_pickled(path):
-    assert not {"pickle", "joblib", "shelve", "marshal", "dill"} & set(imports(path))
-    assert path.read_text().isascii()
+def test_folders_import_only_from_those_before_them():
+    order = (*BASIC, *CORE, *INTERFACES)
+    assert {part(path) for path in FILES} - {"__init__"} <= set(order)
+    assert breaches(FILES, order) == []
+    federation = [path for path in FILES if SOURCE / "federation" in path.parents]
+    assert breaches(federation, INSIDE_FEDERATION, "covey.federation") == []
+
+
+def test_the_core_needs_no_interface():
+    """A statistician who fits in memory loads neither federation, nor plots, nor a command line."""
+    for path in FILES:
+        if part(path) in (*BASIC, *CORE):
+            outside = {name.split(".")[0] for name in imports(path)} & {"matplotlib", "rich", "typer", "flwr"}
+            assert not outside, path
+            assert not used(path) & set(INTERFACES) - {"datasets"}, path
+
+
+def test_flower_is_imported_in_its_folder_only():
+    for path in FILES:
+        if SOURCE / "federation" / "flower" not in path.parents:
+            assert "flwr" not in {name.split(".")[0] for name in imports(path)}, path
+            at_once = [node.module or "" for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)]
+            assert not [name for name in at_once if name.startswith("covey.federation.flower")], path
+
+
+def test_nothing_is_pickled_and_source_is_ascii():
+    for path in FILES:
+        assert not {"pickle", "joblib", "shelve", "marshal", "dill"} & set(imports(path)), path
+        assert path.read_text().isascii(), path
 
 
 def test_public_names_are_few_documented_and_there():

@@ -14,6 +14,7 @@ from covey import Penalty
 from covey.datasets import simulate
 from covey.errors import SolverError
 from covey.losses import Gaussian, loss_of
+from covey.records import decode
 from covey.solvers import l2gd
 from tests.solvers.first_order.coins import (
     SOLVERS,
@@ -23,8 +24,7 @@ from tests.solvers.first_order.coins import (
 
 
 def kept(path):
-    with np.load(path) as file:
-        return int(file["iteration"])
+    return decode(path.read_bytes()).progress.iteration
 
 
 KILLED = """
