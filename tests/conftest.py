@@ -58,6 +58,8 @@ def random_problem(
     elif family == "bernoulli":
         y = (rng.random(N) < 1 / (1 + np.exp(-margin))).astype(float)
         y[:2] = 0, 1
+    elif family == "gamma":
+        y = rng.gamma(2.0, np.exp(np.clip(margin, -3, 3)) / 2.0)
     else:
         y = rng.poisson(np.exp(np.clip(margin, -3, 3))).astype(float)
         y[0] = 1

@@ -29,7 +29,7 @@ def test_scores_are_those_of_cold_fits_scored_row_by_row(family, score):
             for left_out in range(3):
                 train, test = data.rows(fold != left_out), data.rows(fold == left_out)
                 fit = solve(train, loss, Penalty.of(data.hierarchy, gamma=gamma, lam=lam))
-                each = loss.pointwise(test.margin(fit.theta), test.y)
+                each = loss.values(test.margin(fit.theta), test.y)
                 rows.extend(each)
                 owners.extend(test.client_of_row)
             clients = [np.mean([value for value, owner in zip(rows, owners, strict=True) if owner == i]) for i in set(owners)]

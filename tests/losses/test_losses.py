@@ -8,10 +8,10 @@ from hypothesis import given
 from scipy.special import expit, log1p
 
 from covey import GroupedData
-from covey.losses import Bernoulli, Gaussian, Poisson, loss_of
+from covey.losses import Bernoulli, Gamma, Gaussian, Poisson, loss_of
 from tests.conftest import random_problem, seeds
 
-FAMILIES = ("gaussian", "bernoulli", "poisson")
+FAMILIES = ("gaussian", "bernoulli", "poisson", "gamma")
 
 
 def reference(family, margin, y):
@@ -19,6 +19,8 @@ def reference(family, margin, y):
         return 0.5 * (margin - y) ** 2
     if family == "bernoulli":
         return np.logaddexp(0, margin) - y * margin
+    if family == "gamma":
+        return y * np.exp(-margin) + margin
     return np.exp(margin) - y * margin
 
 
@@ -34,17 +36,21 @@ def test_value_gradient_and_hessian(family, reduction, weighted, seed):
     margin = data.margin(theta)
     row_weights = np.ones(data.n_rows) if data.weights is None else data.weights
     values = row_weights * reference(family, margin, data.y)
-    mean = {"gaussian": margin, "bernoulli": expit(margin), "poisson": np.exp(margin)}[family]
-    curve = {"gaussian": np.ones_like(margin), "bernoulli": mean * (1 - mean), "poisson": mean}[family]
+    slope, curve = {
+        "gaussian": lambda: (margin - data.y, np.ones_like(margin)),
+        "bernoulli": lambda: (expit(margin) - data.y, expit(margin) * (1 - expit(margin))),
+        "poisson": lambda: (np.exp(margin) - data.y, np.exp(margin)),
+        "gamma": lambda: (1 - data.y * np.exp(-margin), data.y * np.exp(-margin)),
+    }[family]()
     here = loss.expand(data, theta)
     for i in range(data.n_clients):
         rows = slice(data.client_ptr[i], data.client_ptr[i + 1])
         scale = 1.0 if reduction == "sum" else 1.0 / row_weights[rows].sum()
         X, w = data.X[rows], row_weights[rows]
         np.testing.assert_allclose(here.value[i], scale * values[rows].sum(), rtol=1e-11)
-        np.testing.assert_allclose(here.gradient[i], scale * X.T @ (w * (mean - data.y)[rows]), rtol=1e-9, atol=1e-11)
+        np.testing.assert_allclose(here.gradient[i], scale * X.T @ (w * slope[rows]), rtol=1e-9, atol=1e-11)
         np.testing.assert_allclose(here.hessian[i], scale * X.T @ ((w * curve[rows])[:, None] * X), rtol=1e-9, atol=1e-11)
-    np.testing.assert_allclose(loss.pointwise(margin, data.y), reference(family, margin, data.y), rtol=1e-11, atol=1e-14)
+    np.testing.assert_allclose(loss.values(margin, data.y), reference(family, margin, data.y), rtol=1e-11, atol=1e-14)
 
 
 @pytest.mark.parametrize("family", ["gaussian", "bernoulli"])
@@ -73,18 +79,19 @@ def test_gaussian_bounds_are_attained():
 @pytest.mark.parametrize("margin", [-1e3, -40.0, 0.0, 40.0, 1e3])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_safe_at_large_margins(family, margin):
-    data = GroupedData.from_arrays([[margin, 0.0], [-margin, 1.0]], [1.0, 0.0])
+    data = GroupedData.from_arrays([[margin, 0.0], [-margin, 1.0]], [1.0, 0.5 if family == "gamma" else 0.0])
     here = loss_of(family).expand(data, np.array([[1.0, 0.0]]))
-    assert all(np.isfinite(part).all() for part in here)
+    assert all(np.isfinite(part).all() for part in (here.value, here.gradient, here.hessian))
     if family == "bernoulli":
         expected = 2 * (log1p(np.exp(-abs(margin))) + max(-margin, 0))
         assert here.value[0] == pytest.approx(expected, rel=1e-14, abs=1e-15)
 
 
-def test_poisson_continuation_is_smooth():
+@pytest.mark.parametrize(("loss", "sign"), [(Poisson(), 1), (Gamma(), -1)])
+def test_continuation_is_smooth(loss, sign):
     """Around the margin where the exponential is continued, derivatives agree with differences of the value."""
-    loss, step = Poisson(), 1e-3
-    for margin in (299.5, 300.0, 300.5, 400.0):
+    step = 1e-3
+    for margin in (sign * 299.5, sign * 300.0, sign * 300.5, sign * 400.0):
         data = GroupedData.from_arrays([[1.0]], [2.0])
         values = [loss.expand(data, np.array([[margin + h]])) for h in (-step, 0, step)]
         slope = (values[2].value - values[0].value) / (2 * step)

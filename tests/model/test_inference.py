@@ -8,7 +8,8 @@ from scipy import stats
 
 from covey import HierarchicalClassifier, HierarchicalPoissonRegressor, HierarchicalRegressor
 from covey.datasets import simulate
-from covey.model.inference import count_interval, quantile
+from covey.losses.poisson import count_interval
+from covey.model.inference import quantile
 from tests.henderson import beside
 
 SETTINGS = [

@@ -59,7 +59,8 @@ def simulate(
 
     Parameters
     ----------
-    family : "gaussian" (with ``noise_sd``), "bernoulli" or "poisson"
+    family : "gaussian", "bernoulli", "poisson" or "gamma"
+    noise_sd : residual standard deviation of a Gaussian response, coefficient of variation of a gamma one
     rows : rows of each client; with ``equal_rows=False`` their mean, at least one each
     d : number of coefficients; ``X`` is standard normal, its first column 1 with ``intercept``
     wbar : the global coefficients, a number or ``d`` of them
@@ -85,5 +86,5 @@ def simulate(
     if intercept:
         X[:, 0] = 1.0
     margin = np.einsum("ld,ld->l", X, theta[client])
-    y = loss.draw(margin, rng) if family != "gaussian" else margin + noise_sd * rng.standard_normal(len(margin))
+    y = loss.draw(margin, rng, noise_sd**2)
     return Simulation(X, y, client, parent[client], theta, w, centre)

@@ -128,7 +128,7 @@ class Uncertain:
         quantile(coverage)  # refused before the draws, not after them
         model, learned = self.model_, self.model_.posterior.with_everybody
         data: GroupedData | None = None
-        if model.spec.family != "gaussian":
+        if not model.spec.loss.reml:
             if X is None:
                 raise DataError("The bootstrap of counts or classes needs the rows: pass X and y as to fit.")
             X, client, cluster, offset, weights = self._plain_rows(X, client, cluster, offset, sample_weight)

@@ -53,7 +53,7 @@ def locally_trained(data: GroupedData, loss: Loss, *, progress: Progress | None 
     n = data.n_clients
     tree = Hierarchy(np.arange(n + 1), data.hierarchy.client_ids, pl.Series(np.arange(n)))
     alone = replace(data, hierarchy=tree)
-    if loss.name != "gaussian" and loss.ridge == 0:
+    if not loss.quadratic and loss.ridge == 0:
         loss = replace(loss, ridge=LOCAL_RIDGE)
     # Clusters of one, tied to nothing: the client's tie to its own cluster costs nothing.
     fit = solve(alone, loss, Penalty.of(tree, gamma=1.0, lam=0.0), progress=progress)

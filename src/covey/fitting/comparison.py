@@ -6,9 +6,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import numpy as np
-from scipy.special import xlogy
-
 from covey.errors import ConvergenceWarning, DataError
 from covey.fitting.baselines import BASELINES
 from covey.fitting.learning import fit_data
@@ -23,7 +20,7 @@ TEST_SHARE = 0.2
 
 @dataclass(frozen=True)
 class Comparison:
-    """Held-out error of each model: root mean squared error, cross-entropy, or mean Poisson deviance."""
+    """Held-out error of each model, as its family measures it (``Loss.error``)."""
 
     errors: dict[str, float]
     train_rows: int
@@ -71,9 +68,4 @@ def compare(
 def held_out_error(fit: Fit, data: GroupedData, spec: Spec) -> float:
     """The error of one fit on rows it did not see, zero for perfect predictions."""
     loss = held_out_loss(fit, data, spec.loss)
-    if spec.family == "gaussian":
-        return float(np.sqrt(2 * loss))
-    if spec.family == "poisson":
-        saturated = np.average(xlogy(data.y, data.y) - data.y, weights=data.weights)
-        return float(2 * (loss + saturated))
-    return loss
+    return spec.loss.error(loss, data)

@@ -155,7 +155,7 @@ def _objective(data: GroupedData, spec: Spec) -> Objective:
 
 def _direct(objective: Objective) -> list[Fit]:
     """The minimiser, by each solver that goes straight to it."""
-    names: list[Solver] = ["sweep", "newton"] if objective.loss.name == "gaussian" else ["newton"]
+    names: list[Solver] = ["sweep", "newton"] if objective.loss.quadratic else ["newton"]
     return [solve(objective.data, objective.loss, objective.penalty, solver=name) for name in names]
 
 

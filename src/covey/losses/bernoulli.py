@@ -8,7 +8,7 @@ import numpy as np
 from scipy.special import expit
 
 from covey._typing import Floats
-from covey.errors import DataError
+from covey.errors import DataError, SolverError
 from covey.losses import kernels
 from covey.losses.base import Loss
 from covey.tables.rows import Place
@@ -18,16 +18,32 @@ class Bernoulli(Loss):
     """Logistic regression. The curvature ``p (1 - p)`` is at most 1/4 and has no positive lower bound."""
 
     name: ClassVar[str] = "bernoulli"
-    code: ClassVar[int] = kernels.BERNOULLI
+    title: ClassVar[str] = "logistic"
+    error_name: ClassVar[str] = "cross-entropy"
+    code: ClassVar[int | None] = kernels.BERNOULLI
     curvature: ClassVar[tuple[float, float]] = (0.0, 0.25)
+    third_per_second: ClassVar[float] = 1.0
+    two_classes: ClassVar[bool] = True
 
     def mean(self, margin: Floats) -> Floats:
         return np.asarray(expit(margin))
 
-    def residual(self, y: Floats) -> float:
+    def values(self, margin: Floats, y: Floats) -> Floats:
+        return np.asarray(np.logaddexp(0.0, margin) - y * margin)
+
+    def slopes(self, margin: Floats, y: Floats) -> Floats:
+        return np.asarray(expit(margin) - y)
+
+    def curvatures(self, margin: Floats, y: Floats) -> Floats:
+        return np.asarray(expit(margin) * expit(-margin))
+
+    def thirds(self, margin: Floats, y: Floats) -> Floats:
+        return np.asarray(expit(margin) * expit(-margin) * -np.tanh(margin / 2))
+
+    def residual(self, y: Floats, dispersion: float = 1.0) -> float:
         return float(np.pi**2 / 3)  # of the logistic distribution behind the classes
 
-    def draw(self, margin: Floats, rng: np.random.Generator) -> Floats:
+    def draw(self, margin: Floats, rng: np.random.Generator, dispersion: float = 1.0) -> Floats:
         return (rng.random(len(margin)) < self.mean(margin)).astype(np.float64)
 
     def check_values(self, y: Floats, place: Place) -> None:
@@ -40,3 +56,6 @@ class Bernoulli(Loss):
         self.check_values(y, place)
         if (y == y[0]).all():
             raise DataError(f"The response is {y[0]:g} in every row, one class only; a classifier needs rows of two classes.")
+
+    def response_interval(self, margin: Floats, variance: Floats, reach: Floats, coverage: float, noise: Floats) -> Floats:
+        raise SolverError("A class is one of two, so there is no interval for it with noise=True; leave noise out.")

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import ClassVar
 
 import numpy as np
+from scipy import special
 
 from covey._typing import Floats
 from covey.losses import kernels
 from covey.losses.base import Loss
-from covey.tables.rows import Place
+from covey.tables.rows import GroupedData, Place
 
 
 class Gaussian(Loss):
@@ -23,17 +24,45 @@ class Gaussian(Loss):
     """
 
     name: ClassVar[str] = "gaussian"
-    code: ClassVar[int] = kernels.GAUSSIAN
+    title: ClassVar[str] = "linear"
+    error_name: ClassVar[str] = "root mean squared error"
+    code: ClassVar[int | None] = kernels.GAUSSIAN
     curvature: ClassVar[tuple[float, float]] = (1.0, 1.0)
+    third_per_second: ClassVar[float] = 0.0
+    reml: ClassVar[bool] = True
+    dispersion: ClassVar[bool] = True
+    private_rounds: ClassVar[int] = 2  # one finds the minimum; the second begins nearer, so that less is clipped
 
     def mean(self, margin: Floats) -> Floats:
         return margin
 
-    def residual(self, y: Floats) -> float:
-        return 1.0
+    def values(self, margin: Floats, y: Floats) -> Floats:
+        return np.asarray(0.5 * (margin - y) ** 2)
+
+    def slopes(self, margin: Floats, y: Floats) -> Floats:
+        return np.asarray(margin - y)
+
+    def curvatures(self, margin: Floats, y: Floats) -> Floats:
+        return np.ones_like(margin)
+
+    def thirds(self, margin: Floats, y: Floats) -> Floats:
+        return np.zeros_like(margin)
+
+    def residual(self, y: Floats, dispersion: float = 1.0) -> float:
+        return dispersion
+
+    def draw(self, margin: Floats, rng: np.random.Generator, dispersion: float = 1.0) -> Floats:
+        return np.asarray(margin + np.sqrt(dispersion) * rng.standard_normal(len(margin)))
 
     def check_values(self, y: Floats, place: Place) -> None:
         """Every finite response will do."""
 
-    def draw(self, margin: Floats, rng: np.random.Generator) -> Floats:
-        return margin + rng.standard_normal(len(margin))
+    def dispersion_text(self, dispersion: float) -> str:
+        return f"sd {np.sqrt(dispersion):.4g}"
+
+    def error(self, mean_loss: float, data: GroupedData) -> float:
+        return float(np.sqrt(2 * mean_loss))
+
+    def response_interval(self, margin: Floats, variance: Floats, reach: Floats, coverage: float, noise: Floats) -> Floats:
+        half = np.sqrt(reach**2 * variance + special.ndtri(0.5 + coverage / 2) ** 2 * noise)
+        return np.column_stack([margin - half, margin + half])

@@ -2,7 +2,7 @@
 
 All families share one compiled loop; ``pointwise`` picks the family by its code. (A compiled function passed as an
 argument would be recompiled in every process: numba cannot cache it.) Clients are independent and each
-is summed by one thread, so the number of threads changes no bit.
+is summed by one thread, so the number of threads changes no bit. :mod:`.plain` has the same in numpy.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numba import njit, prange
 
 from covey._typing import Floats, Ints
 
-GAUSSIAN, BERNOULLI, POISSON = 0, 1, 2
+GAUSSIAN, BERNOULLI, POISSON, GAMMA = CODES = 0, 1, 2, 3
 
 # Beyond this margin the exponential is continued by its second-order expansion: convex, twice differentiable and
 # finite where exp overflows, and no count has a mean of exp(300).
@@ -31,7 +31,9 @@ FASTMATH = {"reassoc", "contract", "nsz"}
 @njit(inline="always", error_model="numpy")  # type: ignore[untyped-decorator]
 def exponent(family: int, margin: float) -> float:
     """What ``slope`` and ``pointwise`` need the exponential of, as ``power``."""
-    return -abs(margin) if family == BERNOULLI else min(margin, LARGEST_LOG_MEAN)
+    if family == BERNOULLI:
+        return -abs(margin)
+    return min(-margin if family == GAMMA else margin, LARGEST_LOG_MEAN)
 
 
 @njit(inline="always", error_model="numpy")  # type: ignore[untyped-decorator]
@@ -42,6 +44,8 @@ def slope(family: int, margin: float, y: float, power: float) -> float:
     if family == BERNOULLI:
         share = 1.0 / (1.0 + power)
         return (share if margin >= 0.0 else power * share) - y
+    if family == GAMMA:
+        return 1.0 - y * power * (1.0 + max(-margin - LARGEST_LOG_MEAN, 0.0))
     return power * (1.0 + max(margin - LARGEST_LOG_MEAN, 0.0)) - y
 
 
@@ -59,6 +63,9 @@ def pointwise(family: int, margin: float, y: float) -> tuple[float, float, float
     if family == BERNOULLI:
         share = 1.0 / (1.0 + power)
         return max(margin, 0.0) - y * margin, 1.0 + power, first, power * share * share
+    if family == GAMMA:
+        beyond = max(-margin - LARGEST_LOG_MEAN, 0.0)
+        return y * power * (1.0 + beyond + 0.5 * beyond * beyond) + margin, 1.0, first, y * power
     beyond = max(margin - LARGEST_LOG_MEAN, 0.0)
     mean = power * (1.0 + beyond + 0.5 * beyond * beyond)
     return mean - y * margin, 1.0, first, power
@@ -203,6 +210,8 @@ def bend(
                 if family == BERNOULLI:
                     share = 1.0 / (1.0 + power)
                     third = power * share * share * (power - 1.0) * share * (1.0 if margin >= 0.0 else -1.0)
+                elif family == GAMMA:
+                    third = -y[row] * power if -margin <= LARGEST_LOG_MEAN else 0.0
                 third *= size * (weights[row] if len(weights) else 1.0)
                 for a in range(d):
                     out[i, a] += third * X[row, a]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
-from scipy.special import gammaln
+from scipy import special
 
 from covey._typing import Floats
 from covey.errors import DataError
@@ -14,32 +15,54 @@ from covey.losses.base import Loss
 from covey.tables.rows import GroupedData, Place
 from covey.tree.hierarchy import segment_sum
 
+_COUNTABLE = 2.0**52  # above, floating-point numbers no longer tell counts apart
+
 
 class Poisson(Loss):
     """Log-linear counts. The curvature ``exp(margin)`` has no bound over all margins, so ``smoothness`` is infinite."""
 
     name: ClassVar[str] = "poisson"
-    code: ClassVar[int] = kernels.POISSON
+    title: ClassVar[str] = "Poisson"
+    error_name: ClassVar[str] = "mean Poisson deviance"
+    code: ClassVar[int | None] = kernels.POISSON
     curvature: ClassVar[tuple[float, float]] = (0.0, np.inf)
+    third_per_second: ClassVar[float] = 1.0
 
     def mean(self, margin: Floats) -> Floats:
         return np.exp(np.minimum(margin, kernels.LARGEST_LOG_MEAN))
 
-    def smoothness(self, data: GroupedData) -> Floats:
-        return np.full(data.n_clients, np.inf)
+    def values(self, margin: Floats, y: Floats) -> Floats:
+        beyond = np.maximum(margin - kernels.LARGEST_LOG_MEAN, 0.0)
+        return np.asarray(self.mean(margin) * (1.0 + beyond + 0.5 * beyond**2) - y * margin)
+
+    def slopes(self, margin: Floats, y: Floats) -> Floats:
+        return np.asarray(self.mean(margin) * (1.0 + np.maximum(margin - kernels.LARGEST_LOG_MEAN, 0.0)) - y)
+
+    def curvatures(self, margin: Floats, y: Floats) -> Floats:
+        return self.mean(margin)  # a count's variance is its mean
+
+    def thirds(self, margin: Floats, y: Floats) -> Floats:
+        return np.where(margin <= kernels.LARGEST_LOG_MEAN, self.mean(margin), 0.0)
+
+    def working_response(self, data: GroupedData) -> GroupedData | None:
+        """The logs of the counts, weighted by the counts: the usual first step of a log-linear fit."""
+        counts = np.maximum(data.y, 0.5)
+        target = np.log(counts) if data.offset is None else np.log(counts) - data.offset
+        weights = counts if data.weights is None else counts * data.weights
+        return replace(data, y=target, weights=weights, offset=None)
 
     def perfect(self, data: GroupedData) -> Floats:
         lowest = data.y - data.y * np.log(np.where(data.y > 0, data.y, 1.0))
         return self.scale(data) * segment_sum(lowest if data.weights is None else data.weights * lowest, data.client_ptr)
 
     def constant(self, data: GroupedData) -> float:
-        factorials = gammaln(data.y + 1.0)
+        factorials = special.gammaln(data.y + 1.0)
         return float((factorials if data.weights is None else data.weights * factorials).sum())
 
-    def residual(self, y: Floats) -> float:
+    def residual(self, y: Floats, dispersion: float = 1.0) -> float:
         return float(np.log1p(1.0 / y.mean()))  # of a lognormal with the counts' mean and variance
 
-    def draw(self, margin: Floats, rng: np.random.Generator) -> Floats:
+    def draw(self, margin: Floats, rng: np.random.Generator, dispersion: float = 1.0) -> Floats:
         return rng.poisson(np.minimum(self.mean(margin), 1e9)).astype(np.float64)
 
     def check_values(self, y: Floats, place: Place) -> None:
@@ -54,3 +77,46 @@ class Poisson(Loss):
             raise DataError(
                 "The response is 0 in every row, so no rate can be fitted; the poisson family needs a positive count."
             )
+
+    def check_total(self, total: float) -> None:
+        if not total > 0:
+            raise DataError("The response is 0 in every row of every site; the poisson family needs a positive count.")
+
+    def error(self, mean_loss: float, data: GroupedData) -> float:
+        saturated = np.average(special.xlogy(data.y, data.y) - data.y, weights=data.weights)
+        return float(2 * (mean_loss + saturated))
+
+    def response_interval(self, margin: Floats, variance: Floats, reach: Floats, coverage: float, noise: Floats) -> Floats:
+        return count_interval(margin, reach / special.ndtri(0.5 + coverage / 2) * np.sqrt(variance), coverage)
+
+
+def count_interval(margin: Floats, sd: Floats, coverage: float) -> Floats:
+    """Quantiles of Poisson counts whose log-mean is normal, ``(rows, 2)``: the smallest counts that reach each tail."""
+    z = special.ndtri(0.5 + coverage / 2)
+    top = np.exp(np.minimum(margin + 8.0 * sd, 40.0))
+    out = np.empty((len(margin), 2))
+    for side, tail in enumerate((-z, z)):
+        low, high = np.full(len(margin), -1.0), np.ceil(np.minimum(top + 10.0 * np.sqrt(top) + 20.0, _COUNTABLE))
+        while (high - low > 1).any():
+            middle = np.floor((low + high) / 2)
+            enough = _count_below(middle, margin, sd) >= special.ndtr(tail)
+            high, low = np.where(enough, middle, high), np.where(enough, low, middle)
+        out[:, side] = np.where(high < _COUNTABLE, high, np.exp(np.minimum(margin + tail * sd, 700.0)))
+    return out
+
+
+def _count_below(k: Floats, margin: Floats, sd: Floats) -> Floats:
+    """``P(Y <= k)``: the mean over log-means ``z`` of that of a Poisson count; or, ``Y <= k`` being the same as a mean below
+    a gamma variable of shape ``k + 1``, the mean over such variables of a normal probability. Whichever is the smoother.
+    """
+    out, shape = np.empty(len(k)), k + 1.0
+    flat = sd * np.sqrt(shape) < 1.0
+    nodes, weights = np.polynomial.hermite_e.hermegauss(24)
+    means = np.exp(margin[flat, None] + sd[flat, None] * nodes)
+    out[flat] = special.pdtr(k[flat, None], means) @ (weights / weights.sum())
+    steep, m, s = shape[~flat, None], margin[~flat, None], sd[~flat, None]
+    lowest, highest = -9.0 / np.sqrt(steep) - 12.0 / steep, 9.0 / np.sqrt(steep)
+    u = lowest + (highest - lowest) * np.linspace(0.0, 1.0, 64)  # of log(gamma / shape)
+    density = np.exp(steep * (u - np.expm1(u)))
+    out[~flat] = (density * special.ndtr((np.log(steep) + u - m) / s)).sum(axis=1) / density.sum(axis=1)
+    return out

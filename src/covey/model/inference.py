@@ -27,7 +27,6 @@ from covey.variance.components import Learned
 from covey.variance.gaussian import below
 
 _ROWS = 1 << 16  # rows whose covariances exist at the same time
-_COUNTABLE = 2.0**52  # above, floating-point numbers no longer tell counts apart
 
 
 @dataclass(frozen=True)
@@ -175,35 +174,3 @@ def quantile(coverage: float, freedom: Any = np.inf) -> Any:
     if not (isinstance(coverage, int | float | np.number) and 0 < coverage < 1):
         raise SolverError(f"The 'coverage' parameter must lie between 0 and 1. Got {coverage!r} instead.")
     return np.where(np.isinf(freedom), special.ndtri(0.5 + coverage / 2), special.stdtrit(freedom, 0.5 + coverage / 2))[()]
-
-
-def count_interval(margin: Floats, sd: Floats, coverage: float) -> Floats:
-    """Quantiles of Poisson counts whose log-mean is normal, ``(rows, 2)``: the smallest counts that reach each tail."""
-    z = quantile(coverage)
-    top = np.exp(np.minimum(margin + 8.0 * sd, 40.0))
-    out = np.empty((len(margin), 2))
-    for side, tail in enumerate((-z, z)):
-        low, high = np.full(len(margin), -1.0), np.ceil(np.minimum(top + 10.0 * np.sqrt(top) + 20.0, _COUNTABLE))
-        while (high - low > 1).any():
-            middle = np.floor((low + high) / 2)
-            enough = _count_below(middle, margin, sd) >= special.ndtr(tail)
-            high, low = np.where(enough, middle, high), np.where(enough, low, middle)
-        out[:, side] = np.where(high < _COUNTABLE, high, np.exp(np.minimum(margin + tail * sd, 700.0)))
-    return out
-
-
-def _count_below(k: Floats, margin: Floats, sd: Floats) -> Floats:
-    """``P(Y <= k)``: the mean over log-means ``z`` of that of a Poisson count; or, ``Y <= k`` being the same as a mean below
-    a gamma variable of shape ``k + 1``, the mean over such variables of a normal probability. Whichever is the smoother.
-    """
-    out, shape = np.empty(len(k)), k + 1.0
-    flat = sd * np.sqrt(shape) < 1.0
-    nodes, weights = np.polynomial.hermite_e.hermegauss(24)
-    means = np.exp(margin[flat, None] + sd[flat, None] * nodes)
-    out[flat] = special.pdtr(k[flat, None], means) @ (weights / weights.sum())
-    steep, m, s = shape[~flat, None], margin[~flat, None], sd[~flat, None]
-    lowest, highest = -9.0 / np.sqrt(steep) - 12.0 / steep, 9.0 / np.sqrt(steep)
-    u = lowest + (highest - lowest) * np.linspace(0.0, 1.0, 64)  # of log(gamma / shape)
-    density = np.exp(steep * (u - np.expm1(u)))
-    out[~flat] = (density * special.ndtr((np.log(steep) + u - m) / s)).sum(axis=1) / density.sum(axis=1)
-    return out

@@ -18,7 +18,8 @@ from covey._typing import Anything, Floats, Ints
 from covey.errors import DataError, FormulaError, SolverError, listing, one_of
 from covey.fitting.learning import fit_data
 from covey.fitting.selection import Count
-from covey.model.inference import Posterior, count_interval, quantile
+from covey.losses import Loss
+from covey.model.inference import Posterior, quantile
 from covey.objective.penalty import Penalty
 from covey.problem.spec import Spec
 from covey.solvers import Convergence, Progress
@@ -146,19 +147,16 @@ class Model:
         posterior = self.posterior
         margin, chosen = self.margin(X, **where)
         variance = posterior.margin_variance(self.rows_of(X, **where)[0], chosen, level)
-        if noise and self.spec.family == "bernoulli":
-            raise SolverError("A class is one of two, so there is no interval for it with noise=True; leave noise out.")
-        if noise and self.spec.family == "poisson":
-            wider = posterior.reach(coverage, chosen, level) / quantile(coverage)
-            return count_interval(margin, wider * np.sqrt(variance), coverage)
-        known = posterior.reach(coverage, chosen, level) ** 2 * variance
-        half = np.sqrt(known + (quantile(coverage) ** 2 * self._noise(X) if noise else 0.0))
+        reach = posterior.reach(coverage, chosen, level)
+        if noise:
+            return self.spec.loss.response_interval(margin, variance, reach, coverage, self._noise(X))
+        half = np.sqrt(reach**2 * variance)
         return self.mean(np.column_stack([margin - half, margin + half]))
 
     def _noise(self, X: Any) -> Floats:
-        """The residual variance of new rows: less, where the table says that they weigh more."""
+        """The dispersion of new rows; of a linear model less where the table says that they weigh more."""
         s2, name = self.posterior.learned.dispersion, self.spec.weights
-        if name is None or name not in as_frame(X).columns:
+        if name is None or not self.spec.loss.reml or name not in as_frame(X).columns:
             return np.asarray(s2)
         with np.errstate(divide="ignore"):
             return np.asarray(s2 / numeric(as_frame(X), name))
@@ -327,7 +325,7 @@ def read_frame(
         if not features and not spec.fit_intercept:
             raise DataError("No column is left to learn from; add one, or keep the intercept.")
         design = Columns(features, spec.fit_intercept)
-    outcome, classes = encode_response(y, spec.family)
+    outcome, classes = encode_response(y, spec.loss)
 
     def pick(given: Any, name: str | None, as_number: bool = False) -> Any:
         if given is not None or name is None:
@@ -371,7 +369,7 @@ def fit_matrix(
 ) -> Model:
     """Fit plain arrays."""
     design = Columns(tuple(columns), spec.fit_intercept)
-    outcome, classes = encode_response(y, spec.family)
+    outcome, classes = encode_response(y, spec.loss)
     data = GroupedData.from_blocks(
         design.matrix_blocks(X),
         len(X),
@@ -392,10 +390,10 @@ def series_values(y: Any) -> Anything:
     return series.to_numpy() if isinstance(series, nw.Series) else np.asarray(y)
 
 
-def encode_response(y: Any, family: str) -> tuple[Any, Anything | None]:
-    """The response as numbers; for a binary family 0 and 1, with the two classes they stand for, in sorted order."""
+def encode_response(y: Any, loss: Loss) -> tuple[Any, Anything | None]:
+    """The response as numbers; for a loss of two classes 0 and 1, with the two classes they stand for, in sorted order."""
     values = series_values(y)
-    if family != "bernoulli":
+    if not loss.two_classes:
         return values, None
     missing = _missing(values)
     if missing.any():

@@ -13,8 +13,6 @@ from covey.model.model import Model
 from covey.tree.hierarchy import Hierarchy
 from covey.variance.components import Components, LevelComponents
 
-_NAMES = {"gaussian": "linear", "bernoulli": "logistic", "poisson": "Poisson"}
-
 
 def describe(model: Model, coverage: float = 0.95) -> str:
     """A summary of a few lines: the data, the penalties, how the fit went, and the coefficients at each level."""
@@ -100,7 +98,7 @@ def _component_rows(name: str, level: LevelComponents, tree: Hierarchy) -> list[
 
 
 def title(model: Model) -> str:
-    kind = _NAMES[model.spec.family]
+    kind = model.spec.loss.title
     what = f"Baseline {model.spec.baseline!r}, {kind}" if model.spec.baseline else f"Hierarchical {kind} model"
     return f"{what}: {model.spec.formula or ' + '.join(model.terms)}"
 

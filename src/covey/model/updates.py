@@ -39,7 +39,7 @@ def add_clients(model: Model, data: GroupedData) -> Model:
     old = _placed(learned.units, places[:kept], n)
     rows = np.bincount(places, np.concatenate([model.rows, data.rows_per_client]), n).astype(np.int64)
     loss, at = model.spec.loss, np.tile(learned.origin, (data.n_clients, 1))
-    exact = loss.name == "gaussian"
+    exact = loss.quadratic
     if not exact:
         at = at + _start(model, data)
     for _ in range(_STEPS):

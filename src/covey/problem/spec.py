@@ -11,7 +11,7 @@ import numpy as np
 
 from covey.errors import FormulaError, PenaltyError, SolverError, one_of
 from covey.fitting.baselines import BASELINES
-from covey.losses import Loss, Reduction, loss_of
+from covey.losses import Loss, Reduction, family_of, loss_of
 from covey.solvers import BY_COINS, Solver, check_options
 from covey.tables.bars import Bar, Grouping, Vary, levels, split_bars, vary_from_bars, vary_from_setting
 from covey.tables.design import Design, Formula, split_formula, unscaled
@@ -127,7 +127,7 @@ class Spec:
             return self.penalty
         if any(value is not None for value in (self.gamma, self.lam, self.alpha)):
             return None
-        return "reml" if self.family == "gaussian" else "ml"
+        return "reml" if family_of(self.family).reml else "ml"
 
     @property
     def by_likelihood(self) -> bool:
@@ -154,7 +154,7 @@ class Spec:
         """Refuse settings of the penalties that contradict each other."""
         if self.penalty not in PENALTIES:
             raise one_of("penalty", self.penalty, PENALTIES)
-        if self.penalty == "reml" and self.family != "gaussian":
+        if self.penalty == "reml" and not family_of(self.family).reml:
             raise PenaltyError(f"penalty='reml' is for the gaussian family; for {self.family} use 'ml', which is by Laplace.")
         given = [name for name in ("gamma", "lam", "alpha") if getattr(self, name) is not None]
         if self.penalty != "auto" and (given or self.baseline is not None):

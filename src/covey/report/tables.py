@@ -8,9 +8,8 @@ import numpy as np
 from rich.table import Table
 
 from covey._typing import Floats
+from covey.losses import family_of
 from covey.model.model import Model
-
-METRICS = {"gaussian": "root mean squared error", "bernoulli": "cross-entropy", "poisson": "mean Poisson deviance"}
 
 
 def comparison_table(errors: Mapping[str, float], family: str, rows: int) -> Table:
@@ -18,7 +17,7 @@ def comparison_table(errors: Mapping[str, float], family: str, rows: int) -> Tab
     best = min(errors.values())
     table = Table(title=f"Held-out error on {rows:,} rows", title_justify="left", title_style="bold")
     table.add_column("model")
-    table.add_column(METRICS[family], justify="right")
+    table.add_column(family_of(family).error_name, justify="right")
     table.add_column("above the best", justify="right")
     for name, error in errors.items():
         style = "bold" if error == best else ""

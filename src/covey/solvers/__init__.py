@@ -79,10 +79,10 @@ def solve(
         if solver in BY_COINS:
             raise _no_curvature(solver)
         if solver == "auto":
-            solver = "sweep" if loss.name == "gaussian" else "newton"
+            solver = "sweep" if loss.quadratic else "newton"
     if solver == "auto":
         objective, accuracy = Objective(data, loss, penalty), min(max(tol, 1e-16), 0.5)
-        solver = "sweep" if loss.name == "gaussian" else "newton"
+        solver = "sweep" if loss.quadratic else "newton"
         if not surely_direct(objective, accuracy=accuracy):
             trial = solve(data, loss, penalty, solver=solver, start=start, tol=tol, max_iter=max_iter, progress=progress)
             best = min(costs(objective, [trial], accuracy=accuracy)[0], key=lambda cost: cost.seconds)
@@ -135,7 +135,7 @@ def solve_across(
     if james_stein:
         js.check(network.loss, penalty)
     if solver == "auto":
-        solver = "sweep" if network.loss.name == "gaussian" else "newton"
+        solver = "sweep" if network.loss.quadratic else "newton"
     if solver == "sweep":
         shrink = js.Shrink(penalty, network.tree) if james_stein else None
         fit = _refined(network, penalty, tol, shrink)

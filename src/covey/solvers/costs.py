@@ -100,7 +100,7 @@ def surely_direct(objective: Objective, *, accuracy: float, latency: float = LAT
     A run by coins has to look how far it is: some exchanges of the whole network, if nothing else. Where a direct solver, with
     its d x d messages, is done before that, which is so up to hundreds of coefficients, nothing has to be measured.
     """
-    data, exchanges = objective.data, 1 if objective.loss.name == "gaussian" else _NEWTON_EXCHANGES
+    data, exchanges = objective.data, 1 if objective.loss.quadratic else _NEWTON_EXCHANGES
     speed, sizes = {"latency": latency, "bandwidth": bandwidth}, data.hierarchy.sizes
     # No algorithm shrinks the distance by e in less than 1.4 iterations, nor is checked less often in its first 20 checks.
     least = min(20.0, 1.4 * math.log(1 / accuracy))

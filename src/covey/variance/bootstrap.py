@@ -86,8 +86,8 @@ def bootstrap(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
         for theta in _clients(learned, tree, wbar, rng, draws):
-            if data is not None and loss is not None and loss.name != "gaussian":
-                y = loss.draw(data.margin(theta), rng)
+            if data is not None and loss is not None and not loss.reml:
+                y = loss.draw(data.margin(theta), rng, learned.dispersion)
                 components = estimate(replace(data, y=y), loss, shape)[1].components
             else:
                 sums = _sums(learned, theta, rng)

@@ -116,7 +116,7 @@ class WeighEvidence(Message[Evidence], label="weigh evidence", phase="learn"):
     def at(self, node: Node) -> Evidence:
         node.keep(self.frame)
         data, tree = rows_at(node), node.data.hierarchy
-        if node.loss.name == "gaussian":
+        if node.loss.reml:
             units = units_at(node)
             left = ResidualEvidence.of(units, self.varying)
         else:

@@ -58,7 +58,7 @@ from covey.solvers.direct.newton import (
     node_move,
     node_start,
 )
-from covey.solvers.direct.sweep import logs_of_counts, solve_top
+from covey.solvers.direct.sweep import solve_top
 from covey.variance.frame import LearningState, NonFiniteClients, TermOrder, finish_at, kept, rows_at, spread_at
 from covey.variance.gaussian import Evaluation, Slopes, UpperPosterior, below
 
@@ -222,9 +222,11 @@ def _clients(node: Node, S: Floats, layout: TermOrder) -> LocalProblem:
 
 
 def _near(clients: LocalProblem, centre: Floats) -> Quadratic:
-    """The logs of counts as responses of a linear model, about the global model."""
-    n = clients.data.n_clients
-    here = loss_of("gaussian").expand(logs_of_counts(clients.data), np.tile(centre, (n, 1)))
+    """The linear problem near the loss, about the global model."""
+    n, linear = clients.data.n_clients, clients.loss.working_response(clients.data)
+    if linear is None:
+        raise SolverError(f"The {clients.loss.name} loss has no linear problem to begin at.")
+    here = loss_of("gaussian").expand(linear, np.tile(centre, (n, 1)))
     return Quadratic(here.hessian, -here.gradient, *clients.aside)
 
 
@@ -312,7 +314,7 @@ class LaplaceLikelihood:
 
         From a mean far below a count Newton's step would go beyond all bounds.
         """
-        if self.network.loss.name != "poisson":
+        if not self.network.loss.linear_start:
             return np.zeros((self.network.tree.n_clusters, len(wbar))), None
         seen = self.network.ask(SumLogCounts(S_client, self.layout, wbar))
         w, v, _ = solve_top(seen, above, settle=lambda centre, *_: 0.0 * centre)
@@ -323,7 +325,7 @@ def pooled(network: Network) -> Floats:
     """The one model of all rows, where nothing varies, ``(d,)``; refused if some coefficient has no finite value."""
     k, d = network.tree.n_clusters, len(network.terms)
     S, layout, wbar = np.zeros((1, d, d)), TermOrder(np.arange(d), 0), np.zeros(d)
-    if network.loss.name == "poisson":
+    if network.loss.linear_start:
         seen = network.ask(SumLogCounts(S, layout, wbar))
         wbar = solve_symmetric(seen.C.sum(axis=0), seen.r.sum(axis=0))
     w, still, above = np.tile(wbar, (k, 1)), np.zeros((k, d)), Spread.of_covariances(S, k, 0)

@@ -355,11 +355,7 @@ class GeneralisedLikelihood(Likelihood):
 
 def problem_for(known: Survey, shape: Shape, *, reml: bool) -> Likelihood:
     """The likelihood of what was surveyed, with these levels and terms varying."""
-    return (
-        LinearLikelihood(known, shape, reml=reml)
-        if known.network.loss.name == "gaussian"
-        else GeneralisedLikelihood(known, shape)
-    )
+    return LinearLikelihood(known, shape, reml=reml) if known.network.loss.reml else GeneralisedLikelihood(known, shape)
 
 
 def refuse_strange(finished: NonFiniteClients) -> None:

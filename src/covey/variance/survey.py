@@ -70,14 +70,14 @@ def survey(network: Network, shape: Shape, *, check: bool = True) -> Survey:
     loss, terms = network.loss, network.terms
     frame, totals = frame_for(counted, shape)
     check_rank(totals.gram, terms)
-    inverse, linear = invert(totals.gram)[0], loss.name == "gaussian"
+    inverse, linear = invert(totals.gram)[0], loss.reml
     if linear:
         # About the pooled fit, so that sums of squares are of residuals and lose no digits to a large mean.
         frame = replace(frame, origin=inverse @ totals.rhs)
     evidence = counted.ask(WeighEvidence(frame, shape.client, inverse))
     if check:
         check_told_apart(counted, evidence, shape, squares=totals.response_squares if linear else None)
-    if check and loss.name == "bernoulli":
+    if check and loss.two_classes:
         check_classes(evidence, shape)
     middle = np.zeros(len(terms)) if linear else pooled(counted)
     return Survey(counted, frame, evidence.above, totals.log_weights, middle, totals, evidence)

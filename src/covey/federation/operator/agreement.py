@@ -28,6 +28,7 @@ from covey.errors import DataError, FederationError, FormulaError, listing
 from covey.exact import Exact
 from covey.federation.operator.members import Members, plain_ids
 from covey.federation.privacy.sweeps import Privacy
+from covey.losses import Loss
 from covey.model.files import spec_to_json
 from covey.problem.spec import Spec
 from covey.records import Record, Reply
@@ -217,7 +218,7 @@ def agree(
     columns = list(first.kinds)
     lhs = sides_of(spec.settled())[0]
     if private is not None:
-        _check_listed([lhs] * (spec.family == "bernoulli") + [c for c in columns if first.kinds[c] == "categories"], categories)
+        _check_listed([lhs] * spec.loss.two_classes + [c for c in columns if first.kinds[c] == "categories"], categories)
     levels = {name: _levels(name, profiles, categories) for name in columns if first.kinds[name] == "categories"}
     design = Formula.of(split_bars(rhs)[0], columns, levels)
     clusters = revive({each for profile in profiles.values() for each in profile.clusters}, first.ids["cluster"]).sort()
@@ -232,7 +233,7 @@ def agree(
         design.to_json(),
         tuple(plain_ids(clusters)),
         first.ids["cluster"],
-        classes if spec.family == "bernoulli" else None,
+        classes if spec.loss.two_classes else None,
         tuple(sorted(profiles)),
         {},
         "",
@@ -292,10 +293,9 @@ def check_tags(found: Mapping[str, Anything]) -> None:
         )
 
 
-def check_totals(found: SiteTotals, family: str) -> None:
+def check_totals(found: SiteTotals, loss: Loss) -> None:
     """Refuse responses from which nothing can be learned."""
-    if family == "poisson" and not found.response.floats() > 0:
-        raise DataError("The response is 0 in every row of every site; the poisson family needs a positive count.")
+    loss.check_total(float(found.response.floats()))
 
 
 def apart_from_most(told: Mapping[str, Any]) -> list[str]:

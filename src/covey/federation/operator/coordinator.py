@@ -176,7 +176,7 @@ class Federation:
             if own.pairs is not None:
                 self.how.members.check_clients(site, own.pairs, named, lambda ids: digests(ids, self.journal.head["salt"]))
         if self.how.private is None:
-            check_totals(self.totals, self.spec.family)
+            check_totals(self.totals, self.spec.loss)
         else:
             check_delta(self.how.delta, int(self.totals.clients.sum()))
         self.tree = Hierarchy(

@@ -24,8 +24,9 @@ from dataclasses import replace
 from typing import Any
 
 from covey.errors import SolverError
-from covey.federation.privacy.sweeps import ROUNDS, Privacy, cluster_gammas, private_across
+from covey.federation.privacy.sweeps import Privacy, cluster_gammas, private_across
 from covey.fitting.learning import Fitted
+from covey.losses import FAMILIES
 from covey.nodes.messages import SetGamma
 from covey.nodes.network import Network
 from covey.objective.penalty import Penalty
@@ -94,7 +95,7 @@ def privacy_of(settings: Mapping[str, Any], family: str) -> tuple[Privacy | None
         if given:
             raise SolverError(f"The setting {next(iter(given))!r} belongs to differential privacy; give epsilon too.")
         return None, delta
-    rounds = given.get("rounds", ROUNDS.get(family, 1))
+    rounds = given.get("rounds", FAMILIES[family].private_rounds if family in FAMILIES else 1)
     asked = Privacy(1.0, given.get("clip", CLIP), rounds)  # refuses rounds and clip out of range
     return replace(asked, noise=noise_for(given["epsilon"], rounds, delta)), delta
 

@@ -45,12 +45,9 @@ from covey.objective.penalty import Penalty
 from covey.records import Record, Reply
 from covey.solvers.direct.elimination import Quadratic, Spread, descend, marginalise
 from covey.solvers.direct.newton import LocalProblem
-from covey.solvers.direct.sweep import logs_of_counts, solve_top
+from covey.solvers.direct.sweep import solve_top
 from covey.solvers.ledger import Links
 from covey.solvers.result import Convergence, Fit
-
-ROUNDS = {"gaussian": 2, "bernoulli": 3, "poisson": 3}
-"""Releases of a run, unless it says otherwise."""
 
 _UNITS = 2.0**36  # in a clip
 _STEPS, _HALVINGS = 100, 60  # of a client's own Newton, at most
@@ -168,11 +165,11 @@ def _lengths(node: Node, theta: Floats, target: Floats, step: Floats, decrease: 
 
 
 def _near(node: Node, w: Floats) -> Floats:
-    """Where clients begin: at their cluster, or for counts where the logs of these put them, since exp outgrows any step."""
-    parent = node.data.hierarchy.parent
-    if node.loss.name != "poisson":
+    """Where clients begin: at their cluster, or where a linear problem near the loss puts them, since exp outgrows any step."""
+    parent, linear = node.data.hierarchy.parent, node.loss.working_response(node.data)
+    if linear is None:
         return w[parent]
-    near = Gaussian(node.loss.reduction, node.loss.ridge).expand(logs_of_counts(node.data), np.zeros((len(parent), w.shape[1])))
+    near = Gaussian(node.loss.reduction, node.loss.ridge).expand(linear, np.zeros((len(parent), w.shape[1])))
     return descend(near.hessian, -near.gradient, LocalProblem.of(node).spread, parent, w)[0]
 
 

@@ -50,7 +50,7 @@ def profile_of(table: Any, spec: Spec, key: str = "", minimum: int = 1) -> Profi
     if lhs in design.columns:
         raise FormulaError(f"The response {lhs!r} is also on the right of '~'; a model that knows the answer is of no use.")
     y = series_values(response(lhs, frame))
-    classes = _classes_of(y) if spec.family == "bernoulli" else None
+    classes = _classes_of(y) if spec.loss.two_classes else None
     clusters, _ = encode(column(frame, spec.cluster), "cluster") if spec.cluster else (pl.Series(["all"]), None)
     client = as_labels(column(frame, spec.client), "client") if spec.client else pl.Series(["all"])
     kinds = {name: "categories" if name in design.levels else "numbers" for name in design.columns}

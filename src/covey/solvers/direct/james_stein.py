@@ -98,8 +98,8 @@ class CurvatureAtFit(Message[Quadratic], label="curvature of the fit", phase="me
 
     def at(self, node: Node) -> Quadratic:
         data, theta = node.data, node.coefficients()
-        # A Gaussian loss is its own expansion, taken at zero to be the one of the sweep.
-        here = node.loss.expand(data, np.zeros_like(theta) if node.loss.name == "gaussian" else theta)
+        # A quadratic loss is its own expansion, taken at zero to be the one of the sweep.
+        here = node.loss.expand(data, np.zeros_like(theta) if node.loss.quadratic else theta)
         own = Quadratic(here.hessian, -here.gradient, here.value, data.rows_that_count)
         return eliminate(own, Spread.of_penalty(node.gamma, data.n_terms), data.hierarchy.cluster_ptr)
 
@@ -108,7 +108,7 @@ def factor_of(network: Network, penalty: Penalty, fit: Fit) -> float:
     """The factor for a fit at its minimum, whatever the loss: ``V`` is that of its Hessians there."""
     seen = network.ask(CurvatureAtFit())
     whole = eliminate(seen, Spread.of_penalty(penalty.lam, len(network.terms)), np.array([0, network.tree.n_clusters]))
-    dispersion = noise(fit.wbar, whole) if network.loss.name == "gaussian" else 1.0
+    dispersion = noise(fit.wbar, whole) if network.loss.reml else 1.0
     return factor(fit.wbar, whole.C[0], dispersion, client_shares(seen, penalty, network.tree))
 
 

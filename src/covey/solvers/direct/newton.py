@@ -336,7 +336,7 @@ def newton_across(
     on from. Both are told how many exchanges went before the first step.
     """
     d, before = len(network.terms), 0
-    if start is None and network.loss.name == "poisson":
+    if start is None and network.loss.linear_start:
         start, before = _from_the_counts(network, penalty), 1
     report, stage = resume(before) or _begin(network, penalty, start, centre)
     limits: dict[str, Any] = {"tol": tol, "max_iter": max_iter, "fixed": centre is not None}

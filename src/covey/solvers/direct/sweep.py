@@ -105,7 +105,7 @@ def node_down(data: GroupedData, loss: Loss, gamma: Floats, w: Floats) -> tuple[
 
 @dataclass(frozen=True)
 class SweepUp(Message[Quadratic], label="sweep up"):
-    """tell what your clusters see of your clients; with ``logs``, as if the logs of their counts were the responses."""
+    """tell what your clusters see of your clients; with ``logs``, of the linear problem near their loss."""
 
     logs: bool = False
 
@@ -128,17 +128,8 @@ class SweepDown(Message[SweepReport], label="sweep down", second=True):
 
 
 def _responses(node: Node, logs: bool) -> tuple[GroupedData, Loss]:
-    if logs:
-        return logs_of_counts(node.data), Gaussian(node.loss.reduction, node.loss.ridge)
-    return node.data, node.loss
-
-
-def logs_of_counts(data: GroupedData) -> GroupedData:
-    """The working responses of the usual first step of a log-linear fit: the logs of the counts, weighted by the counts."""
-    counts = np.maximum(data.y, 0.5)
-    target = np.log(counts) if data.offset is None else np.log(counts) - data.offset
-    weights = counts if data.weights is None else counts * data.weights
-    return replace(data, y=target, weights=weights, offset=None)
+    linear = node.loss.working_response(node.data) if logs else None
+    return (node.data, node.loss) if linear is None else (linear, Gaussian(node.loss.reduction, node.loss.ridge))
 
 
 def sweep(data: GroupedData, loss: Loss, penalty: Penalty, *, settle: Settle | None = None) -> Fit:
@@ -157,7 +148,7 @@ def sweep(data: GroupedData, loss: Loss, penalty: Penalty, *, settle: Settle | N
 
 def sweep_across(network: Network, penalty: Penalty, *, settle: Settle | None = None, logs: bool = False) -> Fit:
     """The sweep over any network; the clients' models stay at their nodes."""
-    if network.loss.name != "gaussian" and not logs:
+    if not network.loss.quadratic and not logs:
         raise SolverError(
             f"The solver 'sweep' needs a quadratic loss and the {network.loss.name} loss is not; use solver='newton', which "
             "runs a sweep at each of its few steps."

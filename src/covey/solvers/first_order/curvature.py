@@ -52,7 +52,7 @@ def constants_across(
     if given:
         note = "; ".join(filter(None, [known.note, f"{' and '.join(given)} as given"]))
         known = replace(known, note=note)
-    if mu is not None or (network.loss.name != "gaussian" and network.loss.ridge == 0):
+    if mu is not None or (not network.loss.quadratic and network.loss.ridge == 0):
         known = replace(known, proved=False)
     if mu is not None and mu > known.L + known.gamma_max:
         most = known.L + known.gamma_max
@@ -62,7 +62,7 @@ def constants_across(
 
 def _constants(network: Network, penalty: Penalty, mu: float | None, L: float | None, L_row: float | None) -> Constants:
     loss, said, factor = network.loss, [], 1.0
-    bounded, quadratic = bool(np.isfinite(loss.curvature[1])), loss.name == "gaussian"
+    bounded, quadratic = loss.bounded, loss.quadratic
     if mu is None and not quadratic and loss.ridge > 0:
         mu = loss.ridge
     elsewhere = not quadratic and (mu is None or not bounded)
@@ -95,12 +95,12 @@ def certificate(network: Network, penalty: Penalty, norm: float) -> tuple[float,
     """A gap to the minimum that is certain, from the curvature where a run has ended; and that curvature.
 
     A quadratic has the same everywhere: ``norm^2 / (2 mu)``. The third derivative of the other losses is at most ``R`` times
-    the second, ``R`` the longest row; where ``R norm <= mu / 2``, the gap is at most ``2 norm^2 / mu`` (Bach 2010,
-    self-concordant analysis for logistic regression, prop. 2). Else nothing is certain, and it is infinite.
+    the second, ``R`` the longest row times ``loss.third_per_second``; where ``R norm <= mu / 2``, the gap is at most
+    ``2 norm^2 / mu`` (Bach 2010, self-concordant analysis for logistic regression, prop. 2). Else it is infinite.
     """
-    quadratic = network.loss.name == "gaussian"
+    quadratic = network.loss.quadratic
     mu = smallest_curvature(network, penalty)
-    longest = 0.0 if quadratic else largest(network, ("length",))[0]
+    longest = 0.0 if quadratic else network.loss.third_per_second * largest(network, ("length",))[0]
     if not mu > 0 or longest * norm > mu / 2:
         return np.inf, mu
     return norm**2 / (2 * mu) * (1 if quadratic else 4), mu
@@ -212,15 +212,15 @@ def _thousandth(at: int) -> float:
 def _size(node: Node, name: str) -> Floats:
     """For each client: an upper bound of its curvature, that of its rows, or the length of its longest row; ``(n,)``."""
     data, loss = node.data, node.loss
-    bounded, zero = np.isfinite(loss.curvature[1]), np.zeros((data.n_clients, data.n_terms))
+    bounded, zero = loss.bounded, np.zeros((data.n_clients, data.n_terms))
     if name == "length":
         return np.sqrt(_longest(node, np.einsum("la,la->l", data.X, data.X), 0.0))
     if name == "row" and bounded:
         return _longest(node, loss.row_smoothness(data), loss.ridge)
     if name == "row":
-        bend = loss.mean(np.maximum(data.margin(node.coefficients()), data.margin(zero)))  # a count's variance is its mean
+        bend = np.maximum(*(loss.curvatures(data.margin(at), data.y) for at in (node.coefficients(), zero)))
         return _longest(node, loss.row_smoothness(data, bend), loss.ridge)
-    if bounded and loss.name != "gaussian":
+    if bounded and not loss.quadratic:
         return loss.smoothness(data)
     tops = [np.linalg.eigvalsh(loss.hessian(data, at))[:, -1] for at in ([zero] if bounded else [zero, node.coefficients()])]
     return np.asarray(np.max(tops, axis=0))

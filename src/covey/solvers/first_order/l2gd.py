@@ -295,7 +295,7 @@ def descent(
     slow = "steps that shrink like 1/t are slow at the end: raise max_iter, or use solver='al2sgd_plus'"
     equal, gamma = equal_within(network.tree, penalty)
     top = Centres.of(penalty)
-    closed = network.loss.name == "gaussian" and network.ask(CountBasis()).number <= _LARGEST_BASIS
+    closed = network.loss.quadratic and network.ask(CountBasis()).number <= _LARGEST_BASIS
     algorithm = Algorithm(
         name,
         known,

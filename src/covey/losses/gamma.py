@@ -1,0 +1,143 @@
+"""Positive responses with the log link and a constant coefficient of variation: ``loss = y exp(-margin) + margin``, y > 0.
+
+A response has the mean ``exp(margin)`` and the variance ``phi exp(2 margin)``: its distribution is gamma of shape ``1 / phi``.
+With ``a = 1 / phi`` the negative log-likelihood of a row is
+
+    a (loss - lowest loss) + a - a log a + log Gamma(a) + log y          lowest loss = 1 + log y
+
+and all of it is multiplied by the row's weight, as if the row were there so many times.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+import numpy as np
+from scipy import special
+
+from covey._typing import Floats
+from covey.errors import DataError
+from covey.losses import kernels
+from covey.losses.base import Loss
+from covey.tables.rows import GroupedData, Place
+from covey.tree.hierarchy import segment_sum
+
+_HALVINGS = 80  # of an interval in which a quantile lies, to the last digit
+
+
+class Gamma(Loss):
+    """Log-linear positive responses. The curvature ``y exp(-margin)`` has no bound over all margins."""
+
+    name: ClassVar[str] = "gamma"
+    title: ClassVar[str] = "gamma"
+    error_name: ClassVar[str] = "mean gamma deviance"
+    code: ClassVar[int | None] = kernels.GAMMA
+    curvature: ClassVar[tuple[float, float]] = (0.0, np.inf)
+    third_per_second: ClassVar[float] = 1.0
+    dispersion: ClassVar[bool] = True
+
+    def mean(self, margin: Floats) -> Floats:
+        return np.exp(np.minimum(margin, kernels.LARGEST_LOG_MEAN))
+
+    def values(self, margin: Floats, y: Floats) -> Floats:
+        beyond = np.maximum(-margin - kernels.LARGEST_LOG_MEAN, 0.0)
+        return np.asarray(self.curvatures(margin, y) * (1.0 + beyond + 0.5 * beyond**2) + margin)
+
+    def slopes(self, margin: Floats, y: Floats) -> Floats:
+        return np.asarray(1.0 - self.curvatures(margin, y) * (1.0 + np.maximum(-margin - kernels.LARGEST_LOG_MEAN, 0.0)))
+
+    def curvatures(self, margin: Floats, y: Floats) -> Floats:
+        return np.asarray(y * np.exp(np.minimum(-margin, kernels.LARGEST_LOG_MEAN)))
+
+    def thirds(self, margin: Floats, y: Floats) -> Floats:
+        return np.where(-margin <= kernels.LARGEST_LOG_MEAN, -self.curvatures(margin, y), 0.0)
+
+    def working_response(self, data: GroupedData) -> GroupedData | None:
+        """The logs of the responses: at its minimum the loss of every row has a curvature of 1."""
+        target = np.log(data.y) if data.offset is None else np.log(data.y) - data.offset
+        return replace(data, y=target, offset=None)
+
+    def perfect(self, data: GroupedData) -> Floats:
+        lowest = 1.0 + np.log(data.y)
+        return self.scale(data) * segment_sum(lowest if data.weights is None else data.weights * lowest, data.client_ptr)
+
+    def constant(self, data: GroupedData) -> float:
+        logs = np.log(data.y)
+        return float((logs if data.weights is None else data.weights * logs).sum())
+
+    def profile(self, objective: float, weight: float, perfect: float) -> tuple[float, float]:
+        shape = _shape((objective - perfect) / weight)
+        rest = shape - shape * np.log(shape) + special.gammaln(shape)
+        return float(shape * (objective - perfect) + weight * rest), 1.0 / shape
+
+    def residual(self, y: Floats, dispersion: float = 1.0) -> float:
+        return float(special.polygamma(1, 1.0 / dispersion))  # of the log of a response
+
+    def draw(self, margin: Floats, rng: np.random.Generator, dispersion: float = 1.0) -> Floats:
+        # A response too small for a floating-point number would not be positive.
+        return np.maximum(rng.gamma(1.0 / dispersion, dispersion * self.mean(margin)), np.finfo(float).tiny)
+
+    def check_values(self, y: Floats, place: Place) -> None:
+        bad = ~(y > 0)
+        if bad.any():
+            row = int(bad.argmax())
+            raise DataError(f"The response is {y[row]:g} in {place(row)}; the gamma family takes positive numbers.")
+
+    def dispersion_text(self, dispersion: float) -> str:
+        return f"coefficient of variation {np.sqrt(dispersion):.4g}"
+
+    def error(self, mean_loss: float, data: GroupedData) -> float:
+        return float(2 * (mean_loss - np.average(1.0 + np.log(data.y), weights=data.weights)))
+
+    def response_interval(self, margin: Floats, variance: Floats, reach: Floats, coverage: float, noise: Floats) -> Floats:
+        sd = reach / special.ndtri(0.5 + coverage / 2) * np.sqrt(variance)
+        shape = np.broadcast_to(1.0 / np.asarray(noise), margin.shape)
+        # Of the log of a response relative to its mean: nothing of note lies further out.
+        far = np.stack([-9.0 / np.sqrt(shape) - 40.0 / shape - 9.0 * sd, 9.0 / np.sqrt(shape) + 9.0 * sd])
+        out = np.empty((len(margin), 2))
+        for side, tail in enumerate((0.5 - coverage / 2, 0.5 + coverage / 2)):
+            low, high = far
+            for _ in range(_HALVINGS):
+                middle = (low + high) / 2
+                enough = _below(middle, sd, shape) >= tail
+                low, high = np.where(enough, low, middle), np.where(enough, middle, high)
+            out[:, side] = self.mean(margin + high)
+        return out
+
+
+def _shape(excess: float) -> float:
+    """The shape ``a`` with ``log a - digamma(a) = excess``, the mean loss above its lowest."""
+    if not excess > 1e-13:
+        raise DataError(
+            "The dispersion is zero: the terms predict every response exactly, so no penalty is learned; drop the term that "
+            "gives the response away, or set gamma."
+        )
+    # Between these two, since 1 / 2a < log a - digamma(a) < 1 / a.
+    low, high = np.log(0.5 / excess), np.log(1.0 / excess)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _gap(np.exp(middle)) > excess else (low, middle)
+    return float(np.exp((low + high) / 2))
+
+
+def _gap(shape: float) -> float:
+    """``log a - digamma(a)``, by its series where the difference would lose digits."""
+    if shape < 1e3:
+        return float(np.log(shape) - special.digamma(shape))
+    return 1 / (2 * shape) + 1 / (12 * shape**2) - 1 / (120 * shape**4)
+
+
+def _below(x: Floats, sd: Floats, shape: Floats) -> Floats:
+    """``P(Z + U <= x)``, ``Z`` normal and ``exp(U)`` gamma with mean 1: an average over whichever is the narrower."""
+    out = np.empty(len(x))
+    flat = sd * np.sqrt(shape) < 1.0
+    nodes, weights = np.polynomial.hermite_e.hermegauss(24)
+    a = shape[flat, None]
+    out[flat] = special.gammainc(a, a * np.exp(x[flat, None] - sd[flat, None] * nodes)) @ (weights / weights.sum())
+    a = shape[~flat, None]
+    lowest, highest = -9.0 / np.sqrt(a) - 40.0 / a, 9.0 / np.sqrt(a)
+    u = lowest + (highest - lowest) * np.linspace(0.0, 1.0, 256)
+    density = np.exp(a * (u - np.expm1(u)))
+    out[~flat] = (density * special.ndtr((x[~flat, None] - u) / sd[~flat, None])).sum(axis=1) / density.sum(axis=1)
+    return out
