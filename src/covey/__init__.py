@@ -13,7 +13,13 @@ from covey._version import __version__ as __version__
 if TYPE_CHECKING:
     from covey import datasets
     from covey.errors import ConvergenceWarning, CoveyError
-    from covey.estimators import HierarchicalClassifier, HierarchicalPoissonRegressor, HierarchicalRegressor, load
+    from covey.estimators import (
+        HierarchicalClassifier,
+        HierarchicalGammaRegressor,
+        HierarchicalPoissonRegressor,
+        HierarchicalRegressor,
+        load,
+    )
     from covey.objective.objective import Objective
     from covey.objective.penalty import Penalty
     from covey.solvers import newton, sweep
@@ -24,6 +30,7 @@ _HOMES = {
     "CoveyError": "covey.errors",
     "GroupedData": "covey.tables.rows",
     "HierarchicalClassifier": "covey.estimators",
+    "HierarchicalGammaRegressor": "covey.estimators",
     "HierarchicalPoissonRegressor": "covey.estimators",
     "HierarchicalRegressor": "covey.estimators",
     "Objective": "covey.objective.objective",
@@ -40,6 +47,7 @@ __all__ = [
     "CoveyError",
     "GroupedData",
     "HierarchicalClassifier",
+    "HierarchicalGammaRegressor",
     "HierarchicalPoissonRegressor",
     "HierarchicalRegressor",
     "Objective",

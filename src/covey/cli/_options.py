@@ -8,7 +8,7 @@ import typer
 
 Client = Annotated[str | None, typer.Option(help="Column with the clients' ids, unless the formula names it.")]
 Cluster = Annotated[str | None, typer.Option(help="Column with the clusters' ids.")]
-Family = Annotated[str, typer.Option(help="gaussian, bernoulli (two classes) or poisson (counts).")]
+Family = Annotated[str, typer.Option(help="gaussian, bernoulli (two classes), poisson (counts) or gamma (positive).")]
 Vary = Annotated[list[str] | None, typer.Option(help="A term that varies; all by default. Repeat it.")]
 Covariance = Annotated[str | None, typer.Option(help="isotropic, diagonal or full; diagonal by default.")]
 PerCluster = Annotated[bool, typer.Option("--per-cluster", help="Learn each cluster's own spread of clients.")]

@@ -15,7 +15,9 @@ def plan(
     formula: Annotated[str, typer.Argument(help="Response and terms, such as 'y ~ log(x) + zone'.")],
     client: Annotated[str | None, typer.Option(help="Column with the clients' ids.")] = None,
     cluster: Annotated[str | None, typer.Option(help="Column with the clusters' ids.")] = None,
-    family: Annotated[str, typer.Option(help="gaussian, bernoulli (two classes) or poisson (counts).")] = "gaussian",
+    family: Annotated[
+        str, typer.Option(help="gaussian, bernoulli (two classes), poisson (counts) or gamma (positive).")
+    ] = "gaussian",
     gamma: Annotated[float | None, typer.Option(help="Pull of clients to their cluster; learned if left out.")] = None,
     lam: Annotated[float | None, typer.Option(help="Pull of clusters to the global model (1 with --gamma).")] = None,
     alpha: Annotated[float | None, typer.Option(help="In place of --lam: 0 independent clusters, 1 one cluster.")] = None,

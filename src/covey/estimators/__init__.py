@@ -1,9 +1,9 @@
-"""The scikit-learn face: three estimators over one specification."""
+"""The scikit-learn interface: one estimator a family, over one specification."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from sklearn.base import ClassifierMixin, RegressorMixin
@@ -16,7 +16,13 @@ from covey.model.files import load_model
 from covey.model.model import Model
 from covey.tree.hierarchy import Level
 
-__all__ = ["HierarchicalClassifier", "HierarchicalPoissonRegressor", "HierarchicalRegressor", "load"]
+__all__ = [
+    "HierarchicalClassifier",
+    "HierarchicalGammaRegressor",
+    "HierarchicalPoissonRegressor",
+    "HierarchicalRegressor",
+    "load",
+]
 
 
 class _Scored:
@@ -28,7 +34,7 @@ class _Scored:
     def score(
         self, X: Any, y: Any, sample_weight: Any = None, client: Any = None, cluster: Any = None, offset: Any = None
     ) -> float:
-        """R^2 of a linear model, accuracy of a classifier, share of deviance explained (D^2) of a Poisson model."""
+        """R^2 of a linear model, accuracy of a classifier, share of deviance explained (D^2) of others."""
         return float(self._metric(y, self.predict(X, client, cluster, offset), sample_weight))
 
 
@@ -107,7 +113,23 @@ class HierarchicalClassifier(_Scored, ClassifierMixin, Hierarchical):
         return tags
 
 
-class HierarchicalPoissonRegressor(_Scored, RegressorMixin, Hierarchical):
+class _LogLinear(_Scored, RegressorMixin, Hierarchical):
+    """Scored by the share of deviance explained; responses are not negative."""
+
+    _power: ClassVar[int]
+
+    def _metric(self, y: Any, predicted: Anything, sample_weight: Any) -> Any:
+        from sklearn.metrics import d2_tweedie_score
+
+        return d2_tweedie_score(y, predicted, sample_weight=sample_weight, power=self._power)
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.target_tags.positive_only = True
+        return tags
+
+
+class HierarchicalPoissonRegressor(_LogLinear):
     """Log-linear regression of counts; ``predict`` gives expected counts. An exposure's log goes in as ``offset``.
 
     Examples
@@ -121,24 +143,40 @@ class HierarchicalPoissonRegressor(_Scored, RegressorMixin, Hierarchical):
     """
 
     _family = "poisson"
-
-    def _metric(self, y: Any, predicted: Anything, sample_weight: Any) -> Any:
-        from sklearn.metrics import d2_tweedie_score
-
-        return d2_tweedie_score(y, predicted, sample_weight=sample_weight, power=1)
-
-    def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()
-        tags.target_tags.positive_only = True
-        return tags
+    _power = 1
 
 
-for _estimator in (HierarchicalRegressor, HierarchicalClassifier, HierarchicalPoissonRegressor):
+class HierarchicalGammaRegressor(_LogLinear):
+    """Log-linear regression of positive responses with a constant coefficient of variation, such as costs and durations.
+
+    ``predict`` gives expected responses. With learned penalties the dispersion, the squared coefficient of variation, is
+    estimated too (``components_.residual``). A row's weight counts it so many times.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from covey import HierarchicalGammaRegressor
+    >>> age, cost, ward = np.array([[2.0], [5.0], [3.0], [6.0]]), [1.5, 3.0, 0.5, 8.0], ["a", "a", "b", "b"]
+    >>> model = HierarchicalGammaRegressor(gamma=1.0).fit(age, cost, client=ward)
+    >>> model.predict(age[:1], client=["a"]).round(2).tolist()
+    [0.65]
+    """
+
+    _family = "gamma"
+    _power = 2
+
+
+_ALL: tuple[type[Hierarchical], ...] = (
+    HierarchicalRegressor,
+    HierarchicalClassifier,
+    HierarchicalPoissonRegressor,
+    HierarchicalGammaRegressor,
+)
+
+for _estimator in _ALL:
     _estimator.__doc__ = (_estimator.__doc__ or "").replace("\n\n    Examples", f"\n{PARAMETERS}\n    Examples", 1)
 
-_ESTIMATORS: dict[str, type[Hierarchical]] = {
-    estimator._family: estimator for estimator in (HierarchicalRegressor, HierarchicalClassifier, HierarchicalPoissonRegressor)
-}
+_ESTIMATORS: dict[str, type[Hierarchical]] = {estimator._family: estimator for estimator in _ALL}
 
 
 def load(path: str | Path) -> Any:

@@ -83,7 +83,7 @@ def plan(
     Parameters
     ----------
     data : GroupedData, or a data frame with ``formula=``, ``client=`` and ``cluster=``
-    family : "gaussian", "bernoulli" or "poisson"
+    family : "gaussian", "bernoulli", "poisson" or "gamma"
     accuracy : share of the squared distance from zero to the minimiser that may be left
     latency : seconds for a message, one way
     bandwidth : megabytes a second, each link

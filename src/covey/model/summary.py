@@ -181,7 +181,7 @@ def _learned_tables(model: Model, coverage: float) -> list[str]:
         term, interval = row["term"], f"{row['lower']:.4g} to {row['upper']:.4g}"
         spreads = " ".join(f"{_sd(level, term):>19}" for level in levels.values())
         lines.append(f"{term:{width}}  {row['estimate']:>10.4g} {row['std_error']:>11.3g} {interval:>22}  {spreads}")
-    sd = "" if found.residual is None else f" (sd {np.sqrt(found.residual):.4g})"
+    sd = "" if found.residual is None else f" ({model.spec.loss.dispersion_text(found.residual)})"
     shares = zip(("clusters", "clients"), (found.cluster, found.client), found.shares[:2], strict=True)
     parts = [f"{100 * share:.1f}% between {name}" for name, level, share in shares if level.terms]
     lines.append(f"share of variance: {', '.join(parts)}, {100 * found.shares[2]:.1f}% residual{sd}")

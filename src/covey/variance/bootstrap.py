@@ -77,9 +77,10 @@ def bootstrap(
     """Draw from the fitted model and estimate again; a model of counts or classes needs its rows, ``data`` and ``loss``."""
     if draws < 2:
         raise SolverError(f"A bootstrap needs at least 2 draws to say anything of their spread. Got {draws!r} instead.")
-    if learned.components.residual is None and (data is None or loss is None):
+    by_rows = learned.components.method == "Laplace"
+    if by_rows and (data is None or loss is None):
         raise SolverError("The bootstrap of counts or classes needs the rows that the model was fitted to.")
-    if learned.components.residual is None and data is not None and data.weights is not None and (data.weights != 1).any():
+    if by_rows and data is not None and data.weights is not None and (data.weights != 1).any():
         raise SolverError("Rows of counts or classes that carry weights cannot be drawn again; repeat the rows instead.")
     rng, reml = np.random.default_rng(seed), learned.components.method == "REML"
     found = []

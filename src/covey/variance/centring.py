@@ -37,7 +37,8 @@ class RowTotals(Reply):
 
     ``rows`` counts all of them, ``counted`` those of positive weight, ``ones (d,)`` those where a column is 1; ``total (d,)``
     and ``squares (d,)`` are of the columns; ``gram (d, d)`` and ``rhs (d,)`` are ``X'WX`` and ``X'W(y - offset)``; ``response``
-    and ``response_squares`` are sums of ``y`` and of ``W (y - offset)^2``; ``constant`` is what losses leave out.
+    and ``response_squares`` are sums of ``y`` and of ``W (y - offset)^2``; ``constant`` is what losses leave out and
+    ``perfect`` the lowest loss that the rows could have, where a dispersion is estimated with the mode.
     """
 
     rows: int
@@ -52,6 +53,7 @@ class RowTotals(Reply):
     response: float
     response_squares: float
     constant: float
+    perfect: float
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class SumRows(Message[RowTotals], label="totals of rows", phase="learn"):
             float(data.y.sum()),
             2 * float(here.value.sum()),
             float(node.loss.constant(data)),
+            float(node.loss.perfect(data).sum()) if node.loss.dispersion else 0.0,
         )
 
 

@@ -88,7 +88,7 @@ class Components:
     ----------
     method : "REML", "ML" or "Laplace" (maximum likelihood, approximated to second order)
     client, cluster : how clients vary about their cluster, and clusters about the whole
-    residual : variance of a row of weight 1; None for counts and classes, whose mean fixes it
+    residual : dispersion of a row of weight 1, in a linear model its variance; None for counts and classes, whose mean fixes it
     log_likelihood : restricted for REML
     parameters : how many were estimated, global coefficients included
     rows : that count

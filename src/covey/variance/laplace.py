@@ -5,7 +5,9 @@ it) and ``H_i`` each client's Hessian there. Twice the negative logarithm is the
 
     2 F + sum_i log|I + H_i S_j| + sum_j log|I + C_j S|
 
-as glmer has it with nAGQ = 1: ``wbar`` is a parameter like the covariances. The gradient has the linear model's part at the
+as glmer has it with nAGQ = 1: ``wbar`` is a parameter like the covariances. A family with a dispersion ``phi`` has the same
+with ``F / phi`` for ``F`` and covariances relative to ``phi``, so that mode and determinants do not depend on it, and its best
+value follows from ``F`` (``Loss.profile``). The gradient has the linear model's part at the
 mode held still and one for the mode's own motion. With ``P_i`` the covariance of ``theta_i`` and ``g_i = sum_l f'''(margin_l)
 (x_l'P_i x_l) x_l``, the determinants' slope in ``theta_i``, that part takes one sweep for the loss ``1/2 t'H_i t - g_i't``: let
 ``q_i`` and ``p_j`` be the forces in its solution, ``u_i`` and ``v_j`` those at the mode, then
@@ -246,14 +248,18 @@ def _bent(node: Node, P: Floats) -> tuple[LocalProblem, Marginal, Floats, Floats
 class LaplaceLikelihood:
     """The criterion over any network, whose nodes know the frame. It remembers the last mode, to begin the next search there.
 
-    ``width`` is how many of the first terms, in the layout's order, vary between clusters.
+    ``width`` is how many of the first terms, in the layout's order, vary between clusters; ``weight`` is the sum of all rows'
+    weights, ``perfect`` the lowest loss that they could have.
     """
 
     network: Network
     layout: TermOrder
     width: int
     tol: float
+    weight: float = 0.0
+    perfect: float = 0.0
     v: Floats | None = field(init=False, default=None)
+    objective: float = field(init=False, default=np.nan)
 
     def forget(self) -> None:
         """Begin the next search anew."""
@@ -269,15 +275,17 @@ class LaplaceLikelihood:
         D = np.linalg.solve(K, C)
         P = below(C, S, np.zeros_like(S))
         bent = self.network.ask(SumBends(P))
-        value = 2 * objective + bent.volume + float(np.linalg.slogdet(K)[1].sum())
+        least, phi = self.network.loss.profile(objective, self.weight, self.perfect)
+        value = 2 * least + bent.volume + float(np.linalg.slogdet(K)[1].sum())
         p = np.linalg.solve(K, bent.lifted[:, :, None])[:, :, 0]
         slopes = self.network.ask(SlopeAtMode(P, p @ S))
 
         pulled, moving = (each.sum(axis=0, keepdims=True) for each in _pulls(upper.v, p))
+        pulled, pull = pulled / phi, slopes.pull / phi
         held = D.sum(axis=0, keepdims=True) + moving
-        top = UpperPosterior(C, wbar, upper.w, upper.v, np.zeros_like(S), P, D, value, 1.0, np.inf)
-        centre, pull = (p - 2 * upper.v).sum(axis=0), (slopes.pull, pulled)
-        return Evaluation(value, slopes.bend - slopes.pull, held - pulled, centre, pull, top)
+        top = UpperPosterior(C, wbar, upper.w, upper.v, np.zeros_like(S), P, D, value, phi, np.inf)
+        centre = (p - 2 * upper.v / phi).sum(axis=0)
+        return Evaluation(value, slopes.bend - pull, held - pulled, centre, (pull, pulled), top)
 
     def _settle(self, S_client: Floats, above: Spread, wbar: Floats) -> tuple[float, UpperLevels, Floats]:
         """Find the mode: the objective there, the upper levels, and what clusters see of the curvature."""
@@ -306,7 +314,7 @@ class LaplaceLikelihood:
         stage, end, _ = coordinate(ask, report, stage, above, tol=self.tol, max_iter=_STEPS, fixed=True)
         if not end.converged:
             raise SolverError(f"No mode was found in {_STEPS} Newton steps.")
-        self.v = stage.top.v
+        self.v, self.objective = stage.top.v, end.objective
         return end.objective, stage.top, last.seen.C
 
     def _first(self, S_client: Floats, above: Spread, wbar: Floats) -> tuple[Floats, FromLogs | None]:

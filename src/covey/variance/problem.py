@@ -165,11 +165,16 @@ class Likelihood:
         """The models at the best point, and what is known of them."""
         raise NotImplementedError
 
-    def levels(self, best: Optimum, scale: float, shift: Floats, errors: Floats) -> tuple[LevelComponents, LevelComponents]:
-        """Both levels in the units of the response; ``shift`` is the gradient of the log of ``scale``."""
-        return self._level(0, best, scale, shift, errors), self._level(1, best, scale, shift, errors)
+    def levels(
+        self, best: Optimum, scale: float, shift: Floats, errors: Floats, doubt: float = 0.0
+    ) -> tuple[LevelComponents, LevelComponents]:
+        """Both levels in the units of the response.
 
-    def _level(self, which: int, best: Optimum, scale: float, shift: Floats, errors: Floats) -> LevelComponents:
+        ``shift`` is the gradient of the log of ``scale``, ``doubt`` the variance that this log has at given parameters.
+        """
+        return self._level(0, best, scale, shift, errors, doubt), self._level(1, best, scale, shift, errors, doubt)
+
+    def _level(self, which: int, best: Optimum, scale: float, shift: Floats, errors: Floats, doubt: float) -> LevelComponents:
         level, x = (self.structure.client, self.structure.cluster)[which], self.structure.split(best.x)[which]
         L = level.factors(x)
         S = L @ L.swapaxes(1, 2)
@@ -183,7 +188,7 @@ class Likelihood:
             G[m, a, a] = 0.5 / S[m, a, a]
             slope = 0.5 * shift
             slope[first : first + level.n_parameters] += level.gradient(x, G)
-            sd_error[m, a] = sd[m, a] * np.sqrt(max(float(slope @ errors @ slope), 0.0))
+            sd_error[m, a] = sd[m, a] * np.sqrt(max(float(slope @ errors @ slope), 0.0) + 0.25 * doubt)
         where = np.argsort(self.order[level.terms])
         names = tuple(self.names(level.terms[where]))
         return LevelComponents(names, level.kind, scale * S[:, where[:, None], where], sd_error[:, where])
@@ -283,25 +288,29 @@ class GeneralisedLikelihood(Likelihood):
     """The Laplace approximation for any other family, from the rows."""
 
     def __init__(self, known: Survey, shape: Shape) -> None:
-        loss, totals = known.network.loss, known.totals
+        totals = known.totals
         if totals is None:
             raise SolverError("A model of counts or classes needs the rows that it is to be fitted to.")
         self.moments = totals.gram / totals.weight
-        self.residual = loss.residual(np.array([totals.response / totals.rows]))  # of the responses it needs their mean
+        self.mean_response = totals.response / totals.rows
         super().__init__(known, shape, np.diag(self.moments))
         self.rows, self.constant = int(totals.counted), 2 * totals.constant
         tol = 1e-9 + 1e-10 * float(np.sqrt(totals.rows))
-        self.marginal = LaplaceLikelihood(self.network, self.layout, self.structure.cluster.width, tol)
+        self.marginal = LaplaceLikelihood(
+            self.network, self.layout, self.structure.cluster.width, tol, totals.weight, totals.perfect
+        )
+        self.scale = 1.0  # the standard deviation that covariances are relative to, at the last point
         # The global model in units of its own uncertainty, so that one step suits it and the covariances.
         self.middle, self.half = known.middle[self.order], np.eye(len(self.terms))
         begin = self.evaluate(self.start(START, START)).top
         values, vectors = np.linalg.eigh(invert(begin.D.sum(axis=0))[0])
-        self.half = vectors * np.sqrt(np.maximum(values, 0.0))
+        self.half = vectors * (np.sqrt(np.maximum(values, 0.0)) * self.scale)
 
     def evaluate(self, x: Floats) -> Evaluation:
         self.evaluations += 1
         with np.errstate(over="ignore", invalid="ignore"):
             here = self.marginal(*self.covariances(x), self.centre(x))
+        self.scale = float(np.sqrt(here.top.dispersion))
         return replace(here, value=here.value + self.constant)
 
     def centre(self, x: Floats) -> Floats:
@@ -321,7 +330,9 @@ class GeneralisedLikelihood(Likelihood):
     def doubtful(self, x: Floats) -> bool:
         """With spreads so large that most clients are all but certain, Laplace's likelihood tends to have several tops."""
         return any(
-            (np.abs(level.factors(own)) / level.size[:, None] > _LARGE).any() for level, own in self.by_level(x) if level.q
+            (self.scale * np.abs(level.factors(own)) / level.size[:, None] > _LARGE).any()
+            for level, own in self.by_level(x)
+            if level.q
         )
 
     def nearer_centre(self, x: Floats, here: Evaluation) -> Floats:
@@ -339,18 +350,34 @@ class GeneralisedLikelihood(Likelihood):
         return np.concatenate([super().start(client, cluster), np.zeros(len(self.terms))])
 
     def finish(self, best: Optimum, notes: tuple[str, ...]) -> tuple[Fit, Learned]:
-        top, back = self.evaluate(best.x).top, self.back
+        here, back, loss = self.evaluate(best.x), self.back, self.network.loss
+        top, phi = here.top, here.top.dispersion
         refuse_strange(self.network.ask(FinishMode()))
         wbar = self.centre(best.x)[back]
         fit = Fit(np.empty((0, len(wbar))), top.w[:, back], wbar, self.account(best, "Laplace"))
         cut = self.structure.n_parameters
         errors = parameter_covariance(best, cut)
-        levels = self.levels(best, 1.0, np.zeros(len(best.x)), errors)
-        shares = self.shares(levels, self.moments, self.residual)
-        parameters = len(wbar) + cut
-        components = Components("Laplace", *levels, None, -0.5 * best.value, parameters, self.rows, notes, shares=shares)
-        covariance = self.half @ errors[cut:, cut:] @ self.half.T if len(best.x) <= MANY else invert(top.D.sum(axis=0))[0]
+        shift, doubt = self._log_dispersion(best.x, here)
+        levels = self.levels(best, phi, shift, errors, doubt)
+        # Of the responses it needs their mean.
+        shares = self.shares(levels, self.moments, loss.residual(np.array([self.mean_response]), phi))
+        parameters, residual = len(wbar) + cut + int(loss.dispersion), phi if loss.dispersion else None
+        components = Components("Laplace", *levels, residual, -0.5 * best.value, parameters, self.rows, notes, shares=shares)
+        known = len(best.x) <= MANY
+        covariance = self.half @ errors[cut:, cut:] @ self.half.T if known else phi * invert(top.D.sum(axis=0))[0]
         return fit, self.learned(components, covariance, top, self.covariances(best.x)[1][0], np.zeros(len(wbar)))
+
+    def _log_dispersion(self, x: Floats, here: Evaluation) -> tuple[Floats, float]:
+        """The gradient of the logarithm of the dispersion, and its variance at given parameters; zero where it is 1."""
+        loss, marginal, phi = self.network.loss, self.marginal, here.top.dispersion
+        if not loss.dispersion:
+            return np.zeros(len(x)), 0.0
+        # The dispersion depends on the objective alone, whose gradient is that of the criterion with the mode held still.
+        step = 1e-5 * (marginal.objective - marginal.perfect)
+        ends = [loss.profile(marginal.objective + move, marginal.weight, marginal.perfect)[1] for move in (-step, step)]
+        rate = float(np.log(ends[1] / ends[0])) / (2 * step)
+        client, cluster = (-0.5 * rate * phi * pull for pull in here.pull)
+        return self.flat(x, client, cluster, -rate * here.top.force.sum(axis=0)), rate * phi
 
 
 def problem_for(known: Survey, shape: Shape, *, reml: bool) -> Likelihood:

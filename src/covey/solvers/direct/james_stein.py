@@ -118,5 +118,10 @@ def check(loss: Loss, penalty: Penalty) -> None:
         raise SolverError(
             "james_stein=True needs the likelihood itself to say how sure the global model is; use reduction='sum' and ridge=0."
         )
+    if not loss.likelihood or (loss.dispersion and not loss.reml):
+        raise SolverError(
+            f"james_stein=True needs a linear model, or responses whose variance follows from their mean, unlike those of the "
+            f"{loss.name} loss; leave it out."
+        )
     if not penalty.lam.any() or not penalty.gamma.any():
         raise SolverError("james_stein=True shrinks the global model, but no client is tied to it; give lam and gamma above 0.")
