@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from typing import ClassVar
 
+import numpy as np
 import pytest
 
 import covey
+from covey import Penalty, newton
+from covey.datasets import simulate
 from covey.errors import CoveyError
-from covey.losses import FAMILIES, Gamma, family_of, loss_of
+from covey.losses import FAMILIES, Gamma, Poisson, family_of, loss_of
+from covey.variance.estimate import estimate
+from covey.variance.structure import Shape
 
 SOURCE = Path(covey.__file__).parent
 NAMES = {"gaussian", "bernoulli", "poisson", "gamma"}
@@ -69,3 +75,24 @@ def test_an_unknown_family_is_refused_with_those_there_are():
         loss_of("weibull")
     assert "'weibull'" in str(told.value)
     assert all(repr(name) in str(told.value) for name in NAMES)
+
+
+def test_a_new_family_is_one_class():
+    """Without a compiled kernel: what a file in ``covey/losses`` would hold is enough to fit and to learn penalties."""
+
+    class Counts(Poisson):
+        """Poisson again, in plain numpy."""
+
+        name: ClassVar[str] = "counts"
+        code: ClassVar[int | None] = None
+
+    try:
+        data = simulate("poisson", clusters=6, clients=5, rows=6, d=2, cluster_sd=0.4, client_sd=0.3, seed=2).data
+        assert not loss_of("counts").compiled
+        fits = [newton(data, loss_of(name), Penalty.of(data.hierarchy)) for name in ("poisson", "counts")]
+        np.testing.assert_allclose(fits[0].theta, fits[1].theta, atol=1e-9)
+        found = [estimate(data, loss_of(name), Shape((0, 1), (0,)))[1].components for name in ("poisson", "counts")]
+        assert found[0].log_likelihood == pytest.approx(found[1].log_likelihood, abs=1e-8)
+        np.testing.assert_allclose(found[0].client.sd, found[1].client.sd, rtol=1e-5)
+    finally:
+        del FAMILIES["counts"]

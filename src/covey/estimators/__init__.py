@@ -12,6 +12,7 @@ from sklearn.utils.validation import validate_data
 
 from covey._typing import Anything, Floats
 from covey.estimators.base import PARAMETERS, SETTINGS, Hierarchical
+from covey.losses import family_of
 from covey.model.files import load_model
 from covey.model.model import Model
 from covey.tree.hierarchy import Level
@@ -193,8 +194,13 @@ def load(path: str | Path) -> Any:
     model, extra = load_model(path)
     spec = model.spec
     names = {name: getattr(spec, name) for name in ("client", "cluster", "weights", "offset", *SETTINGS)}
-    estimator = _ESTIMATORS[spec.family](
-        **{**names, **extra.get("positions", {})}, unseen=extra.get("unseen", "parent"), random_state=spec.seed
+    loss = family_of(spec.family)
+    kind = _ESTIMATORS.get(spec.family, HierarchicalClassifier if loss.two_classes else HierarchicalRegressor)
+    estimator = kind(
+        **{**names, **extra.get("positions", {})},
+        unseen=extra.get("unseen", "parent"),
+        random_state=spec.seed,
+        loss=None if spec.family in _ESTIMATORS else spec.family,
     )
     if extra.get("features") is not None:
         estimator.feature_names_in_ = np.array(extra["features"], dtype=object)

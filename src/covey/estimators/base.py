@@ -1,4 +1,4 @@
-"""What the three estimators share: the specification as parameters, fitting, predicting, saving."""
+"""What the estimators share: the specification as parameters, fitting, predicting, saving."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from covey._typing import Anything, Floats
-from covey.errors import DataError, listing, one_of
+from covey.errors import DataError, SolverError, listing, one_of
 from covey.estimators.uncertainty import Uncertain
-from covey.losses import Reduction
+from covey.losses import Loss, Reduction, family_of
 from covey.model.files import save_model
 from covey.model.model import Model, fit_matrix, fit_table
 from covey.model.summary import describe
@@ -41,6 +41,9 @@ PARAMETERS = """
     formula : str or None
         Terms by formula, such as ``"log(x) + zone * year"`` (categories are coded, an intercept is included); with
         a left-hand side, ``"y ~ x"``, the response is taken from the frame too. None takes every other column of ``X``.
+    loss : str, Loss or None
+        A loss of one's own (:func:`covey.losses.from_functions`), or its name, in place of the estimator's; the ``reduction``
+        and the ``ridge`` are the estimator's.
     penalty : {"auto", "reml", "ml", "cv"}
         How the penalties are learned: by restricted or plain maximum likelihood (for classes and counts by Laplace's
         approximation), or, the paper's way, from a grid by cross-validation. ``auto``: REML for the linear model, ML for the
@@ -116,6 +119,7 @@ class Hierarchical(Uncertain, BaseEstimator):
         client: str | int | None = None,
         cluster: str | int | None = None,
         formula: str | None = None,
+        loss: str | Loss | None = None,
         penalty: Penalties = "auto",
         vary: Any = None,
         covariance: Any = None,
@@ -142,6 +146,7 @@ class Hierarchical(Uncertain, BaseEstimator):
         self.client = client
         self.cluster = cluster
         self.formula = formula
+        self.loss = loss
         self.penalty = penalty
         self.vary = vary
         self.covariance = covariance
@@ -287,7 +292,15 @@ class Hierarchical(Uncertain, BaseEstimator):
             raise DataError(f"The parameters {listing(positions)} name the same column; each needs its own.")
         names: dict[str, Any] = {name: value for name, value in self._named_columns().items() if isinstance(value, str)}
         settings: dict[str, Any] = {name: _plain(getattr(self, name)) for name in SETTINGS}
-        return Spec(family=self._family, seed=_plain(self.random_state), **settings, **names)
+        return Spec(family=self._loss_name(), seed=_plain(self.random_state), **settings, **names)
+
+    def _loss_name(self) -> str:
+        """The name of the loss: the estimator's own family, or one that stands in for it."""
+        own, family = family_of(self._family), family_of(self._family if self.loss is None else self.loss)
+        if family.two_classes != own.two_classes:
+            kind = "two classes" if family.two_classes else "numbers"
+            raise SolverError(f"The loss {family.name!r} is for {kind}; {type(self).__name__} is not.")
+        return family.name
 
     def _named_columns(self) -> dict[str, Any]:
         return {"client": self.client, "cluster": self.cluster, "weights": self.weights, "offset": self.offset}

@@ -13,6 +13,7 @@ import polars as pl
 
 from covey.errors import ConvergenceWarning, SolverError, listing
 from covey.fitting.learning import penalty_for
+from covey.losses import Loss, family_of
 from covey.model.model import read_frame
 from covey.objective.objective import Objective
 from covey.objective.theory import Constants
@@ -72,7 +73,7 @@ class Plan:
 def plan(
     data: Any,
     *,
-    family: str = "gaussian",
+    family: str | Loss = "gaussian",
     accuracy: float = 1e-6,
     latency: float = LATENCY,
     bandwidth: float = BANDWIDTH,
@@ -83,7 +84,7 @@ def plan(
     Parameters
     ----------
     data : GroupedData, or a data frame with ``formula=``, ``client=`` and ``cluster=``
-    family : "gaussian", "bernoulli", "poisson" or "gamma"
+    family : "gaussian", "bernoulli", "poisson", "gamma", or a loss of one's own (:func:`covey.losses.from_functions`)
     accuracy : share of the squared distance from zero to the minimiser that may be left
     latency : seconds for a message, one way
     bandwidth : megabytes a second, each link
@@ -99,7 +100,7 @@ def plan(
     for name in settings:
         if name not in known_names:
             raise SolverError(f"The plan has no setting {name!r} here; it takes {listing(known_names, 20)}.")
-    spec = Spec(family=family, **settings)
+    spec = Spec(family=family_of(family).name, **settings)
     spec.check()
     if spec.bars:
         raise SolverError("A plan is for solvers that let every term vary; leave out the bars, and name client= and cluster=.")

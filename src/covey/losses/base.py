@@ -232,9 +232,13 @@ class Loss(ABC):
         return 1.0 / np.where(rows > 0, rows, 1.0)
 
     def operands(self, data: GroupedData) -> tuple[Any, ...]:
-        """What a kernel needs to know of the rows: family, ``X``, ``y``, weights, offset, scale, ridge, ``client_ptr``."""
+        """What a kernel needs to know of the rows: family, ``X``, ``y``, weights, offset, scale, ridge, ``client_ptr``.
+
+        The family is a code, or the loss itself if it is not compiled.
+        """
         weights, offset = (_NONE if values is None else values for values in (data.weights, data.offset))
-        return self.code, data.X, data.y, weights, offset, self.scale(data), float(self.ridge), data.client_ptr
+        family = self if self.code is None else self.code
+        return family, data.X, data.y, weights, offset, self.scale(data), float(self.ridge), data.client_ptr
 
     def smoothness(self, data: GroupedData) -> Floats:
         """An upper bound ``L_i`` on the curvature of each client's loss, at any point."""

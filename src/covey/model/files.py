@@ -25,6 +25,7 @@ import polars as pl
 from covey._typing import Floats
 from covey._version import __version__
 from covey.errors import CoveyError, ModelError
+from covey.losses import FAMILIES
 from covey.model.model import Elsewhere, Model
 from covey.objective.penalty import Penalty
 from covey.problem.spec import Spec
@@ -256,6 +257,12 @@ def _with_coefficients(table: pl.DataFrame, model: Model, values: Floats) -> pl.
 
 
 def _rebuild(document: Mapping[str, Any], tables: Mapping[str, pl.DataFrame]) -> tuple[Model, dict[str, Any]]:
+    family = document["spec"].get("family")
+    if isinstance(family, str) and family not in FAMILIES:
+        raise ModelError(
+            f"The model has the loss {family!r}, which is not registered here and is not saved with it; call "
+            f"covey.losses.from_functions({family!r}, ...) before loading the model, or upgrade covey."
+        )
     restored = spec_from_json(document["spec"])
     design = design_from_json(document["design"])
     clusters, clients = tables["clusters"], tables["clients"]

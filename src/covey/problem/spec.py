@@ -156,6 +156,10 @@ class Spec:
             raise one_of("penalty", self.penalty, PENALTIES)
         if self.penalty == "reml" and not family_of(self.family).reml:
             raise PenaltyError(f"penalty='reml' is for the gaussian family; for {self.family} use 'ml', which is by Laplace.")
+        if self.by_likelihood and not family_of(self.family).likelihood:
+            raise PenaltyError(
+                f"The loss {self.family!r} is no likelihood to learn penalties from; give gamma and lam, or penalty='cv'."
+            )
         given = [name for name in ("gamma", "lam", "alpha") if getattr(self, name) is not None]
         if self.penalty != "auto" and (given or self.baseline is not None):
             other = given[0] if given else "baseline"

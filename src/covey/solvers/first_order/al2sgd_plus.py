@@ -38,6 +38,7 @@ from covey.objective.objective import Objective
 from covey.objective.penalty import Penalty
 from covey.objective.theory import Coins, Katyusha, accelerated_recipe
 from covey.records import Record
+from covey.solvers.first_order import plain
 from covey.solvers.first_order.curvature import constants_across
 from covey.solvers.first_order.loop import Algorithm, Control, Keepers, Watch, in_memory, nobody, run
 from covey.solvers.first_order.protocol import Centres, ClientBlocks, ClusterSums, Move, Pull, node_sums, shares
@@ -141,7 +142,8 @@ def node_move(
         pull = clients.gamma[:, None] * (points.x - tree.down(move.anchor))
         points = replace(points, gradient=points.gradient + pull)
     y, z, sums = np.empty_like(before), np.empty_like(before), blocks.empty(before.shape[1])
-    _move(
+    move_clients: Any = plain.al2sgd_plus_move if isinstance(clients.operands[0], Loss) else _move
+    move_clients(
         *clients.operands, clients.streams, blocks.ptr, blocks.owner, clients.gamma, clients.share, move.pull.strength,
         move.pull.force, move.heads, move.start, move.steps, clients.local, (pace.eta, pace.a1, pace.a2, pace.b1, pace.b2),
         move.wanted, points.x, points.gradient, before, points.z, y, z, sums,

@@ -33,6 +33,7 @@ from covey.objective.objective import Objective
 from covey.objective.penalty import Penalty
 from covey.objective.theory import Coins, Constants, Recipe, Shares, iterations, l2gd_recipe, switch, switching_steps
 from covey.records import Count, Record
+from covey.solvers.first_order import plain
 from covey.solvers.first_order.curvature import constants_across
 from covey.solvers.first_order.loop import Algorithm, Control, Keepers, Watch, in_memory, nobody, run
 from covey.solvers.first_order.protocol import Centres, ClientBlocks, ClusterSums, Move, Pull, shares
@@ -153,7 +154,8 @@ def node_move(clients: L2gdClients, theta: Floats, move: Move) -> tuple[Floats, 
     """Pull, then local steps: where the clients are, and the sums of the clusters that are wanted."""
     out, sums = np.empty_like(theta), clients.blocks.empty(theta.shape[1])
     rate, blocks = clients.rate, clients.blocks
-    _move(
+    move_clients: Any = plain.l2gd_move if isinstance(clients.operands[0], Loss) else _move
+    move_clients(
         *clients.operands, clients.closed, *clients.basis, blocks.ptr, blocks.owner, clients.gamma, clients.share,
         move.pull.strength, move.pull.force, move.start, move.steps, clients.local, rate.eta, rate.mu, rate.last, move.wanted,
         theta, out, sums,
@@ -295,7 +297,7 @@ def descent(
     slow = "steps that shrink like 1/t are slow at the end: raise max_iter, or use solver='al2sgd_plus'"
     equal, gamma = equal_within(network.tree, penalty)
     top = Centres.of(penalty)
-    closed = network.loss.quadratic and network.ask(CountBasis()).number <= _LARGEST_BASIS
+    closed = network.loss.quadratic and network.loss.compiled and network.ask(CountBasis()).number <= _LARGEST_BASIS
     algorithm = Algorithm(
         name,
         known,
