@@ -17,6 +17,7 @@ from covey.solvers.direct.elimination import Quadratic
 from covey.variance.bootstrap import _clients, _sums, bootstrap
 from covey.variance.estimate import estimate
 from covey.variance.structure import Shape
+from tests.networks import in_memory
 
 SHAPE = Shape((0, 1), (0,), "full", "diagonal")
 
@@ -30,7 +31,7 @@ def fitted():
     X = np.c_[np.ones(len(client)), rng.normal(size=(len(client), 2))]
     y = 2.0 + 0.8 * rng.normal(size=40)[client] + rng.normal(size=5)[client // 8] + 1.5 * rng.normal(size=len(client))
     data = GroupedData.from_arrays(X, y, client, client // 8, weights=rng.uniform(0.3, 3.0, size=len(client)))
-    return data, *estimate(data, Gaussian(), SHAPE)
+    return data, *estimate(in_memory(data, Gaussian()), SHAPE)
 
 
 def test_sums_are_distributed_as_sums_of_rows(fitted):
@@ -93,7 +94,7 @@ def test_what_is_drawn_is_about_what_was_fitted():
     """With many clients the estimates of the draws centre on the fitted values, and spread as the fit's errors say."""
     data = simulate(clusters=1, clients=150, rows=6, d=1, client_sd=1.0, cluster_sd=0.0, seed=0).data
     shape = Shape((0,), ())
-    fit, learned = estimate(data, Gaussian(), shape)
+    fit, learned = estimate(in_memory(data, Gaussian()), shape)
     drawn = bootstrap(learned, shape, data.hierarchy, data.terms, fit.wbar, draws=150, seed=1)
     table = drawn.intervals(0.9)
     assert table["level"].to_list() == ["client", "residual"]
@@ -111,7 +112,7 @@ def test_counts_and_classes_are_drawn_as_rows(loss):
     offset = 0.3 * np.ones(len(drawn.y))
     data = GroupedData.from_arrays(drawn.X, drawn.y, drawn.client, drawn.cluster, offset=offset)
     shape = Shape((0,), (0,))
-    fit, learned = estimate(data, loss, shape)
+    fit, learned = estimate(in_memory(data, loss), shape)
     found = bootstrap(learned, shape, data.hierarchy, data.terms, fit.wbar, data=data, loss=loss, draws=4, seed=0)
     assert {each.method for each in found.draws} == {"Laplace"}
     assert found.intervals()["level"].to_list() == ["client", "cluster"]
@@ -121,7 +122,7 @@ def test_counts_and_classes_are_drawn_as_rows(loss):
 def test_covariances_of_each_cluster_have_rows_of_their_own():
     data = simulate(clusters=3, clients=10, rows=6, d=1, seed=5).data
     shape = Shape((0,), (), per_cluster=True)
-    fit, learned = estimate(data, Gaussian(), shape)
+    fit, learned = estimate(in_memory(data, Gaussian()), shape)
     table = bootstrap(learned, shape, data.hierarchy, data.terms, fit.wbar, draws=3, seed=0).intervals()
     assert table["cluster"].to_list() == [0, 1, 2, None]
     assert table.filter(pl.col("level") == "client")["sd"].to_list() == learned.components.client.sd[:, 0].tolist()

@@ -16,7 +16,7 @@ from covey.variance.problem import GeneralisedLikelihood, LinearLikelihood
 from covey.variance.search import Optimum, minimise
 from covey.variance.structure import Shape
 from tests.conftest import seeds
-from tests.networks import surveyed
+from tests.networks import in_memory, surveyed
 
 KINDS = ["isotropic", "diagonal", "full"]
 
@@ -126,8 +126,10 @@ def test_a_variance_that_is_wanted_is_not_set_to_none_for_being_small():
     drawn = simulate(clusters=6, clients=10, rows=20, d=2, intercept=True, client_sd=1.0, seed=3)
     X = drawn.X * [1.0, 1e-6]
     data = GroupedData.from_arrays(X, drawn.y, drawn.client)
-    level = estimate(data, Gaussian(), Shape((0, 1), ()))[1].components.client
-    same = estimate(GroupedData.from_arrays(drawn.X, drawn.y, drawn.client), Gaussian(), Shape((0, 1), ()))[1].components.client
+    level = estimate(in_memory(data, Gaussian()), Shape((0, 1), ()))[1].components.client
+    same = estimate(in_memory(GroupedData.from_arrays(drawn.X, drawn.y, drawn.client), Gaussian()), Shape((0, 1), ()))[
+        1
+    ].components.client
     np.testing.assert_allclose(level.sd * [1.0, 1e-6], same.sd, rtol=1e-5)
 
 

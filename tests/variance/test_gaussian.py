@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covey.losses import GaussianLikelihood as Squares
+from covey.losses import Gaussian as Squares
 from covey.solvers.direct.elimination import Quadratic, Spread, marginalise, sensitivity
 from covey.variance.frame import ClientSums, TermOrder, units_at
 from covey.variance.gaussian import GaussianLikelihood, below, invert, upper

@@ -16,6 +16,7 @@ import polars as pl
 from covey._typing import Floats
 from covey.errors import ConvergenceWarning, SolverError
 from covey.losses import Loss
+from covey.nodes.network import InMemory
 from covey.solvers.direct.elimination import Quadratic, Spread
 from covey.solvers.threads import threads_for
 from covey.tables.rows import GroupedData
@@ -88,7 +89,7 @@ def bootstrap(
         for theta in _clients(learned, tree, wbar, rng, draws):
             if data is not None and loss is not None and loss.name != "gaussian":
                 y = loss.draw(data.margin(theta), rng)
-                components = estimate(replace(data, y=y), loss, shape)[1].components
+                components = estimate(InMemory.of(replace(data, y=y), loss), shape)[1].components
             else:
                 sums = _sums(learned, theta, rng)
                 with threads_for(tree.n_clients * len(terms) ** 2):

@@ -8,16 +8,12 @@ import numpy as np
 
 from covey._typing import Floats
 from covey.errors import DataError, SolverError, warn
-from covey.losses import Loss
-from covey.nodes.network import InMemory, Network
-from covey.nodes.node import Node
+from covey.nodes.network import Network
 from covey.solvers.result import Fit, Progress
-from covey.solvers.threads import threads_for
-from covey.tables.rows import GroupedData
 from covey.variance.boundary import polished, singular
 from covey.variance.centring import uncentred
 from covey.variance.components import Learned
-from covey.variance.frame import node_learned
+from covey.variance.frame import node_learned, threads_of
 from covey.variance.problem import START, Likelihood, LinearLikelihood, problem_for
 from covey.variance.search import CONVERGED, NEGLIGIBLE, Optimum, minimise
 from covey.variance.structure import Shape
@@ -30,37 +26,6 @@ _APPROACH = 4  # cheap steps before the search
 
 
 def estimate(
-    data: GroupedData,
-    loss: Loss,
-    shape: Shape,
-    *,
-    reml: bool = True,
-    thorough: bool = False,
-    progress: Progress | None = None,
-) -> tuple[Fit, Learned]:
-    """Learn the covariances of a hierarchy from its data, and fit it with them.
-
-    A ``thorough`` search also begins at the best fits with one level less; one that ends in doubt does so by itself.
-
-    >>> from covey.datasets import simulate
-    >>> from covey.losses import Gaussian
-    >>> data = simulate(clusters=30, clients=20, rows=10, d=1, client_sd=0.5, cluster_sd=1.0, seed=0).data
-    >>> fit, learned = estimate(data, Gaussian(), Shape((0,), (0,)))
-    >>> learned.components.client.sd.round(2).tolist(), learned.components.cluster.sd.round(2).tolist()
-    ([[0.52]], [[0.84]])
-    """
-    network = InMemory.of(data, loss, np.ones(data.n_clients))
-    with threads_for(work(data)):
-        fit, learned = estimate_across(network, shape, reml=reml, thorough=thorough, progress=progress)
-    return everybody(network.node, fit, learned)
-
-
-def everybody(node: Node, fit: Fit, learned: Learned) -> tuple[Fit, Learned]:
-    """A fit over one node that holds everybody, with the clients' models and sums, which it has kept."""
-    return replace(fit, theta=node.coefficients()), node_learned(node, learned.components, learned.covariance)
-
-
-def estimate_across(
     network: Network,
     shape: Shape,
     *,
@@ -69,21 +34,43 @@ def estimate_across(
     progress: Progress | None = None,
     known: Survey | None = None,
 ) -> tuple[Fit, Learned]:
-    """Learn the covariances over any network; the clients' models and sums stay at their nodes (:func:`.node_learned`).
+    """Learn the covariances of a hierarchy over a network, and fit it with them.
 
-    ``known`` is what an earlier fit to the same network found out about it.
+    Where the network holds all clients in memory, the fit has their coefficients and :class:`.Learned` has their sums.
+    Elsewhere both stay at the nodes (:func:`.node_learned`), and the arrays of clients are empty.
+
+    Parameters
+    ----------
+    network : the nodes
+    shape : which terms vary at which level, and how
+    reml : restricted maximum likelihood, for a linear model; else maximum likelihood
+    thorough : begin also at the best fits with one level less; a doubtful optimum makes the search do so by itself
+    progress : called with the number of evaluations, the criterion and the norm of its gradient
+    known : the survey of the same network by an earlier fit, if there was one
+
+    >>> from covey.datasets import simulate
+    >>> from covey.losses import Gaussian
+    >>> from covey.nodes.network import InMemory
+    >>> data = simulate(clusters=30, clients=20, rows=10, d=1, client_sd=0.5, cluster_sd=1.0, seed=0).data
+    >>> fit, learned = estimate(InMemory.of(data, Gaussian()), Shape((0,), (0,)))
+    >>> learned.components.client.sd.round(2).tolist(), learned.components.cluster.sd.round(2).tolist()
+    ([[0.52]], [[0.84]])
     """
-    known = survey(network, shape) if known is None else known
-    problem = problem_for(known, shape, reml=reml)
-    best, notes = search_rows(problem, progress)
-    if thorough or problem.doubtful(best.x):
-        best, notes = _from_below(problem, best, notes, reml, progress)
-    fit, learned = uncentred(*problem.finish(best, notes), known.frame, network.terms, network.tree)
+    with threads_of(network):
+        known = survey(network, shape) if known is None else known
+        problem = problem_for(known, shape, reml=reml)
+        best, notes = search_rows(problem, progress)
+        if thorough or problem.doubtful(best.x):
+            best, notes = _from_below(problem, best, notes, reml, progress)
+        fit, learned = uncentred(*problem.finish(best, notes), known.frame, network.terms, network.tree)
     if not best.converged:
         warn(notes[-1])
     if not all(np.isfinite(each).all() for each in (fit.w, fit.wbar, learned.covariance)):
         raise DataError("The coefficients are not finite; the columns are probably on extreme scales: standardise them.")
-    return fit, learned
+    node = network.clients()
+    if node is None:
+        return fit, learned
+    return replace(fit, theta=node.coefficients()), node_learned(node, learned.components, learned.covariance)
 
 
 def _from_below(
@@ -98,11 +85,6 @@ def _from_below(
             if again.value < best.value - NEGLIGIBLE:
                 best, notes = again, told
     return best, notes
-
-
-def work(data: GroupedData) -> int:
-    """How much an evaluation has to read: rows, and a few operations on each client's matrix."""
-    return data.n_rows * data.n_terms + data.n_clients * data.n_terms**3 // 8
 
 
 def search_rows(problem: Likelihood, progress: Progress | None = None) -> tuple[Optimum, tuple[str, ...]]:

@@ -8,18 +8,20 @@ may be served by one process or by several, so a cache is trusted only after a l
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from covey._typing import Anything, Floats, Ints
 from covey.losses import Loss
 from covey.nodes.messages import Message, R
-from covey.nodes.network import Network
+from covey.nodes.network import Arrived, Network
 from covey.nodes.node import Node
 from covey.records import Record, Reply
 from covey.solvers.direct.elimination import Quadratic, Spread
+from covey.solvers.threads import threads_for
 from covey.tables.rows import GroupedData
 from covey.tree.hierarchy import Hierarchy
 from covey.variance.components import Components, Learned, Whole
@@ -35,7 +37,7 @@ class LearningState(Record):
 class WorkingColumns(LearningState):
     """Columns less ``shift (d,)``, which the column ``one`` of ones takes up, and losses about ``origin (d,)``.
 
-    >>> frame = Frame(np.array([0.0, 2000.0]), 0, np.zeros(2))
+    >>> frame = WorkingColumns(np.array([0.0, 2000.0]), 0, np.zeros(2))
     >>> frame.told(np.array([[5.0, 3.0]])).tolist()  # the intercept of the year 2000, as that of the year 0
     [[-5995.0, 3.0]]
     """
@@ -101,8 +103,8 @@ class ClientSums(LearningState):
 
 
 @dataclass
-class CountingNetwork:
-    """A network, and how many exchanges were asked of it."""
+class CountingNetwork(Network):
+    """A network that counts the exchanges asked of it."""
 
     network: Network
     exchanges: int = 0
@@ -119,9 +121,29 @@ class CountingNetwork:
     def loss(self) -> Loss:
         return self.network.loss
 
-    def ask(self, request: Message[R]) -> R:
+    def send(self, message: Message[Any]) -> None:
         self.exchanges += 1
-        return self.network.ask(request)
+        self.network.send(message)
+
+    def collect(self) -> list[Arrived]:
+        return self.network.collect()
+
+    def ask(self, message: Message[R]) -> R:
+        self.exchanges += 1
+        return self.network.ask(message)
+
+    def clients(self) -> Node | None:
+        return self.network.clients()
+
+
+def threads_of(network: Network) -> AbstractContextManager[None]:
+    """As many threads as an evaluation is worth where all clients are in memory; elsewhere that is the nodes' affair."""
+    node = network.clients()
+    if node is None:
+        return nullcontext()
+    data = node.data
+    # An evaluation reads the rows, and does a few operations on each client's matrix.
+    return threads_for(data.n_rows * data.n_terms + data.n_clients * data.n_terms**3 // 8)
 
 
 # At the node

@@ -17,41 +17,32 @@ from scipy import special
 
 from covey._typing import Floats
 from covey.errors import ConvergenceWarning
-from covey.losses import Loss
-from covey.nodes.network import InMemory
 from covey.solvers.result import Progress
-from covey.solvers.threads import threads_for
-from covey.tables.rows import GroupedData
 from covey.variance.components import Learned, LikelihoodRatio
-from covey.variance.estimate import search_rows, work
+from covey.variance.estimate import search_rows
+from covey.variance.frame import threads_of
 from covey.variance.problem import problem_for
 from covey.variance.structure import Kind, Shape, Structure
-from covey.variance.survey import Survey, survey
+from covey.variance.survey import Survey
 
 _DIRECTIONS = 4096
 
 
 def likelihood_ratios(
-    learned: Learned, shape: Shape, data: GroupedData, loss: Loss, *, reml: bool = True, progress: Progress | None = None
-) -> tuple[LikelihoodRatio, ...]:
-    """Test every level that varies, each by a fit without it. A statistic far below zero proves the fit with it wrong."""
-    network = InMemory.of(data, loss, np.ones(data.n_clients))
-    with threads_for(work(data)):
-        return likelihood_ratios_across(survey(network, shape, check=False), learned, shape, reml=reml, progress=progress)
-
-
-def likelihood_ratios_across(
     known: Survey, learned: Learned, shape: Shape, *, reml: bool = True, progress: Progress | None = None
 ) -> tuple[LikelihoodRatio, ...]:
-    """The same over any network that was surveyed for the fit; what the nodes have kept of the fit stays as it is."""
+    """Test every level that varies, each by a fit without it, over the network that was surveyed for the fit.
+
+    What the nodes keep of the fit stays as it is. A statistic far below zero shows that the fit has missed its optimum.
+    """
     tests, network = [], known.network
     whole = Structure.of(shape, np.ones(len(network.terms)), network.tree.n_clusters)
     for level, null in shape.without().items():
         found = getattr(learned.components, level)
         if not found.terms:
             continue
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)  # the fit itself has spoken
+        with warnings.catch_warnings(), threads_of(network):
+            warnings.simplefilter("ignore", ConvergenceWarning)  # the fit itself has warned
             best, _ = search_rows(problem_for(known, null, reml=reml), progress)
         statistic = best.value + 2 * learned.components.log_likelihood
         p_value = chi_bar_tail(statistic, found.kind, len(found.terms), len(found.covariance))

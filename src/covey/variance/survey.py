@@ -16,7 +16,7 @@ from covey.solvers.direct.elimination import Quadratic
 from covey.tables.rows import GroupedData
 from covey.tree.hierarchy import Hierarchy
 from covey.variance.centring import RowTotals, frame_for
-from covey.variance.frame import ClientSums, CountingNetwork, WorkingColumns, without_rows
+from covey.variance.frame import ClientSums, CountingNetwork, WorkingColumns, threads_of, without_rows
 from covey.variance.gaussian import invert
 from covey.variance.identify import FLAT, Evidence, WeighEvidence, bent, check_classes, check_rank, check_told_apart
 from covey.variance.laplace import pooled
@@ -66,18 +66,22 @@ class Survey:
 
 def survey(network: Network, shape: Shape, *, check: bool = True) -> Survey:
     """Ask the nodes for it; with ``check``, refuse levels that this data cannot tell from each other."""
-    counted = CountingNetwork(network)
+    with threads_of(network):
+        return _survey(CountingNetwork(network), shape, check)
+
+
+def _survey(network: CountingNetwork, shape: Shape, check: bool) -> Survey:
     loss, terms = network.loss, network.terms
-    frame, totals = frame_for(counted, shape)
+    frame, totals = frame_for(network, shape)
     check_rank(totals.gram, terms)
     inverse, linear = invert(totals.gram)[0], loss.name == "gaussian"
     if linear:
         # About the pooled fit, so that sums of squares are of residuals and lose no digits to a large mean.
         frame = replace(frame, origin=inverse @ totals.rhs)
-    evidence = counted.ask(WeighEvidence(frame, shape.client, inverse))
+    evidence = network.ask(WeighEvidence(frame, shape.client, inverse))
     if check:
-        check_told_apart(counted, evidence, shape, squares=totals.response_squares if linear else None)
+        check_told_apart(network, evidence, shape, squares=totals.response_squares if linear else None)
     if check and loss.name == "bernoulli":
         check_classes(evidence, shape)
-    middle = np.zeros(len(terms)) if linear else pooled(counted)
-    return Survey(counted, frame, evidence.above, totals.log_weights, middle, totals, evidence)
+    middle = np.zeros(len(terms)) if linear else pooled(network)
+    return Survey(network, frame, evidence.above, totals.log_weights, middle, totals, evidence)
