@@ -14,7 +14,7 @@ from covey.datasets import simulate
 from covey.errors import SolverError
 from covey.losses import Bernoulli, Gaussian, Poisson
 from covey.solvers.direct.elimination import Quadratic
-from covey.variance.bootstrap import _clients, _sums, bootstrap
+from covey.variance.bootstrap import _draw_clients, _draw_sums, bootstrap
 from covey.variance.estimate import estimate
 from covey.variance.structure import Shape
 from tests.networks import in_memory
@@ -41,7 +41,7 @@ def test_sums_are_distributed_as_sums_of_rows(fitted):
     for i in range(4):
         units = learned.units
         many = Quadratic(*(np.repeat(each[i : i + 1], draws, axis=0) for each in (units.C, units.r, units.c, units.n)))
-        drawn = _sums(replace(learned, units=many), np.tile(theta[i], (draws, 1)), rng).units
+        drawn = _draw_sums(replace(learned, units=many), np.tile(theta[i], (draws, 1)), rng).units
         rows = slice(data.client_ptr[i], data.client_ptr[i + 1])
         X, weights = data.X[rows], data.weights[rows]
         noise = rng.normal(size=(draws, len(X))) * np.sqrt(s2 / weights)
@@ -57,7 +57,7 @@ def test_sums_are_distributed_as_sums_of_rows(fitted):
 
 def test_sums_keep_what_does_not_depend_on_the_response(fitted):
     _, fit, learned = fitted
-    drawn = _sums(learned, fit.theta, np.random.default_rng(0))
+    drawn = _draw_sums(learned, fit.theta, np.random.default_rng(0))
     np.testing.assert_array_equal(drawn.units.C, learned.units.C)
     np.testing.assert_array_equal(drawn.units.n, learned.units.n)
     assert drawn.log_weights == learned.log_weights
@@ -65,7 +65,7 @@ def test_sums_keep_what_does_not_depend_on_the_response(fitted):
 
 def test_clients_have_the_covariances_that_were_learned(fitted):
     data, fit, learned = fitted
-    drawn = np.array(list(_clients(learned, data.hierarchy, fit.wbar, np.random.default_rng(1), 4000)))
+    drawn = np.array(list(_draw_clients(learned, data.hierarchy, fit.wbar, np.random.default_rng(1), 4000)))
     below = learned.components.client.embedded(data.terms)[0]
     above = learned.components.cluster.embedded(data.terms)[0]
     first, second = drawn[:, 0], drawn[:, 1]  # of one cluster

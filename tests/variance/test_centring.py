@@ -37,6 +37,23 @@ def test_a_calendar_year_gives_the_fit_of_years_since(family, shift):
     assert ours == pytest.approx(theirs, rel=2e-3)
 
 
+@pytest.mark.parametrize("shift", [72.0, 2000.0])
+def test_a_far_column_that_does_not_vary_leaves_the_error_of_the_intercepts_sd(shift):
+    """Centring a common column changes the common intercept, not how clients' intercepts vary."""
+    near, far = (
+        estimate(in_memory(years("gaussian", by), loss_of("gaussian")), Shape((0,), ()))[1].components.client
+        for by in (0.0, shift)
+    )
+    assert np.isfinite(near.sd_error).all()
+    np.testing.assert_allclose(far.sd, near.sd, rtol=1e-6)
+    np.testing.assert_allclose(far.sd_error, near.sd_error, rtol=1e-4)
+
+
+def test_where_the_far_column_varies_the_intercept_at_zero_has_no_error():
+    level = estimate(in_memory(years("gaussian", 2000.0), loss_of("gaussian")), FULL)[1].components.client
+    assert np.isnan(level.sd_error).tolist() == [[True, False]]
+
+
 def test_sums_and_intervals_are_told_in_the_columns_own_units():
     data = years("gaussian", 2000.0)
     _, learned = estimate(in_memory(data, loss_of("gaussian")), FULL)

@@ -15,8 +15,8 @@ from covey import GroupedData
 from covey.datasets import simulate
 from covey.errors import ConvergenceWarning
 from covey.losses import Bernoulli, Gaussian, Poisson
+from covey.variance.criterion import LinearCriterion
 from covey.variance.estimate import estimate, search
-from covey.variance.problem import LinearLikelihood
 from covey.variance.structure import Shape
 from tests.conftest import seeds
 from tests.networks import in_memory, surveyed
@@ -330,16 +330,16 @@ def test_what_is_called_converged_has_no_slope(seed, kind, per_cluster):
     many = {"clusters": int(rng.integers(2, 7)), "clients": int(rng.integers(2, 7)), "rows": int(rng.integers(3, 9))}
     data = simulate(**many, d=2, client_sd=sds[0], cluster_sd=sds[1], intercept=True, seed=rng).data
     shape = Shape((0, 1), (0,), kind, kind, per_cluster)
-    problem = LinearLikelihood(surveyed(data, Gaussian()), shape, reml=True)
-    best, _ = search(problem)
+    criterion = LinearCriterion(surveyed(data, Gaussian()), shape, reml=True)
+    best, _ = search(criterion)
     assert best.converged
-    slope = slopes(lambda x: problem.criterion(x)[0], best.x, 1e-4)
+    slope = slopes(lambda x: criterion.value_and_gradient(x)[0], best.x, 1e-4)
     assert np.abs(slope).max() < 5e-3
     for step in (1e-3, -1e-3):
         for a in range(len(best.x)):
             x = best.x.copy()
             x[a] += step * max(1.0, abs(x[a]))
-            assert problem.criterion(x)[0] > best.value - 1e-6
+            assert criterion.value_and_gradient(x)[0] > best.value - 1e-6
 
 
 def test_a_slope_that_is_left_is_never_called_converged(monkeypatch):
