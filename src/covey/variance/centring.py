@@ -144,7 +144,7 @@ def _level_uncentred(level: LevelComponents, terms: tuple[str, ...], columns: Wo
     # Only a column that is centred and varies at this level changes the variance of the intercept.
     if columns.one not in at or not columns.shift[at].any():
         return level
-    own = columns.to_user[at[:, None], at]
+    to_user = columns.to_user[at[:, None], at]
     errors = level.sd_error.copy()
     errors[:, level.terms.index(terms[columns.one])] = np.nan  # an intercept so far from the rows has no useful estimate
-    return replace(level, covariance=own @ level.covariance @ own.T, sd_error=errors)
+    return replace(level, covariance=to_user @ level.covariance @ to_user.T, sd_error=errors)

@@ -100,7 +100,7 @@ class UpperPosterior:
     dof: float
 
 
-# What travels, and the node
+# Messages, and what a node does
 
 
 @dataclass(frozen=True)
@@ -118,12 +118,12 @@ class IntegrateClients(Message["Integrated"], LearningState, label="integrate cl
     def at(self, node: Node) -> Integrated:
         node.keep(self)
         tree, parts = node.data.hierarchy, []
-        for own in _integrated(node, self):
-            seen = own.seen
+        for marginal in _integrated(node, self):
+            seen = marginal.seen
             if self.about_client_fits:
                 fits, squares = _client_fits(node, self.order)
-                seen = replace(seen, c=tree.sum_up(0.5 * (squares + np.einsum("ia,ia->i", fits, own.r))))
-            parts.append((seen.C, seen.r, seen.c, seen.n, own.volume.sum()))
+                seen = replace(seen, c=tree.sum_up(0.5 * (squares + np.einsum("ia,ia->i", fits, marginal.r))))
+            parts.append((seen.C, seen.r, seen.c, seen.n, marginal.volume.sum()))
         C, r, c, n, volume = (np.stack(each) for each in zip(*parts, strict=True))
         return Integrated(Quadratic(C, r, c, n), volume)
 
@@ -151,7 +151,7 @@ class LikelihoodSlope(Message["Slopes"], label="slope of the likelihood", phase=
         asked = node.state(IntegrateClients)
         width, ptr = asked.order.width, node.data.hierarchy.cluster_ptr
         points = zip(_integrated(node, asked), self.w, self.P, strict=True)
-        sums = [sensitivity(own, width, ptr, w, P) for own, w, P in points]
+        sums = [sensitivity(marginal, width, ptr, w, P) for marginal, w, P in points]
         bend, pull = (np.stack(each) for each in zip(*sums, strict=True))
         if asked.S.shape[1] == 1:  # one covariance for all clusters: nothing is asked of each
             bend, pull = bend.sum(axis=1, keepdims=True), pull.sum(axis=1, keepdims=True)
@@ -265,8 +265,8 @@ def cluster_covariances(C: Floats, S: Floats, P0: Floats) -> Floats:
     d = len(S)
     K = np.eye(d) + S @ C
     solved = np.linalg.solve(K, np.broadcast_to(np.concatenate([S, np.eye(d)], axis=1), (len(C), d, 2 * d)))
-    own, J = solved[:, :, :d], solved[:, :, d:]
-    P: Floats = 0.5 * (own + own.swapaxes(1, 2)) + J @ P0 @ J.swapaxes(1, 2)
+    JS, J = solved[:, :, :d], solved[:, :, d:]
+    P: Floats = 0.5 * (JS + JS.swapaxes(1, 2)) + J @ P0 @ J.swapaxes(1, 2)
     return P
 
 

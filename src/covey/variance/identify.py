@@ -63,16 +63,16 @@ class ResidualEvidence(Reply):
 
     @classmethod
     def of(cls, losses: Quadratic, varying: Sequence[int]) -> ResidualEvidence:
-        own = list(varying)
-        shared = [a for a in range(losses.r.shape[1]) if a not in own]
-        Avv, Avs, bv = losses.C[:, own][:, :, own], losses.C[:, own][:, :, shared], losses.r[:, own]
-        into = [solve_symmetric(Avv, Avs[:, :, a]) if own else bv for a in range(len(shared))]
-        alone = solve_symmetric(Avv, bv) if own else bv
-        within = 2 * losses.c - np.einsum("iv,iv->i", bv, alone)
+        v = list(varying)
+        shared = [a for a in range(losses.r.shape[1]) if a not in v]
+        Avv, Avs, bv = losses.C[:, v][:, :, v], losses.C[:, v][:, :, shared], losses.r[:, v]
+        into = [solve_symmetric(Avv, Avs[:, :, a]) if v else bv for a in range(len(shared))]
+        fits = solve_symmetric(Avv, bv) if v else bv
+        within = 2 * losses.c - np.einsum("iv,iv->i", bv, fits)
         common = losses.C[:, shared][:, :, shared].sum(axis=0)
         common -= np.array([np.einsum("iva,iv->a", Avs, each) for each in into]).reshape(common.shape)
-        rhs = (losses.r[:, shared] - np.einsum("iva,iv->ia", Avs, alone)).sum(axis=0)
-        rank = int(np.linalg.matrix_rank(Avv, hermitian=True).sum()) if own else 0
+        rhs = (losses.r[:, shared] - np.einsum("iva,iv->ia", Avs, fits)).sum(axis=0)
+        rank = int(np.linalg.matrix_rank(Avv, hermitian=True).sum()) if v else 0
         return cls(float(within.sum()), common, rhs, rank)
 
 
@@ -148,10 +148,10 @@ def n_not_proportional(A: Floats, precision: float) -> Floats:
     """For each pair of terms, the number of matrices ``X'X`` in ``A (n, d, d)`` with columns that are not proportional."""
     count = np.zeros(A.shape[1:])
     for start in range(0, len(A), _BLOCK):
-        own = A[start : start + _BLOCK]
-        size = np.einsum("iaa->ia", own)
+        block = A[start : start + _BLOCK]
+        size = np.einsum("iaa->ia", block)
         full = size[:, :, None] * size[:, None, :]
-        count += (full - own**2 > precision * np.maximum(full, 1e-300)).sum(axis=0)
+        count += (full - block**2 > precision * np.maximum(full, 1e-300)).sum(axis=0)
     return count
 
 
@@ -160,8 +160,8 @@ def _n_not_determined(A: Floats, inverse: Floats) -> Floats:
     count = np.zeros(A.shape[1])
     for start in range(0, len(A), _BLOCK):
         block = A[start : start + _BLOCK]
-        own, fitted = np.einsum("iaa->ia", block), np.einsum("iac,iac->ic", block, inverse @ block)
-        count += (own - fitted > _DETERMINED * own).sum(axis=0)
+        total, fitted = np.einsum("iaa->ia", block), np.einsum("iac,iac->ic", block, inverse @ block)
+        count += (total - fitted > _DETERMINED * total).sum(axis=0)
     return count
 
 
@@ -199,34 +199,34 @@ def check_rank(gram: Floats, terms: Sequence[str]) -> None:
     )
 
 
-def check_identifiable(network: Network, found: Evidence, shape: Shape, *, squares: float | None = None) -> None:
+def check_identifiable(network: Network, evidence: Evidence, shape: Shape, *, squares: float | None = None) -> None:
     """Refuse a structure whose variances this data cannot tell apart.
 
     A linear model has a residual variance to identify too; ``squares`` is then the sum of squared responses.
     """
     linear, terms = squares is not None, network.terms
-    rows = float(found.cluster_sums.n.sum())
-    _refuse_too_few(network, found, shape, linear)
-    A = found.cluster_sums.C
+    rows = float(evidence.cluster_sums.n.sum())
+    _refuse_too_few(network, evidence, shape, linear)
+    A = evidence.cluster_sums.C
     clusters = n_not_proportional(A, _ROUNDING), _n_not_determined(A, invert(A.sum(axis=0))[0])
     for level, varying, kind, (not_proportional, not_determined) in (
-        ("client", shape.client, shape.client_kind, (found.not_proportional, found.not_determined)),
+        ("client", shape.client, shape.client_kind, (evidence.not_proportional, evidence.not_determined)),
         ("cluster", shape.cluster, shape.cluster_kind, clusters),
     ):
-        if kind != "isotropic" and found.n_several_rows:
+        if kind != "isotropic" and evidence.n_several_rows:
             _refuse_proportional(not_proportional, varying, terms, level)
         _refuse_determined(not_determined, varying, terms, level)
     if squares is not None:
-        residual = found.residual if shape.client else ResidualEvidence.of(found.cluster_sums, shape.cluster)
-        _refuse_no_residual(residual, rows, 2 * float(found.cluster_sums.c.sum()), squares)
+        residual = evidence.residual if shape.client else ResidualEvidence.of(evidence.cluster_sums, shape.cluster)
+        _refuse_no_residual(residual, rows, 2 * float(evidence.cluster_sums.c.sum()), squares)
     if linear and shape.client:
-        _refuse_dependent(found, terms, shape)
+        _refuse_dependent(evidence, terms, shape)
 
 
-def _refuse_too_few(network: Network, found: Evidence, shape: Shape, linear: bool) -> None:
+def _refuse_too_few(network: Network, evidence: Evidence, shape: Shape, linear: bool) -> None:
     """Too few rows for the terms, or levels with one client or row each."""
     tree, terms = network.tree, network.terms
-    rows = float(found.cluster_sums.n.sum())
+    rows = float(evidence.cluster_sums.n.sum())
     if rows <= len(terms):
         raise DataError(f"There are {rows:.0f} rows for {len(terms)} common coefficients; add rows, or leave out terms.")
     if shape.client and shape.cluster and (tree.sizes <= 1).all():
@@ -234,7 +234,7 @@ def _refuse_too_few(network: Network, found: Evidence, shape: Shape, linear: boo
             "Every cluster has one client, so variation between clients cannot be told from variation between clusters; "
             "leave out cluster= (or the cluster's part of the formula)."
         )
-    if shape.client and not found.n_several_rows and linear and _all_clients_alike(network, found, shape):
+    if shape.client and not evidence.n_several_rows and linear and _all_clients_alike(network, evidence, shape):
         raise DataError(
             "Every client has one row, so variation between clients cannot be told from the residual; add rows, or "
             "let no term vary by client."
@@ -252,9 +252,9 @@ def _refuse_too_few(network: Network, found: Evidence, shape: Shape, linear: boo
         )
 
 
-def _all_clients_alike(network: Network, found: Evidence, shape: Shape) -> bool:
+def _all_clients_alike(network: Network, evidence: Evidence, shape: Shape) -> bool:
     """Whether ``x'x`` over the varying terms is the same for every client, so that their variance acts as the residual's."""
-    mean = np.diag(found.cluster_sums.C.sum(axis=0))[list(shape.client)] / network.tree.n_clients
+    mean = np.diag(evidence.cluster_sums.C.sum(axis=0))[list(shape.client)] / network.tree.n_clients
     if shape.client_kind == "isotropic":
         mean = mean.sum(keepdims=True)
     return network.ask(CountUnlike(shape.client, mean)).number == 0
@@ -288,15 +288,15 @@ def _refuse_determined(not_determined: Floats, varying: Sequence[int], terms: Se
             )
 
 
-def check_classes(found: Evidence, shape: Shape) -> None:
+def check_classes(evidence: Evidence, shape: Shape) -> None:
     """Refuse classes that are constant within every client, or every cluster: their variance has no finite estimate."""
-    ones, rows = found.cluster_ones, found.cluster_rows
+    ones, rows = evidence.cluster_ones, evidence.cluster_rows
     n_clusters = int(((ones != 0) & (ones != rows)).sum())
-    for level, varying, n_both in (("client", shape.client, found.n_both_classes), ("cluster", shape.cluster, n_clusters)):
+    for level, varying, n_both in (("client", shape.client, evidence.n_both_classes), ("cluster", shape.cluster, n_clusters)):
         if varying and not n_both:
             many = (
                 "Every client has one row"
-                if level == "client" and not found.n_repeated
+                if level == "client" and not evidence.n_repeated
                 else f"No {level} has rows of both classes"
             )
             raise DataError(
@@ -304,11 +304,11 @@ def check_classes(found: Evidence, shape: Shape) -> None:
             )
 
 
-def _refuse_no_residual(found: ResidualEvidence, rows: float, total: float, squares: float) -> None:
+def _refuse_no_residual(evidence: ResidualEvidence, rows: float, total: float, squares: float) -> None:
     """The residual is rounding only: clients' own fits, or the common terms alone, are perfect with rows to spare."""
-    shared = len(found.rhs)
-    rest = found.within - (float(found.rhs @ solve_symmetric(found.common, found.rhs)) if shared else 0.0)
-    free = rows - found.rank - shared
+    shared = len(evidence.rhs)
+    rest = evidence.within - (float(evidence.rhs @ solve_symmetric(evidence.common, evidence.rhs)) if shared else 0.0)
+    free = rows - evidence.rank - shared
     if total <= 1e-24 * squares or (free > 0 and rest <= 1e-14 * total):
         raise DataError(
             "The residual variance is zero: within every client the response is an exact linear function of the terms, so "
@@ -316,9 +316,9 @@ def _refuse_no_residual(found: ResidualEvidence, rows: float, total: float, squa
         )
 
 
-def _refuse_dependent(found: Evidence, terms: Sequence[str], shape: Shape) -> None:
+def _refuse_dependent(evidence: Evidence, terms: Sequence[str], shape: Shape) -> None:
     """A linear combination of the variances that leaves the covariance of all responses unchanged."""
-    gram, labels = _inner_products(found, terms, shape)
+    gram, labels = _inner_products(evidence, terms, shape)
     size = np.sqrt(np.diag(gram))
     values, vectors = np.linalg.eigh(gram / (size[:, None] * size))
     if values[0] > 1e-9:
@@ -330,14 +330,14 @@ def _refuse_dependent(found: Evidence, terms: Sequence[str], shape: Shape) -> No
     )
 
 
-def _inner_products(found: Evidence, terms: Sequence[str], shape: Shape) -> tuple[Floats, list[str]]:
+def _inner_products(evidence: Evidence, terms: Sequence[str], shape: Shape) -> tuple[Floats, list[str]]:
     """The inner products of the matrices of the residual and of each variance, and a label for each of these."""
-    c, w, A = list(shape.client), list(shape.cluster), found.cluster_sums.C
-    squares, cluster_squares, diagonal = found.gram_squares, (A**2).sum(axis=0), np.diag(A.sum(axis=0))
+    c, w, A = list(shape.client), list(shape.cluster), evidence.cluster_sums.C
+    squares, cluster_squares, diagonal = evidence.gram_squares, (A**2).sum(axis=0), np.diag(A.sum(axis=0))
     # A client's matrix and a cluster's share the client's block, so their inner product is the clients' too.
     inner = np.block([[squares[np.ix_(c, c)], squares[np.ix_(c, w)]], [squares[np.ix_(w, c)], cluster_squares[np.ix_(w, w)]]])
     traces = np.concatenate([diagonal[c], diagonal[w]])
-    gram = np.block([[np.array([[float(found.cluster_sums.n.sum())]]), traces[None]], [traces[:, None], inner]])
+    gram = np.block([[np.array([[float(evidence.cluster_sums.n.sum())]]), traces[None]], [traces[:, None], inner]])
 
     # An isotropic level has one variance for all its terms: their matrices are added.
     members, labels = [[0]], ["the residual"]

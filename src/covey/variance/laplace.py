@@ -85,11 +85,13 @@ def node_bends(node: LocalProblem, at: NewtonPoint, P: Floats) -> tuple[Floats, 
     return g, eliminate(Quadratic(H, g, nothing, nothing), node.spread, tree.cluster_ptr).r
 
 
-def node_slopes(node: LocalProblem, at: NewtonPoint, own: Marginal, g: Floats, P: Floats, y: Floats) -> tuple[Floats, Floats]:
+def node_slopes(
+    node: LocalProblem, at: NewtonPoint, marginal: Marginal, g: Floats, P: Floats, y: Floats
+) -> tuple[Floats, Floats]:
     """The sums of ``bend`` and ``pull`` by cluster; ``y (k, d)`` is the clusters' solution of the second sweep."""
     tree, width = node.data.hierarchy, node.spread.width
     _, q = descend(at.here.hessian, g, node.spread, tree.parent, y)
-    bend, _ = sensitivity(own, width, tree.cluster_ptr, np.zeros_like(y), P)
+    bend, _ = sensitivity(marginal, width, tree.cluster_ptr, np.zeros_like(y), P)
     pull, moving = _pulls(at.u[:, :width], q[:, :width])
     return bend + tree.sum_up(moving), tree.sum_up(pull)
 
@@ -175,8 +177,8 @@ class SumBends(Message["BendSums"], label="bends", phase="learn"):
     P: Floats
 
     def at(self, node: Node) -> BendSums:
-        _, own, _, lifted = _at_mode(node, self.P)
-        return BendSums(float(own.volume.sum()), lifted)
+        _, marginal, _, lifted = _at_mode(node, self.P)
+        return BendSums(float(marginal.volume.sum()), lifted)
 
 
 @dataclass(frozen=True)
@@ -195,9 +197,9 @@ class SlopeAtMode(Message[Slopes], label="slope at the mode", phase="learn"):
     y: Floats
 
     def at(self, node: Node) -> Slopes:
-        clients, own, g, _ = _at_mode(node, self.P)
+        clients, marginal, g, _ = _at_mode(node, self.P)
         mode = node.state(ModeState)
-        bend, pull = node_slopes(clients, mode.state.now, own, g, self.P, self.y)
+        bend, pull = node_slopes(clients, mode.state.now, marginal, g, self.P, self.y)
         if len(mode.S) == 1:  # one covariance for all clusters: nothing is asked of each
             bend, pull = bend.sum(axis=0, keepdims=True), pull.sum(axis=0, keepdims=True)
         return Slopes(bend, pull)
@@ -235,8 +237,8 @@ def _at_mode(node: Node, P: Floats) -> tuple[LocalProblem, Marginal, Floats, Flo
     mode = node.state(ModeState)
     clients, now = _clients(node, mode.S, mode.order), mode.state.now
     key = mode.S, *mode.order.key, now.theta, P
-    own, (g, lifted) = cached(node, "at mode", key, lambda: (node_curvature(clients, now), node_bends(clients, now, P)))
-    return clients, own, g, lifted
+    marginal, (g, lifted) = cached(node, "at mode", key, lambda: (node_curvature(clients, now), node_bends(clients, now, P)))
+    return clients, marginal, g, lifted
 
 
 # The coordinator

@@ -43,8 +43,8 @@ def _by_level(criterion: Criterion, x: Floats, here: Evaluation) -> list[tuple[V
     """Of clients and of clusters: the variation, its parameters, bend and pull."""
     levels = []
     for (variation, part), G, pull in zip(criterion.parameters.split(x), (here.client, here.cluster), here.pull, strict=True):
-        own_pull = variation.pick(pull)
-        levels.append((variation, part, variation.pick(G) + own_pull, own_pull))
+        pull_here = variation.pick(pull)
+        levels.append((variation, part, variation.pick(G) + pull_here, pull_here))
     return levels
 
 
