@@ -50,7 +50,7 @@ class Sharded:
     """
 
     nodes: list[Node]
-    clients: list[np.ndarray]
+    members: list[np.ndarray]
     tree: Hierarchy
     listens: bool = False
     forgets: bool = False
@@ -73,6 +73,9 @@ class Sharded:
     def loss(self):
         return self.nodes[0].loss
 
+    def clients(self):
+        return None
+
     def ask(self, request):
         replies = [request.at(node) for node in self.nodes]
         self.exchanges += 1
@@ -89,8 +92,8 @@ class Sharded:
     def gathered(self, name="theta"):
         """An array that each node holds of its clients, in the order of all."""
         parts = [getattr(node, name) for node in self.nodes]
-        whole = np.empty((sum(map(len, self.clients)), *parts[0].shape[1:]))
-        whole[np.concatenate(self.clients)] = np.concatenate(parts)
+        whole = np.empty((sum(map(len, self.members)), *parts[0].shape[1:]))
+        whole[np.concatenate(self.members)] = np.concatenate(parts)
         return whole
 
 

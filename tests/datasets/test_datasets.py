@@ -62,7 +62,7 @@ def test_unequal_rows_and_an_intercept():
 
 
 def test_the_hierarchy_beats_its_baselines_under_its_own_model():
-    """PAPER.md section 4: at the true variances the minimiser has the least error of all."""
+    """Section 4 of the paper, arXiv:2204.13619: the minimiser has the least error of all."""
     drawn = simulate(clusters=20, clients=20, rows=10, d=20, seed=0)
     errors = {}
     for baseline in (None, "single-model", "locally-trained", "single-cluster"):

@@ -12,8 +12,8 @@ from covey.datasets import simulate
 from covey.errors import CoveyError
 from covey.losses import Gamma
 from covey.solvers import al2sgd_plus, l2gd, one_coin
-from covey.variance.estimate import estimate, estimate_across
-from covey.variance.problem import problem_for
+from covey.variance.criterion import criterion_for
+from covey.variance.estimate import estimate
 from covey.variance.structure import Shape
 from covey.variance.survey import survey
 from tests.conftest import random_problem
@@ -135,22 +135,22 @@ def test_everything_around_a_fit(bills, tmp_path):
 
 def test_the_gradient_of_the_likelihood(bills):
     data = random_problem(5, "gamma", d=2, max_rows=30).data
-    problem = problem_for(survey(in_memory(data, Gamma()), Shape((0, 1), (0,)), check=False), Shape((0, 1), (0,)), reml=False)
+    problem = criterion_for(survey(in_memory(data, Gamma()), Shape((0, 1), (0,)), check=False), Shape((0, 1), (0,)), reml=False)
     x = problem.start(0.4, 0.7) + 0.05
-    _, gradient = problem.criterion(x)
+    _, gradient = problem(x)
     h = 1e-5
     for at in range(len(x)):
         step = h * np.eye(len(x))[at]
-        difference = (problem.criterion(x + step)[0] - problem.criterion(x - step)[0]) / (2 * h)
+        difference = (problem(x + step)[0] - problem(x - step)[0]) / (2 * h)
         assert gradient[at] == pytest.approx(difference, rel=1e-4, abs=1e-5)
 
 
 def test_the_likelihood_without_variation_is_that_of_scipy():
     """Where nothing varies the criterion is the plain likelihood, at its best shape."""
     data = random_problem(6, "gamma", weighted=False, d=1, max_rows=30).data
-    problem = problem_for(survey(in_memory(data, Gamma()), Shape((0,), ()), check=False), Shape((0,), ()), reml=False)
-    value, _ = problem.criterion(np.zeros_like(problem.start(0.0, 0.0)))
-    mean = np.exp(data.X[:, 0] * problem.centre(np.zeros(2))[0])
+    problem = criterion_for(survey(in_memory(data, Gamma()), Shape((0,), ()), check=False), Shape((0,), ()), reml=False)
+    value, _ = problem(np.zeros_like(problem.start(0.0, 0.0)))
+    mean = np.exp(data.X[:, 0] * problem.wbar(np.zeros(2))[0])
 
     def minus_twice(shape):
         return -2 * stats.gamma.logpdf(data.y, shape, scale=mean / shape).sum()
@@ -162,9 +162,9 @@ def test_the_likelihood_without_variation_is_that_of_scipy():
 def test_learned_over_any_nodes_as_in_memory():
     data = simulate("gamma", clusters=8, clients=5, rows=8, d=2, cluster_sd=0.4, client_sd=0.3, noise_sd=0.5, seed=2).data
     shape = Shape((0, 1), (0,))
-    fit, learned = estimate(data, Gamma(), shape)
+    fit, learned = estimate(in_memory(data, Gamma()), shape)
     network = Sharded.of(data, Gamma(), np.arange(data.n_clients) % 2)
-    across, other = estimate_across(network, shape)
+    across, other = estimate(network, shape)
     np.testing.assert_allclose(across.wbar, fit.wbar, rtol=1e-6)
     assert other.components.residual == pytest.approx(learned.components.residual, rel=1e-6)
 

@@ -94,7 +94,7 @@ def test_the_minimiser_beats_the_papers_methods_on_a_real_run():
     rows = []
     for run_ in range(2):
         drawn = simulation.draw(10, 0, run_)
-        told = simulation.estimates(drawn, iterations=2000, seed=0, run=run_)
+        told = simulation.estimates(drawn, iterations=700, seed=0, run=run_)
         rows += [{"rows": 10, "run": run_, "method": name, **simulation.measure(at, drawn.theta)} for name, at in told.items()]
     assert simulation.exceptions(pl.DataFrame(rows)) == []
 
@@ -168,8 +168,9 @@ def test_relabelled_clients_are_scored_against_their_own_truth():
     alone = simulation.estimates(drawn, iterations=1)["locally-trained"]
     assert np.abs(weak - alone[who]).max() < 1e-3
     told = robustness.wrong_clusters((0.0, 0.5), 1, (np.array([1.0]), np.array([1.0])), 0, lambda *_: None)
-    right = sweep(simulation.draw(10, 0, 0).data, Gaussian(), Penalty.of(simulation.draw(10, 0, 0).data.hierarchy)).theta
-    distance = simulation.measure(right, simulation.draw(10, 0, 0).theta)["average"]
+    drawn = simulation.draw(10, 0, 0)
+    right = sweep(drawn.data, Gaussian(), Penalty.of(drawn.data.hierarchy)).theta
+    distance = simulation.measure(right, drawn.theta)["average"]
     assert told["hierarchy, penalties of the truth"][0] == pytest.approx(distance)
     assert distance < told["hierarchy, penalties of the truth"][1] < told["locally-trained"][0]
 
@@ -226,7 +227,7 @@ def network():
 
 
 def test_the_best_chances_and_tau_are_the_best(network):
-    seeds = [1, 2]
+    seeds = [1]
     chance = communication.effect_of_chance(network, seeds, lambda *_: None)
     assert chance.sort("iterations, promised").row(0, named=True)["multiple of the best"] == 1.0
     assert chance.sort("exchanges").row(0, named=True)["multiple of the best"] == 1.0
@@ -238,14 +239,14 @@ def test_the_best_chances_and_tau_are_the_best(network):
 
 
 def test_slow_clusters_exchange_less_often(network):
-    told = communication.unequal_schedules(network, [1, 2], lambda *_: None)
+    told = communication.unequal_schedules(network, [1], lambda *_: None)
     inside = told["exchanges within a slow cluster"].to_list()
     assert inside[-1] < 0.5 * inside[0]
     assert told["exchanges within a fast cluster"][-1] > 2 * inside[-1]
 
 
 def test_measured_curves_stay_below_the_promised_ones(network):
-    curves = communication.race(network, 2000, 1, lambda *_: None)
+    curves = communication.race(network, 1200, 1, lambda *_: None)
     assert set(curves["solver"]) == {"sweep", "newton", "al2sgd_plus", "l2gd", "l2gd switching", "one_coin"}
     for name in ("al2sgd_plus", "l2gd", "one_coin"):
         measured = curves.filter(pl.col("solver") == name, pl.col("kind") == "measured")

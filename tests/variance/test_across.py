@@ -19,13 +19,13 @@ from covey.model.inference import Posterior
 from covey.problem.spec import Spec
 from covey.records import decode, encode
 from covey.tables.bars import vary_from_setting
-from covey.variance.estimate import estimate, estimate_across
+from covey.variance.estimate import estimate
 from covey.variance.frame import node_learned
-from covey.variance.ratio import likelihood_ratios, likelihood_ratios_across
+from covey.variance.ratio import likelihood_ratios
 from covey.variance.structure import Shape
 from covey.variance.survey import survey
 from tests.conftest import seeds
-from tests.networks import Sharded, leaves
+from tests.networks import Sharded, in_memory, leaves
 
 BOTH = Shape((0, 1), (0, 1))
 CASES = {
@@ -94,9 +94,9 @@ def test_any_sharding_gives_the_fit_of_one_node(case, seed, sites):
     data, loss = table(seed % 5, family), loss_of(family)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
-        fit, learned = estimate(data, loss, shape, reml=reml)
+        fit, learned = estimate(in_memory(data, loss), shape, reml=reml)
         network = Sharded.of(data, loss, dealt(data, seed, sites))
-        across = estimate_across(network, shape, reml=reml)
+        across = estimate(network, shape, reml=reml)
     assert_same(network, across, fit, learned, 1e-10 if family == "gaussian" else 1e-9)
     assert across[0].theta.shape == (0, 3)
     assert not across[1].has_sums
@@ -109,7 +109,7 @@ def test_nodes_that_lose_their_cache_between_requests_answer_the_same_bits(famil
     found = []
     for forgets in (False, True):
         network = Sharded.of(data, loss, owner, forgets=forgets)
-        fit, learned = estimate_across(network, shape, thorough=True)
+        fit, learned = estimate(network, shape, thorough=True)
         found.append((network.gathered(), fit.w, fit.wbar, learned.components.client.covariance))
     for one, two in zip(*found, strict=True):
         np.testing.assert_array_equal(one, two)
@@ -118,9 +118,9 @@ def test_nodes_that_lose_their_cache_between_requests_answer_the_same_bits(famil
 @pytest.mark.parametrize(("family", "seed"), [("gaussian", 3), ("poisson", 10)])
 def test_a_level_without_variation(family, seed):
     data = table(seed, family, client_sd=0.0, cluster_sd=0.8, weighted=False)
-    fit, learned = estimate(data, loss_of(family), Shape((0,), (0,)))
+    fit, learned = estimate(in_memory(data, loss_of(family)), Shape((0,), (0,)))
     network = Sharded.of(data, loss_of(family), dealt(data, 3))
-    across = estimate_across(network, Shape((0,), (0,)))
+    across = estimate(network, Shape((0,), (0,)))
     assert learned.components.notes == ("singular: no variation between clients",)
     assert_same(network, across, fit, learned, 1e-10)
 
@@ -129,9 +129,9 @@ def test_columns_far_from_zero_and_a_residual_that_is_tiny():
     near = table(2, "gaussian")
     far = replace(near, X=near.X + np.array([0.0, 2000.0, 0.0]))
     shape = Shape((0, 1), (), "full")
-    fit, learned = estimate(far, Gaussian(), shape)
+    fit, learned = estimate(in_memory(far, Gaussian()), shape)
     network = Sharded.of(far, Gaussian(), dealt(far, 2))
-    found, known = estimate_across(network, shape)
+    found, known = estimate(network, shape)
     np.testing.assert_allclose(found.wbar, fit.wbar, rtol=1e-7)
     np.testing.assert_allclose(network.gathered(), fit.theta, rtol=1e-6)
     np.testing.assert_allclose(known.components.client.covariance, learned.components.client.covariance, rtol=1e-6)
@@ -143,9 +143,9 @@ def test_columns_far_from_zero_and_a_residual_that_is_tiny():
     exact = replace(near, y=rng.normal(size=24)[client] + 0.5 * near.X[:, 1] + 1e-5 * rng.normal(size=len(client)), offset=None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # the last digits of the criterion itself are rounding
-        fit, learned = estimate(exact, Gaussian(), Shape((0,), (0,)))
+        fit, learned = estimate(in_memory(exact, Gaussian()), Shape((0,), (0,)))
         network = Sharded.of(exact, Gaussian(), dealt(exact, 2))
-        found, known = estimate_across(network, Shape((0,), (0,)))
+        found, known = estimate(network, Shape((0,), (0,)))
     assert known.components.residual == pytest.approx(learned.components.residual, rel=1e-4)
     np.testing.assert_allclose(network.gathered(), fit.theta, rtol=0, atol=1e-6)  # a tenth of the residual
 
@@ -153,14 +153,14 @@ def test_columns_far_from_zero_and_a_residual_that_is_tiny():
 @pytest.mark.parametrize("family", ["gaussian", "bernoulli"])
 def test_likelihood_ratios(family):
     data, loss, shape = table(4, family), loss_of(family), Shape((0,), (0,))
-    learned = estimate(data, loss, shape)[1]
     network = Sharded.of(data, loss, dealt(data, 4))
-    known = survey(network, shape)
-    across = estimate_across(network, shape, known=known)[1]
+    known, whole = survey(network, shape), survey(in_memory(data, loss), shape)
+    across = estimate(network, shape, known=known)[1]
     before = network.gathered().copy()
-    ours = likelihood_ratios_across(known, across, shape)
+    ours = likelihood_ratios(known, across, shape)
     np.testing.assert_array_equal(network.gathered(), before)  # tests leave the fit as it was
-    for one, two in zip(ours, likelihood_ratios(learned, shape, data, loss), strict=True):
+    theirs = likelihood_ratios(whole, estimate(whole.network, shape, known=whole)[1], shape)
+    for one, two in zip(ours, theirs, strict=True):
         assert (one.level, one.parameters) == (two.level, two.parameters)
         assert one.statistic == pytest.approx(two.statistic, abs=1e-7)
 
@@ -168,15 +168,15 @@ def test_likelihood_ratios(family):
 @pytest.mark.parametrize("family", ["gaussian", "bernoulli", "poisson"])
 def test_each_node_tells_intervals_of_its_clients_as_if_it_knew_everybody(family):
     data, loss, shape = table(5, family), loss_of(family), Shape((0, 1), (0,))
-    _, learned = estimate(data, loss, shape)
+    _, learned = estimate(in_memory(data, loss), shape)
     network = Sharded.of(data, loss, dealt(data, 5))
-    _, across = estimate_across(network, shape)
+    _, across = estimate(network, shape)
     whole = Posterior(learned, data.hierarchy, data.terms)
     operator = Posterior(across, network.tree, data.terms)
     for level in ("global", "cluster"):
         np.testing.assert_allclose(operator.standard_errors(level), whole.standard_errors(level), rtol=1e-6)
     np.testing.assert_array_equal(operator.freedom, whole.freedom)
-    for node, mine in zip(network.nodes, network.clients, strict=True):
+    for node, mine in zip(network.nodes, network.members, strict=True):
         own = Posterior(node_learned(node, across.components, across.covariance, across.whole), node.data.hierarchy, data.terms)
         np.testing.assert_allclose(own.clients, whole.clients[mine], rtol=1e-6, atol=1e-10)
         np.testing.assert_allclose(own.new_clients, whole.new_clients, rtol=1e-6, atol=1e-10)
@@ -198,7 +198,7 @@ def test_nothing_of_a_single_client_leaves_its_node(case):
         owner = np.where(np.arange(data.n_clients) < 11, 0, 1)
         network = Sharded.of(data, loss_of(family), owner, listens=True)
         known = survey(network, shape)
-        likelihood_ratios_across(known, estimate_across(network, shape, reml=reml, known=known)[1], shape, reml=reml)
+        likelihood_ratios(known, estimate(network, shape, reml=reml, known=known)[1], shape, reml=reml)
         kinds = {}
         for request, replies in network.asked:
             for node, reply in zip(network.nodes, replies, strict=True):
@@ -215,7 +215,7 @@ def test_nothing_of_a_single_client_leaves_its_node(case):
 def test_all_that_travels_or_is_put_aside_can_be_written_and_read(family):
     data, loss = table(1, family), loss_of(family)
     network = Sharded.of(data, loss, dealt(data, 1), listens=True)
-    estimate_across(network, Shape((0,), (0,)))
+    estimate(network, Shape((0,), (0,)))
     for message in [each for request, replies in network.asked for each in (request, *replies)]:
         assert encode(decode(encode(message))) == encode(message)
     for node in network.nodes:
@@ -274,7 +274,7 @@ def test_what_cannot_be_told_apart_is_refused_in_the_same_words(data, shape, beg
     loss = Bernoulli() if classes else Gaussian()
     network = Sharded.of(data, loss, dealt(data, 7))
     said = []
-    for fit in (lambda: estimate(data, loss, shape), lambda: estimate_across(network, shape)):
+    for fit in (lambda: estimate(in_memory(data, loss), shape), lambda: estimate(network, shape)):
         with pytest.raises(DataError, match=begins) as caught:
             fit()
         said.append(str(caught.value))
@@ -343,8 +343,8 @@ def test_radon_takes_few_exchanges():
     homes = load_radon()
     X = np.column_stack([np.ones(len(homes)), homes["floor"].to_numpy()])
     data = GroupedData.from_arrays(X, homes["log_radon"], homes["county"], homes["state"], terms=["Intercept", "floor"])
-    fit, learned = estimate(data, Gaussian(), BOTH)
+    fit, learned = estimate(in_memory(data, Gaussian()), BOTH)
     network = Sharded.of(data, Gaussian(), dealt(data, 9, 4))
-    across = estimate_across(network, BOTH)
+    across = estimate(network, BOTH)
     assert_same(network, across, fit, learned, 1e-10)
     assert across[0].convergence.exchanges == network.exchanges <= 40

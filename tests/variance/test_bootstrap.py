@@ -14,9 +14,10 @@ from covey.datasets import simulate
 from covey.errors import SolverError
 from covey.losses import Bernoulli, Gaussian, Poisson
 from covey.solvers.direct.elimination import Quadratic
-from covey.variance.bootstrap import _clients, _sums, bootstrap
+from covey.variance.bootstrap import _draw_clients, _draw_sums, bootstrap
 from covey.variance.estimate import estimate
 from covey.variance.structure import Shape
+from tests.networks import in_memory
 
 SHAPE = Shape((0, 1), (0,), "full", "diagonal")
 
@@ -30,7 +31,7 @@ def fitted():
     X = np.c_[np.ones(len(client)), rng.normal(size=(len(client), 2))]
     y = 2.0 + 0.8 * rng.normal(size=40)[client] + rng.normal(size=5)[client // 8] + 1.5 * rng.normal(size=len(client))
     data = GroupedData.from_arrays(X, y, client, client // 8, weights=rng.uniform(0.3, 3.0, size=len(client)))
-    return data, *estimate(data, Gaussian(), SHAPE)
+    return data, *estimate(in_memory(data, Gaussian()), SHAPE)
 
 
 def test_sums_are_distributed_as_sums_of_rows(fitted):
@@ -40,7 +41,7 @@ def test_sums_are_distributed_as_sums_of_rows(fitted):
     for i in range(4):
         units = learned.units
         many = Quadratic(*(np.repeat(each[i : i + 1], draws, axis=0) for each in (units.C, units.r, units.c, units.n)))
-        drawn = _sums(replace(learned, units=many), np.tile(theta[i], (draws, 1)), rng).units
+        drawn = _draw_sums(replace(learned, units=many), np.tile(theta[i], (draws, 1)), rng).units
         rows = slice(data.client_ptr[i], data.client_ptr[i + 1])
         X, weights = data.X[rows], data.weights[rows]
         noise = rng.normal(size=(draws, len(X))) * np.sqrt(s2 / weights)
@@ -56,7 +57,7 @@ def test_sums_are_distributed_as_sums_of_rows(fitted):
 
 def test_sums_keep_what_does_not_depend_on_the_response(fitted):
     _, fit, learned = fitted
-    drawn = _sums(learned, fit.theta, np.random.default_rng(0))
+    drawn = _draw_sums(learned, fit.theta, np.random.default_rng(0))
     np.testing.assert_array_equal(drawn.units.C, learned.units.C)
     np.testing.assert_array_equal(drawn.units.n, learned.units.n)
     assert drawn.log_weights == learned.log_weights
@@ -64,7 +65,7 @@ def test_sums_keep_what_does_not_depend_on_the_response(fitted):
 
 def test_clients_have_the_covariances_that_were_learned(fitted):
     data, fit, learned = fitted
-    drawn = np.array(list(_clients(learned, data.hierarchy, fit.wbar, np.random.default_rng(1), 4000)))
+    drawn = np.array(list(_draw_clients(learned, data.hierarchy, fit.wbar, np.random.default_rng(1), 4000)))
     below = learned.components.client.embedded(data.terms)[0]
     above = learned.components.cluster.embedded(data.terms)[0]
     first, second = drawn[:, 0], drawn[:, 1]  # of one cluster
@@ -93,7 +94,7 @@ def test_what_is_drawn_is_about_what_was_fitted():
     """With many clients the estimates of the draws centre on the fitted values, and spread as the fit's errors say."""
     data = simulate(clusters=1, clients=150, rows=6, d=1, client_sd=1.0, cluster_sd=0.0, seed=0).data
     shape = Shape((0,), ())
-    fit, learned = estimate(data, Gaussian(), shape)
+    fit, learned = estimate(in_memory(data, Gaussian()), shape)
     drawn = bootstrap(learned, shape, data.hierarchy, data.terms, fit.wbar, draws=150, seed=1)
     table = drawn.intervals(0.9)
     assert table["level"].to_list() == ["client", "residual"]
@@ -111,7 +112,7 @@ def test_counts_and_classes_are_drawn_as_rows(loss):
     offset = 0.3 * np.ones(len(drawn.y))
     data = GroupedData.from_arrays(drawn.X, drawn.y, drawn.client, drawn.cluster, offset=offset)
     shape = Shape((0,), (0,))
-    fit, learned = estimate(data, loss, shape)
+    fit, learned = estimate(in_memory(data, loss), shape)
     found = bootstrap(learned, shape, data.hierarchy, data.terms, fit.wbar, data=data, loss=loss, draws=4, seed=0)
     assert {each.method for each in found.draws} == {"Laplace"}
     assert found.intervals()["level"].to_list() == ["client", "cluster"]
@@ -121,7 +122,7 @@ def test_counts_and_classes_are_drawn_as_rows(loss):
 def test_covariances_of_each_cluster_have_rows_of_their_own():
     data = simulate(clusters=3, clients=10, rows=6, d=1, seed=5).data
     shape = Shape((0,), (), per_cluster=True)
-    fit, learned = estimate(data, Gaussian(), shape)
+    fit, learned = estimate(in_memory(data, Gaussian()), shape)
     table = bootstrap(learned, shape, data.hierarchy, data.terms, fit.wbar, draws=3, seed=0).intervals()
     assert table["cluster"].to_list() == [0, 1, 2, None]
     assert table.filter(pl.col("level") == "client")["sd"].to_list() == learned.components.client.sd[:, 0].tolist()

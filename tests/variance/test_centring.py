@@ -9,6 +9,7 @@ from covey import GroupedData
 from covey.losses import loss_of
 from covey.variance.estimate import estimate
 from covey.variance.structure import Shape
+from tests.networks import in_memory
 
 FULL = Shape((0, 1), (), "full", "full")
 
@@ -25,7 +26,7 @@ def years(family, shift):
 @pytest.mark.parametrize("family", ["gaussian", "bernoulli", "poisson"])
 @pytest.mark.parametrize("shift", [2000.0, 1e5])
 def test_a_calendar_year_gives_the_fit_of_years_since(family, shift):
-    near, far = (estimate(years(family, by), loss_of(family), FULL) for by in (0.0, shift))
+    near, far = (estimate(in_memory(years(family, by), loss_of(family)), FULL) for by in (0.0, shift))
     assert far[0].convergence.converged
     assert far[1].components.log_likelihood == pytest.approx(near[1].components.log_likelihood, abs=1e-5)
     forth = np.array([[1.0, shift], [0.0, 1.0]])
@@ -36,9 +37,26 @@ def test_a_calendar_year_gives_the_fit_of_years_since(family, shift):
     assert ours == pytest.approx(theirs, rel=2e-3)
 
 
+@pytest.mark.parametrize("shift", [72.0, 2000.0])
+def test_a_far_column_that_does_not_vary_leaves_the_error_of_the_intercepts_sd(shift):
+    """Centring a common column changes the common intercept, not how clients' intercepts vary."""
+    near, far = (
+        estimate(in_memory(years("gaussian", by), loss_of("gaussian")), Shape((0,), ()))[1].components.client
+        for by in (0.0, shift)
+    )
+    assert np.isfinite(near.sd_error).all()
+    np.testing.assert_allclose(far.sd, near.sd, rtol=1e-6)
+    np.testing.assert_allclose(far.sd_error, near.sd_error, rtol=1e-4)
+
+
+def test_where_the_far_column_varies_the_intercept_at_zero_has_no_error():
+    level = estimate(in_memory(years("gaussian", 2000.0), loss_of("gaussian")), FULL)[1].components.client
+    assert np.isnan(level.sd_error).tolist() == [[True, False]]
+
+
 def test_sums_and_intervals_are_told_in_the_columns_own_units():
     data = years("gaussian", 2000.0)
-    _, learned = estimate(data, loss_of("gaussian"), FULL)
+    _, learned = estimate(in_memory(data, loss_of("gaussian")), FULL)
     gram = np.einsum("la,lb->ab", data.X, data.X)
     np.testing.assert_allclose(learned.units.C.sum(axis=0), gram, rtol=1e-9)
     slope = data.X.T @ (data.y - data.X @ learned.origin)

@@ -15,11 +15,11 @@ from covey import GroupedData
 from covey.datasets import simulate
 from covey.errors import ConvergenceWarning
 from covey.losses import Bernoulli, Gaussian, Poisson
+from covey.variance.criterion import LinearCriterion
 from covey.variance.estimate import estimate, search
-from covey.variance.problem import LinearLikelihood
 from covey.variance.structure import Shape
 from tests.conftest import seeds
-from tests.networks import surveyed
+from tests.networks import in_memory, surveyed
 from tests.variance.dense import linear_log_likelihood, slopes
 
 LOSSES = {"gaussian": Gaussian(), "bernoulli": Bernoulli(), "poisson": Poisson()}
@@ -158,7 +158,7 @@ def test_radon_as_in_lme4(homes, name, shape):
     loss = Bernoulli() if name == "binomial_laplace" else Gaussian()
     y = homes["radon"] >= 4 if name == "binomial_laplace" else homes["log_radon"]
     data = GroupedData.from_arrays(X, y, homes["fips"], homes["state"], terms=("Intercept", "floor"))
-    fit, learned = estimate(data, loss, shape, reml=name.endswith("reml"))
+    fit, learned = estimate(in_memory(data, loss), shape, reml=name.endswith("reml"))
     reference = RADON[name]
     check(learned.components, fit, learned.covariance, reference)
     assert learned.components.notes == ()
@@ -254,7 +254,7 @@ SIMULATED = [
 @pytest.mark.parametrize(("name", "shape", "reml", "columns", "reference"), SIMULATED)
 def test_simulated_as_in_lme4(name, shape, reml, columns, reference):
     loss = LOSSES.get(name, Gaussian())
-    fit, learned = estimate(grouped(drawn(name), **columns), loss, shape, reml=reml)
+    fit, learned = estimate(in_memory(grouped(drawn(name), **columns), loss), shape, reml=reml)
     check(learned.components, fit, learned.covariance, reference)
 
 
@@ -263,18 +263,18 @@ def test_simulated_as_in_lme4(name, shape, reml, columns, reference):
 
 def test_clusters_that_do_not_vary_are_said_to_and_the_fit_converges():
     drawn = simulate(clusters=8, clients=6, rows=10, d=1, client_sd=1.0, cluster_sd=0.0, seed=1)
-    fit, learned = estimate(drawn.data, Gaussian(), Shape((0,), (0,)))
+    fit, learned = estimate(in_memory(drawn.data, Gaussian()), Shape((0,), (0,)))
     assert fit.convergence.converged
     assert learned.components.notes == ("singular: no variation between clusters",)
     assert learned.components.cluster.sd == 0
     np.testing.assert_allclose(fit.w, np.broadcast_to(fit.wbar, fit.w.shape), rtol=1e-12)
-    without = estimate(drawn.data, Gaussian(), Shape((0,), ()))[1].components
+    without = estimate(in_memory(drawn.data, Gaussian()), Shape((0,), ()))[1].components
     assert learned.components.log_likelihood == pytest.approx(without.log_likelihood, abs=1e-7)
 
 
 def test_clients_that_do_not_vary_are_said_to_and_are_their_clusters():
     drawn = simulate(clusters=8, clients=6, rows=10, d=1, client_sd=0.0, cluster_sd=1.0, seed=1)
-    fit, learned = estimate(drawn.data, Gaussian(), Shape((0,), (0,)))
+    fit, learned = estimate(in_memory(drawn.data, Gaussian()), Shape((0,), (0,)))
     assert learned.components.notes == ("singular: no variation between clients",)
     np.testing.assert_allclose(fit.theta, fit.w[drawn.data.hierarchy.parent], rtol=1e-12)
 
@@ -284,9 +284,9 @@ def test_clients_that_do_not_vary_are_said_to_and_are_their_clusters():
 def test_the_start_does_not_matter(name, start, monkeypatch):
     shape = FULL if name != "correlated" else Shape((0, 1), (), "full")
     data, loss = grouped(drawn(name)), LOSSES.get(name, Gaussian())
-    usual = estimate(data, loss, shape)
+    usual = estimate(in_memory(data, loss), shape)
     monkeypatch.setattr(sys.modules["covey.variance.estimate"], "START", start)
-    fit, learned = estimate(data, loss, shape)
+    fit, learned = estimate(in_memory(data, loss), shape)
     assert fit.convergence.converged
     assert learned.components.log_likelihood == pytest.approx(usual[1].components.log_likelihood, abs=2e-6)
     assert learned.components.notes == usual[1].components.notes
@@ -299,7 +299,7 @@ def test_units_do_not_matter(kind, of_x, of_y):
     """The likelihood of ``of_y y`` is that of ``y`` by its Jacobian; REML's has the global model's units in it as well."""
     shape, table = replace(SLOPES, client_kind=kind, cluster_kind=kind), drawn("gaussian")
     other = table.with_columns(x1=of_x * pl.col("x1"), y=of_y * pl.col("y"))
-    (fit, one), (refit, two) = (estimate(grouped(each), Gaussian(), shape) for each in (table, other))
+    (fit, one), (refit, two) = (estimate(in_memory(grouped(each), Gaussian()), shape) for each in (table, other))
     rows, d = len(table), 2
     jacobian = -(rows - d) * np.log(of_y) - np.log(of_x)
     assert two.components.log_likelihood == pytest.approx(one.components.log_likelihood + jacobian, abs=1e-5)
@@ -314,7 +314,7 @@ def test_units_do_not_matter(kind, of_x, of_y):
 def test_units_do_not_matter_for_counts_and_classes(family, of_x):
     table = drawn(family)
     other = table.with_columns(x1=of_x * pl.col("x1"))
-    (fit, one), (refit, two) = (estimate(grouped(each), LOSSES[family], SLOPES) for each in (table, other))
+    (fit, one), (refit, two) = (estimate(in_memory(grouped(each), LOSSES[family]), SLOPES) for each in (table, other))
     assert two.components.log_likelihood == pytest.approx(one.components.log_likelihood, abs=1e-5)
     assert fit.convergence.converged
     assert refit.convergence.converged
@@ -330,16 +330,16 @@ def test_what_is_called_converged_has_no_slope(seed, kind, per_cluster):
     many = {"clusters": int(rng.integers(2, 7)), "clients": int(rng.integers(2, 7)), "rows": int(rng.integers(3, 9))}
     data = simulate(**many, d=2, client_sd=sds[0], cluster_sd=sds[1], intercept=True, seed=rng).data
     shape = Shape((0, 1), (0,), kind, kind, per_cluster)
-    problem = LinearLikelihood(surveyed(data, Gaussian()), shape, reml=True)
-    best, _ = search(problem)
+    criterion = LinearCriterion(surveyed(data, Gaussian()), shape, reml=True)
+    best, _ = search(criterion)
     assert best.converged
-    slope = slopes(lambda x: problem.criterion(x)[0], best.x, 1e-4)
+    slope = slopes(lambda x: criterion.value_and_gradient(x)[0], best.x, 1e-4)
     assert np.abs(slope).max() < 5e-3
     for step in (1e-3, -1e-3):
         for a in range(len(best.x)):
             x = best.x.copy()
             x[a] += step * max(1.0, abs(x[a]))
-            assert problem.criterion(x)[0] > best.value - 1e-6
+            assert criterion.value_and_gradient(x)[0] > best.value - 1e-6
 
 
 def test_a_slope_that_is_left_is_never_called_converged(monkeypatch):
@@ -349,7 +349,7 @@ def test_a_slope_that_is_left_is_never_called_converged(monkeypatch):
         z, *criterion(z), np.eye(len(z)), np.inf, 0))  # fmt: skip
     monkeypatch.setattr(module, "_descend", lambda *_: None)
     with pytest.warns(ConvergenceWarning, match="did not converge"):
-        fit, learned = estimate(grouped(drawn("gaussian")), Gaussian(), SLOPES)
+        fit, learned = estimate(in_memory(grouped(drawn("gaussian")), Gaussian()), SLOPES)
     assert not fit.convergence.converged
     assert "did not converge" in learned.components.notes[-1]
 
@@ -364,7 +364,7 @@ def separated():
 
 def test_a_coefficient_that_is_not_finite_is_refused():
     with pytest.raises(ValueError, match="The responses are perfectly separated along 'z': some coefficient is infinite"):
-        estimate(separated(), Bernoulli(), INTERCEPTS)
+        estimate(in_memory(separated(), Bernoulli()), INTERCEPTS)
 
 
 # Laws
@@ -378,7 +378,7 @@ def test_the_order_and_names_of_clients_do_not_matter(seed):
     other = table.with_columns(client=pl.Series(names[table["client"].to_numpy()])).sample(
         fraction=1.0, shuffle=True, seed=seed
     )
-    (fit, one), (refit, two) = (estimate(grouped(each), Gaussian(), SLOPES) for each in (table, other))
+    (fit, one), (refit, two) = (estimate(in_memory(grouped(each), Gaussian()), SLOPES) for each in (table, other))
     assert one.components.log_likelihood == pytest.approx(two.components.log_likelihood, abs=1e-6)
     np.testing.assert_allclose(one.components.client.sd, two.components.client.sd, rtol=1e-3)
     np.testing.assert_allclose(fit.wbar, refit.wbar, atol=1e-4)
@@ -390,7 +390,10 @@ def test_the_order_of_terms_does_not_matter():
     turned = GroupedData.from_arrays(
         data.X[:, ::-1].copy(), data.y, data.client_of_row, data.hierarchy.parent[data.client_of_row]
     )
-    (fit, one), (refit, two) = estimate(data, Gaussian(), MIXED), estimate(turned, Gaussian(), Shape((1,), (1, 0)))
+    (fit, one), (refit, two) = (
+        estimate(in_memory(data, Gaussian()), MIXED),
+        estimate(in_memory(turned, Gaussian()), Shape((1,), (1, 0))),
+    )
     assert one.components.log_likelihood == pytest.approx(two.components.log_likelihood, abs=1e-6)
     np.testing.assert_allclose(fit.theta, refit.theta[:, ::-1], atol=1e-4)
     assert two.components.cluster.terms == ("x0", "x1")
@@ -402,8 +405,8 @@ def test_a_covariance_for_each_cluster_is_the_best_by_the_density_of_all_rows():
     sd = np.array([0.5, 1.0, 3.0])[client // 5]
     y = sd * rng.normal(size=15)[client] + rng.normal(size=60)
     data = GroupedData.from_arrays(np.ones((60, 1)), y, client, client // 5)
-    components = estimate(data, Gaussian(), Shape((0,), (), per_cluster=True))[1].components
-    common = estimate(data, Gaussian(), Shape((0,), ()))[1].components
+    components = estimate(in_memory(data, Gaussian()), Shape((0,), (), per_cluster=True))[1].components
+    common = estimate(in_memory(data, Gaussian()), Shape((0,), ()))[1].components
     assert components.parameters == common.parameters + 2
     assert components.log_likelihood > common.log_likelihood + 1
     relative, none = components.client.covariance / components.residual, np.zeros((1, 1, 1))
@@ -415,7 +418,7 @@ def test_a_covariance_for_each_cluster_is_the_best_by_the_density_of_all_rows():
 
 
 def test_counts_of_parameters_and_rows_and_the_criteria_that_follow():
-    components = estimate(grouped(drawn("gaussian")), Gaussian(), FULL)[1].components
+    components = estimate(in_memory(grouped(drawn("gaussian")), Gaussian()), FULL)[1].components
     assert (components.parameters, components.rows) == (2 + 3 + 3 + 1, len(drawn("gaussian")))
     assert components.aic == pytest.approx(2 * 9 - 2 * components.log_likelihood)
     assert components.bic == pytest.approx(np.log(components.rows) * 9 - 2 * components.log_likelihood)
@@ -432,7 +435,7 @@ def test_a_tiny_residual_keeps_its_digits(noise):
     X = np.column_stack([np.ones(288), x])
     y = own[client] + above[client // 6] + 0.5 * x + noise * error
     data = GroupedData.from_arrays(X, y, client, client // 6, terms=["Intercept", "x"])
-    components = estimate(data, Gaussian(), Shape((0,), (0,)))[1].components
+    components = estimate(in_memory(data, Gaussian()), Shape((0,), (0,)))[1].components
     inside = y - segment_mean(y, client) - 0.5 * (x - segment_mean(x, client))
     slope = (x - segment_mean(x, client)) @ inside / ((x - segment_mean(x, client)) ** 2).sum()
     left = inside - slope * (x - segment_mean(x, client))

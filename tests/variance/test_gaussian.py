@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covey.losses import GaussianLikelihood as Squares
+from covey.losses import Gaussian as Squares
 from covey.solvers.direct.elimination import Quadratic, Spread, marginalise, sensitivity
-from covey.variance.frame import ClientSums, TermOrder, units_at
-from covey.variance.gaussian import GaussianLikelihood, below, invert, upper
-from covey.variance.problem import LinearLikelihood
+from covey.variance.criterion import LinearCriterion
+from covey.variance.frame import ClientSums, TermOrder, client_losses
+from covey.variance.gaussian import GaussianLikelihood, cluster_covariances, invert, upper
 from covey.variance.structure import Shape
 from tests.conftest import random_problem, seeds
 from tests.networks import surveyed
@@ -23,7 +23,7 @@ from tests.variance.dense import linear_log_likelihood, random_covariances, slop
 def criterion_of(data, reml):
     known, d = surveyed(data, Squares()), data.n_terms
     node = known.network.network.node
-    sums = ClientSums(units_at(node), known.frame.origin, known.log_weights)
+    sums = ClientSums(client_losses(node), known.columns.origin, known.log_weights)
     return GaussianLikelihood(known.network, TermOrder(np.arange(d), d), reml, sums.log_weights), sums
 
 
@@ -89,15 +89,17 @@ def test_terms_that_vary_at_one_level_only_or_at_none(seed, reml, per_cluster, k
     data, rng = random_problem(seed, d=4).data, np.random.default_rng(seed)
     client, cluster = (tuple(sorted(rng.choice(4, size=rng.integers(0, 4), replace=False).tolist())) for _ in range(2))
     shape = Shape(client, cluster, kind, kind, per_cluster)
-    problem = LinearLikelihood(surveyed(data, Squares()), shape, reml=reml)
-    x = rng.normal(size=problem.structure.n_parameters)
-    back = problem.back
-    S, T = (each[:, back[:, None], back] for each in problem.covariances(x))
+    criterion = LinearCriterion(surveyed(data, Squares()), shape, reml=reml)
+    x = rng.normal(size=criterion.parameters.n_parameters)
+    back = criterion.order.inverse
+    S, T = (each[:, back[:, None], back] for each in criterion.covariances(x))
     for level, terms in ((S, client), (T, cluster)):
         zero = [a for a in range(4) if a not in terms]
         assert not level[:, zero].any()
         assert (np.diagonal(level, axis1=1, axis2=2)[:, list(terms)] > 0).all()
-    assert problem.criterion(x)[0] == pytest.approx(-2 * linear_log_likelihood(data, S, T, reml=reml)[0], rel=1e-9, abs=1e-7)
+    assert criterion.value_and_gradient(x)[0] == pytest.approx(
+        -2 * linear_log_likelihood(data, S, T, reml=reml)[0], rel=1e-9, abs=1e-7
+    )
 
 
 @given(seeds, st.booleans(), st.booleans())
@@ -140,10 +142,10 @@ def test_the_pull_is_the_slope_of_the_residual_variance(seed, reml):
 def test_the_slopes_in_the_parameters(seed, reml, kind):
     data, rng = random_problem(seed, d=3).data, np.random.default_rng(seed)
     shape = Shape((0, 2), (2, 1), kind, kind, bool(rng.integers(2)))
-    problem = LinearLikelihood(surveyed(data, Squares()), shape, reml=reml)
-    x = rng.normal(size=problem.structure.n_parameters)
-    differences = slopes(lambda x: problem.criterion(x)[0], x)
-    np.testing.assert_allclose(problem.criterion(x)[1], differences, rtol=1e-4, atol=1e-4)
+    criterion = LinearCriterion(surveyed(data, Squares()), shape, reml=reml)
+    x = rng.normal(size=criterion.parameters.n_parameters)
+    differences = slopes(lambda x: criterion.value_and_gradient(x)[0], x)
+    np.testing.assert_allclose(criterion.value_and_gradient(x)[1], differences, rtol=1e-4, atol=1e-4)
 
 
 @given(seeds, st.booleans())
@@ -176,7 +178,7 @@ def test_the_covariance_below_is_that_of_a_joint_normal(seed):
     C, S, P0 = (random_covariances(rng, 1, 3)[0] for _ in range(3))
     own = np.linalg.inv(C + np.linalg.inv(S))
     J = own @ np.linalg.inv(S)
-    np.testing.assert_allclose(below(C[None], S, P0)[0], own + J @ P0 @ J.T, rtol=1e-6, atol=1e-8)
+    np.testing.assert_allclose(cluster_covariances(C[None], S, P0)[0], own + J @ P0 @ J.T, rtol=1e-6, atol=1e-8)
 
 
 @given(seeds)

@@ -10,6 +10,7 @@ from covey.errors import CoveyError, DataError
 from covey.losses import Bernoulli, Gaussian, Poisson
 from covey.variance.estimate import estimate
 from covey.variance.structure import Shape
+from tests.networks import in_memory
 
 BOTH = Shape((0, 1), (0, 1))
 LOSSES = [Gaussian(), Bernoulli(), Poisson()]
@@ -30,7 +31,7 @@ def table(clusters=4, clients=5, rows=6, *, x=None, y=None, seed=0, loss=LOSSES[
 def refusal(data, shape, loss=LOSSES[0]):
     """The sentence, which has the form that all have."""
     with pytest.raises(DataError) as caught:
-        estimate(data, loss, shape)
+        estimate(in_memory(data, loss), shape)
     sentence = str(caught.value)
     assert isinstance(caught.value, CoveyError)
     assert len(sentence) < 260
@@ -48,7 +49,7 @@ def test_one_client_in_each_cluster(loss):
 
 def test_one_client_in_each_cluster_is_fine_where_one_of_the_levels_varies():
     data = table(clusters=20, clients=1)
-    below, above = (estimate(data, Gaussian(), shape)[1].components for shape in (Shape((0,), ()), Shape((), (0,))))
+    below, above = (estimate(in_memory(data, Gaussian()), shape)[1].components for shape in (Shape((0,), ()), Shape((), (0,))))
     assert below.log_likelihood == pytest.approx(above.log_likelihood, abs=1e-7)
     assert below.client.sd == pytest.approx(above.cluster.sd, rel=1e-4)
 
@@ -60,7 +61,7 @@ def test_one_row_for_each_client():
 
 
 def test_one_row_for_each_client_is_fine_between_clusters():
-    assert estimate(table(clusters=10, clients=8, rows=1), Gaussian(), Shape((), (0,)))[0].convergence.converged
+    assert estimate(in_memory(table(clusters=10, clients=8, rows=1), Gaussian()), Shape((), (0,)))[0].convergence.converged
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
@@ -82,7 +83,7 @@ def test_a_term_constant_within_every_cluster(loss):
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
 def test_what_the_sentence_about_a_constant_term_advises_works(loss):
     data = table(clusters=8, x=lambda client, cluster, rng: rng.normal(size=8)[cluster], loss=loss)
-    assert estimate(data, loss, Shape((0,), (0,)))[0].convergence.converged
+    assert estimate(in_memory(data, loss), Shape((0,), (0,)))[0].convergence.converged
 
 
 def test_no_residual():
@@ -110,7 +111,7 @@ def test_a_response_that_is_no_more_than_the_terms(y):
 # intercept varies is not zero, and lme4 fits it.
 def test_exact_lines_of_different_slopes_have_a_residual_if_slopes_are_common():
     data = table(y=lambda X, client, rng: rng.normal(size=20)[client] * X[:, 1])
-    components = estimate(data, Gaussian(), Shape((0,), ()))[1].components
+    components = estimate(in_memory(data, Gaussian()), Shape((0,), ()))[1].components
     assert components.residual > 0.1
 
 
@@ -123,7 +124,7 @@ def test_a_response_with_a_large_middle_is_not_taken_for_a_constant():
     small = table(y=lambda X, client, rng: rng.normal(size=20)[client] + rng.normal(size=len(X)))
     large = GroupedData.from_arrays(small.X, small.y + 1e8, small.client_of_row, terms=small.terms)
     usual = GroupedData.from_arrays(small.X, small.y, small.client_of_row, terms=small.terms)
-    one, two = (estimate(data, Gaussian(), Shape((0,), ()))[1].components for data in (usual, large))
+    one, two = (estimate(in_memory(data, Gaussian()), Shape((0,), ()))[1].components for data in (usual, large))
     assert two.client.sd == pytest.approx(one.client.sd, rel=1e-4)
 
 
@@ -134,7 +135,7 @@ def test_a_full_covariance_of_as_many_terms_as_rows_allow():
         "There are more varying terms than this data can identify: 2 for each of 40 clients with 80 rows"
     )
     assert sentence.endswith("let fewer vary by client, or set covariance='diagonal'.")
-    assert estimate(data, Gaussian(), Shape((0, 1), ()))[0].convergence.converged
+    assert estimate(in_memory(data, Gaussian()), Shape((0, 1), ()))[0].convergence.converged
 
 
 def test_classes_with_one_row_for_each_client():
@@ -142,7 +143,7 @@ def test_classes_with_one_row_for_each_client():
     data = table(clusters=10, clients=8, rows=1, loss=Bernoulli())
     assert refusal(data, Shape((0,), (0,)), Bernoulli()).startswith("Every client has one row")
     counts = table(clusters=10, clients=8, rows=1, loss=Poisson())
-    assert estimate(counts, Poisson(), Shape((0,), (0,)))[0].convergence.converged
+    assert estimate(in_memory(counts, Poisson()), Shape((0,), (0,)))[0].convergence.converged
 
 
 def test_as_many_terms_as_rows():
@@ -181,18 +182,18 @@ def test_more_terms_than_can_be_told_apart():
 
 def test_the_same_terms_are_fine_with_a_third_row():
     data = table(clusters=8, rows=3, x=lambda client, cluster, rng: np.tile([-1.0, 1.0, 0.5], len(client) // 3))
-    assert estimate(data, Gaussian(), Shape((0, 1), ()))[0].convergence.converged
+    assert estimate(in_memory(data, Gaussian()), Shape((0, 1), ()))[0].convergence.converged
 
 
 def test_units_of_a_column_do_not_look_like_any_of_this():
     for scale in (1e-8, 1e8):
         data = table(x=lambda client, cluster, rng, scale=scale: scale * rng.normal(size=len(client)))
-        assert estimate(data, Gaussian(), Shape((0, 1), (0,)))[0].convergence.converged
+        assert estimate(in_memory(data, Gaussian()), Shape((0, 1), (0,)))[0].convergence.converged
 
 
 def test_a_large_middle_does_not_look_like_a_constant():
     data = table(x=lambda client, cluster, rng: 2000.0 + rng.normal(size=len(client)))
-    assert estimate(data, Gaussian(), Shape((0,), (0,)))[0].convergence.converged
+    assert estimate(in_memory(data, Gaussian()), Shape((0,), (0,)))[0].convergence.converged
 
 
 @pytest.mark.parametrize("shape", [Shape((0,), (0,)), Shape((), (0,))])

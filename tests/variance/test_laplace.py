@@ -13,10 +13,10 @@ from covey import GroupedData
 from covey.losses import Bernoulli, Poisson
 from covey.solvers.direct.elimination import Spread
 from covey.solvers.direct.newton import LocalProblem, node_start
+from covey.variance.criterion import LaplaceCriterion
 from covey.variance.frame import TermOrder
-from covey.variance.gaussian import below as covariances_below
+from covey.variance.gaussian import cluster_covariances
 from covey.variance.laplace import LaplaceLikelihood, ModeState, node_bends, node_curvature, node_slopes
-from covey.variance.problem import GeneralisedLikelihood
 from covey.variance.structure import Shape
 from covey.variance.survey import survey
 from tests.conftest import random_problem, seeds
@@ -98,10 +98,10 @@ def test_the_slopes_in_the_parameters(seed, family, kind):
     y = LOSSES[family].draw(0.5 * X[:, 0] + 0.3 * rng.normal(size=n)[client], rng)
     data = GroupedData.from_arrays(X, y, client, client // 4, weights=rng.uniform(0.5, 2, len(y)), offset=0.1 * X[:, 1])
     shape = Shape((2,), (0, 2), kind, kind, bool(rng.integers(2)))
-    problem = GeneralisedLikelihood(survey(in_memory(data, LOSSES[family]), shape), shape)
-    x = 0.5 * rng.normal(size=problem.structure.n_parameters + 3)
-    differences = slopes(lambda x: problem.criterion(x)[0], x, 1e-4)
-    np.testing.assert_allclose(problem.criterion(x)[1], differences, rtol=1e-4, atol=1e-3)
+    criterion = LaplaceCriterion(survey(in_memory(data, LOSSES[family]), shape), shape)
+    x = 0.5 * rng.normal(size=criterion.parameters.n_parameters + 3)
+    differences = slopes(lambda x: criterion.value_and_gradient(x)[0], x, 1e-4)
+    np.testing.assert_allclose(criterion.value_and_gradient(x)[1], differences, rtol=1e-4, atol=1e-3)
 
 
 @given(seeds, families)
@@ -128,7 +128,7 @@ def test_sums_over_three_nodes_are_those_of_the_whole(seed, family):
             nodes.append((node, node_start(node, mode.theta[mine], mode.u[mine])[0].now))
     own = [node_curvature(node, at) for node, at in nodes]
     C = sum(each.seen.C for each in own)
-    P, K = covariances_below(C, T[0], np.zeros_like(T[0])), np.eye(len(wbar)) + C @ T[0]
+    P, K = cluster_covariances(C, T[0], np.zeros_like(T[0])), np.eye(len(wbar)) + C @ T[0]
     bends = [node_bends(node, at, P) for node, at in nodes]
     y = np.linalg.solve(K, sum(lifted for _, lifted in bends)[:, :, None])[:, :, 0] @ T[0]
     sent = [node_slopes(node, at, here, g, P, y) for (node, at), here, (g, _) in zip(nodes, own, bends, strict=True)]

@@ -12,6 +12,16 @@ from covey.losses import Bernoulli, Gaussian
 from covey.variance.estimate import estimate
 from covey.variance.ratio import chi_bar_tail, likelihood_ratios
 from covey.variance.structure import Shape
+from covey.variance.survey import survey
+from tests.networks import in_memory
+
+
+def ratios_of(data, loss, shape):
+    """A fit, and the test of each level that varies in it."""
+    network = in_memory(data, loss)
+    known = survey(network, shape)
+    fit, learned = estimate(network, shape, known=known)
+    return fit, learned, likelihood_ratios(known, learned, shape)
 
 
 def mixture(statistic, weights):
@@ -78,8 +88,7 @@ def test_the_statistic_of_equal_clients_follows_from_the_analysis_of_variance():
         y = rng.normal(size=n * m) + (0.3 * rng.normal(size=n))[client]
         data = GroupedData.from_arrays(np.ones((n * m, 1)), y, client)
         shape = Shape((0,), ())
-        fit, learned = estimate(data, Gaussian(), shape)
-        (test,) = likelihood_ratios(learned, shape, data, Gaussian())
+        fit, learned, (test,) = ratios_of(data, Gaussian(), shape)
         F, expected = anova(data, n, m)
         assert fit.convergence.converged
         assert (test.level, test.parameters) == ("client", 1)
@@ -106,8 +115,7 @@ def test_under_the_null_two_terms_with_correlation():
     for seed in range(60):
         data = simulate(clusters=1, clients=25, rows=8, d=2, client_sd=0.0, cluster_sd=0.0, seed=1000 + seed).data
         shape = Shape((0, 1), (), "full")
-        learned = estimate(data, Gaussian(), shape)[1]
-        p.append(likelihood_ratios(learned, shape, data, Gaussian())[0].p_value)
+        p.append(ratios_of(data, Gaussian(), shape)[2][0].p_value)
     for level in (0.1, 0.3, 0.6):
         found = np.mean(np.array(p) < level)
         assert stats.binomtest(round(found * 60), 60, level).pvalue > 1e-3
@@ -117,10 +125,10 @@ def test_under_the_null_two_terms_with_correlation():
 def test_each_level_is_tested_by_a_fit_without_it(loss):
     data = simulate(loss.name, clusters=10, clients=6, rows=10, d=1, client_sd=0.0, cluster_sd=1.5, seed=2).data
     shape = Shape((0,), (0,))
-    learned = estimate(data, loss, shape)[1]
-    tests = {test.level: test for test in likelihood_ratios(learned, shape, data, loss)}
+    _, learned, ratios = ratios_of(data, loss, shape)
+    tests = {test.level: test for test in ratios}
     for level, without in (("client", Shape((), (0,))), ("cluster", Shape((0,), ()))):
-        other = estimate(data, loss, without)[1].components.log_likelihood
+        other = estimate(in_memory(data, loss), without)[1].components.log_likelihood
         expected = max(2 * (learned.components.log_likelihood - other), 0.0)
         assert tests[level].statistic == pytest.approx(expected, abs=1e-6)
     assert tests["cluster"].p_value < 1e-6
@@ -130,5 +138,4 @@ def test_each_level_is_tested_by_a_fit_without_it(loss):
 def test_only_levels_that_vary_are_tested():
     data = simulate(clusters=4, clients=5, rows=6, d=2, seed=0).data
     shape = Shape((), (0, 1), cluster_kind="full")
-    learned = estimate(data, Gaussian(), shape)[1]
-    assert [(test.level, test.parameters) for test in likelihood_ratios(learned, shape, data, Gaussian())] == [("cluster", 3)]
+    assert [(test.level, test.parameters) for test in ratios_of(data, Gaussian(), shape)[2]] == [("cluster", 3)]

@@ -118,11 +118,11 @@ def test_several_points_at_once_lead_to_the_same_bits_in_fewer_calls():
     count, calls = counted(valley)
     together = []
 
-    def criteria(points):
+    def many(points):
         together.append(len(points))
         return [valley(x) for x in points]
 
-    both = minimise(count, np.array([-1.2, 1.0, -0.5]), np.full(3, 200.0), criteria=criteria)
+    both = minimise(count, np.array([-1.2, 1.0, -0.5]), np.full(3, 200.0), many=many)
     np.testing.assert_array_equal(both.x, alone.x)
     np.testing.assert_array_equal(both.hessian, alone.hessian)
     assert set(together) == {3}

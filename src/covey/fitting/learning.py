@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -20,14 +20,13 @@ from covey.nodes.network import InMemory, Network
 from covey.objective.penalty import Penalty
 from covey.problem.spec import Spec
 from covey.solvers import BY_COINS, Fit, Progress, solve, solve_across
-from covey.solvers.threads import threads_for
 from covey.tables.bars import Vary, vary_from_setting
 from covey.tables.rows import GroupedData
 from covey.tree.hierarchy import Hierarchy
 from covey.variance.components import Learned, LikelihoodRatio
-from covey.variance.estimate import estimate_across, everybody, work
+from covey.variance.estimate import estimate
 from covey.variance.frame import ForgetCovariances
-from covey.variance.ratio import likelihood_ratios_across
+from covey.variance.ratio import likelihood_ratios
 from covey.variance.structure import Shape
 from covey.variance.survey import survey
 
@@ -60,10 +59,7 @@ def fit_data(
         _refuse_one(data.hierarchy.client_ids.to_list(), "client")
     if method in ("reml", "ml") and data.n_clients > 1 and not spec.in_two_steps:
         network = InMemory.of(data, loss, np.ones(data.n_clients))
-        with threads_for(work(data)):
-            fitted = _by_likelihood(network, spec, vary, progress)
-        fit, learned = everybody(network.node, fitted.fit, cast(Learned, fitted.learned))
-        return Fitted(fit, None, learned)
+        return _by_likelihood(network, spec, vary, progress)
     penalty = penalty_for(data, spec, vary, progress=progress, count=count)
     settings: dict[str, Any] = {"tol": spec.tol, "max_iter": spec.max_iter, "seed": spec.seed, "options": spec.options}
     fit = solve(data, loss, penalty, solver=spec.solver, james_stein=spec.james_stein, progress=progress, **settings)
@@ -84,8 +80,7 @@ def penalty_for(
         return Penalty.of(tree, gamma=1.0 if spec.gamma is None else spec.gamma, lam=spec.lam, alpha=spec.alpha)
     vary = vary_from_setting(spec.vary, data.terms) if vary is None else vary
     network = InMemory.of(data, spec.loss, np.ones(data.n_clients))
-    with threads_for(work(data)):
-        gamma, lam = _isotropic(network, spec, vary, progress)
+    gamma, lam = _isotropic(network, spec, vary, progress)
     return Penalty.of(tree, gamma=gamma, lam=lam)
 
 
@@ -151,12 +146,12 @@ def _by_likelihood(network: Network, spec: Spec, vary: Vary, progress: Progress 
     shape, reml = shape_of(network.tree, network.terms, spec, vary), spec.learns == "reml"
     known = survey(network, shape)
     asked: dict[str, Any] = {"reml": reml, "progress": progress}
-    fit, learned = estimate_across(network, shape, known=known, **asked)
+    fit, learned = estimate(network, shape, known=known, **asked)
     if spec.tests:
-        tests = likelihood_ratios_across(known, learned, shape, **asked)
+        tests = likelihood_ratios(known, learned, shape, **asked)
         if _beaten(tests):
-            fit, learned = estimate_across(network, shape, thorough=True, known=known, **asked)
-            tests = likelihood_ratios_across(known, learned, shape, **asked)
+            fit, learned = estimate(network, shape, thorough=True, known=known, **asked)
+            tests = likelihood_ratios(known, learned, shape, **asked)
         fit, tests = _doubted(fit, tests)
         fit = replace(fit, convergence=replace(fit.convergence, exchanges=known.network.exchanges))
         learned = replace(learned, components=replace(learned.components, tests=tests))
@@ -172,7 +167,7 @@ def _isotropic(network: Network, spec: Spec, vary: Vary, progress: Progress | No
             raise PenaltyError(f"{why} lets every term vary; let all vary by {level}, or leave it out.")
     isotropic = replace(spec, covariance="isotropic", solver="auto", options=None, james_stein=False)
     shape = shape_of(tree, terms, isotropic, vary)
-    learned = estimate_across(network, shape, reml=spec.learns == "reml", progress=progress)[1]
+    learned = estimate(network, shape, reml=spec.learns == "reml", progress=progress)[1]
     scale = learned.dispersion
     client, cluster = (level.sd[:, :1] ** 2 / scale for level in (learned.components.client, learned.components.cluster))
     if (client == 0).any():

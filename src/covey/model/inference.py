@@ -24,7 +24,7 @@ from covey.errors import SolverError
 from covey.solvers.direct.elimination import eliminate, posterior
 from covey.tree.hierarchy import Hierarchy, Level, Resolved, segment_sum
 from covey.variance.components import Learned
-from covey.variance.gaussian import below
+from covey.variance.gaussian import cluster_covariances
 
 _ROWS = 1 << 16  # rows whose covariances exist at the same time
 
@@ -109,7 +109,8 @@ class Posterior:
             return self.learned.whole.clusters
         learned = self.with_sums
         seen = eliminate(learned.units, learned.client, self.tree.cluster_ptr)
-        return learned.dispersion * below(seen.C, learned.cluster.shape[0], learned.covariance / learned.dispersion)
+        s2 = learned.dispersion
+        return s2 * cluster_covariances(seen.C, learned.cluster.shape[0], learned.covariance / s2)
 
     @cached_property
     def clients(self) -> Floats:

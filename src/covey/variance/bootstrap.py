@@ -1,7 +1,7 @@
-"""Parametric bootstrap: how far estimated variances stray when the fitted model is the truth.
+"""Parametric bootstrap of the variance components: draw data from the fitted model and estimate again.
 
-A linear model needs no rows for it. Given ``A_i = X_i'X_i`` the sums of a client whose coefficients are ``theta`` are normal,
-``b_i ~ N(A_i theta, s2 A_i)``, and what its rows leave over is ``s2`` times a chi-squared: so sums are drawn, not responses.
+A linear model needs no rows for it. Given ``A_i = X_i'X_i`` the sums of a client with coefficients ``theta`` are normal,
+``b_i ~ N(A_i theta, s2 A_i)``, and its residual sum of squares is ``s2`` times a chi-squared. So sums are drawn, not responses.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ import polars as pl
 from covey._typing import Floats
 from covey.errors import ConvergenceWarning, SolverError
 from covey.losses import Loss
+from covey.nodes.network import InMemory
 from covey.solvers.direct.elimination import Quadratic, Spread
 from covey.solvers.threads import threads_for
 from covey.tables.rows import GroupedData
 from covey.tree.hierarchy import Hierarchy
 from covey.variance.components import Components, Learned
+from covey.variance.criterion import LinearCriterion
 from covey.variance.estimate import estimate, search
 from covey.variance.frame import ClientSums
-from covey.variance.problem import LinearLikelihood
+from covey.variance.results import finish
 from covey.variance.structure import Shape
 from covey.variance.survey import Survey
 
@@ -48,17 +50,14 @@ class Bootstrap:
                 for a, term in enumerate(fitted.terms):
                     rows.append((level, m if len(fitted.covariance) > 1 else None, term, fitted.sd[m, a], drawn[:, m, a]))
         if self.fitted.residual is not None:
-            rows.append(("residual", None, None, np.sqrt(self.fitted.residual), _residual_sds(self.draws)))
+            sds = np.sqrt(np.array([each.residual for each in self.draws], dtype=np.float64))
+            rows.append(("residual", None, None, np.sqrt(self.fitted.residual), sds))
         schema = {"level": pl.String, "cluster": pl.Int64, "term": pl.String, "sd": pl.Float64}
         table = pl.DataFrame([row[:4] for row in rows], schema=schema, orient="row")
         low, high = (np.array([np.quantile(row[4], at) for row in rows]) for at in (tail, 1 - tail))
         return table.with_columns(
             std_error=pl.Series([row[4].std(ddof=1) for row in rows]), lower=pl.Series(low), upper=pl.Series(high)
         )
-
-
-def _residual_sds(draws: tuple[Components, ...]) -> Floats:
-    return np.sqrt(np.array([each.residual for each in draws], dtype=np.float64))
 
 
 def bootstrap(
@@ -74,39 +73,39 @@ def bootstrap(
     seed: int = 0,
     progress: Count | None = None,
 ) -> Bootstrap:
-    """Draw from the fitted model and estimate again; a model of counts or classes needs its rows, ``data`` and ``loss``."""
+    """Draw from the fitted model and estimate again. A model of counts or classes needs its rows, ``data`` and ``loss``."""
     if draws < 2:
-        raise SolverError(f"A bootstrap needs at least 2 draws to say anything of their spread. Got {draws!r} instead.")
+        raise SolverError(f"A bootstrap needs at least 2 draws to estimate their spread. Got {draws!r} instead.")
     by_rows = learned.components.method == "Laplace"
     if by_rows and (data is None or loss is None):
         raise SolverError("The bootstrap of counts or classes needs the rows that the model was fitted to.")
     if by_rows and data is not None and data.weights is not None and (data.weights != 1).any():
         raise SolverError("Rows of counts or classes that carry weights cannot be drawn again; repeat the rows instead.")
     rng, reml = np.random.default_rng(seed), learned.components.method == "REML"
-    found = []
+    estimates = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
-        for theta in _clients(learned, tree, wbar, rng, draws):
+        for theta in _draw_clients(learned, tree, wbar, rng, draws):
             if data is not None and loss is not None and not loss.reml:
                 y = loss.draw(data.margin(theta), rng, learned.dispersion)
-                components = estimate(replace(data, y=y), loss, shape)[1].components
+                components = estimate(InMemory.of(replace(data, y=y), loss), shape)[1].components
             else:
-                sums = _sums(learned, theta, rng)
+                sums = _draw_sums(learned, theta, rng)
                 with threads_for(tree.n_clients * len(terms) ** 2):
-                    problem = LinearLikelihood(Survey.of_sums(sums, tree, terms), shape, reml=reml)
-                    components = problem.finish(*search(problem))[1].components
-            found.append(components)
+                    criterion = LinearCriterion(Survey.of_sums(sums, tree, terms), shape, reml=reml)
+                    components = finish(criterion, *search(criterion))[1].components
+            estimates.append(components)
             if progress is not None:
-                progress(len(found), draws)
-    return Bootstrap(learned.components, tuple(found))
+                progress(len(estimates), draws)
+    return Bootstrap(learned.components, tuple(estimates))
 
 
-def _clients(learned: Learned, tree: Hierarchy, wbar: Floats, rng: np.random.Generator, draws: int) -> Iterator[Floats]:
-    below, above = _roots(learned.client), _roots(learned.cluster)
+def _draw_clients(learned: Learned, tree: Hierarchy, wbar: Floats, rng: np.random.Generator, draws: int) -> Iterator[Floats]:
+    client, cluster = _roots(learned.client), _roots(learned.cluster)
     scale = np.sqrt(learned.dispersion)
     for _ in range(draws):
-        w = wbar + scale * _spread(above, rng.normal(size=(tree.n_clusters, len(wbar))))
-        yield tree.down(w) + scale * _spread(below, rng.normal(size=(tree.n_clients, len(wbar))))
+        w = wbar + scale * _multiply(cluster, rng.normal(size=(tree.n_clusters, len(wbar))))
+        yield tree.down(w) + scale * _multiply(client, rng.normal(size=(tree.n_clients, len(wbar))))
 
 
 def _roots(spread: Spread) -> Floats:
@@ -114,12 +113,12 @@ def _roots(spread: Spread) -> Floats:
     return np.asarray(vectors * np.sqrt(np.maximum(values, 0.0))[:, None, :])
 
 
-def _spread(roots: Floats, z: Floats) -> Floats:
+def _multiply(roots: Floats, z: Floats) -> Floats:
     return z @ roots[0].T if len(roots) == 1 else np.asarray(np.einsum("iab,ib->ia", roots, z))
 
 
-def _sums(learned: Learned, theta: Floats, rng: np.random.Generator) -> ClientSums:
-    """What clients with coefficients ``theta`` would have sent."""
+def _draw_sums(learned: Learned, theta: Floats, rng: np.random.Generator) -> ClientSums:
+    """The sums of clients with coefficients ``theta``."""
     units, scale = learned.units, np.sqrt(learned.dispersion)
     values, vectors = np.linalg.eigh(units.C)
     solid = values > 1e-10 * np.maximum(values[:, -1:], 1e-300)

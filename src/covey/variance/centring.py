@@ -1,11 +1,11 @@
-"""Columns far from zero, such as a year, put about their mean while the covariances are learned.
+"""Centre columns that are far from zero, such as a year, while the covariances are learned.
 
-With ``x - c`` for ``x`` the intercept is another, ``t_0' = t_0 + c t_x``, and the model is the same, if the intercept varies
-wherever ``x`` does and with every correlation. But where ``c`` is hundreds of times the spread of ``x`` the old intercept is
-that of the year 0, all but a multiple of the slope, and a search among such covariances ends anywhere.
+With ``x - c`` in place of ``x`` the intercept becomes ``t_0' = t_0 + c t_x``. The model is the same if the intercept varies
+wherever ``x`` does, with a full covariance. Centring matters: where ``c`` is hundreds of times the spread of ``x``, the
+intercept (at the year 0) is almost a multiple of the slope, and the search for their covariance is ill-conditioned.
 
-    node          sends   totals of its rows: sums and squares of columns, X'X, X'y, how many values of a column are 1
-    coordinator   sees    whether there is a column of ones, and which columns are far from zero
+    node          sends     totals of its rows: sums and squares of columns, X'X, X'y, how many values of a column are 1
+    coordinator   chooses   the column of ones, if there is one, and the columns to centre
 """
 
 from __future__ import annotations
@@ -27,18 +27,24 @@ from covey.variance.frame import WorkingColumns
 from covey.variance.structure import Shape
 
 _FAR = 5.0  # standard deviations
-_BLURRED = 1e-6  # variance over squared mean below which sums of squares about zero no longer tell the variance
+_LOST_DIGITS = 1e-6  # variance over squared mean below which sums of squares about zero do not give the variance
 _ROUNDING = 4 * float(np.finfo(float).eps)
 
 
 @dataclass(frozen=True)
 class RowTotals(Reply):
-    """sums over all rows of a node, columns shifted as asked.
+    """Sums over all rows of a node, with shifted columns.
 
-    ``rows`` counts all of them, ``counted`` those of positive weight, ``ones (d,)`` those where a column is 1; ``total (d,)``
-    and ``squares (d,)`` are of the columns; ``gram (d, d)`` and ``rhs (d,)`` are ``X'WX`` and ``X'W(y - offset)``; ``response``
-    and ``response_squares`` are sums of ``y`` and of ``W (y - offset)^2``; ``constant`` is what losses leave out and
-    ``perfect`` the lowest loss that the rows could have, where a dispersion is estimated with the mode.
+    Attributes
+    ----------
+    rows, counted : the number of rows, and of those with positive weight
+    weight, log_weights : the sums of weights and of their logarithms
+    ones : (d,) the number of rows where a column is 1
+    total, squares : (d,) the sums of the columns and of their squares
+    gram, rhs : ``X'WX (d, d)`` and ``X'W(y - offset) (d,)``
+    response, response_squares : the sums of ``y`` and of ``W (y - offset)^2``
+    constant : the part of the negative log-likelihood that losses leave out
+    perfect : the lowest loss that the rows could have, where a dispersion is estimated
     """
 
     rows: int
@@ -58,7 +64,7 @@ class RowTotals(Reply):
 
 @dataclass(frozen=True)
 class SumRows(Message[RowTotals], label="totals of rows", phase="learn"):
-    """tell the totals of your rows, columns less ``shift (d,)``."""
+    """Sum the rows, with columns less ``shift (d,)``."""
 
     shift: Floats
 
@@ -85,59 +91,63 @@ class SumRows(Message[RowTotals], label="totals of rows", phase="learn"):
         )
 
 
-def frame_for(network: Network, shape: Shape) -> tuple[WorkingColumns, RowTotals]:
-    """The frame in which far columns are about their mean, where that leaves the model as it is, and totals in it."""
+def choose_columns(network: Network, shape: Shape) -> tuple[WorkingColumns, RowTotals]:
+    """Working columns that centre far columns, where that leaves the model the same, and the totals of their rows."""
     d = len(network.terms)
     totals = network.ask(SumRows(np.zeros(d)))
     one = next((a for a in range(d) if totals.ones[a] == totals.rows), -1)
-    frame, mean = WorkingColumns(np.zeros(d), one, np.zeros(d)), totals.total / totals.rows
-    far = _far(totals, mean) & np.array([one >= 0 and _may_move(a, one, shape) for a in range(d)])
+    columns, mean = WorkingColumns(np.zeros(d), one, np.zeros(d)), totals.total / totals.rows
+    far = _may_be_far(totals, mean) & np.array([one >= 0 and _may_centre(a, one, shape) for a in range(d)])
     if not far.any():
-        return frame, totals
+        return columns, totals
     mean = np.where(far, mean, 0.0)
     about = network.ask(SumRows(mean))
     spread = np.sqrt(np.maximum(about.squares / about.rows - (about.total / about.rows) ** 2, 0.0))
     shift = np.where((np.abs(mean) > _FAR * spread) & (spread > _ROUNDING * np.abs(mean)), mean, 0.0)
     if not shift.any():
-        return frame, totals
-    return replace(frame, shift=shift), about if (shift == mean).all() else network.ask(SumRows(shift))
+        return columns, totals
+    return replace(columns, shift=shift), about if (shift == mean).all() else network.ask(SumRows(shift))
 
 
-def _far(totals: RowTotals, mean: Floats) -> Anything:
-    """Which columns are, or may be: about zero the squares of some no longer tell their spread."""
+def _may_be_far(totals: RowTotals, mean: Floats) -> Anything:
+    """Which columns may be far from zero; the sums of squares of some have lost the digits that say."""
     with np.errstate(over="ignore", invalid="ignore"):
         variance = totals.squares / totals.rows - mean**2
-        return np.asarray((mean**2 > _FAR**2 * variance) | ((variance < _BLURRED * mean**2) & (mean != 0)))
+        return np.asarray((mean**2 > _FAR**2 * variance) | ((variance < _LOST_DIGITS * mean**2) & (mean != 0)))
 
 
-def _may_move(a: int, one: int, shape: Shape) -> bool:
+def _may_centre(a: int, one: int, shape: Shape) -> bool:
+    """Whether the model is the same with term ``a`` centred."""
     levels = (shape.client, shape.client_kind), (shape.cluster, shape.cluster_kind)
     return a != one and all(a not in varying or (kind == "full" and one in varying) for varying, kind in levels)
 
 
 def uncentred(
-    fit: Fit, learned: Learned, frame: WorkingColumns, terms: tuple[str, ...], tree: Hierarchy
+    fit: Fit, learned: Learned, columns: WorkingColumns, terms: tuple[str, ...], tree: Hierarchy
 ) -> tuple[Fit, Learned]:
-    """What was learned of shifted columns, told of the columns as they were; but for the clients, whose nodes tell it."""
-    if not frame.shift.any():
+    """A fit to shifted columns in the user's units. The nodes do the same for their clients."""
+    if not columns.shift.any():
         return fit, learned
-    back = frame.back
-    fit = replace(fit, w=frame.told(fit.w), wbar=frame.told(fit.wbar))
-    found, whole = learned.components, learned.whole
-    client, cluster = (_told(level, terms, back, frame.one) for level in (found.client, found.cluster))
-    covariance = back @ learned.covariance @ back.T
-    components = replace(found, client=client, cluster=cluster)
-    told = Learned.of(components, terms, tree, covariance, learned.units, frame.told(learned.origin), learned.log_weights)
+    to_user, whole = columns.to_user, learned.whole
+    fit = replace(fit, w=columns.to_user_units(fit.w), wbar=columns.to_user_units(fit.wbar))
+    components = replace(
+        learned.components,
+        client=_level_uncentred(learned.components.client, terms, columns),
+        cluster=_level_uncentred(learned.components.cluster, terms, columns),
+    )
+    covariance, origin = to_user @ learned.covariance @ to_user.T, columns.to_user_units(learned.origin)
+    result = Learned.of(components, terms, tree, covariance, learned.units, origin, learned.log_weights)
     if whole is not None:
-        whole = replace(whole, clusters=back @ whole.clusters @ back.T)
-    return fit, replace(told, whole=whole)
+        whole = replace(whole, clusters=to_user @ whole.clusters @ to_user.T)
+    return fit, replace(result, whole=whole)
 
 
-def _told(level: LevelComponents, terms: tuple[str, ...], back: Floats, one: int) -> LevelComponents:
+def _level_uncentred(level: LevelComponents, terms: tuple[str, ...], columns: WorkingColumns) -> LevelComponents:
     at = np.array([terms.index(term) for term in level.terms], dtype=np.int64)
-    if one not in at or not back[one, at].any():
+    # Only a column that is centred and varies at this level changes the variance of the intercept.
+    if columns.one not in at or not columns.shift[at].any():
         return level
-    own = back[at[:, None], at]
+    to_user = columns.to_user[at[:, None], at]
     errors = level.sd_error.copy()
-    errors[:, level.terms.index(terms[one])] = np.nan  # of an intercept so far away nothing of use is known
-    return replace(level, covariance=own @ level.covariance @ own.T, sd_error=errors)
+    errors[:, level.terms.index(terms[columns.one])] = np.nan  # an intercept so far from the rows has no useful estimate
+    return replace(level, covariance=to_user @ level.covariance @ to_user.T, sd_error=errors)

@@ -1,4 +1,4 @@
-"""What was learned: variances at each level, in the units of the response, with what a report needs to know of them."""
+"""Results of an estimation: variances at each level, in the units of the response, and what reports and intervals need."""
 
 from __future__ import annotations
 
@@ -18,9 +18,14 @@ Method = Literal["REML", "ML", "Laplace"]
 
 @dataclass(frozen=True)
 class LevelComponents:
-    """How one level varies: covariances ``(1 or k, q, q)`` of its coefficients about those of the level above.
+    """How clients vary about their cluster, or clusters about the global model.
 
-    ``sd_error (1 or k, q)`` are standard errors of the standard deviations, NaN at zero and where they are not known.
+    Attributes
+    ----------
+    terms : the ``q`` terms that vary
+    kind : of the covariance
+    covariance : (1 or k, q, q) of the coefficients; one for all clusters or one for each
+    sd_error : (1 or k, q) standard errors of the standard deviations; NaN at zero and where there is no estimate
     """
 
     terms: tuple[str, ...]
@@ -47,8 +52,8 @@ class LevelComponents:
         return whole
 
     def to_json(self) -> dict[str, Any]:
-        plain = asdict(self)
-        return {**plain, "terms": list(self.terms), "covariance": self.covariance.tolist(), "sd_error": _nulls(self.sd_error)}
+        errors = [[None if np.isnan(value) else value for value in row] for row in self.sd_error.tolist()]
+        return {"terms": list(self.terms), "kind": self.kind, "covariance": self.covariance.tolist(), "sd_error": errors}
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> LevelComponents:
@@ -64,14 +69,14 @@ class LevelComponents:
 
 @dataclass(frozen=True)
 class LikelihoodRatio:
-    """A test of one level's variances being zero; see :mod:`.ratio`.
+    """A test of the hypothesis that one level's variances are zero (:mod:`.ratio`).
 
     Attributes
     ----------
     level : "client" (do clients differ within clusters?) or "cluster" (do clusters matter?)
-    statistic : twice the gain in log-likelihood from letting the level vary
-    parameters : how many variances and covariances that took
-    p_value : corrected for zero being the edge of what a variance can be
+    statistic : twice the gain in log-likelihood if the level varies
+    parameters : the number of its variances and covariances
+    p_value : corrected for zero being the boundary of the parameter space
     """
 
     level: str
@@ -82,19 +87,19 @@ class LikelihoodRatio:
 
 @dataclass(frozen=True)
 class Components:
-    """Variance components and the likelihood that they reach.
+    """Variance components and their likelihood.
 
     Attributes
     ----------
     method : "REML", "ML" or "Laplace" (maximum likelihood, approximated to second order)
-    client, cluster : how clients vary about their cluster, and clusters about the whole
-    residual : dispersion of a row of weight 1, in a linear model its variance; None for counts and classes, whose mean fixes it
-    log_likelihood : restricted for REML
-    parameters : how many were estimated, global coefficients included
-    rows : that count
-    notes : in words, what is singular and what did not converge
-    tests : of each level that varies
-    shares : of the variance of a typical row's margin that lie between clusters, between clients and in the residual
+        client, cluster : how clients vary about their cluster, and clusters about the global model
+    residual : the dispersion of a row of weight 1, in a linear model its variance; None where the mean determines it
+    log_likelihood : the restricted one for REML
+    parameters : the number of estimated parameters, global coefficients included
+    rows : the number of rows of positive weight
+    notes : sentences on what is singular and what did not converge
+    tests : one for each level that varies
+    shares : of clusters, clients and residual in the variance of a typical row's margin
     """
 
     method: Method
@@ -118,10 +123,9 @@ class Components:
 
     def to_json(self) -> dict[str, Any]:
         plain = {name: getattr(self, name) for name in ("method", "residual", "log_likelihood", "parameters", "rows")}
-        return {**plain, "client": self.client.to_json(), "cluster": self.cluster.to_json(), **self._said()}
-
-    def _said(self) -> dict[str, Any]:
-        return {"notes": list(self.notes), "tests": [asdict(test) for test in self.tests], "shares": list(self.shares)}
+        levels = {"client": self.client.to_json(), "cluster": self.cluster.to_json()}
+        tests = [asdict(test) for test in self.tests]
+        return {**plain, **levels, "notes": list(self.notes), "tests": tests, "shares": list(self.shares)}
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> Components:
@@ -132,12 +136,12 @@ class Components:
 
 @dataclass(frozen=True)
 class Whole:
-    """What intervals need to know of all clients where the sums of these are not, or not all, at hand.
+    """What intervals need of all clients, where the sums of some clients are at other nodes.
 
     Attributes
     ----------
-    clients : how many there are
-    clusters : (k, d, d) the covariance of each cluster's model
+    clients : the number of clients
+    clusters : (k, d, d) the posterior covariance of each cluster's model
     flat : (2, d) which terms are constant within every cluster, and within every client
     """
 
@@ -156,15 +160,15 @@ class Whole:
 
 @dataclass(frozen=True)
 class Learned:
-    """Components as the ties of a hierarchy, and what intervals, tests and updates are made of.
+    """Variance components with all that intervals, tests and updates need.
 
     Attributes
     ----------
-    each : how the clients of all clusters, or of each, spread, ``(1 or k, d, d)``
+    each : (1 or k, d, d) the covariance of clients about their cluster, for all clusters or for each
     client, cluster : the same for each client and cluster; all relative to the residual variance (1 for counts and classes)
-    covariance : (d, d) that of the global model
-    units : each client's loss about ``origin (d,)``; of counts and classes to second order about the mode
-    whole : after a fit across sites, what is known of the clients of all of them
+    covariance : (d, d) the posterior covariance of the global model
+    units : each client's loss about ``origin (d,)``; for counts and classes to second order about the mode
+    whole : after a fit across sites, the part that concerns the clients of all sites
     """
 
     components: Components
@@ -188,17 +192,15 @@ class Learned:
         origin: Floats,
         log_weights: float = 0.0,
     ) -> Learned:
-        """For the clients and clusters of ``tree``; a cluster beyond those with covariances of their own has their mean."""
+        """For the clients and clusters of ``tree``; clusters that were added after the fit have the mean covariance."""
         scale = 1.0 if components.residual is None else components.residual
-        below = components.client.embedded(terms) / scale
-        if len(below) > 1:
-            below = np.concatenate(
-                [below, np.broadcast_to(below.mean(axis=0), (max(tree.n_clusters - len(below), 0), *below.shape[1:]))]
-            )
-        above = components.cluster.embedded(terms) / scale
-        own = below if len(below) == 1 else below[tree.parent]
-        client, cluster = Spread.of_covariances(own, tree.n_clients), Spread.of_covariances(above, tree.n_clusters)
-        return cls(components, below, client, cluster, covariance, units, origin, log_weights)
+        each = components.client.embedded(terms) / scale
+        if len(each) > 1:
+            added = max(tree.n_clusters - len(each), 0)
+            each = np.concatenate([each, np.broadcast_to(each.mean(axis=0), (added, *each.shape[1:]))])
+        client = Spread.of_covariances(each if len(each) == 1 else each[tree.parent], tree.n_clients)
+        cluster = Spread.of_covariances(components.cluster.embedded(terms) / scale, tree.n_clusters)
+        return cls(components, each, client, cluster, covariance, units, origin, log_weights)
 
     @property
     def has_sums(self) -> bool:
@@ -206,14 +208,10 @@ class Learned:
         return len(self.units.n) == len(self.client.scale)
 
     def knows(self, level: str) -> bool:
-        """Whether there are standard errors of the coefficients of a level."""
+        """Whether there are standard errors of the coefficients at a level."""
         return level == "global" or self.has_sums or (level == "cluster" and self.whole is not None)
 
     @property
     def dispersion(self) -> float:
-        """What covariances are relative to."""
+        """The variance that covariances are relative to."""
         return 1.0 if self.components.residual is None else self.components.residual
-
-
-def _nulls(values: Floats) -> Any:
-    return [[None if np.isnan(value) else value for value in row] for row in values.tolist()]

@@ -1,4 +1,8 @@
-"""Estimate the covariances of clients and clusters: the best point of the likelihood, checked, and put in words."""
+"""Estimate the covariances of clients and clusters: search for the best point of the likelihood, and check it.
+
+Laplace's approximation to the likelihood of classes and counts can have several optima. So the search also looks at points
+far from an optimum, and begins again where one of them is better.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +12,15 @@ import numpy as np
 
 from covey._typing import Floats
 from covey.errors import DataError, SolverError, warn
-from covey.losses import Loss
-from covey.nodes.network import InMemory, Network
-from covey.nodes.node import Node
+from covey.nodes.network import Network
 from covey.solvers.result import Fit, Progress
-from covey.solvers.threads import threads_for
-from covey.tables.rows import GroupedData
-from covey.variance.boundary import polished, singular
+from covey.variance.boundary import resolve_boundary, singular_notes
 from covey.variance.centring import uncentred
 from covey.variance.components import Learned
-from covey.variance.frame import node_learned
-from covey.variance.problem import START, Likelihood, LinearLikelihood, problem_for
+from covey.variance.criterion import START, Criterion, LinearCriterion, criterion_for
+from covey.variance.frame import node_learned, threads_of
+from covey.variance.mm import approach
+from covey.variance.results import NOT_FINITE, finish
 from covey.variance.search import CONVERGED, NEGLIGIBLE, Optimum, minimise
 from covey.variance.structure import Shape
 from covey.variance.survey import Survey, survey
@@ -26,41 +28,10 @@ from covey.variance.survey import Survey, survey
 _OTHER_STARTS = ((5.0, 5.0), (0.05, 0.05), (20.0, 0.5), (0.5, 20.0))  # sds of clients and clusters, in units of the residual's
 _FAR = 6.0  # the factor by which a level's standard deviations are changed, up and down, to look for better points
 _ROUNDS = 4
-_APPROACH = 4  # cheap steps before the search
+_MM_STEPS = 4  # cheap steps before the search
 
 
 def estimate(
-    data: GroupedData,
-    loss: Loss,
-    shape: Shape,
-    *,
-    reml: bool = True,
-    thorough: bool = False,
-    progress: Progress | None = None,
-) -> tuple[Fit, Learned]:
-    """Learn the covariances of a hierarchy from its data, and fit it with them.
-
-    A ``thorough`` search also begins at the best fits with one level less; one that ends in doubt does so by itself.
-
-    >>> from covey.datasets import simulate
-    >>> from covey.losses import Gaussian
-    >>> data = simulate(clusters=30, clients=20, rows=10, d=1, client_sd=0.5, cluster_sd=1.0, seed=0).data
-    >>> fit, learned = estimate(data, Gaussian(), Shape((0,), (0,)))
-    >>> learned.components.client.sd.round(2).tolist(), learned.components.cluster.sd.round(2).tolist()
-    ([[0.52]], [[0.84]])
-    """
-    network = InMemory.of(data, loss, np.ones(data.n_clients))
-    with threads_for(work(data)):
-        fit, learned = estimate_across(network, shape, reml=reml, thorough=thorough, progress=progress)
-    return everybody(network.node, fit, learned)
-
-
-def everybody(node: Node, fit: Fit, learned: Learned) -> tuple[Fit, Learned]:
-    """A fit over one node that holds everybody, with the clients' models and sums, which it has kept."""
-    return replace(fit, theta=node.coefficients()), node_learned(node, learned.components, learned.covariance)
-
-
-def estimate_across(
     network: Network,
     shape: Shape,
     *,
@@ -69,88 +40,107 @@ def estimate_across(
     progress: Progress | None = None,
     known: Survey | None = None,
 ) -> tuple[Fit, Learned]:
-    """Learn the covariances over any network; the clients' models and sums stay at their nodes (:func:`.node_learned`).
+    """Learn the covariances of a hierarchy over a network, and fit it with them.
 
-    ``known`` is what an earlier fit to the same network found out about it.
+    Where the network holds all clients in memory, the fit has their coefficients and :class:`.Learned` has their sums.
+    Elsewhere both stay at the nodes (:func:`.node_learned`), and the arrays of clients are empty.
+
+    Parameters
+    ----------
+    network : the nodes
+    shape : which terms vary at which level, and how
+    reml : restricted maximum likelihood, for a linear model; else maximum likelihood
+    thorough : begin also at the best fits with one level less; a doubtful optimum makes the search do so by itself
+    progress : called with the number of evaluations, the criterion and the norm of its gradient
+    known : the survey of the same network by an earlier fit, if there was one
+
+    >>> from covey.datasets import simulate
+    >>> from covey.losses import Gaussian
+    >>> from covey.nodes.network import InMemory
+    >>> data = simulate(clusters=30, clients=20, rows=10, d=1, client_sd=0.5, cluster_sd=1.0, seed=0).data
+    >>> fit, learned = estimate(InMemory.of(data, Gaussian()), Shape((0,), (0,)))
+    >>> learned.components.client.sd.round(2).tolist(), learned.components.cluster.sd.round(2).tolist()
+    ([[0.52]], [[0.84]])
     """
-    known = survey(network, shape) if known is None else known
-    problem = problem_for(known, shape, reml=reml)
-    best, notes = search_rows(problem, progress)
-    if thorough or problem.doubtful(best.x):
-        best, notes = _from_below(problem, best, notes, reml, progress)
-    fit, learned = uncentred(*problem.finish(best, notes), known.frame, network.terms, network.tree)
+    with threads_of(network):
+        known = survey(network, shape) if known is None else known
+        criterion = criterion_for(known, shape, reml=reml)
+        best, notes = find_optimum(criterion, progress)
+        if thorough or criterion.is_doubtful(best.x):
+            best, notes = _from_smaller_models(criterion, best, notes, reml, progress)
+        fit, learned = uncentred(*finish(criterion, best, notes), known.columns, network.terms, network.tree)
     if not best.converged:
         warn(notes[-1])
     if not all(np.isfinite(each).all() for each in (fit.w, fit.wbar, learned.covariance)):
-        raise DataError("The coefficients are not finite; the columns are probably on extreme scales: standardise them.")
-    return fit, learned
+        raise DataError(NOT_FINITE)
+    node = network.clients()
+    if node is None:
+        return fit, learned
+    return replace(fit, theta=node.coefficients()), node_learned(node, learned.components, learned.covariance)
 
 
-def _from_below(
-    problem: Likelihood, best: Optimum, notes: tuple[str, ...], reml: bool, progress: Progress | None
+def _from_smaller_models(
+    criterion: Criterion, best: Optimum, notes: tuple[str, ...], reml: bool, progress: Progress | None
 ) -> tuple[Optimum, tuple[str, ...]]:
-    """Begin again at the best fits with one level less, where there are two."""
-    for level, null in problem.shape.without().items():
+    """Search again from the optima of the models with one level less, if two levels vary."""
+    for level, null in criterion.shape.without().items():
         if null.client or null.cluster:
-            smaller = problem_for(problem.known, null, reml=reml)
-            found, _ = search_rows(smaller, progress)
-            again, told = search(problem, progress, problem.joined(level, smaller, found.x))
+            smaller = criterion_for(criterion.known, null, reml=reml)
+            below, _ = find_optimum(smaller, progress)
+            again, other_notes = search(criterion, progress, criterion.start_from(smaller, below.x, level))
             if again.value < best.value - NEGLIGIBLE:
-                best, notes = again, told
+                best, notes = again, other_notes
     return best, notes
 
 
-def work(data: GroupedData) -> int:
-    """How much an evaluation has to read: rows, and a few operations on each client's matrix."""
-    return data.n_rows * data.n_terms + data.n_clients * data.n_terms**3 // 8
-
-
-def search_rows(problem: Likelihood, progress: Progress | None = None) -> tuple[Optimum, tuple[str, ...]]:
-    """As :func:`search`, with the rows at hand to go back to where their sums do not tell enough."""
-    best, notes = search(problem, progress)
-    if isinstance(problem, LinearLikelihood) and problem.blurred(best):
-        problem.sharpened()
-        best, notes = search(problem, progress)
+def find_optimum(criterion: Criterion, progress: Progress | None = None) -> tuple[Optimum, tuple[str, ...]]:
+    """As :func:`search`, and once more from the rows if the sums of a linear model have lost too many digits."""
+    best, notes = search(criterion, progress)
+    if isinstance(criterion, LinearCriterion) and criterion.has_lost_digits(best.x):
+        criterion.use_client_fits()
+        best, notes = search(criterion, progress)
     return best, notes
 
 
 def search(
-    problem: Likelihood, progress: Progress | None = None, start: Floats | None = None
+    criterion: Criterion, progress: Progress | None = None, start: Floats | None = None
 ) -> tuple[Optimum, tuple[str, ...]]:
-    """The best point there is to be found, and what is to be said of it.
+    """The best point found, with notes on what is singular and what did not converge.
 
-    One start is enough where it leads to a proven optimum than which no far point is better; else there are others.
+    One start is enough where it leads to a proven optimum and no far point is better. Otherwise there are other starts.
     """
-    best = _from(problem, problem.start(START, START) if start is None else start, progress)
+    best = _search_from(criterion, criterion.start(START, START) if start is None else start, progress)
     for _ in range(_ROUNDS):
-        far = _elsewhere(problem, best) if problem.may_have_others(best.x) else None
+        far = _better_far_point(criterion, best) if criterion.may_have_other_optima(best.x) else None
         if far is None:
             break
-        best = _better(best, _from(problem, far, progress))
-    if not best.converged or (start is None and problem.doubtful(best.x)):
+        best = _better(best, _search_from(criterion, far, progress))
+    if not best.converged or (start is None and criterion.is_doubtful(best.x)):
         for sds in _OTHER_STARTS:
-            best = _better(best, _from(problem, problem.start(*sds), progress))
+            best = _better(best, _search_from(criterion, criterion.start(*sds), progress))
     if not np.isfinite(best.value):
         raise DataError("The likelihood could not be computed; the columns or counts are on extreme scales: rescale them.")
-    notes = singular(problem, best)
+    notes = singular_notes(criterion, best)
     if not best.converged:
-        sentence = (
-            f"the variance components did not converge: {_left(best.decrement)}; let fewer terms vary, centre and scale the "
-            "columns, or look for clients whose rows are all alike"
+        left = "the likelihood still rises to some side"
+        if np.isfinite(best.decrement):
+            left = f"by the curvature there, {best.decrement:.1e} of twice the log-likelihood is left to gain"
+        notes.append(
+            f"the variance components did not converge: {left}; let fewer terms vary, centre and scale the columns, or look "
+            "for clients whose rows are all alike"
         )
-        notes.append(sentence)
     return best, tuple(notes)
 
 
-def _from(problem: Likelihood, x: Floats, progress: Progress | None) -> Optimum:
-    """Search from one start; a start at which there is no likelihood leads nowhere."""
+def _search_from(criterion: Criterion, x: Floats, progress: Progress | None) -> Optimum:
+    """Search from one start. A start where the criterion cannot be computed gives an infinite value."""
     try:
-        x, curvature = problem.approach(x, _APPROACH)
+        x, curvature = approach(criterion, x, _MM_STEPS)
     except (SolverError, np.linalg.LinAlgError):
         nothing = np.full((len(x), len(x)), np.nan)
         return Optimum(x, np.inf, np.full(len(x), np.nan), nothing, np.inf, 0)
-    found = minimise(problem.criterion, x, curvature, criteria=problem.criteria, progress=progress)
-    return polished(problem, replace(found, evaluations=found.evaluations + _APPROACH + 1), progress)
+    best = minimise(criterion.value_and_gradient, x, curvature, many=criterion.values_and_gradients, progress=progress)
+    return resolve_boundary(criterion, replace(best, evaluations=best.evaluations + _MM_STEPS + 1), progress)
 
 
 def _better(best: Optimum, other: Optimum) -> Optimum:
@@ -160,18 +150,12 @@ def _better(best: Optimum, other: Optimum) -> Optimum:
     return replace(chosen, evaluations=best.evaluations + other.evaluations)
 
 
-def _elsewhere(problem: Likelihood, best: Optimum) -> Floats | None:
-    """A far point that is better than the best: the likelihood of classes and counts can have several tops."""
+def _better_far_point(criterion: Criterion, best: Optimum) -> Floats | None:
+    """The lowest of some points far from ``best``, if it is lower."""
     lowest, where = best.value - CONVERGED, None
-    points = problem.far(best.x, _FAR)
-    for x, (value, _) in zip(points, problem.criteria(points, afresh=True), strict=True):
+    points = criterion.parameters.far(best.x, _FAR)
+    for x, (value, _) in zip(points, criterion.values_and_gradients(points, independent=True), strict=True):
         if value < lowest:
             lowest, where = value, x
-    problem.forget()
+    criterion.forget()
     return where
-
-
-def _left(decrement: float) -> str:
-    if not np.isfinite(decrement):
-        return "the likelihood still rises to some side"
-    return f"by the curvature there, {decrement:.1e} of twice the log-likelihood is left to gain"

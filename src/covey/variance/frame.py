@@ -1,25 +1,27 @@
-"""How a node sees its rows while covariances are learned, and how it keeps what can be made of them again.
+"""How a node sees its rows while covariances are learned, and what it keeps between messages.
 
-Columns may be shifted (see :mod:`.centring`), sums are about an origin that all nodes share, and terms are put in the order
-in which they are worked on. What was made for one request serves the next, as long as it was made of the same numbers: nodes
-may be served by one process or by several, so a cache is trusted only after a look at what it was made of.
+Columns may be shifted (:mod:`.centring`). Losses are about an origin that all nodes share. Terms are in a working order: those
+that vary come first. Arrays that one message made serve the next. A node may be served by several processes in turn, so a
+cached value is used only if it was made of the same arrays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from covey._typing import Anything, Floats, Ints
 from covey.losses import Loss
 from covey.nodes.messages import Message, R
-from covey.nodes.network import Network
+from covey.nodes.network import Arrived, Network
 from covey.nodes.node import Node
 from covey.records import Record, Reply
 from covey.solvers.direct.elimination import Quadratic, Spread
+from covey.solvers.threads import threads_for
 from covey.tables.rows import GroupedData
 from covey.tree.hierarchy import Hierarchy
 from covey.variance.components import Components, Learned, Whole
@@ -28,15 +30,15 @@ T = TypeVar("T")
 
 
 class LearningState(Record):
-    """What nodes keep while covariances are learned, and forget before a solver begins."""
+    """What nodes keep while covariances are learned, and drop before a solver begins."""
 
 
 @dataclass(frozen=True)
 class WorkingColumns(LearningState):
-    """Columns less ``shift (d,)``, which the column ``one`` of ones takes up, and losses about ``origin (d,)``.
+    """Columns less ``shift (d,)``, and losses about ``origin (d,)``. The column ``one`` of ones takes up the shift.
 
-    >>> frame = Frame(np.array([0.0, 2000.0]), 0, np.zeros(2))
-    >>> frame.told(np.array([[5.0, 3.0]])).tolist()  # the intercept of the year 2000, as that of the year 0
+    >>> columns = WorkingColumns(np.array([0.0, 2000.0]), 0, np.zeros(2))
+    >>> columns.to_user_units(np.array([[5.0, 3.0]])).tolist()  # an intercept at the year 2000 becomes that at the year 0
     [[-5995.0, 3.0]]
     """
 
@@ -45,54 +47,52 @@ class WorkingColumns(LearningState):
     origin: Floats
 
     @classmethod
-    def plain(cls, d: int) -> WorkingColumns:
+    def unshifted(cls, d: int) -> WorkingColumns:
         return cls(np.zeros(d), -1, np.zeros(d))
 
-    def told(self, coefficients: Floats) -> Floats:
-        """Coefficients ``(..., d)`` of shifted columns as those of the columns as they were."""
-        return coefficients @ self.back.T if self.shift.any() else coefficients
+    def to_user_units(self, coefficients: Floats) -> Floats:
+        """Coefficients ``(..., d)`` of shifted columns as those of the user's columns."""
+        return coefficients @ self.to_user.T if self.shift.any() else coefficients
 
     @property
-    def back(self) -> Floats:
-        """The matrix that does so."""
+    def to_user(self) -> Floats:
+        """The matrix ``(d, d)`` that turns coefficients of shifted columns into those of the user's columns."""
         matrix = np.eye(len(self.shift))
         if self.shift.any():
             matrix[self.one] -= self.shift
         return matrix
 
-    @property
-    def forth(self) -> Floats:
-        """Its inverse."""
-        return 2.0 * np.eye(len(self.shift)) - self.back
-
-    def sums_told(self, units: Quadratic) -> Quadratic:
-        """Losses of shifted columns as those of the columns as they were."""
+    def losses_to_user_units(self, losses: Quadratic) -> Quadratic:
+        """Losses as functions of the coefficients of the user's columns."""
         if not self.shift.any():
-            return units
-        return Quadratic(self.forth.T @ units.C @ self.forth, units.r @ self.forth, units.c, units.n)
+            return losses
+        inverse = 2.0 * np.eye(len(self.shift)) - self.to_user
+        return Quadratic(inverse.T @ losses.C @ inverse, losses.r @ inverse, losses.c, losses.n)
 
 
 @dataclass(frozen=True)
 class TermOrder(Record):
-    """The order in which terms are worked on, ``(d,)``, and how many of the first may vary between clients."""
+    """The working order of terms, by position ``(d,)``. Only the first ``width`` may vary between clients."""
 
-    order: Ints
+    terms: Ints
     width: int
 
     @property
-    def back(self) -> Ints:
-        return np.argsort(self.order)
+    def inverse(self) -> Ints:
+        """Where each term is in the working order."""
+        return np.argsort(self.terms)
 
     @property
     def key(self) -> tuple[Anything, ...]:
-        return self.order, np.array([self.width])
+        """For :func:`cached`."""
+        return self.terms, np.array([self.width])
 
 
 @dataclass(frozen=True)
 class ClientSums(LearningState):
     """All that a linear fit needs of the rows: each client's loss about ``origin (d,)``, and the sum of log weights.
 
-    Rows are left behind: bootstraps and updates start from here.
+    Bootstraps and updates begin here, without rows.
     """
 
     units: Quadratic
@@ -101,8 +101,8 @@ class ClientSums(LearningState):
 
 
 @dataclass
-class CountingNetwork:
-    """A network, and how many exchanges were asked of it."""
+class CountingNetwork(Network):
+    """A network that counts the exchanges asked of it."""
 
     network: Network
     exchanges: int = 0
@@ -119,99 +119,118 @@ class CountingNetwork:
     def loss(self) -> Loss:
         return self.network.loss
 
-    def ask(self, request: Message[R]) -> R:
+    def send(self, message: Message[Any]) -> None:
         self.exchanges += 1
-        return self.network.ask(request)
+        self.network.send(message)
+
+    def collect(self) -> list[Arrived]:
+        return self.network.collect()
+
+    def ask(self, message: Message[R]) -> R:
+        self.exchanges += 1
+        return self.network.ask(message)
+
+    def clients(self) -> Node | None:
+        return self.network.clients()
+
+
+def threads_of(network: Network) -> AbstractContextManager[None]:
+    """As many threads as an evaluation is worth, where all clients are in memory; other nodes choose for themselves."""
+    node = network.clients()
+    if node is None:
+        return nullcontext()
+    data = node.data
+    # An evaluation reads the rows, and does a few operations on each client's matrix.
+    return threads_for(data.n_rows * data.n_terms + data.n_clients * data.n_terms**3 // 8)
 
 
 # At the node
 
 
-def frame_at(node: Node) -> WorkingColumns:
-    """The frame that the coordinator has set; without one, the columns as they are."""
-    return node.find(WorkingColumns) or WorkingColumns.plain(node.data.n_terms)
+def working_columns(node: Node) -> WorkingColumns:
+    """The working columns that the coordinator has set; without any, the columns as they are."""
+    return node.find(WorkingColumns) or WorkingColumns.unshifted(node.data.n_terms)
 
 
-def kept(node: Node, name: str, key: tuple[Anything, ...], make: Callable[[], T]) -> T:
-    """What was made of the arrays ``key``, made again if the cache has it not, or has what was made of others."""
-    found = node.cache.get(name)
-    if found is None or not all(a is b or np.array_equal(a, b) for a, b in zip(found[0], key, strict=True)):
-        found = node.cache[name] = (key, make())
-    value: T = found[1]
+def cached(node: Node, name: str, key: tuple[Anything, ...], make: Callable[[], T]) -> T:
+    """The value that was made of the arrays ``key``; made now if the cache has none, or one of other arrays."""
+    entry = node.cache.get(name)
+    if entry is None or not all(a is b or np.array_equal(a, b) for a, b in zip(entry[0], key, strict=True)):
+        entry = node.cache[name] = (key, make())
+    value: T = entry[1]
     return value
 
 
-def rows_at(node: Node, order: Ints | None = None) -> GroupedData:
-    """The node's rows, columns shifted and put in order."""
-    data, shift = node.data, frame_at(node).shift
+def client_rows(node: Node, order: Ints | None = None) -> GroupedData:
+    """The node's rows, with shifted columns in working order."""
+    data, shift = node.data, working_columns(node).shift
     order = np.arange(data.n_terms) if order is None else order
-    turned = bool((order != np.arange(data.n_terms)).any())
-    if not (turned or shift.any()):
+    permuted = bool((order != np.arange(data.n_terms)).any())
+    if not (permuted or shift.any()):
         return data
 
     def make() -> GroupedData:
         X = data.X - shift if shift.any() else data.X
         terms = tuple(data.terms[at] for at in order)
-        return replace(data, X=np.ascontiguousarray(X[:, order]) if turned else X, terms=terms)
+        return replace(data, X=np.ascontiguousarray(X[:, order]) if permuted else X, terms=terms)
 
-    return kept(node, "rows", (shift, order), make)
+    return cached(node, "rows", (shift, order), make)
 
 
-def units_at(node: Node, order: Ints | None = None) -> Quadratic:
-    """Each client's loss about the origin, terms put in order; of a linear model, where that is all there is to know."""
-    frame = frame_at(node)
+def client_losses(node: Node, order: Ints | None = None) -> Quadratic:
+    """Each client's loss about the origin, with terms in working order; for a linear model that is all of the rows."""
+    columns = working_columns(node)
 
     def make() -> Quadratic:
-        data = rows_at(node)
-        here = node.loss.expand(data, np.tile(frame.origin, (data.n_clients, 1)))
+        data = client_rows(node)
+        here = node.loss.expand(data, np.tile(columns.origin, (data.n_clients, 1)))
         return Quadratic(here.hessian, -here.gradient, here.value, data.rows_that_count)
 
-    units = kept(node, "units", (frame.shift, frame.origin), make)
+    losses = cached(node, "losses", (columns.shift, columns.origin), make)
     if order is None or not (order != np.arange(len(order))).any():
-        return units
+        return losses
 
-    def turn() -> Quadratic:
-        C, r = units.C[:, order[:, None], order], units.r[:, order]
-        return replace(units, C=np.ascontiguousarray(C), r=np.ascontiguousarray(r))
+    def permute() -> Quadratic:
+        C, r = losses.C[:, order[:, None], order], losses.r[:, order]
+        return replace(losses, C=np.ascontiguousarray(C), r=np.ascontiguousarray(r))
 
-    return kept(node, "units in order", (frame.shift, frame.origin, order), turn)
+    return cached(node, "losses in order", (columns.shift, columns.origin, order), permute)
 
 
-def without_rows(node: Node, sums: ClientSums) -> None:
+def use_sums(node: Node, sums: ClientSums) -> None:
     """Give a node its clients' sums instead of rows."""
-    d = len(sums.origin)
-    frame = WorkingColumns(np.zeros(d), -1, sums.origin)
-    node.keep(frame)
-    node.cache["units"] = (frame.shift, frame.origin), sums.units
+    columns = WorkingColumns(np.zeros(len(sums.origin)), -1, sums.origin)
+    node.keep(columns)
+    node.cache["losses"] = (columns.shift, columns.origin), sums.units
 
 
-def spread_at(node: Node, S: Floats, layout: TermOrder) -> Spread:
-    """How the node's clients spread about their clusters, given ``S``, one for all ``(1, d, d)`` or for each cluster's."""
+def client_spread(node: Node, S: Floats, order: TermOrder) -> Spread:
+    """The covariance of each of the node's clients about its cluster; ``S`` is ``(1, d, d)``, or ``(k, d, d)`` by cluster."""
     tree = node.data.hierarchy
-    return Spread.of_covariances(S if len(S) == 1 else S[tree.parent], tree.n_clients, layout.width)
+    return Spread.of_covariances(S if len(S) == 1 else S[tree.parent], tree.n_clients, order.width)
 
 
 @dataclass(frozen=True)
 class NonFiniteClients(Reply):
-    """how many clients have coefficients that are not finite."""
+    """The number of clients whose coefficients are not finite."""
 
-    strange: int
+    n_nonfinite: int
 
 
-def finish_at(node: Node, theta: Floats, units: Quadratic, origin: Floats) -> NonFiniteClients:
-    """Keep what was found at the node, where it belongs: coefficients and sums of its clients, told of its own columns."""
-    frame, weights = frame_at(node), node.data.weights
-    node.theta = frame.told(theta)
+def keep_results(node: Node, theta: Floats, losses: Quadratic, origin: Floats) -> NonFiniteClients:
+    """Keep coefficients and sums of the node's clients, in the user's units."""
+    columns, weights = working_columns(node), node.data.weights
+    node.theta = columns.to_user_units(theta)
     log_weights = 0.0 if weights is None else float(np.log(weights[weights > 0]).sum())
-    node.keep(ClientSums(frame.sums_told(units), frame.told(origin), log_weights))
+    node.keep(ClientSums(columns.losses_to_user_units(losses), columns.to_user_units(origin), log_weights))
     return NonFiniteClients(int((~np.isfinite(node.theta).all(axis=1)).sum()))
 
 
 def node_learned(node: Node, components: Components, covariance: Floats, whole: Whole | None = None) -> Learned:
-    """What was learned, for the clients of one node: with their sums, which it has kept, so that it can tell intervals.
+    """What was learned, with the sums of one node's clients, so that there are intervals for these.
 
-    ``components``, ``covariance`` and ``whole`` are those of the coordinator's :class:`.Learned`; without ``whole`` the node
-    is taken to hold everybody.
+    ``components``, ``covariance`` and ``whole`` are those of the coordinator's :class:`.Learned`. Without ``whole`` the node
+    holds all clients.
     """
     sums = node.state(ClientSums)
     tree, terms = node.data.hierarchy, node.data.terms
@@ -221,7 +240,7 @@ def node_learned(node: Node, components: Components, covariance: Floats, whole: 
 
 @dataclass(frozen=True)
 class ForgetCovariances(Message[None], label="forget covariances", phase="learn", reply=False):
-    """forget what was found while covariances were learned, so that a solver begins as if nothing had been."""
+    """Drop all state from the learning of covariances, so that a solver begins as if it had not happened."""
 
     def at(self, node: Node) -> None:
         node.theta = None

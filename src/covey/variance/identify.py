@@ -1,12 +1,12 @@
-"""Whether the data can tell the levels apart at all; if not, the sentence that says which level to drop.
+"""Whether the variances are identifiable from this data; if not, an error that says what to leave out.
 
-The covariance of the responses is a sum ``V = s2 I + sum_a s_a Z_a Z_a'`` with one matrix for each variance. They can be told
-apart if no matrix is a combination of the others, which their inner products show: ``<Z_a Z_a', Z_b Z_b'>`` is the sum over
-groups of squared entries of ``X'X``, so it, too, comes from sums over clients. All that is asked of a single client is whether
-something holds for it, and what is sent is of how many it does.
+The covariance of the responses is a sum ``V = s2 I + sum_a s_a Z_a Z_a'`` with one matrix for each variance. The variances are
+identifiable if no matrix is a linear combination of the others. Their inner products show that: ``<Z_a Z_a', Z_b Z_b'>`` is the
+sum over groups of squared entries of ``X'X``, so it comes from sums over clients. Of a single client a node finds out whether
+some property holds, and sends only the number of clients for which it does.
 
-    coordinator   sends   the frame of all sums, the terms that vary by client, and (X'X)^-1 of all rows
-    node          sends   Evidence: sums over its clients, in all and for each cluster, and counts of clients
+    coordinator   sends   the working columns, the terms that vary by client, and (X'X)^-1 of all rows
+    node          sends   Evidence: sums over its clients, in all and for each cluster, and numbers of clients
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from covey.nodes.node import Node
 from covey.records import Count, Reply
 from covey.solvers.direct.elimination import Quadratic, solve_symmetric
 from covey.tree.hierarchy import segment_sum
-from covey.variance.frame import WorkingColumns, rows_at, units_at
+from covey.variance.frame import WorkingColumns, client_losses, client_rows
 from covey.variance.gaussian import invert
 from covey.variance.structure import Shape
 
-_TINY = 1e-13
-_ALIKE = 1e-12  # beside the mean of what is alike, itself rounded
-_KNOWN = 1e-8
-FLAT = 1e-10  # what is proportional but for this is so for all purposes of degrees of freedom
-_BLOCK = 1 << 12  # units whose matrices exist at the same time
+_ROUNDING = 1e-13
+_ALIKE = 1e-12  # relative to a mean that is itself rounded
+_DETERMINED = 1e-8
+PROPORTIONAL = 1e-10  # columns that are proportional to this precision are so for degrees of freedom
+_BLOCK = 1 << 12  # clients whose matrices are in memory at the same time
 
 
 # The node
@@ -42,96 +42,101 @@ _BLOCK = 1 << 12  # units whose matrices exist at the same time
 
 @dataclass(frozen=True)
 class ResidualEvidence(Reply):
-    """What is left if each unit has its own coefficients of the varying terms, and all share the others.
+    """What remains if each client has its own coefficients of the varying terms, and all share the others.
 
-    ``within`` is the sum of squares about the units' own fits, ``common (s, s)`` and ``pull (s,)`` are the normal equations
-    of the shared terms that remain, ``rank`` is the number of coefficients of the units' own.
+    Attributes
+    ----------
+    within : the sum of squares about the clients' own fits
+    common, rhs : (s, s) and (s,), the normal equations of the shared terms after these fits
+    rank : the number of coefficients in the clients' own fits
     """
 
     within: float
     common: Floats
-    pull: Floats
+    rhs: Floats
     rank: int
 
     @classmethod
     def nothing(cls) -> ResidualEvidence:
-        """Of a model without a residual."""
+        """For a model without a residual."""
         return cls(0.0, np.zeros((0, 0)), np.zeros(0), 0)
 
     @classmethod
-    def of(cls, units: Quadratic, varying: Sequence[int]) -> ResidualEvidence:
-        own = list(varying)
-        shared = [a for a in range(units.r.shape[1]) if a not in own]
-        Avv, Avs, bv = units.C[:, own][:, :, own], units.C[:, own][:, :, shared], units.r[:, own]
-        into = [solve_symmetric(Avv, Avs[:, :, a]) if own else bv for a in range(len(shared))]
-        alone = solve_symmetric(Avv, bv) if own else bv
-        within = 2 * units.c - np.einsum("iv,iv->i", bv, alone)
-        common = units.C[:, shared][:, :, shared].sum(axis=0)
+    def of(cls, losses: Quadratic, varying: Sequence[int]) -> ResidualEvidence:
+        v = list(varying)
+        shared = [a for a in range(losses.r.shape[1]) if a not in v]
+        Avv, Avs, bv = losses.C[:, v][:, :, v], losses.C[:, v][:, :, shared], losses.r[:, v]
+        into = [solve_symmetric(Avv, Avs[:, :, a]) if v else bv for a in range(len(shared))]
+        fits = solve_symmetric(Avv, bv) if v else bv
+        within = 2 * losses.c - np.einsum("iv,iv->i", bv, fits)
+        common = losses.C[:, shared][:, :, shared].sum(axis=0)
         common -= np.array([np.einsum("iva,iv->a", Avs, each) for each in into]).reshape(common.shape)
-        pull = (units.r[:, shared] - np.einsum("iva,iv->ia", Avs, alone)).sum(axis=0)
-        rank = int(np.linalg.matrix_rank(Avv, hermitian=True).sum()) if own else 0
-        return cls(float(within.sum()), common, pull, rank)
+        rhs = (losses.r[:, shared] - np.einsum("iva,iv->ia", Avs, fits)).sum(axis=0)
+        rank = int(np.linalg.matrix_rank(Avv, hermitian=True).sum()) if v else 0
+        return cls(float(within.sum()), common, rhs, rank)
 
 
 @dataclass(frozen=True)
 class Evidence(Reply):
-    """what tells levels apart, in sums over a node's clients.
+    """What identifies the variances, in sums over a node's clients.
 
     Attributes
     ----------
-    above : each cluster's sums of its clients' losses about the origin (of counts and classes: ``X'X`` only)
-    squares : (d, d) sums of squared entries of the clients' ``X'X``
-    several : how many clients have more than one row that counts
-    apart, bent : (d, d) for how many clients two terms are not proportional, to rounding and by more than that
-    unknown : (d,) for how many clients the common coefficients do not already tell what a term's own would
-    left : what would be left of a linear model in which clients have coefficients of their own
-    mixed, repeated : how many clients have rows of both classes, and more than one row
-    ones, rows : (k,) each cluster's rows of class 1, and all of them
+    cluster_sums : each cluster's sum of its clients' losses about the origin (for counts and classes ``X'X`` only)
+    gram_squares : (d, d) sums of squared entries of the clients' ``X'X``
+    n_several_rows : the number of clients with more than one row of positive weight
+    not_proportional : (d, d) the number of clients within which two terms are not proportional, beyond rounding
+    clearly_not_proportional : the same for the user's columns, to the precision ``PROPORTIONAL``
+    not_determined : (d,) the number of clients whose coefficient of a term the common coefficients do not determine
+    residual : what remains of a linear model in which clients have their own coefficients
+    n_both_classes, n_repeated : the number of clients with rows of both classes, and with more than one row
+    cluster_ones, cluster_rows : (k,) each cluster's rows of class 1, and all of them
     """
 
-    above: Quadratic
-    squares: Floats
-    several: int
-    apart: Floats
-    bent: Floats
-    unknown: Floats
-    left: ResidualEvidence
-    mixed: int
-    repeated: int
-    ones: Floats
-    rows: Floats
+    cluster_sums: Quadratic
+    gram_squares: Floats
+    n_several_rows: int
+    not_proportional: Floats
+    clearly_not_proportional: Floats
+    not_determined: Floats
+    residual: ResidualEvidence
+    n_both_classes: int
+    n_repeated: int
+    cluster_ones: Floats
+    cluster_rows: Floats
 
 
 @dataclass(frozen=True)
 class WeighEvidence(Message[Evidence], label="weigh evidence", phase="learn"):
-    """see your rows in this frame from now on, and tell what there is to tell levels apart by.
+    """Use these working columns from now on, and sum the evidence.
 
-    ``varying`` are the terms that vary by client, ``inverse (d, d)`` is that of ``X'X`` of the rows of all nodes.
+    ``varying`` are the terms that vary by client; ``inverse (d, d)`` is that of ``X'X`` of the rows of all nodes.
     """
 
-    frame: WorkingColumns
+    columns: WorkingColumns
     varying: tuple[int, ...]
     inverse: Floats
 
     def at(self, node: Node) -> Evidence:
-        node.keep(self.frame)
-        data, tree = rows_at(node), node.data.hierarchy
+        node.keep(self.columns)
+        data, tree = client_rows(node), node.data.hierarchy
         if node.loss.reml:
-            units = units_at(node)
-            left = ResidualEvidence.of(units, self.varying)
+            losses = client_losses(node)
+            residual = ResidualEvidence.of(losses, self.varying)
         else:
             n, d = data.n_clients, data.n_terms
             gram = loss_of("gaussian").hessian(data, np.zeros((n, d)))
-            units, left = Quadratic(gram, np.zeros((n, d)), np.zeros(n), data.rows_that_count), ResidualEvidence.nothing()
+            losses = Quadratic(gram, np.zeros((n, d)), np.zeros(n), data.rows_that_count)
+            residual = ResidualEvidence.nothing()
         ones, rows = segment_sum(data.y, data.client_ptr), data.rows_per_client.astype(np.float64)
         return Evidence(
-            Quadratic(*(tree.sum_up(each) for each in (units.C, units.r, units.c, units.n))),
-            (units.C**2).sum(axis=0),
-            int((units.n > 1).sum()),
-            bent(units.C, _TINY),
-            bent(self.frame.sums_told(units).C, FLAT),
-            _unknown(units.C, self.inverse),
-            left,
+            Quadratic(*(tree.sum_up(each) for each in (losses.C, losses.r, losses.c, losses.n))),
+            (losses.C**2).sum(axis=0),
+            int((losses.n > 1).sum()),
+            n_not_proportional(losses.C, _ROUNDING),
+            n_not_proportional(self.columns.losses_to_user_units(losses).C, PROPORTIONAL),
+            _n_not_determined(losses.C, self.inverse),
+            residual,
             int(((ones != 0) & (ones != rows)).sum()),
             int((rows > 1).sum()),
             tree.sum_up(ones),
@@ -139,30 +144,30 @@ class WeighEvidence(Message[Evidence], label="weigh evidence", phase="learn"):
         )
 
 
-def bent(A: Floats, limit: float) -> Floats:
-    """For how many units two terms are not proportional, but for a share ``limit``: ``(d, d)``."""
+def n_not_proportional(A: Floats, precision: float) -> Floats:
+    """For each pair of terms, the number of matrices ``X'X`` in ``A (n, d, d)`` with columns that are not proportional."""
     count = np.zeros(A.shape[1:])
     for start in range(0, len(A), _BLOCK):
-        own = A[start : start + _BLOCK]
-        size = np.einsum("iaa->ia", own)
+        block = A[start : start + _BLOCK]
+        size = np.einsum("iaa->ia", block)
         full = size[:, :, None] * size[:, None, :]
-        count += (full - own**2 > limit * np.maximum(full, 1e-300)).sum(axis=0)
+        count += (full - block**2 > precision * np.maximum(full, 1e-300)).sum(axis=0)
     return count
 
 
-def _unknown(A: Floats, inverse: Floats) -> Floats:
-    """For how many units the common coefficients do not tell all of a term, ``(d,)``."""
+def _n_not_determined(A: Floats, inverse: Floats) -> Floats:
+    """The number of clients or clusters whose coefficient of a term the common coefficients do not determine, ``(d,)``."""
     count = np.zeros(A.shape[1])
     for start in range(0, len(A), _BLOCK):
         block = A[start : start + _BLOCK]
-        own, fitted = np.einsum("iaa->ia", block), np.einsum("iac,iac->ic", block, inverse @ block)
-        count += (own - fitted > _KNOWN * own).sum(axis=0)
+        total, fitted = np.einsum("iaa->ia", block), np.einsum("iac,iac->ic", block, inverse @ block)
+        count += (total - fitted > _DETERMINED * total).sum(axis=0)
     return count
 
 
 @dataclass(frozen=True)
 class CountUnlike(Message[Count], label="clients unlike the others", phase="learn"):
-    """for how many of your clients is ``x'x`` over the terms not as in ``mean``, that over all clients?
+    """Count the clients whose ``x'x`` over the varying terms differs from ``mean``, that over all clients.
 
     ``mean`` has one value for each term, or one for their sum.
     """
@@ -171,7 +176,7 @@ class CountUnlike(Message[Count], label="clients unlike the others", phase="lear
     mean: Floats
 
     def at(self, node: Node) -> Count:
-        size = np.einsum("iaa->ia", units_at(node).C)[:, list(self.varying)]
+        size = np.einsum("iaa->ia", client_losses(node).C)[:, list(self.varying)]
         total = size if len(self.mean) == size.shape[1] else size.sum(axis=1, keepdims=True)
         return Count(int((np.abs(total - self.mean) > _ALIKE * np.abs(self.mean)).any(axis=1).sum()))
 
@@ -180,7 +185,7 @@ class CountUnlike(Message[Count], label="clients unlike the others", phase="lear
 
 
 def check_rank(gram: Floats, terms: Sequence[str]) -> None:
-    """Refuse terms that are combinations of others: no global coefficient is theirs alone."""
+    """Refuse terms that are linear combinations of others: their common coefficients are not identifiable."""
     size = np.sqrt(np.maximum(np.diag(gram), 0.0))
     for a in np.flatnonzero(size == 0).tolist():
         raise DataError(f"The term {terms[a]!r} is zero in every row, so it has no coefficient to learn; leave it out.")
@@ -194,19 +199,34 @@ def check_rank(gram: Floats, terms: Sequence[str]) -> None:
     )
 
 
-def check_told_apart(
-    network: Network,
-    found: Evidence,
-    shape: Shape,
-    *,
-    squares: float | None = None,
-) -> None:
-    """Refuse a structure whose levels this data cannot tell from each other.
+def check_identifiable(network: Network, evidence: Evidence, shape: Shape, *, squares: float | None = None) -> None:
+    """Refuse a structure whose variances this data cannot tell apart.
 
-    A linear model has a residual to be told apart too; ``squares`` is then the sum of squared responses.
+    A linear model has a residual variance to identify too; ``squares`` is then the sum of squared responses.
     """
+    linear, terms = squares is not None, network.terms
+    rows = float(evidence.cluster_sums.n.sum())
+    _refuse_too_few(network, evidence, shape, linear)
+    A = evidence.cluster_sums.C
+    clusters = n_not_proportional(A, _ROUNDING), _n_not_determined(A, invert(A.sum(axis=0))[0])
+    for level, varying, kind, (not_proportional, not_determined) in (
+        ("client", shape.client, shape.client_kind, (evidence.not_proportional, evidence.not_determined)),
+        ("cluster", shape.cluster, shape.cluster_kind, clusters),
+    ):
+        if kind != "isotropic" and evidence.n_several_rows:
+            _refuse_proportional(not_proportional, varying, terms, level)
+        _refuse_determined(not_determined, varying, terms, level)
+    if squares is not None:
+        residual = evidence.residual if shape.client else ResidualEvidence.of(evidence.cluster_sums, shape.cluster)
+        _refuse_no_residual(residual, rows, 2 * float(evidence.cluster_sums.c.sum()), squares)
+    if linear and shape.client:
+        _refuse_dependent(evidence, terms, shape)
+
+
+def _refuse_too_few(network: Network, evidence: Evidence, shape: Shape, linear: bool) -> None:
+    """Too few rows for the terms, or levels with one client or row each."""
     tree, terms = network.tree, network.terms
-    rows, residual = float(found.above.n.sum()), squares is not None
+    rows = float(evidence.cluster_sums.n.sum())
     if rows <= len(terms):
         raise DataError(f"There are {rows:.0f} rows for {len(terms)} common coefficients; add rows, or leave out terms.")
     if shape.client and shape.cluster and (tree.sizes <= 1).all():
@@ -214,7 +234,7 @@ def check_told_apart(
             "Every cluster has one client, so variation between clients cannot be told from variation between clusters; "
             "leave out cluster= (or the cluster's part of the formula)."
         )
-    if shape.client and not found.several and residual and _one_size(network, found, shape):
+    if shape.client and not evidence.n_several_rows and linear and _all_clients_alike(network, evidence, shape):
         raise DataError(
             "Every client has one row, so variation between clients cannot be told from the residual; add rows, or "
             "let no term vary by client."
@@ -230,34 +250,20 @@ def check_told_apart(
             f"There are more varying terms than this data can identify: {len(shape.client)} for each of {tree.n_clients} "
             f"clients with {rows:.0f} rows in all; let fewer vary by client, or set covariance='diagonal'."
         )
-    A = found.above.C
-    told_above = bent(A, _TINY), _unknown(A, invert(A.sum(axis=0))[0])
-    for level, varying, kind, (apart, unknown) in (
-        ("client", shape.client, shape.client_kind, (found.apart, found.unknown)),
-        ("cluster", shape.cluster, shape.cluster_kind, told_above),
-    ):
-        if kind != "isotropic" and found.several:
-            _refuse_constant(apart, varying, terms, level)
-        _refuse_known(unknown, varying, terms, level)
-    if squares is not None:
-        left = found.left if shape.client else ResidualEvidence.of(found.above, shape.cluster)
-        _refuse_no_residual(left, rows, 2 * float(found.above.c.sum()), squares)
-    if residual and shape.client:
-        _refuse_dependent(found, terms, shape)
 
 
-def _one_size(network: Network, found: Evidence, shape: Shape) -> bool:
-    """Whether ``x'x`` over the varying terms is the same in every row, so that their variance looks like the residual's."""
-    mean = np.diag(found.above.C.sum(axis=0))[list(shape.client)] / network.tree.n_clients
+def _all_clients_alike(network: Network, evidence: Evidence, shape: Shape) -> bool:
+    """Whether ``x'x`` over the varying terms is the same for every client, so that their variance acts as the residual's."""
+    mean = np.diag(evidence.cluster_sums.C.sum(axis=0))[list(shape.client)] / network.tree.n_clients
     if shape.client_kind == "isotropic":
         mean = mean.sum(keepdims=True)
     return network.ask(CountUnlike(shape.client, mean)).number == 0
 
 
-def _refuse_constant(apart: Floats, varying: Sequence[int], terms: Sequence[str], level: str) -> None:
-    """Two terms that are proportional within every unit (one may be the intercept) are one coefficient there, not two."""
+def _refuse_proportional(not_proportional: Floats, varying: Sequence[int], terms: Sequence[str], level: str) -> None:
+    """Two terms that are proportional within every client or cluster have one coefficient there. One may be the intercept."""
     for a, b in combinations(varying, 2):
-        if apart[a, b]:
+        if not_proportional[a, b]:
             continue
         if "Intercept" in (terms[a], terms[b]):
             term = terms[b] if terms[a] == "Intercept" else terms[a]
@@ -272,24 +278,25 @@ def _refuse_constant(apart: Floats, varying: Sequence[int], terms: Sequence[str]
         )
 
 
-def _refuse_known(unknown: Floats, varying: Sequence[int], terms: Sequence[str], level: str) -> None:
-    """Common coefficients that already tell every unit apart, such as those of the units' own names, leave nothing to vary."""
+def _refuse_determined(not_determined: Floats, varying: Sequence[int], terms: Sequence[str], level: str) -> None:
+    """Common coefficients that determine those of every client or cluster, such as dummies of their names."""
     for a in varying:
-        if not unknown[a]:
+        if not not_determined[a]:
             raise DataError(
                 f"The common coefficients already tell every {level} apart, so variation of {terms[a]!r} between {level}s "
                 f"cannot be told from them; leave the {level}s' names out of the common terms, or {terms[a]!r} out of the bar."
             )
 
 
-def check_classes(found: Evidence, shape: Shape) -> None:
-    """Refuse classes that are the same throughout every client, or every cluster: their spread has no finite estimate."""
-    mixed = int(((found.ones != 0) & (found.ones != found.rows)).sum())
-    for level, varying, units in (("client", shape.client, found.mixed), ("cluster", shape.cluster, mixed)):
-        if varying and not units:
+def check_classes(evidence: Evidence, shape: Shape) -> None:
+    """Refuse classes that are constant within every client, or every cluster: their variance has no finite estimate."""
+    ones, rows = evidence.cluster_ones, evidence.cluster_rows
+    n_clusters = int(((ones != 0) & (ones != rows)).sum())
+    for level, varying, n_both in (("client", shape.client, evidence.n_both_classes), ("cluster", shape.cluster, n_clusters)):
+        if varying and not n_both:
             many = (
                 "Every client has one row"
-                if level == "client" and not found.repeated
+                if level == "client" and not evidence.n_repeated
                 else f"No {level} has rows of both classes"
             )
             raise DataError(
@@ -297,11 +304,11 @@ def check_classes(found: Evidence, shape: Shape) -> None:
             )
 
 
-def _refuse_no_residual(left: ResidualEvidence, rows: float, total: float, squares: float) -> None:
-    """No more is left than rounding, with rows to spare or with all of it in the common terms."""
-    shared = len(left.pull)
-    rest = left.within - (float(left.pull @ solve_symmetric(left.common, left.pull)) if shared else 0.0)
-    free = rows - left.rank - shared
+def _refuse_no_residual(evidence: ResidualEvidence, rows: float, total: float, squares: float) -> None:
+    """The residual is rounding only: clients' own fits, or the common terms alone, are perfect with rows to spare."""
+    shared = len(evidence.rhs)
+    rest = evidence.within - (float(evidence.rhs @ solve_symmetric(evidence.common, evidence.rhs)) if shared else 0.0)
+    free = rows - evidence.rank - shared
     if total <= 1e-24 * squares or (free > 0 and rest <= 1e-14 * total):
         raise DataError(
             "The residual variance is zero: within every client the response is an exact linear function of the terms, so "
@@ -309,36 +316,39 @@ def _refuse_no_residual(left: ResidualEvidence, rows: float, total: float, squar
         )
 
 
-def _refuse_dependent(found: Evidence, terms: Sequence[str], shape: Shape) -> None:
-    """Find a combination of the variances that leaves the covariance of all responses as it is."""
-    above = found.above.C
-    squares, squares_above = found.squares, (above**2).sum(axis=0)
-    c, w = list(shape.client), list(shape.cluster)
-    inner = np.block([[squares[np.ix_(c, c)], squares[np.ix_(c, w)]], [squares[np.ix_(w, c)], squares_above[np.ix_(w, w)]]])
-    sums = np.concatenate([np.diag(above.sum(axis=0))[c], np.diag(above.sum(axis=0))[w]])
-    gram = np.block([[np.array([[float(found.above.n.sum())]]), sums[None]], [sums[:, None], inner]])
-    pool = [np.array([0])]
-    at = 1
-    for varying, kind in ((c, shape.client_kind), (w, shape.cluster_kind)):
-        block = np.arange(at, at + len(varying))
-        pool += [block] if kind == "isotropic" and len(varying) else [np.array([each]) for each in block]
-        at += len(varying)
-    gather = np.zeros((len(pool), len(gram)))
-    for row, members in enumerate(pool):
-        gather[row, members] = 1.0
-    gram = gather @ gram @ gather.T
+def _refuse_dependent(evidence: Evidence, terms: Sequence[str], shape: Shape) -> None:
+    """A linear combination of the variances that leaves the covariance of all responses unchanged."""
+    gram, labels = _inner_products(evidence, terms, shape)
     size = np.sqrt(np.diag(gram))
     values, vectors = np.linalg.eigh(gram / (size[:, None] * size))
     if values[0] > 1e-9:
         return
-    names = [
-        "the residual",
-        *(f"{terms[a]} between clients" for a in c),
-        *(f"{terms[a]} between clusters" for a in w),
-    ]
-    labels = [names[members[0]] if len(members) == 1 else names[members[0]].split(" ", 1)[1] for members in pool]
     involved = [labels[a] for a in np.flatnonzero(np.abs(vectors[:, 0]) > 1e-3)]
     raise DataError(
         f"There are more varying terms than this data can identify: the variances of {listing(involved, 4)} cannot be told "
         "apart; let fewer terms vary (vary=, or the bar), or add rows."
     )
+
+
+def _inner_products(evidence: Evidence, terms: Sequence[str], shape: Shape) -> tuple[Floats, list[str]]:
+    """The inner products of the matrices of the residual and of each variance, and a label for each of these."""
+    c, w, A = list(shape.client), list(shape.cluster), evidence.cluster_sums.C
+    squares, cluster_squares, diagonal = evidence.gram_squares, (A**2).sum(axis=0), np.diag(A.sum(axis=0))
+    # A client's matrix and a cluster's share the client's block, so their inner product is the clients' too.
+    inner = np.block([[squares[np.ix_(c, c)], squares[np.ix_(c, w)]], [squares[np.ix_(w, c)], cluster_squares[np.ix_(w, w)]]])
+    traces = np.concatenate([diagonal[c], diagonal[w]])
+    gram = np.block([[np.array([[float(evidence.cluster_sums.n.sum())]]), traces[None]], [traces[:, None], inner]])
+
+    # An isotropic level has one variance for all its terms: their matrices are added.
+    members, labels = [[0]], ["the residual"]
+    for level, varying, kind, first in (("client", c, shape.client_kind, 1), ("cluster", w, shape.cluster_kind, 1 + len(c))):
+        block = list(range(first, first + len(varying)))
+        if kind == "isotropic" and len(varying) > 1:
+            members, labels = [*members, block], [*labels, f"between {level}s"]
+        else:
+            members += [[each] for each in block]
+            labels += [f"{terms[a]} between {level}s" for a in varying]
+    added = np.zeros((len(members), len(gram)))
+    for row, columns in enumerate(members):
+        added[row, columns] = 1.0
+    return added @ gram @ added.T, labels

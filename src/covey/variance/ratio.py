@@ -1,11 +1,11 @@
-"""Do clusters matter, do clients differ? Likelihood-ratio tests of a level's variances being zero.
+"""Do clusters matter, do clients differ? Likelihood-ratio tests of the hypothesis that a level's variances are zero.
 
-Zero is the edge of what a variance can be, so under the null hypothesis the statistic is not chi-squared: an estimate that
-would have been negative counts nothing. Its distribution is that of the squared length of a normal vector after projection
-on the cone of allowed directions (chi-bar-squared): for one variance half the usual p-value, for ``p`` variances a binomial
-mixture, for a full covariance the sum of squared positive eigenvalues of a symmetric normal matrix. (Estimates of several
-variances are taken as uncorrelated.) The length of the vector is independent of its direction, so the p-value is a mean over
-directions ``u`` of chi-squared tails, ``P(chi2_p > t / h(u))``, where ``h`` is the share of the squared length that is left.
+Zero is the boundary of the parameter space, so under the null hypothesis the statistic is not chi-squared but chi-bar-squared
+(Self and Liang 1987; Stram and Lee 1994): the squared length of a normal vector after projection on the cone of allowed
+directions. For one variance that gives half the usual p-value, for ``p`` variances a binomial mixture, for a full covariance
+the sum of squared positive eigenvalues of a symmetric normal matrix. Estimates of several variances are taken as uncorrelated.
+The length of the vector is independent of its direction. So the p-value is a mean over directions ``u`` of chi-squared tails,
+``P(chi2_p > t / h(u))``, where ``h`` is the share of the squared length that remains after projection.
 """
 
 from __future__ import annotations
@@ -17,50 +17,42 @@ from scipy import special
 
 from covey._typing import Floats
 from covey.errors import ConvergenceWarning
-from covey.losses import Loss
-from covey.nodes.network import InMemory
 from covey.solvers.result import Progress
-from covey.solvers.threads import threads_for
-from covey.tables.rows import GroupedData
 from covey.variance.components import Learned, LikelihoodRatio
-from covey.variance.estimate import search_rows, work
-from covey.variance.problem import problem_for
-from covey.variance.structure import Kind, Shape, Structure
-from covey.variance.survey import Survey, survey
+from covey.variance.criterion import criterion_for
+from covey.variance.estimate import find_optimum
+from covey.variance.frame import threads_of
+from covey.variance.parameters import Parameters
+from covey.variance.structure import Kind, Shape
+from covey.variance.survey import Survey
 
 _DIRECTIONS = 4096
 
 
 def likelihood_ratios(
-    learned: Learned, shape: Shape, data: GroupedData, loss: Loss, *, reml: bool = True, progress: Progress | None = None
-) -> tuple[LikelihoodRatio, ...]:
-    """Test every level that varies, each by a fit without it. A statistic far below zero proves the fit with it wrong."""
-    network = InMemory.of(data, loss, np.ones(data.n_clients))
-    with threads_for(work(data)):
-        return likelihood_ratios_across(survey(network, shape, check=False), learned, shape, reml=reml, progress=progress)
-
-
-def likelihood_ratios_across(
     known: Survey, learned: Learned, shape: Shape, *, reml: bool = True, progress: Progress | None = None
 ) -> tuple[LikelihoodRatio, ...]:
-    """The same over any network that was surveyed for the fit; what the nodes have kept of the fit stays as it is."""
+    """Test every level that varies, each by a fit without it, over the network that was surveyed for the fit.
+
+    What the nodes keep of the fit stays as it is. A statistic far below zero shows that the fit has missed its optimum.
+    """
     tests, network = [], known.network
-    whole = Structure.of(shape, np.ones(len(network.terms)), network.tree.n_clusters)
+    whole = Parameters.of(shape, np.ones(len(network.terms)), network.tree.n_clusters)
     for level, null in shape.without().items():
-        found = getattr(learned.components, level)
-        if not found.terms:
+        components = getattr(learned.components, level)
+        if not components.terms:
             continue
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)  # the fit itself has spoken
-            best, _ = search_rows(problem_for(known, null, reml=reml), progress)
+        with warnings.catch_warnings(), threads_of(network):
+            warnings.simplefilter("ignore", ConvergenceWarning)  # the fit itself has warned
+            best, _ = find_optimum(criterion_for(known, null, reml=reml), progress)
         statistic = best.value + 2 * learned.components.log_likelihood
-        p_value = chi_bar_tail(statistic, found.kind, len(found.terms), len(found.covariance))
+        p_value = chi_bar_tail(statistic, components.kind, len(components.terms), len(components.covariance))
         tests.append(LikelihoodRatio(level, statistic, getattr(whole, level).n_parameters, p_value))
     return tuple(tests)
 
 
 def chi_bar_tail(statistic: float, kind: Kind, q: int, count: int = 1) -> float:
-    """The probability of a statistic at least as large when none of ``count`` covariances of ``q`` terms is there.
+    """The probability of a statistic at least as large if all of ``count`` covariances of ``q`` terms are zero.
 
     >>> round(chi_bar_tail(2.706, "isotropic", 3), 3), round(chi_bar_tail(2.706, "diagonal", 1), 3)
     (0.05, 0.05)

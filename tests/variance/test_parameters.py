@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from covey.datasets import simulate
 from covey.losses import Gaussian
-from covey.variance.problem import LinearLikelihood
-from covey.variance.structure import Shape, Structure, Variation
+from covey.variance.criterion import LinearCriterion
+from covey.variance.mm import approach, mm_step
+from covey.variance.parameters import Parameters, Variation
+from covey.variance.structure import Shape
 from tests.conftest import random_problem, seeds
 from tests.networks import surveyed
 from tests.variance.dense import random_covariances, slopes
@@ -87,29 +89,29 @@ def test_terms_that_do_not_vary_come_last_and_the_order_has_a_way_back(seed):
     assert sorted(order.tolist()) == list(range(d))
     shared = [a not in client and a not in cluster for a in order]
     assert shared == sorted(shared)
-    structure = Structure.of(shape, size, clusters=3)
-    for level, terms in ((structure.client, client), (structure.cluster, cluster)):
+    parameters = Parameters.of(shape, size, clusters=3)
+    for level, terms in ((parameters.client, client), (parameters.cluster, cluster)):
         assert sorted(order[level.terms].tolist()) == sorted(terms)
         np.testing.assert_allclose(level.size, size[order[level.terms]])
         assert level.width == (max(level.terms) + 1 if terms else 0)
-    assert structure.client.width == len(client)  # what varies by client is worked on first
+    assert parameters.client.width == len(client)  # what varies by client is worked on first
 
 
 def test_only_clients_have_a_covariance_for_each_cluster():
-    structure = Structure.of(Shape((0,), (0,), per_cluster=True), np.ones(2), clusters=7)
-    assert (structure.client.count, structure.cluster.count) == (7, 1)
+    parameters = Parameters.of(Shape((0,), (0,), per_cluster=True), np.ones(2), clusters=7)
+    assert (parameters.client.count, parameters.cluster.count) == (7, 1)
 
 
 @given(seeds, kinds, st.booleans())
 def test_a_cheap_step_never_raises_the_criterion(seed, kind, reml):
     data, rng = random_problem(seed, d=2).data, np.random.default_rng(seed)
     shape = Shape((0, 1), (0, 1), kind, kind)
-    problem = LinearLikelihood(surveyed(data, Gaussian()), shape, reml=reml)
-    x = rng.normal(size=problem.structure.n_parameters)
-    before = problem.criterion(x)[0]
+    criterion = LinearCriterion(surveyed(data, Gaussian()), shape, reml=reml)
+    x = rng.normal(size=criterion.parameters.n_parameters)
+    before = criterion.value_and_gradient(x)[0]
     for _ in range(4):
-        x = problem.approach(x, 1)[0]
-        after = problem.criterion(x)[0]
+        x = approach(criterion, x, 1)[0]
+        after = criterion.value_and_gradient(x)[0]
         assert after <= before + 1e-8 * abs(before)
         before = after
 
@@ -117,7 +119,7 @@ def test_a_cheap_step_never_raises_the_criterion(seed, kind, reml):
 def test_a_cheap_step_of_a_full_covariance_solves_its_equation():
     level, x, rng = a_level(3, "full")
     bend, pull = random_covariances(rng, 2, 3) + np.eye(3), random_covariances(rng, 2, 3)
-    S, T = level.covariances(x, 3), level.covariances(level.nearer(x, bend, pull), 3)
+    S, T = level.covariances(x, 3), level.covariances(mm_step(level, x, bend, pull), 3)
     np.testing.assert_allclose(T @ bend @ T, S @ pull @ S, rtol=1e-6, atol=1e-9 * np.abs(S @ pull @ S).max())
 
 
@@ -125,8 +127,8 @@ def test_a_cheap_step_of_a_full_covariance_solves_its_equation():
 def test_the_guess_at_the_curvature_is_near_the_truth(kind):
     """Within a factor of ten either way, for balanced data, once the cheap steps have come near."""
     data = simulate(clusters=20, clients=15, rows=10, d=2, client_sd=0.7, cluster_sd=0.7, seed=4).data
-    problem = LinearLikelihood(surveyed(data, Gaussian()), Shape((0, 1), (0, 1), kind, kind), reml=True)
-    x, guess = problem.approach(problem.start(0.5, 0.5), 12)
-    truth = np.diag([slopes(lambda x, a=a: problem.criterion(x)[1][a], x, 1e-4) for a in range(len(x))])
+    criterion = LinearCriterion(surveyed(data, Gaussian()), Shape((0, 1), (0, 1), kind, kind), reml=True)
+    x, guess = approach(criterion, criterion.start(0.5, 0.5), 12)
+    truth = np.diag([slopes(lambda x, a=a: criterion.value_and_gradient(x)[1][a], x, 1e-4) for a in range(len(x))])
     assert (guess / truth > 0.1).all()
     assert (guess / truth < 10).all()
