@@ -137,11 +137,11 @@ def test_the_gradient_of_the_likelihood(bills):
     data = random_problem(5, "gamma", d=2, max_rows=30).data
     problem = criterion_for(survey(in_memory(data, Gamma()), Shape((0, 1), (0,)), check=False), Shape((0, 1), (0,)), reml=False)
     x = problem.start(0.4, 0.7) + 0.05
-    _, gradient = problem(x)
+    _, gradient = problem.value_and_gradient(x)
     h = 1e-5
     for at in range(len(x)):
         step = h * np.eye(len(x))[at]
-        difference = (problem(x + step)[0] - problem(x - step)[0]) / (2 * h)
+        difference = (problem.value_and_gradient(x + step)[0] - problem.value_and_gradient(x - step)[0]) / (2 * h)
         assert gradient[at] == pytest.approx(difference, rel=1e-4, abs=1e-5)
 
 
@@ -149,7 +149,7 @@ def test_the_likelihood_without_variation_is_that_of_scipy():
     """Where nothing varies the criterion is the plain likelihood, at its best shape."""
     data = random_problem(6, "gamma", weighted=False, d=1, max_rows=30).data
     problem = criterion_for(survey(in_memory(data, Gamma()), Shape((0,), ()), check=False), Shape((0,), ()), reml=False)
-    value, _ = problem(np.zeros_like(problem.start(0.0, 0.0)))
+    value, _ = problem.value_and_gradient(np.zeros_like(problem.start(0.0, 0.0)))
     mean = np.exp(data.X[:, 0] * problem.wbar(np.zeros(2))[0])
 
     def minus_twice(shape):
