@@ -136,7 +136,7 @@ FIT = ("fit", "homes.csv", "log_radon ~ floor", "--client", "county", "--cluster
         (("fit", "moved.csv", *FIT[2:]), "Client 'Apache, AZ' is in clusters"),
         ((*FIT, "--gamma", "-1"), "The 'gamma' parameter must lie in [0, inf). Got -1 instead."),
         ((*FIT, "--gamma", "lots"), "Invalid value for '--gamma': "),
-        ((*FIT, "--family", "binomial"), "The 'family' parameter must be one of 'gaussian', 'bernoulli', 'poisson'."),
+        ((*FIT, "--family", "binomial"), "The 'family' parameter must be one of 'bernoulli', 'gamma', 'gaussian', 'poisson'."),
         ((*FIT, "--family", "bernoulli"), "Only binary classification is supported."),
         ((*FIT, "--baseline", "pooled"), "The 'baseline' parameter must be one of"),
         ((*FIT, "--out", "precious"), "'precious' exists and is not a covey model"),

@@ -283,3 +283,17 @@ def test_a_loss_may_be_registered_again(huber):
     again = from_functions("huber", lambda m, y: (m - y) ** 2, lambda m, y: 2 * (m - y), lambda m, y: 2.0 + 0 * m, (2.0, 2.0))
     assert again.quadratic
     assert FAMILIES["huber"] is type(again)
+
+
+def test_newton_moves_where_every_row_is_flat(huber):
+    """Outliers draw the least-squares start so far away that no row is curved there."""
+    rng = np.random.default_rng(0)
+    client = np.repeat(np.arange(30), 20)
+    X = np.column_stack([np.ones(600), rng.normal(size=600)])
+    y = 1000 + X @ [0.0, 2.0] + rng.normal(size=600)
+    y[rng.random(600) < 0.2] += 5000.0
+    data = GroupedData.from_arrays(X, y, client, client // 5)
+    assert not huber.functions["curvature"](np.full(600, y.mean()), y).any()
+    fit = newton(data, huber, Penalty.of(data.hierarchy, gamma=3.0, lam=2.0))
+    assert fit.convergence.converged
+    np.testing.assert_allclose(fit.wbar, [1000.0, 2.0], atol=0.6)

@@ -160,7 +160,7 @@ class HierarchicalGammaRegressor(_LogLinear):
     >>> age, cost, ward = np.array([[2.0], [5.0], [3.0], [6.0]]), [1.5, 3.0, 0.5, 8.0], ["a", "a", "b", "b"]
     >>> model = HierarchicalGammaRegressor(gamma=1.0).fit(age, cost, client=ward)
     >>> model.predict(age[:1], client=["a"]).round(2).tolist()
-    [0.65]
+    [1.01]
     """
 
     _family = "gamma"

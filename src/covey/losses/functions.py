@@ -13,6 +13,8 @@ from covey.errors import DataError, SolverError
 from covey.losses.base import FAMILIES, Loss
 from covey.tables.rows import GroupedData, Place
 
+_SECANT = 1e-3
+
 Function = Callable[[Floats, Floats], Any]
 
 
@@ -42,7 +44,8 @@ def from_functions(
         The latter may be infinite; step sizes are then measured near the minimiser.
     mean : function of the margin, the prediction; the margin itself by default
     start : function of ``y``, a margin that suits each response
-        Newton begins at the least-squares fit to these instead of at zero. A loss that is flat far from its minimum needs it.
+        Newton begins at the least-squares fit to these instead of at zero. A loss whose slope is constant far from its minimum
+        needs it.
     two_classes : whether responses are one of two classes, coded 0 and 1; a classifier's ``predict_proba`` needs ``mean``
 
     Returns
@@ -131,8 +134,27 @@ class _Functions(Loss):
 
 
 class _FunctionsWithStart(_Functions):
+    """With margins that suit the responses, Newton has somewhere to begin, and somewhere to go where every row is flat."""
+
+    def curvatures(self, margin: Floats, y: Floats) -> Floats:
+        """The second derivative, and in what is not quadratic a thousandth of the slope's secant to the margin that suits.
+
+        Where no row is curved, as that of Huber's loss far from every response, Newton's step would have no length; in this
+        proportion it still loses all but a thousandth of its error near the minimum.
+        """
+        second = super().curvatures(margin, y)
+        if self.quadratic:
+            return second
+        away = margin - self._target(y)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            secant = self.slopes(margin, y) / away
+        return second + _SECANT * np.where((away != 0) & (secant > 0), np.minimum(secant, self.curvature[1]), 0.0)
+
+    def _target(self, y: Floats) -> Floats:
+        return _rows(self.functions["start"](y), y, f"start of {self.name!r}")
+
     def working_response(self, data: GroupedData) -> GroupedData | None:
-        target = _rows(self.functions["start"](data.y), data.y, f"start of {self.name!r}")
+        target = self._target(data.y)
         return replace(data, y=target if data.offset is None else target - data.offset, offset=None)
 
 
