@@ -50,7 +50,7 @@ class Sharded:
     """
 
     nodes: list[Node]
-    members: list[np.ndarray]
+    places: list[np.ndarray]  # of the clients of each node
     tree: Hierarchy
     listens: bool = False
     forgets: bool = False
@@ -92,8 +92,8 @@ class Sharded:
     def gathered(self, name="theta"):
         """An array that each node holds of its clients, in the order of all."""
         parts = [getattr(node, name) for node in self.nodes]
-        whole = np.empty((sum(map(len, self.members)), *parts[0].shape[1:]))
-        whole[np.concatenate(self.members)] = np.concatenate(parts)
+        whole = np.empty((sum(map(len, self.places)), *parts[0].shape[1:]))
+        whole[np.concatenate(self.places)] = np.concatenate(parts)
         return whole
 
 

@@ -176,7 +176,7 @@ def test_each_node_tells_intervals_of_its_clients_as_if_it_knew_everybody(family
     for level in ("global", "cluster"):
         np.testing.assert_allclose(operator.standard_errors(level), whole.standard_errors(level), rtol=1e-6)
     np.testing.assert_array_equal(operator.freedom, whole.freedom)
-    for node, mine in zip(network.nodes, network.members, strict=True):
+    for node, mine in zip(network.nodes, network.places, strict=True):
         own = Posterior(node_learned(node, across.components, across.covariance, across.whole), node.data.hierarchy, data.terms)
         np.testing.assert_allclose(own.clients, whole.clients[mine], rtol=1e-6, atol=1e-10)
         np.testing.assert_allclose(own.new_clients, whole.new_clients, rtol=1e-6, atol=1e-10)

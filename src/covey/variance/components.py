@@ -92,7 +92,7 @@ class Components:
     Attributes
     ----------
     method : "REML", "ML" or "Laplace" (maximum likelihood, approximated to second order)
-        client, cluster : how clients vary about their cluster, and clusters about the global model
+    client, cluster : how clients vary about their cluster, and clusters about the global model
     residual : the dispersion of a row of weight 1, in a linear model its variance; None where the mean determines it
     log_likelihood : the restricted one for REML
     parameters : the number of estimated parameters, global coefficients included
