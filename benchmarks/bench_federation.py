@@ -13,8 +13,9 @@ import time
 import numpy as np
 import polars as pl
 
-from covey.federation.operator.coordinator import RunSettings
 from covey.federation.operator.operate import run_fit
+from covey.federation.operator.settings import RunSettings
+from covey.federation.site.policy import Policy
 from covey.federation.site.site import Site
 from covey.federation.wire.transport import InProcess
 from covey.problem.spec import Spec
@@ -43,7 +44,7 @@ def sites_of(clients: int, family: str) -> dict[str, Site]:
     y = margin + rng.normal(size=n) if family == "gaussian" else rng.random(n) < 1 / (1 + np.exp(-margin))
     table = pl.DataFrame({"client": client, "cluster": client % CLUSTERS, "x1": x[:, 0], "x2": x[:, 1], "y": y})
     parts = {f"site{at}": table.filter(pl.col("client") // CLUSTERS % SITES == at) for at in range(SITES)}
-    return {name: Site(name, lambda _, part=part: part, minimum=1) for name, part in parts.items()}
+    return {name: Site(name, lambda _, part=part: part, policy=Policy(1)) for name, part in parts.items()}
 
 
 def run(clients: int, family: str, secure: bool) -> tuple[float, int]:
@@ -53,7 +54,7 @@ def run(clients: int, family: str, secure: bool) -> tuple[float, int]:
     start = time.perf_counter()
     outcome = run_fit(transport, transport.sites(), spec, RunSettings(secure=secure))
     own = time.perf_counter() - start - transport.seconds
-    fit = [each for each in outcome.exchanges if each.what not in ("hello", "salt", "agree", "deliver")]
+    fit = [each for each in outcome.exchanges if each.phase not in ("set-up", "finish")]
     return 1000 * own / len(outcome.exchanges), max(each.up for each in fit) // SITES
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 from functools import reduce
-from itertools import pairwise
+from itertools import pairwise, product
 from operator import add
 
 import numba
@@ -21,13 +21,17 @@ from covey.exact import (
     QUANTUM,
     TOO_LARGE,
     WIDE,
+    WIDE_DIGITS,
     Exact,
     accumulate,
+    accumulate_in,
+    accumulate_moments,
     accumulate_rows,
     from_digits,
     segment_sum,
     total,
 )
+from covey.exact.kernels import carry_digits, round_limbs, sum_segments, sum_segments_serially
 
 QUANTA = 2**96
 
@@ -46,6 +50,11 @@ def rounded(x):
     return Fraction(round(Fraction(x) * QUANTA), QUANTA)
 
 
+def fractions(exact):
+    """The sums of finite numbers as they are, one after the other."""
+    return [Fraction(whole, 2 ** (32 * exact.limbs.shape[-1])) for whole in exact.integers().ravel().tolist()]
+
+
 def same(a, b):
     return a.limbs.tolist() == b.limbs.tolist() and a.size.tolist() == b.size.tolist()
 
@@ -54,7 +63,7 @@ def same(a, b):
 def test_a_sum_is_the_exact_sum_correctly_rounded(values):
     total = segment_sum(np.array(values, dtype=float), np.array([0, len(values)]))
     truth = sum(map(rounded, values), Fraction())
-    assert total.fractions()[0] == truth
+    assert fractions(total)[0] == truth
     assert total.floats()[0] == float(truth)  # Python's division of integers is correctly rounded
 
 
@@ -89,7 +98,7 @@ def of_integers(wholes):
 )
 def test_any_limbs_read_as_the_nearest_number(wholes):
     exact = of_integers(wholes)
-    assert exact.fractions().tolist() == [Fraction(whole, QUANTA) for whole in wholes]
+    assert exact.integers().tolist() == wholes
     assert exact.floats().tolist() == [whole / QUANTA for whole in wholes]
 
 
@@ -139,8 +148,7 @@ def test_what_is_not_finite_or_too_large_stays_so(bad):
     np.testing.assert_array_equal((total - Exact.of([0.0, bad])).floats(), [3.0, np.nan])
     np.testing.assert_array_equal(total.sum().floats(), np.nan)
     assert total.size.tolist() == (total + total).size.tolist() == [0, TOO_LARGE]  # it does not grow until it wraps itself
-    assert total.fractions()[0] == 3
-    assert math.isnan(total.fractions()[1])
+    assert total.integers().tolist() == [3 * QUANTA, None]
 
 
 def test_a_sum_that_could_wrap_around_is_not_a_number():
@@ -226,6 +234,88 @@ def test_many_large_addends_do_not_overflow():
     assert from_digits(digits).floats().tolist() == [-524287.5 * 200_000]
 
 
+# Kernels beside plain loops
+
+
+def value_of(digits):
+    """What a row of digits stands for, in quanta: its last one is the size."""
+    return sum(int(digit) << 32 * at for at, digit in enumerate(digits[:-1]))
+
+
+def plain_sum(values, limbs):
+    """The twin of all that adds: each value in quanta, rounded by itself, modulo ``2^(64 n)``; and the sizes."""
+    unit, room = 2 ** (32 * limbs), 2 ** (32 * limbs - 2)
+    total = size = 0
+    for x in map(float, values):
+        if not abs(x) < room:  # NaN too
+            size += TOO_LARGE
+        else:
+            total += round(Fraction(x) * unit)
+            size += int(abs(x)) // 2 ** (32 * limbs - 32)
+    return total, min(size, TOO_LARGE)
+
+
+@given(st.lists(anything, max_size=8), st.sampled_from([LIMBS, WIDE]))
+def test_accumulate_is_a_plain_sum(values, limbs):
+    digits = np.zeros((2, 2 * limbs + 1), dtype=np.int64)
+    for x in values:
+        accumulate(digits[0], x)
+        accumulate_in(digits, 1, x)
+    total, size = plain_sum(values, limbs)
+    for row in digits:
+        assert min(int(row[-1]), TOO_LARGE) == size
+        assert value_of(row) == total
+
+
+@given(hnp.arrays(float, (7, 2), elements=addends), hnp.arrays(float, 7, elements=st.floats(-2, 2)))
+def test_accumulate_rows_is_a_plain_sum(rows, weights):
+    digits = np.zeros((2, DIGITS), dtype=np.int64)
+    accumulate_rows(digits, weights, rows)
+    for column in range(2):
+        assert value_of(digits[column]) == plain_sum(weights * rows[:, column], LIMBS)[0]
+
+
+@given(hnp.arrays(float, (6, 2), elements=st.floats(-1e20, 1e20)))
+def test_accumulate_moments_is_a_plain_sum_and_one_of_squares(X):
+    digits = np.zeros((2, 2, WIDE_DIGITS), dtype=np.int64)
+    accumulate_moments(X, digits)
+    for column in range(2):
+        values = [Fraction(x) for x in X[:, column].tolist()]
+        squares = sum(value**2 for value in values)
+        assert value_of(digits[0, column]) == plain_sum(X[:, column], WIDE)[0]
+        assert abs(Fraction(value_of(digits[1, column]), 2**288) - squares) <= Fraction(18, 2**288)
+
+
+@given(hnp.arrays(np.int64, (3, DIGITS), elements=st.integers(-(2**61), 2**61)))
+def test_carrying_digits_keeps_what_they_stand_for(digits):
+    digits[:, -1] = np.abs(digits[:, -1])
+    limbs, size = np.empty((3, LIMBS), dtype=np.uint64), np.empty(3, dtype=np.int64)
+    carry_digits(digits, limbs, size)
+    assert [int.from_bytes(row.tobytes(), "little") for row in limbs] == [value_of(row) % 2**192 for row in digits]
+    assert size.tolist() == [min(int(row[-1]), TOO_LARGE) for row in digits]
+
+
+@given(hnp.arrays(np.uint64, (4, LIMBS)), st.integers(0, 2))
+def test_rounding_limbs_is_a_division_of_integers(limbs, large):
+    size = np.array([0, 0, 0, large * TOO_LARGE], dtype=np.int64)
+    nearest = np.empty(4)
+    round_limbs(limbs, size, nearest)
+    wholes = [int.from_bytes(row.tobytes(), "little", signed=True) for row in limbs]
+    expected = [math.nan if size[at] else whole / QUANTA for at, whole in enumerate(wholes)]
+    np.testing.assert_array_equal(nearest, expected)
+
+
+@pytest.mark.parametrize("kernel", [sum_segments, sum_segments_serially])
+def test_sums_of_segments_are_plain_sums(kernel):
+    rows = np.random.default_rng(4).normal(size=(40, 2)) * 10.0 ** np.arange(-20, 20)[:, None]
+    ptr, start, owner = np.array([0, 0, 13, 40]), np.array([0, 13]), np.array([1, 2])
+    out = np.zeros((3, 2, DIGITS), dtype=np.int64)
+    kernel(rows, ptr, start, owner, out)
+    for segment, column in product(range(3), range(2)):
+        expected = plain_sum(rows[ptr[segment] : ptr[segment + 1], column], LIMBS)[0]
+        assert value_of(out[segment, column]) == expected
+
+
 # Wide sums
 
 of_any_size = st.builds(math.ldexp, st.floats(-1, 1), st.integers(-350, 284))
@@ -235,7 +325,7 @@ of_any_size = st.builds(math.ldexp, st.floats(-1, 1), st.integers(-350, 284))
 def test_a_wide_sum_is_the_exact_sum_correctly_rounded(values, random):
     truth = sum((Fraction(round(Fraction(x) * 2**288), 2**288) for x in values), Fraction())
     found = total(np.array(values))
-    assert found.fractions() == truth
+    assert fractions(found) == [truth]
     assert float(found) == float(truth)
     random.shuffle(values)
     assert same(found, reduce(add, (Exact.of(x, WIDE) for x in values), Exact.zeros(limbs=WIDE)))

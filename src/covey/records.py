@@ -1,13 +1,14 @@
 """Records: frozen values that travel between nodes or are kept on disk, written as bytes.
 
-A record is a frozen dataclass whose fields are records, arrays, numbers, text, tuples, dictionaries or None. Every subclass of
-:class:`Record` registers itself by its name, which is unique in the whole tree. Written, a record is a header in JSON (the
-tree of values, with a number in place of each array) followed by the arrays. Reading builds registered classes and nothing
-else: no code comes with the bytes.
+A record is a frozen dataclass whose fields are records, arrays, bytes, numbers, text, tuples, dictionaries or None. Every
+subclass of :class:`Record` registers itself by its name, which is unique in the whole tree. Written, a record is a header in
+JSON (the tree of values, with a number in place of each array) followed by the arrays. Reading builds registered classes and
+nothing else: no code comes with the bytes.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -104,6 +105,14 @@ def outline(value: Any) -> Any:
     return type(value).__name__
 
 
+def digest(*arrays: Anything | None) -> str:
+    """A hash of some arrays, by which the same ones are known again."""
+    found = hashlib.sha256()
+    for array in arrays:
+        found.update(b"none" if array is None else np.ascontiguousarray(array).tobytes())
+    return found.hexdigest()
+
+
 def names(record: Record) -> list[str]:
     """The fields of a record."""
     return [part.name for part in _parts(record) if part.init]
@@ -124,6 +133,9 @@ def _flat(value: Any, arrays: list[Anything]) -> Any:
             raise TypeError(f"arrays of {array.dtype} do not travel")
         arrays.append(array)
         return {"array": len(arrays) - 1}
+    if isinstance(value, bytes):
+        arrays.append(np.frombuffer(value, dtype=np.uint8))
+        return {"bytes": len(arrays) - 1}
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, Record):
@@ -140,6 +152,8 @@ def _built(tree: Any, arrays: list[Anything]) -> Any:
         return tree
     if "array" in tree:
         return arrays[tree["array"]]
+    if "bytes" in tree:
+        return arrays[tree["bytes"]].tobytes()
     if "all" in tree:
         return tuple(_built(each, arrays) for each in tree["all"])
     if "by" in tree:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from .shell import run
+from .shell import inside, run
 
 NODE = ("node", "a.csv", "--home", "home", "--link", "localhost:8000")
 
@@ -21,39 +23,39 @@ def folder(tmp_path_factory):
     return place
 
 
+@pytest.fixture
+def starts_nothing(monkeypatch):
+    """Without a mistake the command would become Flower's, and this process with it."""
+
+    def become(*_):
+        raise AssertionError("Flower would have been started")
+
+    pytest.importorskip("flwr")
+    monkeypatch.setattr("covey.federation.flower.launch._become", become)
+
+
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("words", "facts"),
     [
-        (("node", "b.csv", *NODE[2:], "--insecure", "--site", "a"), "There is no table 'b.csv'; check the path."),
-        ((*NODE, "--insecure"), "Without keys the operator cannot name this site; give it a name with --site."),
-        (NODE, "A node needs --key and --ca; say --insecure for a link without TLS, on one machine only."),
-        ((*NODE, "--key", "b.key", "--ca", "a.crt"), "There is no key 'b.key'; check the path."),
-        ((*NODE, "--key", "a.key", "--ca", "b.crt"), "There is no certificate 'b.crt'; check the path."),
-        (
-            (*NODE, "--key", "open.key", "--ca", "a.crt"),
-            "The key 'open.key' is open to other users of this machine; chmod 600 it.",
-        ),
-        (
-            (*NODE, "--key", "a.key.pub", "--ca", "a.crt"),
-            "The key 'a.key.pub' is the public half, the operator's; give the private one, without .pub.",
-        ),
-        ((*NODE, "--insecure", "--site", "a", "--minimum", "0"), "The --minimum must be at least 1 client. Got 0 instead."),
-        (
-            (*NODE[:-1], "localhost", "--insecure", "--site", "a"),
-            "The --link must be the link's host and port, such as link.example.org:8000. Got 'localhost' instead.",
-        ),
-        (("link",), "A link needs --cert and --key for TLS; say --insecure to go without, on one machine only."),
-        (("link", "--cert", "b.crt", "--key", "a.key"), "There is no certificate 'b.crt'; check the path."),
-        (
-            ("link", "--cert", "a.crt", "--key", "open.key"),
-            "The key 'open.key' is open to other users of this machine; chmod 600 it.",
-        ),
+        (("node", "b.csv", *NODE[2:], "--insecure", "--site", "a"), ["table 'b.csv'", "check the path"]),
+        ((*NODE, "--insecure"), ["give it a name with --site"]),
+        (NODE, ["--key and --ca", "--insecure"]),
+        ((*NODE, "--key", "b.key", "--ca", "a.crt"), ["key 'b.key'", "check the path"]),
+        ((*NODE, "--key", "a.key", "--ca", "b.crt"), ["certificate 'b.crt'", "check the path"]),
+        ((*NODE, "--key", "open.key", "--ca", "a.crt"), ["key 'open.key'", "chmod 600"]),
+        ((*NODE, "--key", "a.key.pub", "--ca", "a.crt"), ["key 'a.key.pub'", "public half", "give the private one"]),
+        ((*NODE, "--insecure", "--site", "a", "--minimum", "0"), ["--minimum", ">= 1", "Got 0"]),
+        ((*NODE[:-1], "localhost", "--insecure", "--site", "a"), ["--link", "host and port", "'localhost'"]),
+        (("link",), ["--cert and --key", "--insecure"]),
+        (("link", "--cert", "b.crt", "--key", "a.key"), ["certificate 'b.crt'", "check the path"]),
+        (("link", "--cert", "a.crt", "--key", "open.key"), ["key 'open.key'", "chmod 600"]),
     ],
 )
-def test_mistakes_are_one_sentence(folder, words, sentence):
-    pytest.importorskip("flwr")
-    done = run(*words, cwd=folder, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"covey: {sentence}\n")
+def test_mistakes_are_one_sentence(folder, words, facts, starts_nothing):
+    done = inside(*words, cwd=folder, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"covey: [^\n]+\n", done.stderr)
+    assert all(fact in done.stderr for fact in facts), done.stderr
     assert not (folder / "home").exists()
 
 
@@ -64,12 +66,6 @@ def test_a_link_that_is_not_there(folder, monkeypatch):
     done = run("federate", "y ~ x", "--client", "c", "--link", "other", cwd=folder, check=False)
     assert done.returncode == 2
     config = folder / "config.toml"
-    assert (
-        done.stderr
-        == f"covey: There is no link 'other' in {config}; add [superlink.other] with its address and root-certificates.\n"
-    )
+    assert all(fact in done.stderr for fact in ("'other'", str(config), "[superlink.other]", "root-certificates")), done.stderr
     done = run("federate", "y ~ x", "--client", "c", "--link", "dead", cwd=folder, check=False)
-    assert (
-        done.stderr
-        == f"covey: The link 'dead' does not answer; check that it runs, and its address and certificate in {config}.\n"
-    )
+    assert all(fact in done.stderr for fact in ("'dead'", "does not answer", "certificate", str(config))), done.stderr

@@ -1,17 +1,22 @@
-"""Small federations for tests: tables dealt out to sites, and transports on which things go wrong."""
+"""Small federations for tests: tables split among sites, and transports on which things go wrong."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 
 import numpy as np
 import polars as pl
 
-from covey.federation.operator.coordinator import RunSettings
 from covey.federation.operator.operate import run_fit
+from covey.federation.operator.settings import RunSettings
+from covey.federation.site.policy import Policy
 from covey.federation.site.site import Site
+from covey.federation.wire.agreement import SiteMessage
+from covey.federation.wire.letters import Letter, Refusal
 from covey.federation.wire.transport import InProcess
 from covey.model.model import fit_table
+from covey.nodes.messages import Message
 from covey.problem.spec import Spec
 
 FAMILIES = ("gaussian", "bernoulli", "poisson")
@@ -47,7 +52,7 @@ def spec(family: str = "gaussian", **settings) -> Spec:
     return Spec(family=family, **{**given, **settings})
 
 
-def dealt(frame: pl.DataFrame, owner: dict[str, str]) -> dict[str, pl.DataFrame]:
+def split_by(frame: pl.DataFrame, owner: dict[str, str]) -> dict[str, pl.DataFrame]:
     """The rows of each site, given the site of each client."""
     where = frame["client"].replace_strict(owner)
     return {name: frame.filter(where == name) for name in sorted(set(owner.values()))}
@@ -56,7 +61,7 @@ def dealt(frame: pl.DataFrame, owner: dict[str, str]) -> dict[str, pl.DataFrame]
 def by_turns(frame: pl.DataFrame, sites: int) -> dict[str, pl.DataFrame]:
     """Two clients to each site by turns: clusters, which go one by one, are split over sites."""
     clients = frame["client"].unique(maintain_order=True).to_list()
-    return dealt(frame, {client: f"s{at // 2 % sites}" for at, client in enumerate(clients)})
+    return split_by(frame, {client: f"s{at // 2 % sites}" for at, client in enumerate(clients)})
 
 
 def spread(parts: dict[str, pl.DataFrame]) -> bool:
@@ -66,13 +71,23 @@ def spread(parts: dict[str, pl.DataFrame]) -> bool:
 
 
 def sites_of(parts: dict[str, pl.DataFrame], **settings) -> dict[str, Site]:
-    given = {"minimum": 1, **settings}
-    return {name: Site(name, lambda _, part=part: part, **given) for name, part in parts.items()}
+    """``settings`` are of the policy, or else of the site."""
+    known = {part.name for part in fields(Policy)}
+    policy = Policy(**{"minimum": 1, **{name: value for name, value in settings.items() if name in known}})
+    others = {name: value for name, value in settings.items() if name not in known}
+    return {name: Site(name, lambda _, part=part: part, policy, **others) for name, part in parts.items()}
 
 
-def fit(sites: dict[str, Site], asked: Spec, transport=None, terms: RunSettings | None = None, **settings):
+def kind(letter: Letter) -> str:
+    """What a letter is: "hello", "salt", "agree", "deliver" or "ask" to a site; "reply", "ready" or "refusal" from it."""
+    if isinstance(letter.body, Message):
+        return letter.body.label if isinstance(letter.body, SiteMessage) else "ask"
+    return "refusal" if isinstance(letter.body, Refusal) else "ready" if letter.mute else "reply"
+
+
+def fit(sites: dict[str, Site], asked: Spec, transport=None, settings: RunSettings | None = None, **more):
     carrier = InProcess(sites) if transport is None else transport
-    return run_fit(carrier, list(sites), asked, terms or RunSettings(retries=1, timeout=1.0), **settings)
+    return run_fit(carrier, list(sites), asked, settings or RunSettings(retries=1, timeout=1.0), **more)
 
 
 def in_memory(frame: pl.DataFrame, asked: Spec):

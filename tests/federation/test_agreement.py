@@ -7,26 +7,28 @@ import polars as pl
 import pytest
 
 from covey.errors import CoveyError, FederationError
-from covey.federation.operator.agreement import Profile, _levels, check_tags, digests
-from covey.federation.operator.coordinator import RunSettings
+from covey.federation.operator.agreement import _levels, check_tags
 from covey.federation.operator.members import Members
+from covey.federation.operator.settings import RunSettings
 from covey.federation.site.table import profile_of
+from covey.federation.wire.agreement import Profile
+from covey.federation.wire.ids import tags_of
 from covey.model.model import fit_table
 from covey.records import decode, encode
-from tests.federation.sites import Meddling, by_turns, dealt, fit, sites_of, spec, table
+from tests.federation.sites import Meddling, by_turns, fit, kind, sites_of, spec, split_by, table
 
 FRAME = table(21)
 NUMBER = pl.col("client").str.slice(1).cast(pl.Int64)
 OWN_LOG = r"Site 's1': Its table cannot be used as it is; the site's own log"
 
 
-def refused(parts, pattern, asked=None, terms=None, meddle=None, **settings):
+def refused(parts, pattern, asked=None, settings=None, meddle=None, **policy):
     """One sentence, and no letter of the fit was sent."""
-    sites = sites_of(parts, **settings)
+    sites = sites_of(parts, **policy)
     carrier = Meddling(sites, meddle)
     with pytest.raises(CoveyError, match=pattern) as error:
-        fit(sites, asked or spec(), carrier, terms)
-    assert not [letter for _, letter in carrier.letters if decode(letter).kind in ("ask", "deliver")]
+        fit(sites, asked or spec(), carrier, settings)
+    assert not [letter for _, letter in carrier.letters if kind(decode(letter)) in ("ask", "deliver")]
     sentence = str(error.value)
     assert len(sentence) < 320
     assert sentence.endswith((".", "?"))
@@ -73,17 +75,17 @@ def test_what_is_wrong_with_rows_is_told_at_the_site_alone(tmp_path, capsys):
     refused(parts, OWN_LOG, home=tmp_path)
     assert "Column 'x' is NaN in row 8 (client 'c3')" in (tmp_path / "refusal.txt").read_text()
     assert "client 'c3'" in capsys.readouterr().err
-    refused(parts, r"Site 's1': Column 'x' is NaN in row 8 .client 'c3'.", frank=True)
+    refused(parts, r"Site 's1': Column 'x' is NaN in row 8 .client 'c3'.", share_row_errors=True)
 
 
 def test_a_category_that_the_operator_does_not_list():
     terms = RunSettings(categories={"z": ["z0", "z1", "z2"]})
-    fit(sites_of(by_turns(FRAME, 3)), spec(), terms=terms)
+    fit(sites_of(by_turns(FRAME, 3)), spec(), settings=terms)
     odd = changed(z=pl.when(pl.int_range(pl.len()) == 0).then(pl.lit("other")).otherwise(pl.col("z")))
     refused(
         odd,
         r"At site 's1' column 'z' has the category 'other', which is not in the operator's list 'z0', 'z1', 'z2'",
-        terms=terms,
+        settings=terms,
     )
 
 
@@ -97,14 +99,14 @@ def test_a_site_with_no_rows():
 def test_a_client_at_two_sites(secure):
     parts = by_turns(FRAME, 3)
     parts["s2"] = pl.concat([parts["s2"], parts["s0"].filter(pl.col("client") == "c0")])
-    sentence = refused(parts, r"A client with the same id at sites 's0' and 's2'", terms=RunSettings(secure=secure))
+    sentence = refused(parts, r"A client with the same id at sites 's0' and 's2'", settings=RunSettings(secure=secure))
     assert "c0" not in sentence
 
 
 def test_another_version():
     def older(site, letter, reply):
         read = decode(reply)
-        if site == "s1" and decode(letter).kind == "hello":
+        if site == "s1" and kind(decode(letter)) == "hello":
             return encode(replace(read, body=replace(read.body, version="0.0.9")))
         return reply
 
@@ -112,7 +114,7 @@ def test_another_version():
 
 
 def test_a_site_itself_refuses_a_coordinator_of_another_version(monkeypatch):
-    monkeypatch.setattr("covey.federation.operator.coordinator.__version__", "9.9")
+    monkeypatch.setattr("covey.federation.operator.opening.__version__", "9.9")
     refused(by_turns(FRAME, 3), r"Site 's0': This site runs covey .*, the coordinator 9.9")
 
 
@@ -148,13 +150,13 @@ def test_the_operators_list_of_clusters(tmp_path):
     parts = {name: frame.filter(pl.col("site") == name) for name in ("s0", "s1", "s2")}
     frame.select("site", "cluster").unique().write_csv(tmp_path / "members.csv")
     members = Members.read(tmp_path / "members.csv")
-    fit(sites_of(parts), spec(), terms=RunSettings(members=members))
+    fit(sites_of(parts), spec(), settings=RunSettings(members=members))
     parts["s1"] = parts["s1"].with_columns(cluster=pl.lit("a"))
     refused(
-        parts, r"Site 's1' has rows of cluster 'a', but the operator's list gives it 'b'", terms=RunSettings(members=members)
+        parts, r"Site 's1' has rows of cluster 'a', but the operator's list gives it 'b'", settings=RunSettings(members=members)
     )
     parts = {"s0": parts["s0"], "s9": parts["s2"]}
-    refused(parts, r"'s9' is not in the operator's list", terms=RunSettings(members=replace(members, clients={})))
+    refused(parts, r"'s9' is not in the operator's list", settings=RunSettings(members=replace(members, clients={})))
 
 
 def test_a_site_that_claims_clients_of_another(tmp_path):
@@ -163,27 +165,29 @@ def test_a_site_that_claims_clients_of_another(tmp_path):
     rows += [pl.DataFrame({"site": "s1", "cluster": list("abc"), "client": None})]
     pl.concat(rows, how="vertical_relaxed").write_parquet(tmp_path / "members.parquet")
     members = Members.read(tmp_path / "members.parquet")
-    fit(sites_of(parts), spec(), terms=RunSettings(members=members))
+    fit(sites_of(parts), spec(), settings=RunSettings(members=members))
     mine = pl.col("client") == parts["s2"]["client"][0]
     stolen = {**parts, "s1": pl.concat([parts["s1"], parts["s2"].filter(~mine)]), "s2": parts["s2"].filter(mine)}
     refused(
         stolen,
         r"Site 's1' claims 3 of the clients that the operator's list gives to site 's2'",
-        terms=RunSettings(members=members),
+        settings=RunSettings(members=members),
     )
     new = {**parts, "s1": parts["s1"].with_columns(client=pl.col("client") + "x")}
-    refused(new, r"Site 's1' has 4 clients that are not in the operator's list", terms=RunSettings(members=members))
+    refused(new, r"Site 's1' has 4 clients that are not in the operator's list", settings=RunSettings(members=members))
     moved = {**parts, "s1": parts["s1"].with_columns(cluster=pl.col("cluster").replace({"a": "b", "b": "a"}))}
     refused(
-        moved, r"Site 's1' has \d clients that are not .* or are there in another cluster", terms=RunSettings(members=members)
+        moved,
+        r"Site 's1' has \d clients that are not .* or are there in another cluster",
+        settings=RunSettings(members=members),
     )
 
 
 def test_tags_do_not_depend_on_order_and_need_their_key():
-    one = digests(["a", "b", 3], "00" * 16)
-    assert one.tolist() == digests([3, "b", "a"], "00" * 16).tolist()
-    assert one.tolist() != digests(["a", "b", 3], "01" * 16).tolist()
-    check_tags({"x": one, "y": digests(["c"], "00" * 16)})
+    one = tags_of(["a", "b", 3], "00" * 16)
+    assert one.tolist() == tags_of([3, "b", "a"], "00" * 16).tolist()
+    assert one.tolist() != tags_of(["a", "b", 3], "01" * 16).tolist()
+    check_tags({"x": one, "y": tags_of(["c"], "00" * 16)})
 
 
 def test_a_formula_is_needed():
@@ -207,7 +211,7 @@ def test_classes_are_the_same_whatever_the_type_of_the_column_at_a_site(one, two
     frame = table(11, "bernoulli", clients=24)
     none = frame.group_by("client").agg(pl.col("y").sum()).sort("y", "client")["client"][:3].to_list()
     frame = frame.with_columns(y=pl.when(pl.col("client").is_in(none)).then(0).otherwise(pl.col("y")))
-    parts = dealt(frame, {client: "s0" if client in none else "s1" for client in frame["client"].unique().to_list()})
+    parts = split_by(frame, {client: "s0" if client in none else "s1" for client in frame["client"].unique().to_list()})
     parts = {
         site: part.with_columns(pl.col("y").cast(kind)) for (site, part), kind in zip(parts.items(), (one, two), strict=True)
     }
@@ -261,7 +265,7 @@ def test_under_masks_a_category_that_one_site_has_alone():
     parts = by_turns(frame, 3)
     fit(sites_of(parts), spec())
     with pytest.raises(FederationError, match=r"1 of 4 categories of 'z' are at one site only, such as 'rare' at 's0': masks"):
-        fit(sites_of(parts), spec(), terms=RunSettings(secure=True))
+        fit(sites_of(parts), spec(), settings=RunSettings(secure=True))
 
 
 def test_two_sites_are_named_with_the_clients_that_they_share():

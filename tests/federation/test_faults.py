@@ -8,12 +8,15 @@ import pytest
 
 from covey.errors import CoveyError, FederationError
 from covey.exact import TOO_LARGE
-from covey.federation.operator.coordinator import RunSettings
+from covey.federation.operator.settings import RunSettings
+from covey.federation.site.policy import Policy
 from covey.federation.site.site import Site
 from covey.federation.wire.letters import Letter, Refusal
 from covey.federation.wire.transport import Failure
+from covey.nodes.messages import Batch
 from covey.records import decode, encode
-from tests.federation.sites import Meddling, assert_same, by_turns, dealt, fit, in_memory, sites_of, spec, table
+from covey.solvers.first_order.l2gd import L2gdMove
+from tests.federation.sites import Meddling, assert_same, by_turns, fit, in_memory, kind, sites_of, spec, split_by, table
 
 FRAME = table(11, "bernoulli")
 ASKED = spec("bernoulli", tol=1e-11)
@@ -23,7 +26,7 @@ GONE = Failure("gone", "it is not connected")
 def whole(secure=False):
     """The run when nothing goes wrong."""
     sites = sites_of(by_turns(FRAME, 4))
-    return fit(sites, ASKED, terms=RunSettings(secure=secure))
+    return fit(sites, ASKED, settings=RunSettings(secure=secure))
 
 
 def asked(letter: bytes) -> Letter:
@@ -36,7 +39,7 @@ def when(site, exchange, act, times=1):
 
     def meddle(name, letter, reply):
         read = asked(letter)
-        if name == site and read.kind == "ask" and read.exchange == exchange and not read.mute and left[0] > 0:
+        if name == site and kind(read) == "ask" and read.exchange == exchange and not read.mute and left[0] > 0:
             left[0] -= 1
             return act(letter, reply)
         return reply
@@ -60,7 +63,7 @@ def assert_bits(one, two):
         lambda letter, reply: encode("hello there"),
         lambda letter, reply: encode(replace(decode(reply), exchange=decode(reply).exchange - 1)),
         lambda letter, reply: encode(replace(decode(reply), run="another")),
-        lambda letter, reply: encode(Letter("", -1, -1, "refusal", Refusal("broken", "KeyError"))),
+        lambda letter, reply: encode(Letter("", -1, -1, Refusal("broken", "KeyError"))),
     ],
     ids=["gone", "late", "cut", "empty", "nonsense", "stale", "other run", "broken"],
 )
@@ -144,7 +147,7 @@ def test_a_coordinator_that_is_killed_goes_on_to_the_same_bits(after, secure, tm
     outcome = fit(sites, ASKED, second, terms, journal=journal)
     assert_bits(outcome, whole(secure))
     assert len(outcome.exchanges) == len(whole(secure).exchanges)
-    kinds = [asked(letter).kind for _, letter in second.letters]
+    kinds = [kind(asked(letter)) for _, letter in second.letters]
     assert kinds.count("hello") == (4 if after == 0 else 0)
 
 
@@ -156,6 +159,18 @@ def test_a_journal_cut_in_the_middle_of_a_word_loses_one_exchange_at_most(cut, t
         fit(sites, ASKED, Killing(sites, 5, sent=False), journal=journal)
     journal.write_bytes(journal.read_bytes()[:-cut])
     assert_bits(fit(sites, ASKED, journal=journal), whole())
+
+
+def test_a_journal_that_is_not_as_it_was_written_is_refused(tmp_path):
+    """One bit of a sum on disk would be a wrong model."""
+    journal, sites = tmp_path / "run.journal", sites_of(by_turns(FRAME, 4))
+    with pytest.raises(Killed):
+        fit(sites, ASKED, Killing(sites, 5, sent=False), journal=journal)
+    text = bytearray(journal.read_bytes())
+    text[len(text) // 2] ^= 64
+    journal.write_bytes(text)
+    with pytest.raises(FederationError, match="cannot be read; delete it"):
+        fit(sites, ASKED, journal=journal)
 
 
 def test_a_journal_of_another_run_is_refused(tmp_path):
@@ -176,9 +191,9 @@ def test_a_site_that_lost_its_memory_is_told_all_letters_again_and_sends_nothing
 
     def forget(site, letter, reply):
         read = asked(letter)
-        if site == "s1" and read.kind == "ask" and read.exchange == exchange and "s1" not in forgot:
+        if site == "s1" and kind(read) == "ask" and read.exchange == exchange and "s1" not in forgot:
             forgot.add("s1")
-            carrier.inner._sites["s1"] = Site("s1", lambda _: parts["s1"], minimum=1)
+            carrier.inner._sites["s1"] = Site("s1", lambda _: parts["s1"], policy=Policy(1))
             return GONE
         return reply
 
@@ -191,7 +206,7 @@ def test_a_site_that_lost_its_memory_is_told_all_letters_again_and_sends_nothing
         decode(reply) for (_, letter), (_, reply) in zip(carrier.letters, carrier.replies, strict=True) if asked(letter).mute
     ]
     assert [each.exchange for each in muted] == list(range(exchange))
-    assert all(each.kind == "ready" for each in muted)
+    assert all(kind(each) == "ready" for each in muted)
     assert [each.body for each in muted[1:]] == [None] * (exchange - 1)
     assert len(muted[0].body) == 32  # a hash that says that its rows are the same
     reminded = sum(len(letter) for _, letter in carrier.letters)
@@ -215,7 +230,7 @@ def test_a_site_without_its_memory_and_with_another_table_is_not_let_in_again(ch
     sites = sites_of(parts)
 
     def forget(site, letter, reply):
-        if site == "s1" and asked(letter).kind == "ask" and asked(letter).exchange == exchange and not forgot:
+        if site == "s1" and kind(asked(letter)) == "ask" and asked(letter).exchange == exchange and not forgot:
             forgot.append(carrier.inner._sites.update(sites_of({"s1": parts["s1"].with_columns(**change)})))
             return GONE
         return reply
@@ -237,10 +252,10 @@ def test_a_site_reopened_for_every_letter_remembers_all_it_needs(secure, tmp_pat
             self.name = name
 
         def answer(self, letter):
-            return Site(self.name, lambda _: parts[self.name], home=tmp_path / self.name, minimum=1).answer(letter)
+            return Site(self.name, lambda _: parts[self.name], home=tmp_path / self.name, policy=Policy(1)).answer(letter)
 
     sites = {name: Reopened(name) for name in parts}
-    assert_bits(fit(sites, ASKED, terms=RunSettings(secure=secure)), whole(secure))
+    assert_bits(fit(sites, ASKED, settings=RunSettings(secure=secure)), whole(secure))
     assert (tmp_path / "s0" / "model" / "model.json").exists()
     state = next((tmp_path / "s0" / "runs").iterdir())
     assert state.stat().st_mode & 0o077 == 0
@@ -277,7 +292,7 @@ def test_letters_out_of_turn_are_refused_and_change_nothing():
     carrier = Meddling(sites)
     outcome = fit(sites, ASKED, carrier)
     before = sites["s0"].node(outcome.run).coefficients().copy()
-    old = [letter for site, letter in carrier.letters if site == "s0" and asked(letter).kind == "ask"]
+    old = [letter for site, letter in carrier.letters if site == "s0" and kind(asked(letter)) == "ask"]
     for letter in old:
         refusal = decode(sites["s0"].answer(letter)).body
         assert (refusal.reason, refusal.exchange) == ("stale", asked(old[-1]).exchange + 1)
@@ -304,7 +319,7 @@ def test_a_table_that_changes_under_a_run_is_noticed(change, tmp_path):
             part = parts[self.name]
             if asked(letter).exchange >= 3 and self.name == "s3":
                 part = part.with_columns(**change)
-            return Site(self.name, lambda _: part, home=tmp_path / self.name, minimum=1).answer(letter)
+            return Site(self.name, lambda _: part, home=tmp_path / self.name, policy=Policy(1)).answer(letter)
 
     with pytest.raises(FederationError, match="Site 's3': The table has changed since the run began"):
         fit({name: Reopened(name) for name in parts}, ASKED)
@@ -313,7 +328,7 @@ def test_a_table_that_changes_under_a_run_is_noticed(change, tmp_path):
 def test_under_masks_one_site_alone_is_not_left_out_afterwards():
     """The totals with and without it would show its part by difference; two that are lost together hide each other."""
     clients = FRAME["client"].unique(maintain_order=True).to_list()
-    parts = dealt(FRAME, {client: f"s{at % 4}" for at, client in enumerate(clients)})  # every cluster is at every site
+    parts = split_by(FRAME, {client: f"s{at % 4}" for at, client in enumerate(clients)})  # every cluster is at every site
     sites = sites_of(parts)
     terms = RunSettings(secure=True, retries=0)
 
@@ -343,7 +358,7 @@ def test_under_masks_two_that_are_lost_together_hide_each_other_only_in_clusters
 def test_under_masks_the_same_goes_for_categories():
     clients = FRAME["client"].unique(maintain_order=True).to_list()
     rare = pl.when(pl.col("client").is_in([clients[0], clients[2]])).then(pl.lit("rare")).otherwise(pl.col("z"))
-    parts = dealt(FRAME.with_columns(z=rare), {client: f"s{at % 4}" for at, client in enumerate(clients)})
+    parts = split_by(FRAME.with_columns(z=rare), {client: f"s{at % 4}" for at, client in enumerate(clients)})
     sites = sites_of(parts)
 
     def gone(site, letter, reply):
@@ -405,7 +420,7 @@ def test_a_site_that_is_lost_at_the_end(tmp_path):
     journal, out = tmp_path / "journal", tmp_path / "model"
 
     def gone(site, letter, reply):
-        return GONE if site == "s1" and asked(letter).kind == "deliver" else reply
+        return GONE if site == "s1" and kind(asked(letter)) == "deliver" else reply
 
     sites = sites_of(by_turns(FRAME, 4))
     with pytest.raises(FederationError, match=r"Lost site 's1' .* exchanges are kept"):
@@ -413,7 +428,7 @@ def test_a_site_that_is_lost_at_the_end(tmp_path):
     assert (out / "model.json").exists()
     again = Meddling(sites)
     outcome = fit(sites, ASKED, again, journal=journal, out=out)
-    assert {asked(letter).kind for _, letter in again.letters} == {"deliver"}
+    assert {kind(asked(letter)) for _, letter in again.letters} == {"deliver"}
     assert not outcome.missed
     sites = sites_of(by_turns(FRAME, 4))
     outcome = fit(sites, ASKED, Meddling(sites, gone), journal=journal, on_loss="continue")
@@ -442,8 +457,8 @@ def test_under_masks_a_site_that_lost_its_key_ends_the_run():
     sites = sites_of(parts)
 
     def forget(site, letter, reply):
-        if site == "s1" and asked(letter).kind == "ask" and asked(letter).exchange == 2:
-            carrier.inner._sites["s1"] = Site("s1", lambda _: parts["s1"], minimum=1)
+        if site == "s1" and kind(asked(letter)) == "ask" and asked(letter).exchange == 2:
+            carrier.inner._sites["s1"] = Site("s1", lambda _: parts["s1"], policy=Policy(1))
             return GONE
         return reply
 
@@ -459,9 +474,9 @@ def test_masks_that_do_not_cancel_are_noticed():
 
     def copy(site, letter, reply):
         read = asked(letter)
-        if read.kind == "ask" and site == "s0":
+        if kind(read) == "ask" and site == "s0":
             last[read.exchange] = reply
-        return last[read.exchange] if read.kind == "ask" and site == "s1" and read.exchange == 2 else reply
+        return last[read.exchange] if kind(read) == "ask" and site == "s1" and read.exchange == 2 else reply
 
     with pytest.raises(FederationError, match="masks of the sites do not cancel"):
         fit(sites, ASKED, Meddling(sites, copy), RunSettings(secure=True))
@@ -478,12 +493,14 @@ def test_sites_that_an_exchange_does_not_concern_are_left_alone(tmp_path):
     sites = sites_of(parts)
     carrier = Meddling(sites)
     outcome = fit(sites, BY_COINS, carrier)
-    rounds = [each for each in outcome.exchanges if each.what == "go"]
+    rounds = [each for each in outcome.exchanges if each.label == L2gdMove.label]
     assert {each.sites for each in rounds} == {1, 2, 3}
     np.testing.assert_array_equal(outcome.model.w, expected.w)
-    gone = [
-        asked(letter).exchange for site, letter in carrier.letters if site == "b" and "Go" in type(asked(letter).body).__name__
-    ]
+
+    def has_move(body):
+        return any(isinstance(each, L2gdMove) for each in (body.messages if isinstance(body, Batch) else (body,)))
+
+    gone = [asked(letter).exchange for site, letter in carrier.letters if site == "b" and has_move(asked(letter).body)]
     at = gone[len(gone) // 2]  # where b is asked again after it was left alone, and has lost its memory
 
     def forget(site, letter, reply):

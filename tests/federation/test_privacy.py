@@ -12,27 +12,39 @@ from hypothesis import strategies as st
 from scipy.stats import norm
 
 from covey.errors import CoveyError, FederationError, SolverError
-from covey.federation.operator.agreement import Joined, SiteTotals
-from covey.federation.operator.coordinator import RunSettings
 from covey.federation.operator.operate import operate
 from covey.federation.operator.report import report
-from covey.federation.operator.settings import terms_of
+from covey.federation.operator.settings import RunSettings, run_settings_of
 from covey.federation.privacy.accounting import epsilon, noise_for, privacy_of, spent
-from covey.federation.privacy.sweeps import NoisySums, PlaceClients, Privacy, ReleaseSums, seeded_normal
+from covey.federation.privacy.sweeps import NoisySums, PlaceClients, ReleaseSums, seeded_normal
 from covey.federation.simulate import simulate
 from covey.federation.site.budget import Budget
+from covey.federation.site.policy import Policy
 from covey.federation.site.site import Site, open_site
+from covey.federation.wire.agreement import Joined, Privacy, SiteTotals
 from covey.federation.wire.transport import Failure, InProcess
 from covey.model.files import load_model
 from covey.nodes.messages import Batch
 from covey.records import decode, encode
 from covey.solvers.direct.sweep import SweepUp
-from tests.federation.sites import FAMILIES, Meddling, assert_same, by_turns, fit, in_memory, sites_of, spec, table, thetas
+from tests.federation.sites import (
+    FAMILIES,
+    Meddling,
+    assert_same,
+    by_turns,
+    fit,
+    in_memory,
+    kind,
+    sites_of,
+    spec,
+    table,
+    thetas,
+)
 
 LISTED = {"z": ["z0", "z1", "z2"], "y": [0, 1]}
 
 
-def terms(noise=1.0, clip=1.0, rounds=2, **settings):
+def private_run(noise=1.0, clip=1.0, rounds=2, **settings):
     return RunSettings(
         **{"retries": 1, "timeout": 1.0, "categories": LISTED, "private": Privacy(noise, clip, rounds), **settings}
     )
@@ -41,7 +53,7 @@ def terms(noise=1.0, clip=1.0, rounds=2, **settings):
 def asks(carrier, site):
     """Requests to a site and its replies, as bytes."""
     pairs = zip(carrier.letters, carrier.replies, strict=True)
-    return [(decode(letter), reply) for (name, letter), (_, reply) in pairs if name == site and decode(letter).kind == "ask"]
+    return [(decode(letter), reply) for (name, letter), (_, reply) in pairs if name == site and kind(decode(letter)) == "ask"]
 
 
 def released(letter):
@@ -107,7 +119,7 @@ def test_settings_that_make_no_sense_are_refused():
 def test_without_noise_a_private_run_is_the_fit_in_memory(family, secure):
     frame, asked = table(1, family), spec(family)
     sites = sites_of(by_turns(frame, 3))
-    outcome = fit(sites, asked, terms=terms(0.0, 20.0, 8, secure=secure))
+    outcome = fit(sites, asked, settings=private_run(0.0, 20.0, 8, secure=secure))
     assert_same(outcome, sites, in_memory(frame, asked), atol=1e-7)
     assert outcome.privacy["epsilon"] == math.inf
 
@@ -117,9 +129,9 @@ def test_masks_change_nothing_of_the_same_noise():
     for secure in (False, True):
         parts = by_turns(frame, 3)
         sites = {
-            name: Site(name, lambda _, p=p: p, minimum=1, draw=seeded_normal(at)) for at, (name, p) in enumerate(parts.items())
+            name: Site(name, lambda _, p=p: p, Policy(1), draw=seeded_normal(at)) for at, (name, p) in enumerate(parts.items())
         }
-        runs.append(fit(sites, spec(), terms=terms(0.5, secure=secure)).model.w)
+        runs.append(fit(sites, spec(), settings=private_run(0.5, secure=secure)).model.w)
     assert np.array_equal(*runs)
 
 
@@ -128,14 +140,14 @@ def test_only_noisy_sums_and_public_counts_leave_a_site(family):
     """Every reply is opened. That the sums are as noisy as they say is in the tests of the solver."""
     sites = sites_of(by_turns(table(3, family), 3))
     carrier = Meddling(sites)
-    fit(sites, spec(family), carrier, terms())
+    fit(sites, spec(family), carrier, private_run())
     kinds = []
     for (_, letter), (site, reply) in zip(carrier.letters, carrier.replies, strict=True):
         asked, body = decode(letter), decode(reply).body
-        if asked.kind == "hello":
+        if kind(asked) == "hello":
             assert body.levels == {}
             assert body.classes is None
-        elif asked.kind == "agree":
+        elif kind(asked) == "agree":
             joined, first = body
             assert isinstance(joined, Joined)
             assert isinstance(first, SiteTotals)
@@ -143,9 +155,9 @@ def test_only_noisy_sums_and_public_counts_leave_a_site(family):
             assert first.moments is None
             assert not any(np.any(each) for each in (first.rows, first.response.floats()))
         else:
-            kinds.append(type(body).__name__)
+            kinds.append(type(body))
             assert body is None or isinstance(body, NoisySums)
-    assert kinds.count("Noisy") == 3 * 2
+    assert kinds.count(NoisySums) == 3 * 2
 
 
 def test_the_promise_is_printed_and_saved_with_both_models(tmp_path):
@@ -166,7 +178,9 @@ def test_the_promise_is_printed_and_saved_with_both_models(tmp_path):
 
 def test_noise_is_the_systems_unless_a_simulation_gives_a_seed():
     frame, asked = table(5), spec()
-    runs = [simulate(frame, asked, 3, terms=terms(), noise_seed=seed).outcome.model.w for seed in (1, 1, 2, None, None)]
+    runs = [
+        simulate(frame, asked, 3, settings=private_run(), noise_seed=seed).outcome.model.w for seed in (1, 1, 2, None, None)
+    ]
     assert np.array_equal(runs[0], runs[1])
     assert not any(np.array_equal(runs[a], runs[b]) for a, b in ((0, 2), (0, 3), (3, 4)))
 
@@ -174,17 +188,17 @@ def test_noise_is_the_systems_unless_a_simulation_gives_a_seed():
 def test_categories_and_classes_are_the_operators_to_list():
     sites = sites_of(by_turns(table(6, "bernoulli"), 3))
     with pytest.raises(FederationError, match="the operator lists what column 'y' may hold"):
-        fit(sites, spec("bernoulli"), terms=terms(categories=None))
+        fit(sites, spec("bernoulli"), settings=private_run(categories=None))
     with pytest.raises(FederationError, match="the operator lists what column 'z' may hold"):
-        fit(sites, spec(), terms=terms(categories={"y": [0, 1]}))
-    assert terms_of({"categories": '{"z": ["a"]}'}).categories == {"z": ["a"]}
+        fit(sites, spec(), settings=private_run(categories={"y": [0, 1]}))
+    assert run_settings_of({"categories": '{"z": ["a"]}'}).categories == {"z": ["a"]}
     with pytest.raises(FederationError, match="lists by column"):
-        terms_of({"categories": "z=a,b"})
+        run_settings_of({"categories": "z=a,b"})
 
 
 def test_a_delta_that_promises_nothing_is_refused():
     with pytest.raises(SolverError, match=r"delta of 0.1 for 12 clients .* below 1/12"):
-        fit(sites_of(by_turns(table(7), 2)), spec(), terms=terms(delta=0.1))
+        fit(sites_of(by_turns(table(7), 2)), spec(), settings=private_run(delta=0.1))
 
 
 @pytest.mark.parametrize(
@@ -201,7 +215,7 @@ def test_what_would_send_more_is_refused_before_the_first_letter(asked, why):
     sites = sites_of(by_turns(table(8), 2))
     carrier = Meddling(sites)
     with pytest.raises(SolverError, match=why):
-        fit(sites, asked, carrier, terms())
+        fit(sites, asked, carrier, private_run())
     assert not carrier.letters
 
 
@@ -214,13 +228,13 @@ def test_asked_again_a_site_sends_the_same_noise():
 
     def drop_first(site, letter, reply):
         asked = decode(letter)
-        if site == "s0" and asked.kind == "ask" and isinstance(released(asked), ReleaseSums) and not lost:
+        if site == "s0" and kind(asked) == "ask" and isinstance(released(asked), ReleaseSums) and not lost:
             lost.append(reply)
             return Failure("late", "no answer in time")
         return reply
 
     carrier = Meddling(sites, drop_first)
-    fit(sites, spec(), carrier, terms())
+    fit(sites, spec(), carrier, private_run())
     replies = [reply for asked, reply in asks(carrier, "s0") if isinstance(released(asked), ReleaseSums)]
     assert isinstance(replies[0], Failure)
     assert lost == [replies[1]]
@@ -234,43 +248,43 @@ def test_a_site_without_its_memory_releases_nothing_again(tmp_path):
 
     def start(name):
         budget = Budget(file=homes[name] / "privacy.json")
-        return Site(name, lambda _, part=parts[name]: part, home=homes[name], minimum=1, budget=budget)
+        return Site(name, lambda _, part=parts[name]: part, home=homes[name], policy=Policy(1), budget=budget)
 
     sites = {name: start(name) for name in parts}
 
     def forget(site, letter, reply):
         asked = decode(letter)
-        if site == "s0" and asked.kind == "ask" and asked.exchange == 1 and not asked.mute:
+        if site == "s0" and kind(asked) == "ask" and asked.exchange == 1 and not asked.mute:
             (homes["s0"] / "runs" / f"{asked.run}.state").unlink()
             carrier.inner = InProcess({**sites, "s0": start("s0")})
         return reply
 
     carrier = Meddling(sites, forget)
-    outcome = fit(sites, spec(), carrier, terms())
+    outcome = fit(sites, spec(), carrier, private_run())
     noisy = [decode(reply) for asked, reply in asks(carrier, "s0") if isinstance(released(asked), ReleaseSums)]
-    mute = [letter for letter in noisy if letter.kind == "ready"]
+    mute = [letter for letter in noisy if kind(letter) == "ready"]
     assert mute
     assert all(letter.body is None for letter in mute)
-    assert [letter.kind for letter in noisy].count("reply") == 2
+    assert [kind(letter) for letter in noisy].count("reply") == 2
     kept = json.loads((homes["s0"] / "privacy.json").read_text())
     assert [one["exchanges"] for one in kept["releases"].values()] == [[1, 2]]
     assert kept["epsilon"] == pytest.approx(outcome.privacy["epsilon"])
 
 
 def test_an_exchange_whose_answer_is_lost_is_not_answered_with_other_noise(tmp_path):
-    site = Site("s0", lambda _: table(11), home=tmp_path, minimum=1, budget=Budget(file=tmp_path / "privacy.json"))
+    site = Site("s0", lambda _: table(11), home=tmp_path, policy=Policy(1), budget=Budget(file=tmp_path / "privacy.json"))
     sent = []
 
     def keep(_, letter, reply):
         sent.append(letter)
         return reply
 
-    fit({"s0": site}, spec(), Meddling({"s0": site}, keep), terms())
+    fit({"s0": site}, spec(), Meddling({"s0": site}, keep), private_run())
     run = decode(sent[0]).run
     (tmp_path / "runs" / f"{run}.state").unlink()
-    again = Site("s0", lambda _: table(11), home=tmp_path, minimum=1, budget=Budget(file=tmp_path / "privacy.json"))
-    answers = [decode(again.answer(letter)) for letter in sent if decode(letter).kind != "deliver"]
-    first = next(answer for answer in answers if answer.kind == "refusal")
+    again = Site("s0", lambda _: table(11), home=tmp_path, policy=Policy(1), budget=Budget(file=tmp_path / "privacy.json"))
+    answers = [decode(again.answer(letter)) for letter in sent if kind(decode(letter)) != "deliver"]
+    first = next(answer for answer in answers if kind(answer) == "refusal")
     assert "noise is not drawn twice" in first.body.sentence
     assert not any(isinstance(answer.body, NoisySums) for answer in answers)
 
@@ -281,10 +295,10 @@ def test_a_fit_that_began_twice_counts_both_starts():
 
     def die(site, letter, reply):
         asked = decode(letter)
-        gone = site == "s2" and asked.kind == "ask" and asked.exchange == 2
+        gone = site == "s2" and kind(asked) == "ask" and asked.exchange == 2
         return Failure("gone", "it is not connected") if gone else reply
 
-    outcome = fit(sites, spec(), Meddling(sites, die), terms(5.0), on_loss="continue")
+    outcome = fit(sites, spec(), Meddling(sites, die), private_run(5.0), on_loss="continue")
     assert outcome.privacy["releases"] == 4
     assert outcome.privacy["epsilon"] == pytest.approx(epsilon(5.0, 4))
     assert "4 releases" in report(outcome)
@@ -300,22 +314,22 @@ def test_a_site_refuses_to_spend_more_than_it_allows():
     sites["s1"].budget = Budget(run=1.0)
     cost = epsilon(1.0, 2)
     with pytest.raises(FederationError, match=rf"Site 's1': .*epsilon for one run to {cost:.4g} .*allows 1 at most"):
-        fit(sites, spec(), terms=terms(1.0))
+        fit(sites, spec(), settings=private_run(1.0))
     with pytest.raises(FederationError, match=r"answers only under differential privacy, with epsilon 1 at most"):
         fit(sites, spec())
     assert not sites["s1"].budget.kept
-    fit(sites, spec(), terms=terms(noise_for(1.0, 2)))
+    fit(sites, spec(), settings=private_run(noise_for(1.0, 2)))
     assert sites["s1"].budget.spent() == pytest.approx(1.0, rel=1e-6)
 
 
 def test_a_site_counts_over_runs_and_restarts(tmp_path):
-    parts, asked = by_turns(table(14), 2), terms(noise_for(1.0, 2))
+    parts, asked = by_turns(table(14), 2), private_run(noise_for(1.0, 2))
     file = tmp_path / "privacy.json"
 
     def once():
         sites = sites_of(parts)
         sites["s0"].budget = Budget(total=1.5, file=file)
-        return fit(sites, spec(), terms=asked)
+        return fit(sites, spec(), settings=asked)
 
     once()
     once()
@@ -333,10 +347,10 @@ def test_a_second_start_is_refused_where_it_would_cost_too_much():
 
     def die(site, letter, reply):
         asked = decode(letter)
-        return Failure("gone", "it") if site == "s2" and asked.kind == "ask" and asked.exchange == 2 else reply
+        return Failure("gone", "it") if site == "s2" and kind(asked) == "ask" and asked.exchange == 2 else reply
 
     with pytest.raises(FederationError, match="Site 's0': This would bring the site's epsilon for one run to"):
-        fit(sites, spec(), Meddling(sites, die), terms(noise_for(1.0, 2)), on_loss="continue")
+        fit(sites, spec(), Meddling(sites, die), private_run(noise_for(1.0, 2)), on_loss="continue")
 
 
 def test_a_site_does_not_join_a_run_that_said_another_thing_at_first():
@@ -344,17 +358,17 @@ def test_a_site_does_not_join_a_run_that_said_another_thing_at_first():
     parts = by_turns(table(18), 2)
     carrier = Meddling(sites_of(parts))
     fit(carrier.inner._sites, spec(), carrier)
-    agree = next(letter for site, letter in carrier.letters if site == "s0" and decode(letter).kind == "agree")
-    wary = Site("s0", lambda _: parts["s0"], minimum=1, budget=Budget(total=1.0))
+    agree = next(letter for site, letter in carrier.letters if site == "s0" and kind(decode(letter)) == "agree")
+    wary = Site("s0", lambda _: parts["s0"], policy=Policy(1), budget=Budget(total=1.0))
     answer = decode(wary.answer(agree))
-    assert answer.kind == "refusal"
+    assert kind(answer) == "refusal"
     assert "answers only under differential privacy" in answer.body.sentence
 
 
 @pytest.mark.parametrize(
     ("body", "why"),
     [
-        (SweepUp(), "does not answer 'Up'"),
+        (SweepUp(), "does not answer 'sweep up'"),
         (ReleaseSums(np.zeros((3, 4)), 0.0, 1.0), "Noise 0 and clip 1 were asked for"),
         (ReleaseSums(np.zeros((3, 4)), 1.0, 9.0), "Noise 1 and clip 9 were asked for"),
         (ReleaseSums(np.zeros((3, 4)), 1.0, 1.0), "agreed to 2 releases and has made them"),
@@ -364,12 +378,12 @@ def test_a_coordinator_that_asks_for_more_is_refused(body, why):
     """After the run, the letter that would come next: a site holds to what was agreed."""
     sites = sites_of(by_turns(table(16), 2))
     carrier = Meddling(sites)
-    fit(sites, spec(), carrier, terms())
+    fit(sites, spec(), carrier, private_run())
     last = next(decode(letter) for site, letter in reversed(carrier.letters) if site == "s0")
     for asked in (body, Batch((body, PlaceClients(np.zeros((3, 4))))), Batch((PlaceClients(np.zeros((3, 4))), body))):
-        letter = replace(last, kind="ask", exchange=last.exchange + 1, after=last.exchange, body=asked)
+        letter = replace(last, exchange=last.exchange + 1, after=last.exchange, body=asked)
         answer = decode(sites["s0"].answer(encode(letter)))
-        assert answer.kind == "refusal"
+        assert kind(answer) == "refusal"
         assert why in answer.body.sentence
     assert len(thetas(sites, last.run)) == 12
 
@@ -380,5 +394,5 @@ def test_a_nodes_settings_are_its_limits(tmp_path):
     budget = open_site("s", given).budget
     assert (budget.run, budget.total, budget.delta) == (2.0, 5.0, 1e-7)
     assert budget.file == tmp_path / "privacy.json"
-    with pytest.raises(CoveyError, match=r"'epsilon' must be a positive number. Got -1"):
+    with pytest.raises(CoveyError, match=r"'epsilon'.* > 0. Got -1"):
         open_site("s", {**given, "epsilon": -1})

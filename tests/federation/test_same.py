@@ -9,13 +9,30 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from covey.datasets import load_radon
-from covey.federation.operator.coordinator import RunSettings
+from covey.federation.operator.coordinator import Federation
+from covey.federation.operator.journal import Journal
+from covey.federation.operator.settings import RunSettings
 from covey.federation.simulate import simulate
 from covey.model.files import load_model
 from covey.model.model import fit_table
 from covey.model.summary import describe
+from covey.nodes.messages import SetGamma
 from covey.problem.spec import Spec
-from tests.federation.sites import FAMILIES, assert_same, by_turns, dealt, fit, in_memory, sites_of, spec, spread, table, thetas
+from covey.solvers.direct.sweep import SweepUp
+from tests.federation.sites import (
+    FAMILIES,
+    Meddling,
+    assert_same,
+    by_turns,
+    fit,
+    in_memory,
+    sites_of,
+    spec,
+    split_by,
+    spread,
+    table,
+    thetas,
+)
 
 
 @pytest.mark.parametrize("secure", [False, True])
@@ -29,11 +46,11 @@ def test_any_sharding_gives_the_fit_in_memory(family, secure, seed, data):
     clients = sorted(frame["client"].unique().to_list())
     at = data.draw(st.lists(st.sampled_from(["s1", "s2", "s3", "s4"]), min_size=len(clients), max_size=len(clients)))
     assume(len(set(at)) > 1)
-    parts = dealt(frame, dict(zip(clients, at, strict=True)))
+    parts = split_by(frame, dict(zip(clients, at, strict=True)))
     assume(not secure or spread(parts))
     sites = sites_of(parts)
     asked = spec(family, tol=1e-11)
-    outcome = fit(sites, asked, terms=RunSettings(secure=secure))
+    outcome = fit(sites, asked, settings=RunSettings(secure=secure))
     assert_same(outcome, sites, in_memory(frame, asked))
 
 
@@ -80,7 +97,7 @@ def test_penalties_learned_across_sites_are_those_learned_in_memory(what, secure
     sites = sites_of(by_turns(frame, 3), models=None)
     for name, site in sites.items():
         site.models = tmp_path / name
-    outcome = fit(sites, asked, terms=RunSettings(secure=secure))
+    outcome = fit(sites, asked, settings=RunSettings(secure=secure))
     model = in_memory(frame, asked)
     assert_same(outcome, sites, model, atol=1e-7)
     here, there = outcome.model.learned.components, model.learned.components
@@ -122,10 +139,10 @@ def test_algorithms_by_coins_have_the_bits_of_the_run_in_memory(what, secure, se
     clients = sorted(frame["client"].unique().to_list())
     at = data.draw(st.lists(st.sampled_from(["s1", "s2", "s3"]), min_size=len(clients), max_size=len(clients)))
     assume(len(set(at)) > 1)
-    parts = dealt(frame, dict(zip(clients, at, strict=True)))
+    parts = split_by(frame, dict(zip(clients, at, strict=True)))
     assume(not secure or spread(parts))
     sites = sites_of(parts)
-    outcome, model = fit(sites, asked, terms=RunSettings(secure=secure)), in_memory(frame, asked)
+    outcome, model = fit(sites, asked, settings=RunSettings(secure=secure)), in_memory(frame, asked)
     np.testing.assert_array_equal(outcome.model.w, model.w)
     np.testing.assert_array_equal(outcome.model.wbar, model.wbar)
     found = thetas(sites, outcome.run)
@@ -139,7 +156,7 @@ def test_the_size_of_letters_depends_on_clusters_and_terms_alone():
     for clients in (15, 60):
         sites = sites_of(by_turns(table(9, clients=clients), 3))
         exchanges = fit(sites, spec()).exchanges
-        sent.append([(each.what, each.down, each.up) for each in exchanges if each.what in ("up", "down")])
+        sent.append([(each.label, each.down, each.up) for each in exchanges if each.phase == "fit"])
     for (few, *small), (many, *large) in zip(*sent, strict=True):
         assert few == many
         np.testing.assert_allclose(small, large, atol=60)  # single numbers are written in as many digits as they have
@@ -204,3 +221,28 @@ def test_radon_across_three_sites_writes_each_sites_models_there(tmp_path):
     mine = [set(load_model(tmp_path / name)[0].hierarchy.client_ids.to_list()) for name in run.outcome.roster]
     assert sum(map(len, mine)) == whole.hierarchy.n_clients
     assert not set.intersection(*mine)
+
+
+def test_sites_are_a_network_like_any_other():
+    """Messages are sent one by one and collected together, in their order; one without a reply has none, and is carried out."""
+    frame, asked = table(3), spec()
+    sites = sites_of(by_turns(frame, 3))
+    carrier = Meddling(sites)
+    about = {"run": "aa", "salt": "00" * 16}
+    federation = Federation(carrier, list(sites), asked, Journal(None, {}, about), RunSettings())
+    federation.open()
+    before = len(carrier.letters)
+    gamma = SetGamma(np.full(3, 2.0))
+    for message in (gamma, SweepUp(), SweepUp()):
+        federation.send(message)
+    assert len(carrier.letters) == before  # a transport waits for replies, so nothing goes out before collect
+    nothing, one, two = federation.collect()
+    assert federation.collect() == []
+    assert (nothing.message, nothing.reply) == (gamma, None)
+    assert (one.reply.C == two.reply.C).all()
+    assert len(carrier.letters) == before + 2 * len(sites)
+    assert [each.phase for each in federation.exchanges] == ["set-up", "set-up", "fit", "fit"]
+    with federation.during("measure"):
+        assert (federation.ask(SweepUp()).C == one.reply.C).all()
+    assert federation.exchanges[-1].phase == "measure"
+    assert all((site.node("aa").gamma == 2.0).all() for site in sites.values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import tomllib
 from dataclasses import fields
 
@@ -11,19 +10,19 @@ import pytest
 
 from covey.errors import CoveyError, FederationError
 from covey.federation.flower.launch import APP
-from covey.federation.operator.coordinator import RunSettings
 from covey.federation.operator.members import Members
 from covey.federation.operator.operate import operate
 from covey.federation.operator.settings import (
-    _OWN,
     DEFAULTS,
+    RUN_OPTIONS,
+    RunSettings,
     awaited,
     categories_of,
     expected_of,
     named,
     roster_of,
+    run_settings_of,
     spec_of,
-    terms_of,
 )
 from covey.federation.wire.transport import InProcess
 from covey.problem.spec import Spec
@@ -34,44 +33,46 @@ GIVEN = {"formula": "y ~ x + z", "client": "client", "cluster": "cluster", "gamm
 
 
 @pytest.mark.parametrize(
-    ("setting", "sentence"),
+    ("setting", "facts"),
     [
-        ({"epsilom": 1}, "There is no setting 'epsilom' of a run; did you mean 'epsilon'?"),
-        ({"secur": True}, "There is no setting 'secur' of a run; did you mean 'secure'?"),
-        ({"minimum": 3}, "There is no setting 'minimum' of a run; there are 'family', 'client'"),
-        ({"secure": "false"}, "The setting 'secure' must be true or false. Got 'false' instead."),
-        ({"secure": 1}, "The setting 'secure' must be true or false. Got 1 instead."),
-        ({"standardize": "no"}, "The setting 'standardize' must be true or false. Got 'no' instead."),
-        ({"retries": -1}, "The setting 'retries' must be a whole number >= 0. Got -1 instead."),
-        ({"retries": 1.5}, "The setting 'retries' must be a whole number >= 0. Got 1.5 instead."),
-        ({"timeout": -5}, "The setting 'timeout' must be a number of seconds above 0. Got -5 instead."),
-        ({"timeout": 0}, "The setting 'timeout' must be a number of seconds above 0. Got 0 instead."),
-        ({"timeout": math.inf}, "The setting 'timeout' must be a number of seconds above 0. Got inf instead."),
-        ({"pause": math.nan}, "The setting 'pause' must be a number of seconds >= 0. Got nan instead."),
-        ({"wait": "long"}, "The setting 'wait' must be a number of seconds >= 0. Got 'long' instead."),
-        ({"sites": 0}, "The setting 'sites' must be how many there are, or their names: a,b,c. Got 0 instead."),
-        ({"sites": 2.5}, "The setting 'sites' must be how many there are, or their names: a,b,c. Got 2.5 instead."),
-        ({"on-loss": "go on"}, "The 'on_loss' parameter must be one of 'stop', 'continue'. Got 'go on' instead."),
-        (
-            {"categories": {"zz": ["a"]}},
-            "The 'categories' name a column 'zz' that the formula has not; did you mean 'z'?",
-        ),
-        ({"categories": '{"weight": ["a"]}'}, "The 'categories' name a column 'weight' that the formula has not; there are"),
+        ({"epsilom": 1}, ["'epsilom'", "did you mean 'epsilon'?"]),
+        ({"secur": True}, ["'secur'", "did you mean 'secure'?"]),
+        ({"minimum": 3}, ["'minimum'", "there are 'family', 'client'"]),
+        ({"secure": "false"}, ["'secure'", "true or false", "'false'"]),
+        ({"secure": 1}, ["'secure'", "true or false", "Got 1"]),
+        ({"standardize": "no"}, ["'standardize'", "true or false", "'no'"]),
+        ({"retries": -1}, ["'retries'", "whole number >= 0", "-1"]),
+        ({"retries": 1.5}, ["'retries'", "whole number >= 0", "1.5"]),
+        ({"timeout": -5}, ["'timeout'", "seconds", "> 0", "-5"]),
+        ({"timeout": 0}, ["'timeout'", "> 0", "Got 0"]),
+        ({"timeout": math.inf}, ["'timeout'", "> 0", "inf"]),
+        ({"pause": math.nan}, ["'pause'", ">= 0", "nan"]),
+        ({"wait": "long"}, ["'wait'", ">= 0", "'long'"]),
+        ({"sites": 0}, ["'sites'", "how many", "names", "Got 0"]),
+        ({"sites": 2.5}, ["'sites'", "how many", "names", "Got 2.5"]),
+        ({"on-loss": "go on"}, ["'on_loss'", "'stop', 'continue'", "'go on'"]),
+        ({"categories": {"zz": ["a"]}}, ["'categories'", "'zz'", "did you mean 'z'?"]),
+        ({"categories": '{"weight": ["a"]}'}, ["'categories'", "'weight'", "there are"]),
     ],
 )
-def test_mistakes_are_refused_in_a_sentence(setting, sentence):
-    with pytest.raises(CoveyError, match=re.escape(sentence)):
+def test_mistakes_are_refused_in_a_sentence(setting, facts):
+    sentences = []
+    with pytest.raises(CoveyError) as error:
         operate(InProcess(sites_of(by_turns(table(0), 2))), {**GIVEN, **setting}, lambda _: None)
+    sentences.append(str(error.value))
     if "on-loss" not in setting:  # which a run looks at when it begins
-        with pytest.raises(CoveyError, match=re.escape(sentence)):
+        with pytest.raises(CoveyError) as error:
             awaited({**GIVEN, **setting})
+        sentences.append(str(error.value))
+    for sentence in sentences:
+        assert all(fact in sentence for fact in facts), sentence
 
 
 def test_settings_that_are_right_reach_the_run():
     given = {**GIVEN, "on-loss": "", "timeout": 5, "retries": 0, "pause": 0, "secure": True, "james-stein": False, "sites": "2"}
     assert named(given)["james_stein"] is False
     assert "on_loss" not in named(given)
-    terms = terms_of(given)
+    terms = run_settings_of(given)
     assert (terms.timeout, terms.retries, terms.pause, terms.secure) == (5, 0, 0, True)
     assert awaited({**given, "wait": 7}) == (2, 7.0)
     text = operate(InProcess(sites_of(by_turns(table(0), 2))), {**GIVEN, "sites": 2}, lambda _: None)
@@ -84,8 +85,8 @@ def test_the_defaults_are_in_one_place():
     assert {name: app[name] for name in DEFAULTS} == dict.fromkeys(DEFAULTS, "")
     assert named({name: "" for name in app if name not in ("insecure", "settings")}) == {}
     for name in set(app) - {"insecure", "settings"}:
-        assert name.replace("-", "_") in {*_OWN, *(each.name for each in fields(Spec))}
-    terms = terms_of(GIVEN)
+        assert name.replace("-", "_") in {*RUN_OPTIONS, *(each.name for each in fields(Spec))}
+    terms = run_settings_of(GIVEN)
     assert {name: getattr(terms, name) for name in ("timeout", "retries", "pause")} == {
         "timeout": 600,
         "retries": 2,

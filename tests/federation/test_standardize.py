@@ -9,15 +9,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from covey.errors import CoveyError
-from covey.federation.operator.agreement import SiteTotals
-from covey.federation.operator.coordinator import RunSettings
+from covey.federation.operator.settings import RunSettings
+from covey.federation.site.policy import Policy
 from covey.federation.site.site import Site
+from covey.federation.wire.agreement import SiteTotals
 from covey.federation.wire.transport import Failure
 from covey.model.files import load_model
 from covey.nodes.messages import Batch, Standardise
 from covey.records import decode
 from covey.tables.scaling import Scale
-from tests.federation.sites import FAMILIES, Meddling, assert_same, by_turns, dealt, fit, in_memory, sites_of, spec, table
+from tests.federation.sites import FAMILIES, Meddling, assert_same, by_turns, fit, in_memory, sites_of, spec, split_by, table
 
 
 def raw(seed, family="gaussian"):
@@ -45,9 +46,9 @@ def test_any_sharding_gives_the_scale_to_the_bit_and_the_fit(family, secure, see
     clients = sorted(frame["client"].unique().to_list())
     at = data.draw(st.lists(st.sampled_from(["s1", "s2", "s3", "s4"]), min_size=len(clients), max_size=len(clients)))
     assume(len(set(at)) > 1)
-    sites = sites_of(dealt(frame, dict(zip(clients, at, strict=True))))
+    sites = sites_of(split_by(frame, dict(zip(clients, at, strict=True))))
     whole = in_memory(frame, asks(family))
-    outcome = fit(sites, asks(family), terms=RunSettings(secure=secure))
+    outcome = fit(sites, asks(family), settings=RunSettings(secure=secure))
     assert outcome.model.design == whole.design
     for site in sites.values():
         own = site.node(outcome.run).state(Scale)
@@ -69,7 +70,9 @@ def test_a_sites_model_takes_its_rows_as_they_are(family, tmp_path):
     frame = raw(2, family)
     parts = by_turns(frame, 3)
     whole = in_memory(frame, asks(family))
-    sites = {name: Site(name, lambda _, part=part: part, models=tmp_path / name, minimum=1) for name, part in parts.items()}
+    sites = {
+        name: Site(name, lambda _, part=part: part, models=tmp_path / name, policy=Policy(1)) for name, part in parts.items()
+    }
     outcome = fit(sites, asks(family))
     for name, part in parts.items():
         model, _ = load_model(tmp_path / name)
@@ -85,7 +88,9 @@ def test_learned_penalties_and_intervals_are_those_in_memory(formula, tmp_path):
     cluster = "cluster" if "|" not in formula else None
     asked = asks(gamma=None, lam=None, formula=formula, cluster=cluster, tests=False)
     parts, whole = by_turns(frame, 3), in_memory(frame, asked)
-    sites = {name: Site(name, lambda _, part=part: part, models=tmp_path / name, minimum=1) for name, part in parts.items()}
+    sites = {
+        name: Site(name, lambda _, part=part: part, models=tmp_path / name, policy=Policy(1)) for name, part in parts.items()
+    }
     outcome = fit(sites, asked)
     assert_same(outcome, sites, whole, atol=1e-6)
     for name, part in parts.items():
@@ -103,10 +108,10 @@ def test_a_site_that_is_opened_anew_for_every_letter_scales_once(secure, tmp_pat
             self.name = name
 
         def answer(self, letter):
-            return Site(self.name, lambda _: parts[self.name], home=tmp_path / self.name, minimum=1).answer(letter)
+            return Site(self.name, lambda _: parts[self.name], home=tmp_path / self.name, policy=Policy(1)).answer(letter)
 
-    outcome = fit({name: Reopened(name) for name in parts}, asks("bernoulli"), terms=RunSettings(secure=secure))
-    kept = fit(sites_of(parts), asks("bernoulli"), terms=RunSettings(secure=secure))
+    outcome = fit({name: Reopened(name) for name in parts}, asks("bernoulli"), settings=RunSettings(secure=secure))
+    kept = fit(sites_of(parts), asks("bernoulli"), settings=RunSettings(secure=secure))
     np.testing.assert_array_equal(outcome.model.w, kept.model.w)
     model, _ = load_model(tmp_path / "s0" / "model")
     whole = in_memory(frame, asks("bernoulli"))
@@ -140,7 +145,7 @@ def test_a_site_that_forgets_is_told_the_scale_again():
     def forget(name, letter, reply):
         if name == "s1" and decode(letter).exchange == 3 and not forgot:
             forgot.append(name)
-            sites["s1"].__init__("s1", lambda _: parts["s1"], minimum=1)
+            sites["s1"].__init__("s1", lambda _: parts["s1"], Policy(1))
             return Failure("gone", "it starts again")
         return reply
 
@@ -165,7 +170,7 @@ def test_sums_of_the_terms_leave_a_site_only_if_asked_for_and_take_no_exchange()
     sites = sites_of(by_turns(table(7), 3))
     plain, scaled = Meddling(sites), Meddling(sites)
     without, with_scale = fit(sites, spec(), plain), fit(sites, asks(), scaled)
-    assert [each.what for each in without.exchanges] == [each.what for each in with_scale.exchanges]
+    assert [each.label for each in without.exchanges] == [each.label for each in with_scale.exchanges]
     for transport, there in ((plain, False), (scaled, True)):
         totals = [decode(reply).body[1] for _, reply in transport.replies if isinstance(decode(reply).body, tuple)]
         assert [isinstance(each, SiteTotals) and each.moments is not None for each in totals] == [there] * 3

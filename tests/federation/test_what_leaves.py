@@ -2,9 +2,10 @@
 
 import re
 import warnings
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import ForwardRef, get_args, get_origin, get_type_hints
 
 import numpy as np
 import polars as pl
@@ -12,11 +13,15 @@ import pytest
 
 from covey.errors import ConvergenceWarning, CoveyError
 from covey.exact import Exact
-from covey.federation.operator.agreement import Joined, Profile, SiteTotals
-from covey.federation.operator.coordinator import RunSettings
+from covey.federation.operator.settings import RunSettings
 from covey.federation.privacy.accounting import privacy_of
-from covey.records import decode
-from tests.federation.sites import Meddling, dealt, fit, sites_of, spec, table
+from covey.federation.wire.agreement import SiteMessage
+from covey.federation.wire.letters import Hole
+from covey.nodes.messages import Batch, Message
+from covey.records import Record, decode
+from covey.variance.gaussian import IntegrateClients, LikelihoodSlope
+from covey.variance.identify import CountUnlike
+from tests.federation.sites import Meddling, fit, kind, sites_of, spec, split_by, table
 
 DOCS = Path(__file__).parents[2] / "docs" / "privacy.md"
 CLIENTS, CLUSTERS = 21, 5  # clients of one site: 7, 6 and 8; no two sizes here are equal, and none is that of the terms
@@ -39,7 +44,7 @@ def run(asked, **terms):
         client="patient " + pl.col("client")
     )
     owner = {f"patient c{i}": "a" if i < 7 else "b" if i < 13 else "c" for i in range(CLIENTS)}
-    sites = sites_of(dealt(frame, owner))
+    sites = sites_of(split_by(frame, owner))
     carrier = Meddling(sites)
     outcome = fit(sites, asked, carrier, RunSettings(**terms))
     return frame, sites, carrier, outcome
@@ -80,11 +85,11 @@ def _fields(value):
     return value._fields if hasattr(value, "_fields") else vars(value)
 
 
-def replies(carrier, kind):
+def replies(carrier, what):
     """What was asked, and what came back."""
     for (_, letter), (site, reply) in zip(carrier.letters, carrier.replies, strict=True):
         asked = decode(letter)
-        if asked.kind == kind:
+        if kind(asked) == what:
             yield site, asked.body, decode(reply).body
 
 
@@ -95,18 +100,87 @@ def sizes(shape, d, points):
     return ", ".join(["m", *words[1:]] if points else words)
 
 
-def told(carrier, d):
-    """Each kind of reply in words: its fields and shapes."""
+def sent(carrier, d):
+    """Each kind of reply in words, by the label of its message: its fields and shapes."""
     rows = {}
     for _, request, reply in replies(carrier, "ask"):
-        last = request.messages[-1] if hasattr(request, "messages") else request
-        points = type(last).__name__ in ("Integrate", "Slope")
+        last = request.messages[-1] if isinstance(request, Batch) else request
+        points = isinstance(last, IntegrateClients | LikelihoodSlope)
         parts = [
             f"{name} ({sizes(shape, d, points)})" if shape else name
             for name, _, shape in leaves(reply, "" if reply is None else "total")
         ]
-        rows[type(last).__name__.lower()] = ", ".join(parts)
+        rows[last.label] = ", ".join(parts)
     return rows
+
+
+# What is declared
+
+
+def messages():
+    """Every message there is: those that register themselves when their solvers are imported."""
+    found = [each for each in Record.registered.values() if issubclass(each, Message) and is_dataclass(each)]
+    return [each for each in found if each.__module__.startswith("covey.") and each is not Batch]
+
+
+def reply_of(message):
+    """The class, or classes, of the reply that a message declares."""
+    (base,) = [each for each in message.__orig_bases__ if issubclass(get_origin(each) or each, Message)]
+    (reply,) = get_args(base)
+    parts = get_args(reply) if get_origin(reply) is tuple else (reply,)
+    return [Record.registered[each.__forward_arg__] if isinstance(each, ForwardRef) else each for each in parts]
+
+
+def declared(reply, name="total"):
+    """The names of all numbers and arrays in a reply, by its declaration alone."""
+    if not (isinstance(reply, type) and issubclass(reply, Record)) or reply is Exact:
+        return [name]
+    hints = get_type_hints(reply)
+    return [each for part in fields(reply) for each in declared(hints[part.name], part.name)]
+
+
+def page(heading):
+    """The rows of the tables below a heading of the page, as lists of cells."""
+    part = DOCS.read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in part.splitlines() if line.startswith("| ")]
+    return rows[1:]
+
+
+@pytest.mark.parametrize("message", [each for each in messages() if each.reply and not issubclass(each, SiteMessage)])
+def test_the_page_has_every_message_with_what_it_declares(message):
+    """A new message fails here until docs/privacy.md says what its reply holds."""
+    rows = [cells for cells in page("In the fit") if cells[1] == message.label]
+    assert rows, f"docs/privacy.md has no row for the exchange {message.label!r} ({message.__name__})"
+    (reply,) = reply_of(message)
+    for cells in rows:
+        assert cells[2] == message.phase
+        assert re.sub(r" \([^)]*\)", "", cells[3]).split(", ") == ([""] if reply in (None, type(None)) else declared(reply))
+
+
+def test_the_page_has_every_message_to_a_site_itself():
+    rows = {cells[0]: cells[1] for cells in page("Before the fit") + page("After the fit")}
+    found = [each for each in messages() if issubclass(each, SiteMessage)]
+    assert set(rows) == {each.label for each in found}
+    for message in found:
+        fields_ = [name for reply in reply_of(message) if reply not in (None, type(None)) for name in names_of(reply)]
+        assert sorted(set(re.findall(r"`(\w+)`", rows[message.label])) - {"standardize"}) == sorted(set(fields_))
+
+
+def names_of(reply):
+    return [part.name for part in fields(reply)]
+
+
+def test_the_page_has_every_message_without_a_reply():
+    (line,) = [line for line in DOCS.read_text().split("\n\n") if line.startswith("Some messages have no reply")]
+    assert set(re.findall(r"`([^`]+)`", line)) == {each.label for each in messages() if not each.reply}
+
+
+def test_labels_are_different():
+    labels = [each.label for each in messages()]
+    assert len(set(labels)) == len(labels)
+
+
+# What is sent
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -122,46 +196,38 @@ def test_no_letter_has_as_many_of_anything_as_a_site_has_clients_or_rows(solver)
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_the_page_lists_what_leaves(solver):
     _, _, carrier, outcome = ran(solver)
-    assert told(carrier, len(outcome.model.terms)) == listed(solver)
-
-
-def test_the_page_lists_what_leaves_before_the_fit():
-    text = DOCS.read_text()
-    named = {row: re.findall(r"`(\w+)`", re.search(rf"^\| {row} \| (.*?) \|", text, re.M)[1]) for row in ("hello", "agree")}
-    assert sorted(named["hello"]) == sorted(part.name for part in fields(Profile))
-    agree = [part.name for message in (Joined, SiteTotals) for part in fields(message)]
-    assert sorted(each for each in named["agree"] if each != "standardize") == sorted(agree)
+    assert sent(carrier, len(outcome.model.terms)) == listed(solver)
 
 
 def test_the_page_lists_what_leaves_of_clients_with_one_row_each():
     frame = table(31, clients=CLIENTS, clusters=CLUSTERS, rows=1)
-    sites = sites_of(dealt(frame, {f"c{i}": "abc"[i % 3] for i in range(CLIENTS)}))
+    sites = sites_of(split_by(frame, {f"c{i}": "abc"[i % 3] for i in range(CLIENTS)}))
     carrier = Meddling(sites)
     with pytest.raises(CoveyError, match="residual"):
         fit(sites, replace(LEARNED, vary=["Intercept"]), carrier)
-    assert told(carrier, 4)["alike"] == listed("reml, one row a client")["alike"]
+    label = CountUnlike.label
+    assert sent(carrier, 4)[label] == listed("reml, one row a client")[label]
 
 
 def listed(solver):
     """What the page says that a site sends, by exchange."""
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in DOCS.read_text().splitlines()]
-    return {cells[1]: cells[2] for cells in rows if len(cells) == 4 and solver in cells[0].split("; ")}
+    return {cells[1]: cells[3] for cells in page("In the fit") if solver in cells[0].split("; ")}
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_no_id_of_a_client_and_no_value_of_a_row_is_in_any_letter(solver):
     frame, _, carrier, _ = ran(solver)
-    sent = b"\n".join(reply for _, reply in carrier.replies)
-    assert b"patient" not in sent
+    every = b"\n".join(reply for _, reply in carrier.replies)
+    assert b"patient" not in every
     for value in frame["x"].to_list():
-        assert np.float64(value).tobytes() not in sent
+        assert np.float64(value).tobytes() not in every
 
 
 def test_the_page_lists_what_leaves_with_noise():
     known = {"z": ["z0", "z1", "z2"]}
     private, delta = privacy_of({"epsilon": 3.0, "categories": known}, "gaussian")
     _, _, carrier, outcome = run(spec(), private=private, delta=delta, categories=known)
-    assert told(carrier, len(outcome.model.terms)) == {**listed("private"), "place": ""}
+    assert sent(carrier, len(outcome.model.terms)) == listed("private")
     for _, _, reply in replies(carrier, "agree"):
         totals = reply[1]
         assert not totals.rows.any()
@@ -170,8 +236,7 @@ def test_the_page_lists_what_leaves_with_noise():
 
 def test_what_goes_down_names_no_client_and_no_site_but_those_of_the_roster():
     _, _, carrier, _ = ran("newton")
-    sent = b"\n".join(letter for _, letter in carrier.letters)
-    assert b"patient" not in sent
+    assert b"patient" not in b"\n".join(letter for _, letter in carrier.letters)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -179,15 +244,22 @@ def test_under_masks_no_sum_of_a_site_can_be_read(solver):
     """What the coordinator gets holds none of the site's numbers, neither as they are nor in fixed point."""
     _, _, plain, _ = ran(solver)
     _, sites, masked, _ = ran(solver, secure=True)
-    sent = dict.fromkeys(sites, b"")
-    for site, reply in masked.replies:
-        sent[site] += reply
-    for site, _, reply in replies(plain, "ask"):
-        for array in (each for each in arrays(reply) if each.size):
-            for value in array.ravel():
-                if abs(value) > 1e-6 and value != np.round(value):  # a zero or a count could be anywhere
-                    assert np.float64(value).tobytes() not in sent[site]
-                    assert Exact.of(value).limbs.tobytes() not in sent[site]
+    sent_by = {site: b"".join(reply for name, reply in masked.replies if name == site) for site in sites}
+    for site, text in sent_by.items():
+        parts = [array.ravel() for name, _, reply in replies(plain, "ask") if name == site for array in arrays(reply)]
+        values = np.unique(np.concatenate(parts))
+        values = values[(np.abs(values) > 1e-6) & (values != np.round(values))]  # a zero or a count could be anywhere
+        assert len(values)
+        words = np.sort(np.concatenate([np.frombuffer(text[at:], "<u8", (len(text) - at) // 8) for at in range(8)]))
+        assert not among(values.view("<u8"), words).any()
+        limbs = Exact.of(values).limbs
+        for each in limbs[among(limbs, words).all(axis=1)]:  # each limb is somewhere, as zeros are: not all in a row
+            assert each.tobytes() not in text
+
+
+def among(values, words):
+    """Which of some numbers are among sorted ones."""
+    return words[np.minimum(np.searchsorted(words, values), len(words) - 1)] == values
 
 
 def arrays(value):
@@ -210,9 +282,9 @@ def test_under_masks_every_letter_of_the_fit_is_masked(solver):
     """Nothing bypasses the masks: what comes back is a skeleton without numbers, and limbs that are noise."""
     _, _, carrier, _ = ran(solver, secure=True)
     limbs = []
-    for kind in ("ask", "agree"):
-        for _, _, reply in replies(carrier, kind):
-            skeleton, numbers = reply if kind == "ask" else reply[1]
+    for what in ("ask", "agree"):
+        for _, _, reply in replies(carrier, what):
+            skeleton, numbers = reply if what == "ask" else reply[1]
             assert not [kind_ for _, kind_, _ in leaves_of_skeleton(skeleton) if kind_ in ("number", "f", "i", "u")]
             limbs.append(numbers.limbs.ravel())
             assert not numbers.size.any()  # nothing tells how large they are
@@ -221,7 +293,7 @@ def test_under_masks_every_letter_of_the_fit_is_masked(solver):
 
 
 def leaves_of_skeleton(skeleton):
-    if type(skeleton).__name__ == "Hole":
+    if isinstance(skeleton, Hole):
         return
     if isinstance(skeleton, dict):
         for each in skeleton.values():

@@ -180,7 +180,7 @@ def test_a_kernel_with_fast_arithmetic_sums_exactly(family):
     for j, a in product(range(k), range(3)):
         mine = slice(tree.cluster_ptr[j], tree.cluster_ptr[j + 1])
         exactly = sum(Fraction(value) for value in (share[mine] * network.node.theta[mine, a]).tolist())
-        assert abs(told.fractions()[j, a] - exactly) <= Fraction(300, 2**97)
+        assert abs(Fraction(told.integers()[j, a], 2**96) - exactly) <= Fraction(300, 2**97)
 
 
 def arrays(message):

@@ -18,7 +18,7 @@ def node(
     ca: Annotated[Path | None, typer.Option(help="The certificate, from the operator, by which to know the link.")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="No TLS and no keys: on one machine, to try it.")] = False,
     site: Annotated[str | None, typer.Option(help="The site's name; needed with --insecure, else checked.")] = None,
-    minimum: Annotated[int | None, typer.Option(help="Send no sum over fewer clients than this.")] = None,
+    minimum: Annotated[int | None, typer.Option(help="Send no sum over fewer clients than this (3).")] = None,
     client: Annotated[str | None, typer.Option(help="Column of the clients; fits by another are refused.")] = None,
     columns: Annotated[str | None, typer.Option(help="All columns that fits may name, with commas, as they are.")] = None,
     secure: Annotated[bool, typer.Option("--secure", help="Send sums under masks only.")] = False,
@@ -34,11 +34,12 @@ def node(
     from covey.errors import FederationError
     from covey.federation.flower.launch import start_node
     from covey.federation.site.budget import Budget
+    from covey.federation.wire.checks import check_number
 
     if insecure and site is None:
         raise FederationError("Without keys the operator cannot name this site; give it a name with --site.")
-    if minimum is not None and minimum < 1:
-        raise FederationError(f"The --minimum must be at least 1 client. Got {minimum} instead.")
+    if minimum is not None:
+        check_number("option --minimum", minimum, least=1, whole=True)
     limits = {"epsilon": epsilon, "epsilon_total": epsilon_total, "delta": delta}
     Budget.of(limits, home)  # refused here, not at the first letter
     about = {"client": client, "columns": columns, "secure": secure or None}

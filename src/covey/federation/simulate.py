@@ -1,4 +1,4 @@
-"""All sites on this machine: a table dealt out to them, and the same fit as across real ones."""
+"""All sites on this machine: a table split among them, and the same fit as across real ones."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ import numpy as np
 
 from covey._typing import Ints
 from covey.errors import CoveyError, DataError, FederationError, listing
-from covey.federation.operator.coordinator import RunSettings
 from covey.federation.operator.operate import OnLoss, Outcome, run_fit
+from covey.federation.operator.settings import RunSettings
 from covey.federation.privacy.sweeps import seeded_normal
+from covey.federation.site.policy import Policy
 from covey.federation.site.site import Site
 from covey.federation.site.table import profile_of
+from covey.federation.wire.checks import check_number
 from covey.federation.wire.transport import InProcess
 from covey.model.model import Model, as_frame
 from covey.problem.spec import Spec
@@ -50,7 +52,7 @@ def simulate(
     spec: Spec,
     sites: int | str = 3,
     *,
-    terms: RunSettings | None = None,
+    settings: RunSettings | None = None,
     minimum: int = 1,
     models: Path | None = None,
     journal: Path | None = None,
@@ -59,12 +61,13 @@ def simulate(
     noise_seed: int | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> SimulatedRun:
-    """Deal the clients of a table out to sites, and fit across them.
+    """Split the clients of a table among sites, and fit across them.
 
     Parameters
     ----------
     sites : how many there are, each client at one of them by turns; or the column that says where a row is
-    minimum : clients that a site wants behind each sum it sends
+    settings : what the operator decides
+    minimum : clients that a site wants in each sum it sends
     models : folder in which each site writes the models of its clients
     journal : as for :func:`.run_fit`; under masks and with noise there is none, since the sites' keys
         and their account of what they have released end with the process
@@ -73,33 +76,31 @@ def simulate(
     >>> from covey.datasets import load_radon
     >>> spec = Spec(formula="log_radon ~ floor", client="county", cluster="state", gamma=10.0)
     >>> run = simulate(load_radon(), spec, sites=3)
-    >>> run.outcome.roster, [exchange.what for exchange in run.outcome.exchanges]
-    (('site1', 'site2', 'site3'), ['hello', 'agree', 'up', 'down', 'deliver'])
+    >>> run.outcome.roster, [exchange.label for exchange in run.outcome.exchanges]
+    (('site1', 'site2', 'site3'), ['hello', 'agree', 'sweep up', 'sweep down', 'deliver'])
     """
     spec.check()
-    if minimum < 1:
-        raise DataError(f"The minimum of clients behind a sum must be at least 1. Got {minimum} instead.")
-    terms = RunSettings() if terms is None else terms
-    parts = deal(table, spec, sites)
-    absent = [name for name in terms.members.sites if name not in parts]
+    check_number("'minimum' of clients in a sum", minimum, least=1, whole=True, error=DataError)
+    settings = RunSettings() if settings is None else settings
+    parts = split_among_sites(table, spec, sites)
+    absent = [name for name in settings.members.sites if name not in parts]
     if absent:
         raise FederationError(
-            f"The list of members has the site {absent[0]!r}, which is not here; mend the list: there are {listing(parts, 5)}."
+            f"The list of members has the site {absent[0]!r}, which is not here; correct it: there are {listing(parts, 5)}."
         )
     at = {
         name: Site(
             name,
             _reads(part),
+            Policy(minimum, share_row_errors=True),
             models=None if models is None else models / name,
-            minimum=minimum,
-            frank=True,
             draw=None if noise_seed is None else seeded_normal(noise_seed, at),
         )
         for at, (name, part) in enumerate(parts.items())
     }
-    kept = None if terms.secure or terms.private is not None else journal
+    kept = None if settings.secure or settings.private is not None else journal
     try:
-        outcome = run_fit(InProcess(at), list(at), spec, terms, journal=kept, out=out, on_loss=on_loss, say=say)
+        outcome = run_fit(InProcess(at), list(at), spec, settings, journal=kept, out=out, on_loss=on_loss, say=say)
     except CoveyError:
         _check_whole(table, spec)
         raise
@@ -114,8 +115,8 @@ def _check_whole(table: Any, spec: Spec) -> None:
         raise problem from None
 
 
-def deal(table: Any, spec: Spec, sites: int | str) -> dict[str, Any]:
-    """The rows of each site."""
+def split_among_sites(table: Any, spec: Spec, sites: int | str) -> dict[str, Any]:
+    """The rows of each site, by name."""
     frame, settled = as_frame(table), spec.settled()
     if settled.client is None:
         raise DataError("Say which column holds the clients: client=, or a formula with (terms | cluster/client).")

@@ -65,7 +65,7 @@ class Plan:
                 lines.append(f"{mark}{cost.solver:12}{'':>3}does not fit: {cost.note}")
                 continue
             counts = "".join(f"{_count(number):>13}" for number in (cost.iterations, cost.within, cost.between))
-            lines.append(f"{mark}{cost.solver:12}{counts}{_size(cost.bytes):>11}{_time(cost.seconds):>11}  {cost.note}")
+            lines.append(f"{mark}{cost.solver:12}{counts}{in_bytes(cost.bytes):>11}{_time(cost.seconds):>11}  {cost.note}")
         lines.append("* waits least; exchanges are those of the client that has most")
         return "\n".join(lines)
 
@@ -176,7 +176,8 @@ def _count(number: float) -> str:
     return f"{number:,.0f}" if number < 1e7 else f"{number:.1e}"
 
 
-def _size(number: float) -> str:
+def in_bytes(number: float) -> str:
+    """Bytes, with a unit."""
     return _in_units(number, (("B", 1.0), ("kB", 1e3), ("MB", 1e6), ("GB", 1e9), ("TB", 1e12)), 1000)
 
 

@@ -7,6 +7,8 @@ across sites (:mod:`covey.federation`) messages and replies travel as bytes. The
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,7 +16,7 @@ import numpy as np
 
 from covey._typing import Floats
 from covey.losses import Loss
-from covey.nodes.messages import Message
+from covey.nodes.messages import Message, Phase
 from covey.nodes.node import Node
 from covey.tables.rows import GroupedData
 from covey.tree.hierarchy import Hierarchy
@@ -60,6 +62,11 @@ class Network(ABC):
         self.send(message)
         reply: R = self.collect()[-1].reply
         return reply
+
+    @contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """Count what is asked meanwhile to another phase than the messages declare, where exchanges are counted."""
+        yield
 
     def clients(self) -> Node | None:
         """The node that holds all clients, if it is in this process; None where their models stay elsewhere."""

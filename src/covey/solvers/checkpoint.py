@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from covey._typing import Anything, Floats
+from covey._typing import Floats
 from covey.errors import SolverError
 from covey.nodes.node import Node, Snapshot
 from covey.objective.objective import Objective
-from covey.records import Record, RecordError, decode, encode
+from covey.records import Record, RecordError, decode, digest, encode
 
 FORMAT = 2
 
@@ -53,9 +51,9 @@ class Checkpoint:
         parts = {
             **identity,
             "loss": [loss.name, loss.reduction, loss.ridge],
-            "data": _digest(*rows),
-            "penalties": _digest(penalty.gamma, penalty.lam),
-            "start": _digest(start),
+            "data": digest(*rows),
+            "penalties": digest(penalty.gamma, penalty.lam),
+            "start": digest(start),
         }
         return cls(target, {"format": str(FORMAT), **{name: _digest_of(value) for name, value in parts.items()}})
 
@@ -92,13 +90,6 @@ class Checkpoint:
                 "start anew."
             )
         return found
-
-
-def _digest(*arrays: Anything | None) -> str:
-    digest = hashlib.sha256()
-    for array in arrays:
-        digest.update(b"none" if array is None else np.ascontiguousarray(array).tobytes())
-    return digest.hexdigest()
 
 
 def _digest_of(value: Any) -> str:

@@ -1,7 +1,7 @@
 """Terms about their means, in units of their standard deviations, so that one penalty means the same for all of them.
 
 Mean and standard deviation come from sums of the rows and of their squares that are exact and add (:mod:`covey.exact`), so they
-are the same bits however rows are dealt out to sites.
+are the same bits for any assignment of rows to sites.
 """
 
 from __future__ import annotations
@@ -9,21 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 
 import numpy as np
-from numba import njit
 
-from covey._typing import Floats, Ints
+from covey._typing import Floats
 from covey.errors import DataError
-from covey.exact import WIDE_DIGITS, Exact, accumulate, from_digits
+from covey.exact import WIDE, WIDE_DIGITS, Exact, accumulate_moments, from_digits
 from covey.records import Record
 from covey.tables.design import Columns, Formula, Scaled
 from covey.tables.rows import GroupedData
 
-_EQUAL = Fraction(1, 2**286)  # what rounding leaves of the variance of equal values
-_FAINT = Fraction(1, 2**236)  # a mean square below which digits are lost
-_SPLITTER = 2.0**27 + 1.0
+_UNITS = 1 << 32 * WIDE  # in one, of the integers of a wide sum
+_EQUAL = 286  # a variance of at most 2^-286 is what rounding leaves of equal values
+_FAINT = 236  # a mean square below 2^-236 has lost digits
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,11 +45,11 @@ class Scale(Record):
         Terms that are constant are left as they are. If none is, there is no intercept to take up what centring takes away,
         and the others keep their zero.
         """
-        sums = found.fractions()
-        pairs = [_mean_and_variance(sums[0, at], sums[1, at], rows, term) for at, term in enumerate(terms)]
-        centred = any(mean and not variance for mean, variance in pairs)
-        means = [float(mean) if centred and variance else 0.0 for mean, variance in pairs]
-        return cls(np.array(means), np.array([_root(variance) if variance else 1.0 for _, variance in pairs]))
+        sums = found.integers()
+        spreads = [_Spread.of(sums[0, at], sums[1, at], int(rows), term) for at, term in enumerate(terms)]
+        centred = any(each.total and not each.varies for each in spreads)
+        means = [each.mean() if centred and each.varies else 0.0 for each in spreads]
+        return cls(np.array(means), np.array([each.deviation() if each.varies else 1.0 for each in spreads]))
 
     def rows(self, data: GroupedData) -> GroupedData:
         """The same rows, standardised."""
@@ -72,39 +70,42 @@ def moments(X: Floats) -> Exact:
     [[7.0], [25.0]]
     """
     digits = np.zeros((2, X.shape[1], WIDE_DIGITS), dtype=np.int64)
-    _add_moments(np.ascontiguousarray(X), digits)
+    accumulate_moments(np.ascontiguousarray(X), digits)
     return from_digits(digits)
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
-def _add_moments(X: Floats, digits: Ints) -> None:
-    for row in range(X.shape[0]):
-        for a in range(X.shape[1]):
-            z = X[row, a]
-            # The square as three products of halves of 26 bits, none of which is rounded.
-            far = _SPLITTER * z
-            upper = far - (far - z)
-            lower = z - upper
-            accumulate(digits[0, a], z)
-            accumulate(digits[1, a], upper * upper)
-            accumulate(digits[1, a], 2.0 * upper * lower)
-            accumulate(digits[1, a], lower * lower)
+@dataclass(frozen=True)
+class _Spread:
+    """The values of one term: how many, their sum in units of ``1 / _UNITS``, and their variance.
 
+    These are integers, so nothing is rounded before mean and deviation are, each once. ``variance`` is in units of
+    ``1 / (rows * _UNITS)^2``, and 0 for values that are equal as far as sums can tell.
+    """
 
-def _mean_and_variance(total: Fraction | float, squares: Fraction | float, rows: int, term: str) -> tuple[Fraction, Fraction]:
-    """Of one term, from its sums; variance 0 for values that are equal as far as sums can tell."""
-    if not (isinstance(total, Fraction) and isinstance(squares, Fraction)):
-        raise DataError(f"The values of term {term!r} are too large to standardise; put its column in a larger unit.")
-    mean, square = total / rows, squares / rows
-    if square < _FAINT and (square or mean):
-        raise DataError(f"The values of term {term!r} are too small to standardise; put its column in a smaller unit.")
-    variance = square - mean**2
-    return mean, variance if variance > _EQUAL else Fraction(0)
+    rows: int
+    total: int
+    variance: int
 
+    @classmethod
+    def of(cls, total: int | None, squares: int | None, rows: int, term: str) -> _Spread:
+        if total is None or squares is None:
+            raise DataError(f"The values of term {term!r} are too large to standardise; put its column in a larger unit.")
+        if squares << _FAINT < rows * _UNITS and (squares or total):
+            raise DataError(f"The values of term {term!r} are too small to standardise; put its column in a smaller unit.")
+        variance = squares * rows * _UNITS - total**2
+        return cls(rows, total, variance if variance << _EQUAL > (rows * _UNITS) ** 2 else 0)
 
-def _root(square: Fraction) -> float:
-    """The nearest number to a square root: 64 bits of it, and one that says whether more would follow."""
-    shift = 64 - (square.numerator.bit_length() - square.denominator.bit_length()) // 2
-    whole = square * Fraction(4) ** shift
-    root = math.isqrt(whole.numerator // whole.denominator)
-    return float((2 * root + (root**2 != whole)) / Fraction(2) ** (shift + 1))
+    @property
+    def varies(self) -> bool:
+        return self.variance > 0
+
+    def mean(self) -> float:
+        return self.total / (self.rows * _UNITS)
+
+    def deviation(self) -> float:
+        """The nearest number to the root of the variance, rounded once."""
+        # 64 bits of the quotient, and one that says whether more would follow.
+        shift = max(0, 64 + self.rows.bit_length() - self.variance.bit_length() // 2)
+        root = math.isqrt(self.variance << 2 * shift)
+        more = root**2 != self.variance << 2 * shift
+        return (2 * root + more) / (self.rows * _UNITS << shift + 1)

@@ -13,7 +13,7 @@ from covey.federation.flower.client import site_app
 from covey.federation.flower.server import wait_for_sites
 from covey.federation.flower.transport import FlowerTransport
 from covey.federation.operator.operate import operate
-from covey.federation.simulate import deal
+from covey.federation.simulate import split_among_sites
 from covey.model import files as persist
 from covey.model.model import fit_table
 from covey.problem.spec import Spec
@@ -34,7 +34,7 @@ def test_a_fit_on_ray_is_the_fit_in_memory(tmp_path, monkeypatch, solver):
     if solver == "l2gd":
         settings |= {"max_iter": 40, "tol": 1e-300, "options": {"L": 1400.0, "mu": 1.0}}
     spec = Spec(**settings)
-    for name, part in deal(homes, spec, 3).items():
+    for name, part in split_among_sites(homes, spec, 3).items():
         part.write_parquet(tmp_path / f"{name}.parquet")
 
     def by_number(context):

@@ -1,7 +1,7 @@
 """The app at a site: each letter is answered by the site's own covey, from its own table and its own disk.
 
 Flower starts a process for every message, so the site is opened anew for each. What goes wrong here stays here, in the node's
-log: the words of an error may hold values of the table, and the operator is told only that there is one.
+log: the words of an error may hold values of the table, and the operator learns only that there is one.
 """
 
 from __future__ import annotations

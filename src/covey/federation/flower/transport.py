@@ -49,7 +49,7 @@ class FlowerTransport:
     def __init__(self, grid: Grid, *, named: bool = True) -> None:
         self._grid = grid
         self._named = named
-        self._told: dict[int, str] = {}  # what nodes said of themselves, by node id
+        self._names: dict[int, str] = {}  # as nodes gave them, by node id
 
     def sites(self) -> tuple[str, ...]:
         return tuple(sorted(self._nodes()))
@@ -88,12 +88,12 @@ class FlowerTransport:
         unknown = {
             str(node): Message(RecordDict(), dst_node_id=node, message_type=WHO, ttl=_PATIENCE_FOR_NAMES)
             for node in nodes
-            if node not in self._told
+            if node not in self._names
         }
         for node, reply in self._carry(unknown, _PATIENCE_FOR_NAMES).items():
             if reply is not None and reply.has_content():
-                self._told[int(node)] = str(reply.content.config_records[RECORD]["site"])
-        return {node: self._told[node] for node in nodes if node in self._told}
+                self._names[int(node)] = str(reply.content.config_records[RECORD]["site"])
+        return {node: self._names[node] for node in nodes if node in self._names}
 
     def _carry(self, messages: Mapping[str, Message], timeout: float) -> dict[str, Message | None]:
         """Push all, pull until all have a reply or time is up; None for those that have none."""

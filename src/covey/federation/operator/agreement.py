@@ -1,198 +1,25 @@
-"""What sites agree on before the first fit: columns, categories, clusters, classes; and who may bring whom.
-
-    Hello   coordinator   sends   the specification and its own version
-            site          sends   Profile: kinds of its columns, the categories and clusters it has; no counts, no clients
-    Salt    one site      draws   the key of the tags, sealed for each other site; only if sums are masked
-    Agree   coordinator   sends   what all have in common: the design with all categories, all clusters in order
-            site          sends   Joined: tags of its clients, by which two sites with the same client are found; and Totals
-    Scale   coordinator   sends   mean and standard deviation of each term, with its first request; only if asked for
-
-A tag is a keyed hash of a client's id. The key is drawn by the coordinator, or with secure aggregation by the sites among
-themselves: the coordinator then sees that two tags are equal, and cannot try ids.
-"""
+"""What the coordinator makes of what sites say of their tables: what they have in common, and who does not fit."""
 
 from __future__ import annotations
 
-import hashlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from datetime import date
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import polars as pl
 
-from covey._typing import Anything, Floats, Ints
+from covey._typing import Anything
 from covey._version import __version__
-from covey.errors import DataError, FederationError, FormulaError, listing
-from covey.exact import Exact
-from covey.federation.operator.members import Members, plain_ids
-from covey.federation.privacy.sweeps import Privacy
+from covey.errors import DataError, FederationError, listing
+from covey.federation.operator.members import Members
+from covey.federation.wire.agreement import Agree, Privacy, Profile, SiteTotals, sides_of
+from covey.federation.wire.ids import in_order, plain_ids, revive
 from covey.losses import Loss
 from covey.model.files import spec_to_json
 from covey.problem.spec import Spec
-from covey.records import Record, Reply
 from covey.tables.bars import split_bars
-from covey.tables.design import Formula, split_formula
-
-_TYPES: dict[str, Any] = {
-    "integers": pl.Int64,
-    "text": pl.String,
-    "booleans": pl.Boolean,
-    "floating-point numbers": pl.Float64,
-    "dates": pl.Date,
-}
-
-
-# What travels
-
-
-@dataclass(frozen=True)
-class Hello(Record):
-    """what is to be fitted, and by which version."""
-
-    version: str
-    spec: dict[str, Any]
-    secure: bool = False
-    private: Privacy | None = None
-
-
-@dataclass(frozen=True)
-class DrawSalt(Record):
-    """draw the key of the tags, and seal it for each site whose public key is here."""
-
-    keys: dict[str, str]
-
-
-@dataclass(frozen=True)
-class Profile(Record):
-    """what a site's table is like.
-
-    Attributes
-    ----------
-    version : of covey at the site
-    kinds : of each column that the formula names, "numbers" or "categories"
-    ids : kinds of the ids of "client" and "cluster", and of the values of the "response"
-    levels : the categories of columns that hold some
-    clusters : ids, in order
-    classes : of a binary response, those that occur
-    key : the site's public key of this run, if sums are to be masked
-    repeated : whether the same id of a client occurs in two of its clusters
-    """
-
-    version: str
-    kinds: dict[str, str]
-    ids: dict[str, str]
-    levels: dict[str, tuple[Any, ...]]
-    clusters: tuple[Any, ...]
-    classes: tuple[Any, ...] | None
-    key: str = ""
-    repeated: bool = False
-
-
-@dataclass(frozen=True)
-class Agree(Record):
-    """what all sites have in common.
-
-    Attributes
-    ----------
-    spec, design : as a model on disk has them
-    clusters, cluster_kind : ids of all clusters, in order, and what kind they are
-    classes : the two of a binary response
-    roster : all sites
-    keys : their public keys, if sums are to be masked
-    salt : the key of the clients' tags; sealed for this site, if sums are to be masked
-    private : how private the fit is to be, if it is
-    listed : whether tags of clients and their clusters together are wanted too, for the operator's list
-    """
-
-    spec: dict[str, Any]
-    design: dict[str, Any]
-    clusters: tuple[Any, ...]
-    cluster_kind: str
-    classes: tuple[Any, ...] | None
-    roster: tuple[str, ...]
-    keys: dict[str, str]
-    salt: str
-    private: Privacy | None = None
-    listed: bool = False
-
-
-@dataclass(frozen=True)
-class SiteTotals(Reply):
-    """clients ``(k,)`` and rows ``(k,)`` of each cluster, and the sum of responses.
-
-    If terms are to be standardised, also their :func:`~covey.tables.scaling.moments`.
-    """
-
-    clients: Ints
-    rows: Ints
-    response: Exact
-    moments: Exact | None = None
-
-
-@dataclass(frozen=True)
-class Joined(Record):
-    """what a site shows of its clients and rows.
-
-    Attributes
-    ----------
-    tags : (n, 2) of its clients, in an order that says nothing; eight bytes times two for each
-    rows : a keyed hash of all its rows, which shows later that a site without its memory has the same; "" in a private run
-    pairs : (n, 2) tags of its clients with their clusters, if the operator has a list of them
-    """
-
-    tags: Anything
-    rows: str
-    pairs: Anything | None = None
-
-
-@dataclass(frozen=True)
-class Deliver(Record):
-    """the upper levels, and all that a site needs to write its own clients' models.
-
-    Attributes
-    ----------
-    w, wbar : models of clusters and of the whole
-    lam : (k,) what ties clusters, if penalties were given
-    convergence, learned, said : as a model on disk has them
-    """
-
-    w: Floats
-    wbar: Floats
-    lam: Floats | None
-    convergence: dict[str, Any]
-    learned: dict[str, Any] | None
-    said: dict[str, Any]
-
-
-# For both
-
-
-def sides_of(spec: Spec) -> tuple[str, str]:
-    lhs, rhs = split_formula(spec.formula) if spec.formula is not None else (None, "")
-    if lhs is None:
-        raise FormulaError("Across sites a formula names the response and the terms: write 'response ~ terms'.")
-    return lhs, rhs
-
-
-def digests(ids: Iterable[Any], salt: str) -> Anything:
-    """Keyed hashes of ids, ``(n, 2)``, in an order that says nothing."""
-    hashed = [bytes.fromhex(keyed(each, salt)) for each in ids]
-    return np.frombuffer(b"".join(sorted(hashed)), dtype="<u8").reshape(-1, 2).copy()
-
-
-def keyed(value: Any, salt: str) -> str:
-    """A keyed hash of something, in hexadecimal."""
-    return hashlib.blake2b(repr(value).encode(), digest_size=16, key=bytes.fromhex(salt)).hexdigest()
-
-
-def in_order(values: Iterable[Any]) -> list[Any]:
-    """Numbers, of whichever type, by value; then text."""
-    return sorted(values, key=lambda value: (isinstance(value, str), value))
-
-
-# The coordinator
+from covey.tables.design import Formula
 
 
 def agree(
@@ -213,16 +40,15 @@ def agree(
             )
         members.check_clusters(site, profile.clusters)
     _check_kinds(profiles)
-    _, rhs = sides_of(spec.settled())
+    settled = spec.settled()
+    lhs, rhs = sides_of(settled)
     first = next(iter(profiles.values()))
     columns = list(first.kinds)
-    lhs = sides_of(spec.settled())[0]
     if private is not None:
         _check_listed([lhs] * spec.loss.two_classes + [c for c in columns if first.kinds[c] == "categories"], categories)
     levels = {name: _levels(name, profiles, categories) for name in columns if first.kinds[name] == "categories"}
     design = Formula.of(split_bars(rhs)[0], columns, levels)
     clusters = revive({each for profile in profiles.values() for each in profile.clusters}, first.ids["cluster"]).sort()
-    settled = spec.settled()
     if settled.nested:
         settled = replace(settled, nested=any(profile.repeated for profile in profiles.values()))
     classes = _classes(
@@ -240,10 +66,6 @@ def agree(
         private,
         bool(members.clients),
     )
-
-
-def cluster_ids(agreed: Agree) -> pl.Series:
-    return revive(agreed.clusters, agreed.cluster_kind)
 
 
 def owners(profiles: Mapping[str, Profile]) -> dict[tuple[str, Any], list[str]]:
@@ -298,27 +120,27 @@ def check_totals(found: SiteTotals, loss: Loss) -> None:
     loss.check_total(float(found.response.floats()))
 
 
-def apart_from_most(told: Mapping[str, Any]) -> list[str]:
-    """Sites that tell something else than most of them; all of them, if it is not clear what most tell.
+def apart_from_most(values: Mapping[str, Any]) -> list[str]:
+    """Sites whose value is not that of most of them; all of them, if no value is that of most.
 
     >>> apart_from_most({"north": "numbers", "south": "text", "west": "numbers"}), apart_from_most({"north": 1, "south": 2})
     (['south'], ['north', 'south'])
     """
-    often = {value: list(told.values()).count(value) for value in told.values()}
+    often = Counter(values.values())
     usual = [value for value, times in often.items() if times == max(often.values())]
-    return [site for site, value in told.items() if len(usual) > 1 or value != usual[0]]
+    return [site for site, value in values.items() if len(usual) > 1 or value != usual[0]]
 
 
 def _check_kinds(profiles: Mapping[str, Profile]) -> None:
     """All sites' columns, ids and responses must be of the kinds that most of them have."""
     words = {"client": "ids of clients are", "cluster": "ids of clusters are", "response": "response is"}
-    told = {
+    compared = {
         words[name]: {site: profile.ids.get(name, "missing") for site, profile in profiles.items()}
         for name in next(iter(profiles.values())).ids
     }
     for name in sorted({name for profile in profiles.values() for name in profile.kinds}):
-        told[f"column {name!r} holds"] = {site: profile.kinds.get(name, "missing") for site, profile in profiles.items()}
-    for what, kinds in told.items():
+        compared[f"column {name!r} holds"] = {site: profile.kinds.get(name, "missing") for site, profile in profiles.items()}
+    for what, kinds in compared.items():
         odd = apart_from_most(kinds)
         if not odd:
             continue
@@ -336,7 +158,7 @@ def _levels(name: str, profiles: Mapping[str, Profile], categories: Mapping[str,
             if odd:
                 raise FederationError(
                     f"At site {site!r} column {name!r} has the category {odd[0]!r}, which is not in the operator's list "
-                    f"{listing(listed, 5)}; mend it there, or add it to the list."
+                    f"{listing(listed, 5)}; correct it there, or add it to the list."
                 )
         return listed
     orders = [list(profile.levels.get(name, ())) for profile in profiles.values()]
@@ -383,13 +205,3 @@ def _classes(profiles: Mapping[str, Profile]) -> tuple[Any, ...]:
             f"The sites' responses have {len(found)} classes, {listing(found, 5)}, of two at most; look at site {odd!r} first."
         )
     return tuple(found)
-
-
-def revive(ids: Iterable[Any], what: str) -> pl.Series:
-    """Ids from JSON, of their own kind."""
-    if what not in _TYPES:
-        raise FederationError(f"Cluster ids of kind {what!r} do not travel; convert the column to text.")
-    plain = list(ids)
-    if what == "dates":
-        plain = [date.fromisoformat(each) for each in plain]
-    return pl.Series(plain, dtype=_TYPES[what])

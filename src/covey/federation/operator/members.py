@@ -1,14 +1,13 @@
-"""The operator's list: which site may bring which clusters, and which clients.
+"""The operator's list: which clusters and clients each site may contribute.
 
 A table with the columns ``site``, ``cluster`` and, where the operator knows them, ``client``. Without a list every site may
-bring anything that no other site has.
+contribute anything that no other site has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import polars as pl
 
 from covey._typing import Anything
 from covey.errors import DataError, FederationError, listing
+from covey.federation.wire.ids import plain_ids
 from covey.tables.bars import compose
 from covey.tables.rows import read_table
 from covey.tree.ids import as_labels
@@ -23,7 +23,7 @@ from covey.tree.ids import as_labels
 
 @dataclass(frozen=True)
 class Members:
-    """Who may bring whom; empty, if there is no list.
+    """Which clusters and clients each site may contribute; empty, if there is no list.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ class Members:
         if foreign:
             raise FederationError(
                 f"Site {site!r} has rows of cluster {foreign[0]!r}, but the operator's list gives it {_short(self, site)}; "
-                "mend the cluster column there, or the list."
+                "correct the cluster column there, or the list."
             )
 
     def check_clients(self, site: str, pairs: Anything, nested: bool, tag: Callable[[list[Any]], Anything]) -> None:
@@ -82,11 +82,11 @@ class Members:
             if other != site and claimed:
                 raise FederationError(
                     f"Site {site!r} claims {claimed} of the clients that the operator's list gives to site {other!r}; it is "
-                    "refused: mend its client column, or the list."
+                    "refused: correct its client column, or the list."
                 )
         raise FederationError(
-            f"Site {site!r} has {unknown} clients that are not in the operator's list, or are there in another cluster; mend "
-            "its columns, or the list."
+            f"Site {site!r} has {unknown} clients that are not in the operator's list, or are there in another cluster; "
+            "correct its columns, or the list."
         )
 
     def _tags(self, site: str, nested: bool, tag: Callable[[list[Any]], Anything]) -> set[Any]:
@@ -96,11 +96,6 @@ class Members:
         part = self.clients[site]
         clients = compose(part["cluster"], part["client"]) if nested else part["client"]
         return {tuple(each) for each in tag(list(zip(plain_ids(part["cluster"]), clients.to_list(), strict=True))).tolist()}
-
-
-def plain_ids(ids: pl.Series) -> list[Any]:
-    """Ids as JSON has them."""
-    return [each.isoformat() if isinstance(each, date | datetime) else each for each in ids.to_list()]
 
 
 def _short(members: Members, site: str) -> str:

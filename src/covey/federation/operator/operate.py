@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,14 +10,15 @@ from typing import Any, Literal
 
 from covey import __version__
 from covey.errors import CoveyError, FederationError, ModelError, one_of
-from covey.federation.models import operator_model
-from covey.federation.operator.agreement import Deliver
-from covey.federation.operator.coordinator import Exchange, Federation, Halted, RunSettings, new_run
-from covey.federation.operator.journal import ForeignJournal, Journal
+from covey.federation.operator.coordinator import Federation
+from covey.federation.operator.exchanges import Halted
+from covey.federation.operator.journal import Exchange, ForeignJournal, Journal
+from covey.federation.operator.models import operator_model
 from covey.federation.operator.replies import SiteLost
 from covey.federation.operator.report import report
-from covey.federation.operator.settings import named, roster_of, spec_of, terms_of
+from covey.federation.operator.settings import RunSettings, named, roster_of, run_settings_of, spec_of
 from covey.federation.privacy.accounting import check_spec, fit_privately, promised, statement
+from covey.federation.wire.agreement import Deliver
 from covey.federation.wire.transport import Transport
 from covey.fitting.learning import Fitted, check_across, fit_across
 from covey.model.files import check_target, learned_to_json, save_model, spec_to_json
@@ -38,8 +40,9 @@ class Outcome:
     exchanges : each, with its cost
     roster : who took part to the end
     without : sites that were lost, and why
-    missed : sites that took part and were lost before they could be told the models of clusters, and why
+    missed : sites that took part and were lost before they got the models of clusters, and why
     run : its name, by which sites remember it
+    secure : whether sums were masked
     privacy : what it promises: epsilon, delta, and how; None without differential privacy
     """
 
@@ -49,6 +52,7 @@ class Outcome:
     without: Mapping[str, str]
     missed: Mapping[str, str]
     run: str
+    secure: bool = False
     privacy: Mapping[str, Any] | None = None
 
 
@@ -56,7 +60,7 @@ def run_fit(
     transport: Transport,
     roster: Sequence[str],
     spec: Spec,
-    terms: RunSettings,
+    settings: RunSettings,
     *,
     journal: Path | None = None,
     out: Path | None = None,
@@ -70,60 +74,60 @@ def run_fit(
     journal : file to write exchanges to; if it holds those of the same run, killed, that run goes on to the same bits
     out : folder for the models of clusters and of the whole, written before the journal is given up
     on_loss : what to do when a site is lost: "stop", to go on later from the journal, or "continue" without it, from the start
-    say : told what is being done, for a live line
+    say : called with what is being done, for a live line
     """
     spec.check()
     check_across(spec)
-    if terms.secure and terms.members.clients:
+    if settings.secure and settings.members.clients:
         raise FederationError(
             "Under masks the coordinator cannot check clients' ids against its list; leave the column client out of it, or "
             "leave out --secure."
         )
     if on_loss not in ON_LOSS:
         raise one_of("on_loss", on_loss, ON_LOSS)
-    if terms.private is not None:
+    if settings.private is not None:
         check_spec(spec)
     about = {
         "covey": __version__,
         "spec": spec_to_json(spec),
         "roster": tuple(sorted(roster)),
-        "secure": terms.secure,
-        "private": terms.private,
+        "secure": settings.secure,
+        "private": settings.private,
     }
-    book = Journal(journal, about, new_run())
-    federation = Federation(transport, roster, spec, book, terms, say)
+    book = Journal(journal, about, _new_run())
+    federation = Federation(transport, roster, spec, book, settings, say)
     without: dict[str, str] = {}
     try:
-        fitted = _fit_with_whom_it_can(federation, spec, on_loss, without)
-        said = {
+        fitted = _fit_with_sites_left(federation, spec, on_loss, without)
+        about_run = {
             "run": federation.journal.head["run"],
             "sites": list(federation.roster),
             "without": without,
-            "privacy": _stated(federation),
+            "privacy": _promise(federation),
         }
         model = operator_model(federation, fitted)
         if out is not None:
-            save_model(model, out, extra={"federation": said})
-        missed = _deliver(federation, _delivered(fitted, said), on_loss)
+            save_model(model, out, extra={"federation": about_run})
+        missed = _deliver(federation, _delivered(fitted, about_run), on_loss)
     except SiteLost as lost:
         raise FederationError(f"{str(lost).rstrip('.')}; the run has stopped.{_kept(book)}") from None
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"Interrupted; the run has stopped.{_kept(book)}") from None
     except BaseException as problem:
-        book.close(done=_is_of_no_use(book, problem))
+        book.close(done=_is_useless(book, problem))
         raise
     book.close(done=True)
-    exchanges = tuple(federation.exchanges)
-    return Outcome(model, exchanges, federation.roster, without, missed, said["run"], said["privacy"])
+    run, private = book.head["run"], about_run["privacy"]
+    return Outcome(model, federation.exchanges, federation.roster, without, missed, run, settings.secure, private)
 
 
-def _fit_with_whom_it_can(federation: Federation, spec: Spec, on_loss: OnLoss, without: dict[str, str]) -> Fitted:
+def _fit_with_sites_left(federation: Federation, spec: Spec, on_loss: OnLoss, without: dict[str, str]) -> Fitted:
     """Fit; with ``on_loss="continue"`` anew without the sites that are lost, which go into ``without``."""
     while True:
         try:
             return _fit(federation, spec)
         except SiteLost as lost:
-            if on_loss == "stop" and not lost.known:
+            if on_loss == "stop" and not lost.in_journal:
                 raise
             federation.leave_out(lost)
             without |= lost.sites
@@ -132,7 +136,7 @@ def _fit_with_whom_it_can(federation: Federation, spec: Spec, on_loss: OnLoss, w
 
 
 def _deliver(federation: Federation, body: Deliver, on_loss: OnLoss) -> dict[str, str]:
-    """Tell the sites; those that could not be told, if the run is to go on without them: their clients are in the fit."""
+    """Send the models of clusters to the sites; those that did not get them, if the run may end without: why not."""
     try:
         federation.deliver(body)
     except SiteLost as lost:
@@ -142,7 +146,7 @@ def _deliver(federation: Federation, body: Deliver, on_loss: OnLoss) -> dict[str
     return {}
 
 
-def _is_of_no_use(book: Journal, problem: BaseException) -> bool:
+def _is_useless(book: Journal, problem: BaseException) -> bool:
     """Whether a journal is only in the way: the fit has not begun, or the same exchanges would end in the same mistake."""
     if not isinstance(problem, CoveyError) or isinstance(problem, ForeignJournal | ModelError):
         return False
@@ -151,17 +155,21 @@ def _is_of_no_use(book: Journal, problem: BaseException) -> bool:
 
 def _fit(federation: Federation, spec: Spec) -> Fitted:
     federation.open()
-    settled = spec.settled()
-    stated = _stated(federation)
-    if federation.how.private is not None and stated is not None:
-        return promised(fit_privately(federation, settled, federation.how.private), stated)
+    settled, private, promise = spec.settled(), federation.settings.private, _promise(federation)
+    if private is not None and promise is not None:
+        return promised(fit_privately(federation, settled, private), promise)
     return fit_across(federation, settled, settled.varying(design_from_json(federation.agreed.design)))
 
 
-def _stated(federation: Federation) -> dict[str, Any] | None:
+def _promise(federation: Federation) -> dict[str, Any] | None:
     """What a private fit promises, over all its starts."""
-    private, delta = federation.how.private, federation.how.delta
-    return None if private is None else statement(private, delta, federation.epoch + 1)
+    private, delta = federation.settings.private, federation.settings.delta
+    return None if private is None else statement(private, delta, federation.starts)
+
+
+def _new_run() -> dict[str, Any]:
+    """What is drawn for each run: its name, never used twice, and the key of the clients' tags."""
+    return {"run": secrets.token_hex(8), "salt": secrets.token_hex(16)}
 
 
 def _kept(book: Journal) -> str:
@@ -171,22 +179,22 @@ def _kept(book: Journal) -> str:
     return kept if book.begun and book.path is not None else ""
 
 
-def _delivered(fitted: Fitted, said: Mapping[str, Any]) -> Deliver:
+def _delivered(fitted: Fitted, about: Mapping[str, Any]) -> Deliver:
     fit, penalty = fitted.fit, fitted.penalty
     learned = None if fitted.learned is None else learned_to_json(fitted.learned)
     lam = None if penalty is None else penalty.lam
-    return Deliver(fit.w, fit.wbar, lam, asdict(fit.convergence), learned, dict(said))
+    return Deliver(fit.w, fit.wbar, lam, asdict(fit.convergence), learned, dict(about))
 
 
 def operate(transport: Transport, settings: Mapping[str, Any], say: Callable[[str], None]) -> str:
     """Run a fit from plain settings, as a command line or a Flower run has them; the text to print at its end."""
-    given, spec, terms = named(settings), spec_of(settings), terms_of(settings)
+    given, spec, run = named(settings), spec_of(settings), run_settings_of(settings)
     out = Path(str(given["out"])) if "out" in given else None
     if out is not None:
         check_target(out)
-    roster = roster_of(transport, given, terms.members)
+    roster = roster_of(transport, given, run.members)
     journal = None if out is None else out.with_name(f"{out.name}.journal")
     on_loss = given.get("on_loss", "stop")
-    outcome = run_fit(transport, roster, spec, terms, journal=journal, out=out, on_loss=on_loss, say=say)
+    outcome = run_fit(transport, roster, spec, run, journal=journal, out=out, on_loss=on_loss, say=say)
     text = report(outcome)
     return text if out is None else f"{text}\n\nmodel of clusters and of the whole written to {out}"

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from covey.exact import LIMBS, WIDE
-from covey.federation.operator.coordinator import Exchange
+from covey.federation.operator.journal import Exchange
+from covey.fitting.planning import in_bytes
 from covey.model.summary import describe
 from covey.solvers import BY_COINS, DIRECT
 from covey.solvers.costs import BANDWIDTH, LATENCY
@@ -18,12 +19,8 @@ if TYPE_CHECKING:
     from covey.federation.operator.operate import Outcome
 
 AGREE = 1e-8  # of coefficients: what a search for variances leaves to its own tolerance
-_PLANNED = {
-    **dict.fromkeys(DIRECT, ("up", "down", "begin", "move")),
-    **dict.fromkeys(BY_COINS, ("go", "whereabouts", "checkat")),
-}
-_SECOND = ("down", "checkat")  # the second halves of a sweep and of a check, which the plan counts once
-_MEASURING = ("rows", "curve", "draw", "apply", "subtract", "missed", "exponents", "mantissas", "basissize", "perfect")
+_WIDTH = 26  # of the labels of messages
+_NOT_PLANNED = {"learn": "to learn the penalties", "measure": "to measure the problem"}
 
 
 def report(outcome: Outcome) -> str:
@@ -35,48 +32,46 @@ def report(outcome: Outcome) -> str:
 def planned(outcome: Outcome) -> list[str]:
     """What the plan's arithmetic says of the exchanges that it covers, beside what they took; the others on lines of their own.
 
-    How many these are is told by the steps and the coins of the run itself: ``covey plan`` has a bound for them before it.
+    How many these are follows from the steps and the random choices of the run itself: ``covey plan`` has a bound before it.
     """
     model, solver = outcome.model, outcome.model.convergence.solver
-    learned = model.spec.learns is not None
-    if solver not in _PLANNED or (learned and solver in DIRECT):
+    if solver not in (*DIRECT, *BY_COINS) or (model.spec.learns is not None and solver in DIRECT):
         return []
-    fit = _since_agreed(outcome.exchanges)
-    own = [each for each in fit if each.what in _PLANNED[solver]]
-    measuring = [each for each in fit if each.what in _MEASURING]
-    others = [each for each in fit if each.what not in (*_PLANNED[solver], *_MEASURING)]
-    plan, assumed = _plan(outcome, own)
-    lines = [f"exchanges of the fit itself: planned {plan}; made {_spent(own)}", f"  planned with {assumed}"]
-    for part, why in ((measuring, "to measure the problem"), (others, "to learn the penalties" if learned else "besides")):
+    made = _since_agreed(outcome.exchanges)
+    fit = [each for each in made if each.phase == "fit"]
+    plan, assumed = _plan(outcome, fit)
+    lines = [f"exchanges of the fit itself: planned {plan}; made {_spent(fit)}", f"  planned with {assumed}"]
+    for phase, why in _NOT_PLANNED.items():
+        part = [each for each in made if each.phase == phase]
         if part:
             lines.append(f"  not in the plan, {why}: {_spent(part)}")
     return lines
 
 
-def _plan(outcome: Outcome, own: Sequence[Exchange]) -> tuple[str, str]:
+def _plan(outcome: Outcome, fit: Sequence[Exchange]) -> tuple[str, str]:
     """Exchanges, bytes over all sites and seconds, as the plan counts them; and what it takes numbers and messages to cost."""
     end, (k, d), sites = outcome.model.convergence, outcome.model.w.shape, len(outcome.roster)
-    by_coins = end.solver in BY_COINS
-    link = (links if by_coins else quadratic_links)(np.ones(k, dtype=np.int64), d)
-    checks = sum(each.what == "checkat" for each in own)
+    randomised = end.solver in BY_COINS
+    link = (links if randomised else quadratic_links)(np.ones(k, dtype=np.int64), d)
+    second = sum(each.second for each in fit)  # the second halves of a sweep and of a check, which the plan counts once
+    checks = second if randomised else 0
     moves = end.exchanges - checks
     up, down = k * (link.up * moves + (link.up + 2) * checks), k * (link.down * moves + link.up * checks)
-    # Under masks every number is a wide exact sum; sums of the algorithms by coins are exact in any case; each with its size.
-    masked = any(each.what == "salt" for each in outcome.exchanges)
-    number = 8 * (1 + (WIDE if masked else LIMBS if by_coins else 0))
+    # Under masks every number is a wide exact sum; sums of randomised algorithms are exact in any case; each with its size.
+    number = 8 * (1 + (WIDE if outcome.secure else LIMBS if randomised else 0))
     each_way = number * up + 8 * down
-    count = end.exchanges + sum(each.what in _SECOND for each in own)
+    count = end.exchanges + second
     seconds = 2 * LATENCY * count + each_way / (1e6 * BANDWIDTH)
     assumed = f"{number} bytes a number up and 8 down, {1000 * LATENCY:g} ms a message, {BANDWIDTH:g} MB/s"
-    if by_coins:
-        assumed += ", as often as the run's coins asked of the busiest cluster"
+    if randomised:
+        assumed += ", as often as the run's random choices asked of the busiest cluster"
     return _costs(count, each_way * sites, seconds), assumed
 
 
 def _since_agreed(exchanges: Sequence[Exchange]) -> list[Exchange]:
-    """Those of the fit itself, from the last start on: a run that lost a site has begun anew."""
-    start = max((at for at, each in enumerate(exchanges) if each.what == "agree"), default=-1)
-    return [each for each in exchanges[start + 1 :] if each.what not in ("last", "deliver")]
+    """Those after the last agreement: a run that lost a site has begun anew."""
+    start = max((at for at, each in enumerate(exchanges) if each.phase == "set-up"), default=-1)
+    return list(exchanges[start + 1 :])
 
 
 def _spent(part: Sequence[Exchange]) -> str:
@@ -84,7 +79,7 @@ def _spent(part: Sequence[Exchange]) -> str:
 
 
 def _costs(count: int, bytes_: float, seconds: float) -> str:
-    return f"{count:,}, {size(bytes_)}, {seconds:.2f} s"
+    return f"{count:,}, {in_bytes(bytes_)}, {seconds:.2f} s"
 
 
 def agreement(outcome: Outcome, apart: float) -> str:
@@ -108,23 +103,14 @@ def who(outcome: Outcome) -> list[str]:
 
 
 def costs(exchanges: Sequence[Exchange]) -> list[str]:
-    """What was sent, by kind of exchange."""
-    head = f"{'exchange':12}{'times':>7}{'sites':>7}{'down':>12}{'up':>12}{'seconds':>10}"
-    kinds = list(dict.fromkeys(each.what for each in exchanges))
-    rows = [_row(kind, [each for each in exchanges if each.what == kind]) for kind in kinds]
+    """What was sent, by label of the message."""
+    head = f"{'exchange':{_WIDTH}}{'times':>7}{'sites':>7}{'down':>12}{'up':>12}{'seconds':>10}"
+    labels = list(dict.fromkeys(each.label for each in exchanges))
+    rows = [_row(label, [each for each in exchanges if each.label == label]) for label in labels]
     return [head, *rows, _row("in all", exchanges)]
 
 
 def _row(name: str, part: Sequence[Exchange]) -> str:
     down, up, seconds = sum(e.down for e in part), sum(e.up for e in part), sum(e.seconds for e in part)
     sites = max((e.sites for e in part), default=0)
-    return f"{name:12}{len(part):>7}{sites:>7}{size(down):>12}{size(up):>12}{seconds:>10.2f}"
-
-
-def size(count: float) -> str:
-    """Bytes, with a unit."""
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"
+    return f"{name:{_WIDTH}}{len(part):>7}{sites:>7}{in_bytes(down):>12}{in_bytes(up):>12}{seconds:>10.2f}"

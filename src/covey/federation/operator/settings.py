@@ -1,74 +1,85 @@
-"""An operator's settings, as a command line or a Flower run has them: by name, with words and numbers for values."""
+"""An operator's settings: as a run has them, and as a command line or a Flower run has them, by name."""
 
 from __future__ import annotations
 
-import difflib
 import json
-import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from covey.errors import FederationError, listing
-from covey.federation.operator.coordinator import RunSettings
+from covey.errors import FederationError, did_you_mean, listing
 from covey.federation.operator.members import Members
-from covey.federation.privacy.accounting import privacy_of
+from covey.federation.privacy.accounting import DELTA, privacy_of
+from covey.federation.wire.agreement import Privacy
+from covey.federation.wire.checks import check_number
 from covey.federation.wire.transport import Transport
 from covey.problem.spec import Spec
 from covey.tables.bars import split_bars
 from covey.tables.design import check_formula, split_formula
 
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What the operator decides of a run.
+
+    Attributes
+    ----------
+    timeout : seconds to wait for a reply
+    retries : how often a letter is sent again, each time after ``pause`` seconds
+    secure : whether sums are masked, so that only totals are seen here
+    categories : of columns, where a site may not have others
+    members : which clusters and clients each site may contribute
+    private, delta : how private the fit is to be, if it is, and with which probability that may fail
+    """
+
+    timeout: float = 600.0
+    retries: int = 2
+    pause: float = 0.0
+    secure: bool = False
+    categories: Mapping[str, Any] | None = None
+    members: Members = field(default_factory=Members)
+    private: Privacy | None = None
+    delta: float = DELTA
+
+
 DEFAULTS: dict[str, Any] = {"timeout": RunSettings.timeout, "retries": RunSettings.retries, "pause": 20.0, "wait": 60.0}
 """What holds across machines unless an operator says otherwise, by ``flwr run`` and ``covey federate`` alike: seconds, but for
 ``retries``; ``pause`` is what a site has to come back before it is asked again, ``wait`` what all have to connect at first.
 """
-_OWN = (*DEFAULTS, "sites", "members", "categories", "secure", "epsilon", "delta", "clip", "rounds", "on_loss", "out")
+RUN_OPTIONS = (*DEFAULTS, "sites", "members", "categories", "secure", "epsilon", "delta", "clip", "rounds", "on_loss", "out")
 _BOOLEAN = ("secure", "fit_intercept", "standardize", "per_cluster", "tests", "nested", "james_stein")
 
 
 def awaited(settings: Mapping[str, Any]) -> tuple[tuple[str, ...] | int, float]:
     """Whom a run waits for, by name or by number, and for how many seconds; wrong settings are refused before it does."""
-    given, _, terms = named(settings), spec_of(settings), terms_of(settings)
-    return expected_of(given, terms.members), float(given.get("wait", DEFAULTS["wait"]))
+    given, _, run = named(settings), spec_of(settings), run_settings_of(settings)
+    return expected_of(given, run.members), float(given.get("wait", DEFAULTS["wait"]))
 
 
 def named(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by name; what is empty is not set, and what is misspelt or no value for its name is refused.
+    """Settings by name; what is empty is not set; an unknown name or a value out of range is refused.
 
     >>> named({"formula": "y ~ x", "on-loss": "continue", "seed": ""})
     {'formula': 'y ~ x', 'on_loss': 'continue'}
     """
     given = {name.replace("-", "_"): value for name, value in settings.items() if not _is_empty(value)}
-    known = [*(each.name for each in fields(Spec)), *_OWN]
+    known = [*(each.name for each in fields(Spec)), *RUN_OPTIONS]
     for name in given:
         if name not in known:
-            raise FederationError(f"There is no setting {name!r} of a run; {_hint(name, known)}")
+            raise FederationError(f"There is no setting {name!r} of a run; {did_you_mean(name, known)}")
     for name in _BOOLEAN:
         if not isinstance(given.get(name, False), bool):
             raise FederationError(f"The setting {name!r} must be true or false. Got {given[name]!r} instead.")
-    for name in ("timeout", "pause", "wait"):
-        value = given.get(name, DEFAULTS[name])
-        if not _is_number(value) or value < 0 or (name == "timeout" and value == 0):
-            least = "a number of seconds above 0" if name == "timeout" else "a number of seconds >= 0"
-            raise FederationError(f"The setting {name!r} must be {least}. Got {value!r} instead.")
-    retries = given.get("retries", DEFAULTS["retries"])
-    if not isinstance(retries, int) or isinstance(retries, bool) or retries < 0:
-        raise FederationError(f"The setting 'retries' must be a whole number >= 0. Got {retries!r} instead.")
+    check_number("setting 'timeout', in seconds,", given.get("timeout", DEFAULTS["timeout"]), above=0)
+    for name in ("pause", "wait"):
+        check_number(f"setting {name!r}, in seconds,", given.get(name, DEFAULTS[name]), least=0)
+    check_number("setting 'retries'", given.get("retries", DEFAULTS["retries"]), least=0, whole=True)
     return given
 
 
 def _is_empty(value: Any) -> bool:
     return value is None or (isinstance(value, str) and not value)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _hint(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"there are {listing(known, 50)}."
 
 
 def spec_of(settings: Mapping[str, Any]) -> Spec:
@@ -82,7 +93,7 @@ def spec_of(settings: Mapping[str, Any]) -> Spec:
     return spec
 
 
-def terms_of(settings: Mapping[str, Any]) -> RunSettings:
+def run_settings_of(settings: Mapping[str, Any]) -> RunSettings:
     """What the operator decides, among some settings."""
     given = named(settings)
     patience = {name: given.get(name, DEFAULTS[name]) for name in ("timeout", "retries", "pause")}
@@ -113,7 +124,9 @@ def categories_of(settings: Mapping[str, Any]) -> Mapping[str, Any] | None:
     columns = _columns_of(str(settings["formula"])) if settings.get("formula") else [*found]
     for name in found:
         if name not in columns:
-            raise FederationError(f"The 'categories' name a column {name!r} that the formula has not; {_hint(name, columns)}")
+            raise FederationError(
+                f"The 'categories' name a column {name!r} that is not in the formula; {did_you_mean(name, columns)}"
+            )
     return found
 
 

@@ -9,11 +9,11 @@ client's rows are there or not: by a factor ``exp(epsilon)`` at most, but for a 
 coordinator, which sees each node's noisy sums, against the other sites, and against whoever gets the model; every node adds
 all the noise by itself, so that nothing rests on other nodes' honesty, also under secure aggregation.
 
-What it does not cover, since it is told as it is: that a client takes part, in which cluster and at which site (as a number
-of clients, and as tags of ids); what columns there are. Categories and classes are the operator's to list, since those that
-occur tell of rows; sums of columns, numbers of rows, values and gradients are not sent. A client's own model stays at its
-node, and has no noise of its own: it is for those who may see its rows. Several runs on the same rows add up; a site's
-``privacy.json`` keeps count (:mod:`.budget`).
+What it does not cover, since it is sent as it is: that a client takes part, in which cluster and at which site (as a number
+of clients, and as tags of ids); what columns there are. The operator lists categories and classes, since those that occur
+reveal something of rows; sums of columns, numbers of rows, values and gradients are not sent. A client's own model stays at
+its node, and has no noise of its own: it is for those who may see its rows. Several runs on the same rows add up; a site's
+``privacy.json`` keeps count (:mod:`covey.federation.site.budget`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from dataclasses import replace
 from typing import Any
 
 from covey.errors import SolverError
-from covey.federation.privacy.sweeps import Privacy, cluster_gammas, private_across
+from covey.federation.privacy.sweeps import cluster_gammas, private_across
+from covey.federation.wire.agreement import Privacy
+from covey.federation.wire.checks import check_number
 from covey.fitting.learning import Fitted
 from covey.losses import FAMILIES
 from covey.nodes.messages import SetGamma
@@ -53,12 +55,11 @@ def epsilon(noise: float, releases: int, delta: float = DELTA) -> float:
 def spent(releases: Iterable[tuple[float, int]], delta: float = DELTA) -> float:
     """The epsilon of releases with various noise, as pairs of noise and number."""
     gaussian = _accounting().get_epsilon_gaussian
-    if not 0 < delta < 1:
-        raise SolverError(f"The 'delta' parameter must lie in (0, 1). Got {delta!r} instead.")
-    told = [(noise, number) for noise, number in releases if number]
-    if any(noise <= 0 for noise, _ in told):
+    check_number("'delta' parameter", delta, above=0, below=1, error=SolverError)
+    made = [(noise, number) for noise, number in releases if number]
+    if any(noise <= 0 for noise, _ in made):
         return math.inf
-    precision = sum(number / noise**2 for noise, number in told)
+    precision = sum(number / noise**2 for noise, number in made)
     return float(gaussian(1 / math.sqrt(precision), delta)) if precision else 0.0
 
 
@@ -69,10 +70,8 @@ def noise_for(target: float, releases: int, delta: float = DELTA) -> float:
     (3.73, 7.46)
     """
     sigma = _accounting().get_sigma_gaussian
-    if not (isinstance(target, int | float) and 0 < target < math.inf):
-        raise SolverError(f"The 'epsilon' parameter must be a positive number. Got {target!r} instead.")
-    if not 0 < delta < 1:
-        raise SolverError(f"The 'delta' parameter must lie in (0, 1). Got {delta!r} instead.")
+    check_number("'epsilon' parameter", target, above=0, error=SolverError)
+    check_number("'delta' parameter", delta, above=0, below=1, error=SolverError)
     return float(sigma(target, delta)) * math.sqrt(releases) * _UP
 
 

@@ -9,12 +9,12 @@ and Newton on it needs two things of a client, which are in units of coefficient
 whatever its rows, and how far it is from its cluster, ``theta_i - w``. Both together are its contribution ``v_i``.
 
     for each of some rounds
-      coordinator   sends   Release: w
+      coordinator   sends   ReleaseSums: w
       node          solves  theta_i, each client by itself, from its own rows
                     clips   v_i to length clip: a client that is longer counts for less, with both its parts
                     sends   sum of v_i + noise * clip * N(0, I), for each cluster of which it has clients
       coordinator   solves  one sweep of the two upper levels with these sums
-    coordinator     sends   Place: w, and clients go where it puts them; nothing comes back
+    coordinator     sends   PlaceClients: w, and clients go where it puts them; nothing comes back
 
 One client is in one sum only, so its rows move all that is sent in a round by ``clip`` at most, in Euclidean norm: a round is
 a Gaussian mechanism (Dwork and Roth 2014, appendix A) and a run the composition of ``rounds`` of them, each chosen in the
@@ -36,13 +36,14 @@ import numpy as np
 from scipy.special import ndtri
 
 from covey._typing import Floats, Ints
-from covey.errors import PenaltyError, SolverError
+from covey.errors import PenaltyError
+from covey.federation.wire.agreement import Privacy
 from covey.losses import Gaussian
 from covey.nodes.messages import Message
 from covey.nodes.network import Network
 from covey.nodes.node import Node
 from covey.objective.penalty import Penalty
-from covey.records import Record, Reply
+from covey.records import Reply
 from covey.solvers.direct.elimination import Quadratic, Spread, descend, marginalise
 from covey.solvers.direct.newton import LocalProblem
 from covey.solvers.direct.sweep import solve_top
@@ -56,40 +57,12 @@ _ROOT = float(np.sqrt(2.0))
 Draw = Callable[[int], Floats]
 
 
-@dataclass(frozen=True)
-class Privacy(Record):
-    """How private a fit is to be.
-
-    Parameters
-    ----------
-    noise : standard deviation of the noise in each sum, as a multiple of ``clip``
-    clip : the most that one client adds to a sum, in units of coefficients
-    rounds : how often sums are released
-
-    >>> Privacy(noise=2.0, clip=1.0, rounds=0)
-    Traceback (most recent call last):
-    covey.errors.SolverError: The 'rounds' parameter must be a whole number >= 1. Got 0 instead.
-    """
-
-    noise: float
-    clip: float
-    rounds: int
-
-    def __post_init__(self) -> None:
-        if not (_is_number(self.noise) and 0 <= self.noise < 2.0**20):
-            raise SolverError(f"The 'noise' parameter must lie in [0, {2**20}). Got {self.noise!r} instead.")
-        if not (_is_number(self.clip) and 0 < self.clip < np.inf):
-            raise SolverError(f"The 'clip' parameter must be a positive number. Got {self.clip!r} instead.")
-        if not (isinstance(self.rounds, int) and not isinstance(self.rounds, bool) and self.rounds >= 1):
-            raise SolverError(f"The 'rounds' parameter must be a whole number >= 1. Got {self.rounds!r} instead.")
-
-
 # What travels
 
 
 @dataclass(frozen=True)
 class ReleaseSums(Message["NoisySums"], label="release sums"):
-    """the clusters' models ``w (k, d)``; send the sums of clipped contributions there, with noise."""
+    """The clusters' models ``w (k, d)``: send the sums of clipped contributions there, with noise."""
 
     w: Floats
     noise: float
@@ -107,7 +80,7 @@ class ReleaseSums(Message["NoisySums"], label="release sums"):
 
 @dataclass(frozen=True)
 class NoisySums(Reply):
-    """sums ``(k, d(d+1)/2 + d)`` with noise, in units of ``2^-36 clip``, and how often noise went in."""
+    """Sums ``(k, d(d+1)/2 + d)`` with noise, in units of ``2^-36 clip``, and how often noise went in."""
 
     sums: Ints
     draws: Ints
@@ -115,7 +88,7 @@ class NoisySums(Reply):
 
 @dataclass(frozen=True)
 class PlaceClients(Message[None], label="place clients", phase="finish"):
-    """the clusters' models ``w (k, d)``; put your clients where these are best for them, and say nothing."""
+    """The clusters' models ``w (k, d)``: put each client at its best under its cluster's."""
 
     w: Floats
 
@@ -303,7 +276,3 @@ def cluster_gammas(network: Network, penalty: Penalty) -> Floats:
         cluster = tree.cluster_ids[int(tree.parent[odd[0]])]
         raise PenaltyError(f"With differential privacy all clients of cluster {cluster!r} have one positive gamma; give that.")
     return gamma
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float | np.number) and not isinstance(value, bool)

@@ -15,9 +15,11 @@ from typing import Any
 
 from covey.errors import FederationError
 from covey.federation.privacy.accounting import DELTA, spent
-from covey.federation.privacy.sweeps import PlaceClients, Privacy, ReleaseSums
+from covey.federation.privacy.sweeps import PlaceClients, ReleaseSums
 from covey.federation.site.files import alone, own_folder, write_whole
-from covey.nodes.messages import Batch, SetGamma
+from covey.federation.wire.agreement import Privacy
+from covey.federation.wire.checks import check_number
+from covey.nodes.messages import Batch, Message, SetGamma
 
 
 @dataclass
@@ -45,8 +47,8 @@ class Budget:
             name: settings.get(name, settings.get(name.replace("_", "-"))) for name in ("epsilon", "epsilon_total", "delta")
         }
         for name, value in given.items():
-            if value not in (None, "") and not (isinstance(value, int | float) and value > 0):
-                raise FederationError(f"The node's setting {name!r} must be a positive number. Got {value!r} instead.")
+            if value not in (None, ""):
+                check_number(f"node's setting {name!r}", value, above=0)
         limits = [float(value) if value not in (None, "") else None for value in given.values()]
         return cls(limits[0], limits[1], limits[2] or DELTA, home / "privacy.json")
 
@@ -146,7 +148,7 @@ def _releases(kept: Mapping[str, Any]) -> list[tuple[str, float, int]]:
     return [(name, one["noise"], len(one["exchanges"])) for name, one in kept.items()]
 
 
-def releases(request: Any, privacy: Privacy | None) -> bool:
+def releases(request: Message[Any], privacy: Privacy | None) -> bool:
     """Whether a request is for sums with noise; what a private run has no need of is refused."""
     if privacy is None or isinstance(request, SetGamma | PlaceClients):
         return False
@@ -154,7 +156,7 @@ def releases(request: Any, privacy: Privacy | None) -> bool:
         asked = [releases(each, privacy) for each in request.messages]  # every one is looked at
         return any(asked)
     if not isinstance(request, ReleaseSums):
-        raise FederationError(f"This run is private: a site does not answer {type(request).__name__!r} in it.")
+        raise FederationError(f"This run is private: a site does not answer {request.label!r} in it.")
     if (request.noise, request.clip) != (privacy.noise, privacy.clip):
         raise FederationError(
             f"Noise {request.noise:g} and clip {request.clip:g} were asked for, but {privacy.noise:g} and {privacy.clip:g} "

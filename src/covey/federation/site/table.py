@@ -14,21 +14,12 @@ from covey._typing import Anything
 from covey._version import __version__
 from covey.errors import DataError, FederationError, FormulaError
 from covey.exact import Exact, segment_sum
-from covey.federation.operator.agreement import (
-    Agree,
-    Joined,
-    Profile,
-    SiteTotals,
-    cluster_ids,
-    digests,
-    in_order,
-    keyed,
-    sides_of,
-)
-from covey.federation.operator.members import plain_ids
+from covey.federation.wire.agreement import Agree, Joined, Profile, SiteTotals, sides_of
+from covey.federation.wire.ids import in_order, keyed_hash, plain_ids, tags_of
 from covey.model.files import spec_from_json
 from covey.model.model import as_frame, encode_known, series_values
 from covey.problem.spec import Spec
+from covey.records import digest
 from covey.tables.bars import compose, repeats, split_bars
 from covey.tables.design import Formula, column, design_from_json, numeric, response
 from covey.tables.rows import GroupedData
@@ -40,7 +31,7 @@ from covey.tree.ids import as_labels, encode, is_missing, kind, lookup
 def profile_of(table: Any, spec: Spec, key: str = "", minimum: int = 1) -> Profile:
     """What a site says of its table; what cannot be used is refused here, by column and row.
 
-    What fewer than ``minimum`` clients have, a cluster, a category or a class, is not told either.
+    What fewer than ``minimum`` clients have, a cluster, a category or a class, is not sent either.
     """
     frame, spec = as_frame(table), spec.settled()
     lhs, rhs = sides_of(spec)
@@ -64,7 +55,7 @@ def profile_of(table: Any, spec: Spec, key: str = "", minimum: int = 1) -> Profi
     _group(frame, replace(spec, nested=repeated), design, outcome)
     levels = {name: tuple(values) for name, values in design.levels.items()}
     for name in [each for each in (spec.cluster, *levels) if each is not None]:
-        check_behind(column(frame, name).to_list(), client, minimum, name)
+        check_shared(column(frame, name).to_list(), client, minimum, name)
     if classes is not None and len(client) == len(y):
         classes = tuple(each for each in classes if client.filter(pl.Series(y == each)).n_unique() >= minimum)
     return Profile(__version__, kinds, ids, levels, tuple(plain_ids(clusters)), classes, key, repeated)
@@ -88,15 +79,15 @@ def _kind_of(y: Anything) -> str:
     return "numbers" if y.dtype.kind in "biuf" or not any(isinstance(each, str) for each in y.tolist()) else "text"
 
 
-def check_behind(values: Sequence[Any], client: pl.Series, minimum: int, name: str) -> None:
-    """Refuse a column of which some value, which would be told, belongs to few clients."""
+def check_shared(values: Sequence[Any], client: pl.Series, minimum: int, name: str) -> None:
+    """Refuse a column with a value, which would be sent, that few clients have."""
     if minimum <= 1 or len(client) != len(values):
         return
     clients = pl.DataFrame({"value": values, "client": client}).group_by("value").agg(pl.col("client").n_unique())["client"]
     if min(clients.to_list()) < minimum:
         raise FederationError(
             f"Column {name!r} has a value that fewer than {minimum} clients here have, so that sums by it would be of fewer "
-            "than this site wants behind each; merge such values, lower its minimum, or leave their rows out."
+            "than this site wants in each; merge such values, lower its minimum, or leave their rows out."
         )
 
 
@@ -116,13 +107,13 @@ def grouped(table: Any, agreed: Agree) -> GroupedData:
     classes = None if agreed.classes is None else np.array(agreed.classes)
     outcome = encode_known(response(lhs, frame), classes)
     data = _group(frame, spec, design_from_json(agreed.design), outcome)
-    tree, known = data.hierarchy, cluster_ids(agreed)
-    place = lookup(tree.cluster_ids, known, "cluster")
+    tree, clusters = data.hierarchy, agreed.cluster_ids()
+    place = lookup(tree.cluster_ids, clusters, "cluster")
     if (place < 0).any():
         raise FederationError("The table has a cluster that it had not when the run began; put it back, or start a new run.")
-    sizes = np.zeros(len(known), dtype=np.int64)
+    sizes = np.zeros(len(clusters), dtype=np.int64)
     sizes[place] = tree.sizes
-    whole = Hierarchy(np.concatenate([[0], np.cumsum(sizes)]), tree.client_ids, known)
+    whole = Hierarchy(np.concatenate([[0], np.cumsum(sizes)]), tree.client_ids, clusters)
     return GroupedData(data.X, data.y, data.client_ptr, whole, data.terms, data.weights, data.offset)
 
 
@@ -142,6 +133,13 @@ def _group(frame: Any, spec: Spec, design: Any, outcome: Any) -> GroupedData:
     )
 
 
+def rows_digest(data: GroupedData) -> str:
+    """A digest of all rows and ids, which does not leave the site."""
+    tree = data.hierarchy
+    ids = np.frombuffer(repr((tree.client_ids.to_list(), tree.cluster_ids.to_list())).encode(), dtype=np.uint8)
+    return digest(data.X, data.y, data.weights, data.offset, data.client_ptr, tree.cluster_ptr, ids)
+
+
 def totals(data: GroupedData, *, standardize: bool = False) -> SiteTotals:
     """The first sums that leave a site; those of the terms only if they are needed."""
     tree = data.hierarchy
@@ -155,7 +153,7 @@ def counts(data: GroupedData) -> SiteTotals:
     return SiteTotals(data.hierarchy.sizes, np.zeros(data.n_clusters, dtype=np.int64), Exact.zeros())
 
 
-def unspoken(profile: Profile) -> Profile:
+def redacted(profile: Profile) -> Profile:
     """A profile as it leaves a site of a private run: which categories and classes occur tells of rows."""
     return replace(profile, levels={}, classes=None)
 
@@ -164,6 +162,6 @@ def joined(data: GroupedData, salt: str, agreed: Agree, rows: str) -> Joined:
     """What a site shows of its clients' ids, and of its rows, whose digest is ``rows``."""
     tree = data.hierarchy
     clients = tree.client_ids.to_list()
-    told = "" if agreed.private is not None else keyed(rows, salt)
-    pairs = digests(zip(plain_ids(tree.cluster_ids[tree.parent]), clients, strict=True), salt) if agreed.listed else None
-    return Joined(digests(clients, salt), told, pairs)
+    proof = "" if agreed.private is not None else keyed_hash(rows, salt)
+    pairs = tags_of(zip(plain_ids(tree.cluster_ids[tree.parent]), clients, strict=True), salt) if agreed.listed else None
+    return Joined(tags_of(clients, salt), proof, pairs)

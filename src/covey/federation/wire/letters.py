@@ -1,11 +1,11 @@
-"""What travels, as bytes: requests down, replies up, and a node's memory when it is put aside on its own disk.
+"""Letters: the envelopes of messages to sites and of their replies; and the numbers of a reply apart from its form.
 
 Letters are records (:mod:`covey.records`): reading one builds registered classes and nothing else.
 
-    letter    run, epoch, exchange: where the sender is; kind; body
+    letter    run, epoch, exchange: where the sender is; body: the message, or the reply
     epoch     grows when a run begins anew with fewer sites
     exchange  grows by one with each letter that changes nodes
-    after     the exchange of the last such letter to this node: not all exchanges concern all nodes
+    after     the exchange of the last such letter to this site: not all exchanges concern all sites
 """
 
 from __future__ import annotations
@@ -26,20 +26,18 @@ _SUMS = ("exact", "wide")  # kinds of holes for exact sums, of which there are n
 
 @dataclass(frozen=True)
 class Letter(Record):
-    """One message and where its sender is.
+    """One message or reply, and where its sender is.
 
     Attributes
     ----------
     run, epoch, exchange, after : see the head of this module
-    kind : "hello", "salt", "agree", "ask" or "deliver" down; "reply", "ready" or "refusal" up
-    body : the message
-    mute : whether only a word of receipt is wanted: a node that catches up says nothing again
+    body : a :class:`~covey.nodes.messages.Message` to a site; its reply, or a :class:`Refusal`, to the coordinator
+    mute : whether only a receipt is wanted: a site that catches up sends no sum a second time
     """
 
     run: str
     epoch: int
     exchange: int
-    kind: str
     body: Any = None
     mute: bool = False
     after: int = -1
@@ -47,7 +45,7 @@ class Letter(Record):
 
 @dataclass(frozen=True)
 class Refusal(Record):
-    """Why a node does not do what it was asked.
+    """Why a site does not do what it was asked.
 
     ``reason`` is "data" (its table or settings: the sentence is for people), "behind" (it has not seen the exchanges before
     this one; ``exchange`` is the last it has), "stale" (it is past this one) or "broken" (a fault of the program).

@@ -86,7 +86,7 @@ def _constants(network: Network, penalty: Penalty, mu: float | None, L: float | 
 
 def near_minimiser(network: Network, penalty: Penalty) -> None:
     """To where curvature is measured: a few steps from zero would be too far off where classes are nearly separated."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), network.during("measure"):
         warnings.simplefilter("ignore", ConvergenceWarning)
         newton_across(network, penalty, tol=1e-4)
 

@@ -4,21 +4,24 @@ import sys
 
 if any("flwr-serverapp" in word for word in sys.orig_argv):
     from covey.federation.flower.transport import FlowerTransport
+    from covey.federation.wire.agreement import SiteMessage
+    from covey.federation.wire.letters import Refusal
     from covey.records import decode
 
     once = FlowerTransport.exchange
     before = {}
 
-    def told(reply):
-        letter = decode(reply)
-        return f"{letter.kind} {letter.body.reason}" if letter.kind == "refusal" else letter.kind
+    def outcome(reply):
+        body = decode(reply).body
+        return f"refusal {body.reason}" if isinstance(body, Refusal) else "reply"
 
     def exchange(self, letters, timeout):
         first, second = once(self, letters, timeout), once(self, letters, timeout)
-        kind = decode(next(iter(letters.values()))).kind
+        body = decode(next(iter(letters.values()))).body
+        kind = body.label if isinstance(body, SiteMessage) else "ask"
         print(f"covey: {kind} again: {'the same bytes' if first == second else 'other bytes'}", flush=True)
         if before:
-            stale = {told(reply) for reply in once(self, dict(before), timeout).values()}
+            stale = {outcome(reply) for reply in once(self, dict(before), timeout).values()}
             print(f"covey: the letter before {kind}: {stale.pop() if len(stale) == 1 else sorted(stale)}", flush=True)
         before.update(letters)
         return second
