@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 from _timing import seconds
 
-from covey import Penalty
+from covey import Penalty, minimise
 from covey.datasets import simulate_donors
 from covey.fitting.selection import search
 from covey.losses import Bernoulli
@@ -30,7 +30,7 @@ print(f"{drawn.appeals.height:,} appeals to rows in {time.perf_counter() - start
 
 data, _ = Mailing(found.rows, "simulated tables", ()).data.split(0.2, 0)
 columns = GRID[[32, 16, 0]]
-solve(data, Bernoulli(), Penalty.of(data.hierarchy, gamma=100.0, lam=1.0))
+minimise(data, Bernoulli(), Penalty.of(data.hierarchy, gamma=100.0, lam=1.0))
 warm = seconds(partial(search, data, Bernoulli(), gammas=columns, lams=GRID, score="client")) / (5 * len(columns) * len(GRID))
 train = data.rows(data.folds(5, 0) != 0)
 penalties = [Penalty.of(data.hierarchy, gamma=float(gamma), lam=1.0) for gamma in columns]

@@ -10,17 +10,17 @@ import numpy as np
 from covey.exact import LIMBS, WIDE
 from covey.federation.operator.coordinator import Exchange
 from covey.model.summary import describe
-from covey.solvers import BY_COINS, DIRECT
 from covey.solvers.costs import BANDWIDTH, LATENCY
 from covey.solvers.ledger import links, quadratic_links
+from covey.solvers.registry import direct, randomised
 
 if TYPE_CHECKING:
     from covey.federation.operator.operate import Outcome
 
 AGREE = 1e-8  # of coefficients: what a search for variances leaves to its own tolerance
 _PLANNED = {
-    **dict.fromkeys(DIRECT, ("up", "down", "begin", "move")),
-    **dict.fromkeys(BY_COINS, ("go", "whereabouts", "checkat")),
+    **dict.fromkeys(direct(), ("up", "down", "begin", "move")),
+    **dict.fromkeys(randomised(), ("go", "whereabouts", "checkat")),
 }
 _SECOND = ("down", "checkat")  # the second halves of a sweep and of a check, which the plan counts once
 _MEASURING = ("rows", "curve", "draw", "apply", "subtract", "missed", "exponents", "mantissas", "basissize", "perfect")
@@ -39,7 +39,7 @@ def planned(outcome: Outcome) -> list[str]:
     """
     model, solver = outcome.model, outcome.model.convergence.solver
     learned = model.spec.learns is not None
-    if solver not in _PLANNED or (learned and solver in DIRECT):
+    if solver not in _PLANNED or (learned and solver in direct()):
         return []
     fit = _since_agreed(outcome.exchanges)
     own = [each for each in fit if each.what in _PLANNED[solver]]
@@ -56,7 +56,7 @@ def planned(outcome: Outcome) -> list[str]:
 def _plan(outcome: Outcome, own: Sequence[Exchange]) -> tuple[str, str]:
     """Exchanges, bytes over all sites and seconds, as the plan counts them; and what it takes numbers and messages to cost."""
     end, (k, d), sites = outcome.model.convergence, outcome.model.w.shape, len(outcome.roster)
-    by_coins = end.solver in BY_COINS
+    by_coins = end.solver in randomised()
     link = (links if by_coins else quadratic_links)(np.ones(k, dtype=np.int64), d)
     checks = sum(each.what == "checkat" for each in own)
     moves = end.exchanges - checks
