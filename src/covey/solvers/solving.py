@@ -53,6 +53,13 @@ def solve(
     -------
     Fit
         With the clients' ``theta`` where they are in this process; elsewhere ``theta`` is empty, ``(0, d)``.
+
+    >>> from covey import GroupedData, InMemory, Penalty
+    >>> from covey.losses import Gaussian
+    >>> data = GroupedData.from_arrays([[1.0], [1.0], [1.0]], [0.0, 3.0, 9.0], ["a", "b", "c"], ["x", "x", "y"])
+    >>> penalty = Penalty.of(data.hierarchy)
+    >>> solve(InMemory.of(data, Gaussian(), penalty.gamma), penalty, solver="newton").theta.ravel().round(3).tolist()
+    [1.5, 3.0, 7.5]
     """
     check_options(solver, options)
     chosen = fitting(network.loss) if solver == "auto" else registry.find(solver)
@@ -90,7 +97,7 @@ def minimise(
     >>> minimise(data, Gaussian(), penalty, solver="al2sgd_plus", tol=1e-12).theta.ravel().round(5).tolist()
     [1.5, 3.0, 7.5]
     >>> minimise(data, Poisson(), penalty).theta.ravel().round(3).tolist()
-    [0.506, 1.036, 1.94]
+    [-0.185, 0.981, 2.14]
     """
     own = {name: value for name, value in settings.items() if name not in (*registry.COMMON, "solver")}
     common = {name: value for name, value in settings.items() if name not in own}

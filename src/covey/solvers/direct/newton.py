@@ -383,7 +383,8 @@ def newton(
 
     d, before = len(network.terms), 0
     if start is None and network.loss.linear_start:
-        start, before = _from_the_counts(network, penalty), 1
+        # From zero, large counts or exposures would take hundreds of steps: exp grows out of any quadratic's reach.
+        start, before = one_sweep(network, penalty, logs=True), 1
     report, stage = _resumed(saved) or _begin(network, penalty, start, centre)
     limits: dict[str, Any] = {"tol": tol, "max_iter": max_iter, "fixed": centre is not None, "keep": keep}
     stage, account, runaway = coordinate(network.ask, report, stage, Spread.of_penalty(penalty.lam, d), **limits)
@@ -421,11 +422,6 @@ def _resumed(saved: Checkpoint) -> tuple[NewtonReport, NewtonProgress] | None:
     state = saved.node.state(NewtonState)
     still = np.zeros_like(state.dtheta)
     return _report(LocalProblem.of(saved.node), state.now, still, still, state.now, stage.mu), stage
-
-
-def _from_the_counts(network: Network, penalty: Penalty) -> Fit:
-    """From zero, large counts or exposures would take Newton hundreds of steps: exp grows out of any quadratic's reach."""
-    return one_sweep(network, penalty, logs=True)
 
 
 def _begin(network: Network, penalty: Penalty, start: Fit | None, centre: Floats | None) -> tuple[NewtonReport, NewtonProgress]:
