@@ -17,7 +17,8 @@ def own_folder_for_examples(request: pytest.FixtureRequest, tmp_path: Path, monk
 def _drop_stale_kernels() -> None:
     """Numba looks at a kernel's own file only; kernels of other files also contain functions of these."""
     source = Path(__file__).parent / "src" / "covey"
-    changed = max((source / shared).stat().st_mtime for shared in ("losses/kernels.py", "exact/kernels.py"))
+    shared = ("losses/kernels.py", "exact/kernels.py", "solvers/blocks.py")
+    changed = max((source / file).stat().st_mtime for file in shared)
     for cached in source.rglob("*.nb?"):
         with suppress(FileNotFoundError):  # another worker of the tests may be faster
             if cached.stat().st_mtime < changed:

@@ -6,7 +6,7 @@ import numpy as np
 from _timing import alternate
 from sklearn.linear_model import LogisticRegression
 
-from covey import HierarchicalClassifier, Penalty, newton
+from covey import HierarchicalClassifier, Penalty, minimise
 from covey.datasets import simulate
 from covey.losses import Bernoulli
 
@@ -16,14 +16,14 @@ drawn = simulate(
 )  # fmt: skip
 data = drawn.data
 penalty = Penalty.of(data.hierarchy, gamma=1 / 0.4**2, lam=1 / 0.2**2)
-fit = newton(data, Bernoulli(), penalty)
+fit = minimise(data, Bernoulli(), penalty, solver="newton")
 shape = f"{data.n_clients:,} clients, {data.n_clusters} clusters, {data.n_rows:,} rows, d = {data.n_terms}"
 print(f"{shape}, {100 * data.y.mean():.1f}% ones")
 print(f"newton: {fit.convergence.message}, {fit.convergence.exchanges} exchanges")
 
 
 def solver() -> None:
-    newton(data, Bernoulli(), penalty)
+    minimise(data, Bernoulli(), penalty, solver="newton")
 
 
 def estimator() -> None:

@@ -21,11 +21,11 @@ model = HierarchicalRegressor(client="county", cluster="state")
 print(model.fit(homes[["county", "state", "floor"]], homes["log_radon"]).coef_[0])
 """
 CORE = """
-from covey import GroupedData, Penalty, datasets, sweep
+from covey import GroupedData, Penalty, datasets, minimise
 from covey.losses import Gaussian
 homes = datasets.load_radon()
 data = GroupedData.from_arrays(homes[["floor"]].to_numpy(), homes["log_radon"], homes["county"], homes["state"])
-print(sweep(data, Gaussian(), Penalty.of(data.hierarchy)).theta[0])
+print(minimise(data, Gaussian(), Penalty.of(data.hierarchy)).theta[0])
 """
 COVEY = Path(sys.executable).with_name("covey")
 

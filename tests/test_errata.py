@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import multivariate_normal
 
-from covey import GroupedData, Penalty, sweep
+from covey import GroupedData, Penalty, minimise
 from covey.datasets import simulate
 from covey.fitting.baselines import locally_trained
 from covey.losses import Gaussian
@@ -42,7 +42,7 @@ def test_4_the_likelihood_has_half_of_one_over_sigma_squared():
     for factor, right in ((1.0, True), (2.0, False)):  # covey's loss is 1/2 weight (y - x'theta)^2; the display has no half
         weights = np.full(drawn.data.n_rows, factor / SIGMA2)
         data = GroupedData.from_arrays(drawn.X, drawn.y, drawn.client, drawn.cluster, weights=weights)
-        fit = sweep(data, Gaussian(), Penalty.of(data.hierarchy, gamma=1 / S2_J, lam=1 / S2))
+        fit = minimise(data, Gaussian(), Penalty.of(data.hierarchy, gamma=1 / S2_J, lam=1 / S2), solver="sweep")
         assert (slope(drawn.data, fit) < 1e-6) == right
 
 
@@ -56,7 +56,7 @@ def canonical(n, d, rng):
 def test_6_weights_of_the_best_linear_unbiased_estimator(n):
     rng = np.random.default_rng(n)
     y, data = canonical(n, 4, rng)
-    fit = sweep(data, Gaussian(), Penalty.of(data.hierarchy, gamma=1.0, lam=np.inf))
+    fit = minimise(data, Gaussian(), Penalty.of(data.hierarchy, gamma=1.0, lam=np.inf), solver="sweep")
     rest = (y.sum(axis=0) - y) / (n - 1)
     np.testing.assert_allclose(fit.theta, (n + 1) / (2 * n) * y + (n - 1) / (2 * n) * rest, atol=1e-12)
     draws = rng.standard_normal((20_000, n, 4))
@@ -89,7 +89,7 @@ def test_8_the_published_single_cluster_baseline_is_not_the_minimiser():
         inverse = np.linalg.inv(A + lam * np.eye(d))
         own = np.einsum("iab,ib->ia", inverse, b)
         centre = np.linalg.solve(np.eye(d) - lam * inverse.mean(axis=0), own.mean(axis=0))
-        fit = sweep(merged, Gaussian(), Penalty.of(merged.hierarchy, gamma=lam, lam=np.inf))
+        fit = minimise(merged, Gaussian(), Penalty.of(merged.hierarchy, gamma=lam, lam=np.inf), solver="sweep")
         np.testing.assert_allclose(fit.theta, own + lam * np.einsum("iab,b->ia", inverse, centre), atol=1e-10)
         np.testing.assert_allclose(fit.wbar, centre, atol=1e-10)
         right.append(measure(fit.theta, drawn.theta)["average"])
@@ -103,6 +103,8 @@ def test_9_the_minimiser_is_closer_and_its_worst_client_far_closer_than_printed(
     told = []
     for run in range(8):
         drawn = draw(10, 1, run)
-        told.append(measure(sweep(drawn.data, Gaussian(), Penalty.of(drawn.data.hierarchy)).theta, drawn.theta))
+        told.append(
+            measure(minimise(drawn.data, Gaussian(), Penalty.of(drawn.data.hierarchy), solver="sweep").theta, drawn.theta)
+        )
     assert 3.3 < np.mean([each["average"] for each in told]) < 3.46
     assert max(each["max"] for each in told) < 7.0, "the paper prints 8.676"

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
         HierarchicalRegressor,
         load,
     )
+    from covey.nodes.network import InMemory
     from covey.objective.objective import Objective
     from covey.objective.penalty import Penalty
-    from covey.solvers import newton, sweep
+    from covey.solvers import al2sgd_plus, l2gd, minimise, newton, one_coin, solve, sweep
     from covey.tables.rows import GroupedData, read_table
 
 _HOMES = {
@@ -33,12 +34,18 @@ _HOMES = {
     "HierarchicalGammaRegressor": "covey.estimators",
     "HierarchicalPoissonRegressor": "covey.estimators",
     "HierarchicalRegressor": "covey.estimators",
+    "InMemory": "covey.nodes.network",
     "Objective": "covey.objective.objective",
     "Penalty": "covey.objective.penalty",
+    "al2sgd_plus": "covey.solvers",
+    "l2gd": "covey.solvers",
     "load": "covey.estimators",
+    "minimise": "covey.solvers",
     "newton": "covey.solvers",
+    "one_coin": "covey.solvers",
     "plan": "covey.fitting.planning",
     "read_table": "covey.tables.rows",
+    "solve": "covey.solvers",
     "sweep": "covey.solvers",
 }
 
@@ -50,13 +57,19 @@ __all__ = [
     "HierarchicalGammaRegressor",
     "HierarchicalPoissonRegressor",
     "HierarchicalRegressor",
+    "InMemory",
     "Objective",
     "Penalty",
+    "al2sgd_plus",
     "datasets",
+    "l2gd",
     "load",
+    "minimise",
     "newton",
+    "one_coin",
     "plan",
     "read_table",
+    "solve",
     "sweep",
 ]
 

@@ -46,10 +46,24 @@ class ConvergenceWarning(UserWarning):
 
 def unknown_column(name: object, columns: Iterable[object]) -> DataError:
     """The error for a column that is not there, with the nearest name that is."""
-    known = [str(column) for column in columns]
-    near = difflib.get_close_matches(str(name), known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"the columns are {listing(known)}."
-    return DataError(f"There is no column {name!r}; {hint}")
+    return DataError(f"There is no column {name!r}; {did_you_mean(name, columns, 'the columns are')}")
+
+
+def did_you_mean(name: object, known: Iterable[object], otherwise: str = "there are", most: int = 8) -> str:
+    """The end of a sentence about an unknown name: the nearest known one, or else all of them after ``otherwise``.
+
+    >>> did_you_mean("conty", ["county", "state"])
+    "did you mean 'county'?"
+    """
+    words = [str(word) for word in known]
+    near = nearest(name, words)
+    return f"{otherwise} {listing(words, most)}." if near is None else f"did you mean {near!r}?"
+
+
+def nearest(name: object, known: Iterable[object]) -> str | None:
+    """The known name that an unknown one is probably meant to be, if there is one."""
+    near = difflib.get_close_matches(str(name), [str(word) for word in known], n=1)
+    return near[0] if near else None
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from covey import GroupedData, Penalty
+from covey import GroupedData, Penalty, minimise
 from covey.errors import PenaltyError, SolverError
 from covey.federation.privacy.sweeps import (
     NoisySums,
@@ -28,7 +28,6 @@ from covey.federation.privacy.sweeps import (
 from covey.losses import Bernoulli, Gaussian, Poisson
 from covey.nodes.network import InMemory
 from covey.nodes.node import Node
-from covey.solvers import newton, sweep
 from covey.solvers.threads import threads_for
 
 LOSSES = {loss.name: loss for loss in (Gaussian(), Bernoulli(), Poisson())}
@@ -181,7 +180,7 @@ def test_without_noise_and_clip_it_is_the_exact_fit(family, lam):
     data = make(family)
     over, penalty = network(data, family, lam=lam)
     fit = private_across(over, penalty, Privacy(0.0, 20.0, 8))
-    exact = newton(data, LOSSES[family], penalty, tol=1e-11)
+    exact = minimise(data, LOSSES[family], penalty, solver="newton", tol=1e-11)
     np.testing.assert_allclose(fit.w, exact.w, atol=1e-8)
     np.testing.assert_allclose(fit.wbar, exact.wbar, atol=1e-8)
     np.testing.assert_allclose(over.node.coefficients(), exact.theta, atol=1e-8)
@@ -193,7 +192,7 @@ def test_a_gaussian_loss_needs_one_round():
     data = make("gaussian")
     over, penalty = network(data, "gaussian")
     fit = private_across(over, penalty, Privacy(0.0, 20.0, 1))
-    np.testing.assert_allclose(fit.w, sweep(data, Gaussian(), penalty).w, atol=1e-8)
+    np.testing.assert_allclose(fit.w, minimise(data, Gaussian(), penalty, solver="sweep").w, atol=1e-8)
 
 
 def test_large_counts_are_no_trouble():
@@ -201,13 +200,13 @@ def test_large_counts_are_no_trouble():
     data = replace(data, y=data.y * 10_000)
     over, penalty = network(data, "poisson")
     fit = private_across(over, penalty, Privacy(0.0, 50.0, 8))
-    np.testing.assert_allclose(fit.w, newton(data, Poisson(), penalty, tol=1e-6).w, atol=1e-7)
+    np.testing.assert_allclose(fit.w, minimise(data, Poisson(), penalty, solver="newton", tol=1e-6).w, atol=1e-7)
 
 
 @pytest.mark.parametrize("family", sorted(LOSSES))
 def test_more_noise_is_farther_from_the_exact_fit(family):
     data = make(family, clients=300)
-    exact = newton(data, LOSSES[family], Penalty.of(data.hierarchy, gamma=2.0, lam=3.0))
+    exact = minimise(data, LOSSES[family], Penalty.of(data.hierarchy, gamma=2.0, lam=3.0), solver="newton")
     apart = []
     for noise in (0.03, 0.3, 3.0):
         errors = []

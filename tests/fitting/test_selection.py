@@ -7,11 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from covey import Penalty
+from covey import Penalty, minimise
 from covey.datasets import simulate
 from covey.fitting.selection import client_losses, cross_validate, held_out_loss, search
 from covey.losses import loss_of
-from covey.solvers import solve
 
 GRID = np.array([0.1, 1.0, 10.0])
 
@@ -28,7 +27,7 @@ def test_scores_are_those_of_cold_fits_scored_row_by_row(family, score):
             rows, owners = [], []
             for left_out in range(3):
                 train, test = data.rows(fold != left_out), data.rows(fold == left_out)
-                fit = solve(train, loss, Penalty.of(data.hierarchy, gamma=gamma, lam=lam))
+                fit = minimise(train, loss, Penalty.of(data.hierarchy, gamma=gamma, lam=lam))
                 each = loss.values(test.margin(fit.theta), test.y)
                 rows.extend(each)
                 owners.extend(test.client_of_row)
@@ -43,7 +42,7 @@ def test_weights_count_and_clients_without_rows_do_not():
     weights = np.random.default_rng(0).uniform(0, 2, drawn.data.n_rows)
     weights[:4] = 0.0
     data = replace(drawn.data, weights=weights)
-    fit = solve(drawn.data, loss_of("gaussian"), Penalty.of(data.hierarchy))
+    fit = minimise(drawn.data, loss_of("gaussian"), Penalty.of(data.hierarchy))
     each = client_losses(fit.theta, data, loss_of("gaussian", "mean", 0.5))
     assert np.isnan(each[0])
     values = 0.5 * (data.y - data.margin(fit.theta)) ** 2

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from covey import GroupedData, Penalty, newton
+from covey import GroupedData, Penalty, minimise
 from covey.errors import CoveyError
 from covey.losses import FAMILIES, Loss, loss_of
 
@@ -169,7 +169,7 @@ def test_the_linear_start_is_near(loss):
 def test_newton_finds_a_point_without_slope(loss, reduction, ridge):
     data, own = grouped(loss, weighted=True), replace(loss, reduction=reduction, ridge=ridge)
     penalty = Penalty.of(data.hierarchy, gamma=2.0, lam=1.0)
-    fit = newton(data, own, penalty, tol=1e-9)
+    fit = minimise(data, own, penalty, solver="newton", tol=1e-9)
     assert fit.convergence.converged
     slope = own.gradient(data, fit.theta) + 2.0 * (fit.theta - fit.w[data.hierarchy.parent])
     assert np.abs(slope).max() < 1e-7

@@ -11,13 +11,12 @@ from scipy import optimize
 from sklearn.base import clone
 from sklearn.svm import LinearSVC
 
-from covey import GroupedData, HierarchicalClassifier, HierarchicalRegressor, Penalty, load, newton, plan
+from covey import GroupedData, HierarchicalClassifier, HierarchicalRegressor, Penalty, load, minimise, plan
 from covey.errors import ConvergenceWarning, CoveyError, ModelError, PenaltyError, SolverError
 from covey.federation.simulate import simulate as simulate_sites
 from covey.losses import FAMILIES, Gamma, Gaussian, from_functions, kernels, loss_of, plain
 from covey.model.model import fit_table
 from covey.problem.spec import Spec
-from covey.solvers import al2sgd_plus, l2gd, one_coin
 from tests.conftest import random_problem
 
 DELTA = 1.345
@@ -88,7 +87,7 @@ def test_huber_as_scipy_finds_it(huber, seed):
     problem = random_problem(seed, weighted=seed % 2 == 0)
     problem.y[::5] += 20.0
     value, best = by_scipy(problem, huber)
-    fit = newton(problem.data, huber, problem.penalty, tol=1e-9)
+    fit = minimise(problem.data, huber, problem.penalty, solver="newton", tol=1e-9)
     assert fit.convergence.converged
     assert fit.convergence.objective == pytest.approx(value, rel=1e-9)
     np.testing.assert_allclose(np.concatenate([fit.theta, fit.w, fit.wbar[None]]), best, atol=1e-5)
@@ -98,7 +97,7 @@ def test_huber_as_scipy_finds_it(huber, seed):
 def test_squared_hinge_as_scipy_finds_it(hinge, seed):
     problem = random_problem(seed, "bernoulli", weighted=seed % 2 == 0)
     value, best = by_scipy(problem, hinge)
-    fit = newton(problem.data, hinge, problem.penalty, tol=1e-9)
+    fit = minimise(problem.data, hinge, problem.penalty, solver="newton", tol=1e-9)
     assert fit.convergence.converged
     assert fit.convergence.objective == pytest.approx(value, rel=1e-9)
     np.testing.assert_allclose(np.concatenate([fit.theta, fit.w, fit.wbar[None]]), best, atol=1e-4)
@@ -108,7 +107,7 @@ def test_squared_hinge_of_one_client_is_a_linear_support_vector_machine(hinge):
     rng = np.random.default_rng(1)
     X, y = rng.normal(size=(80, 3)), (rng.random(80) < 0.5).astype(float)
     data = GroupedData.from_arrays(X, y)
-    fit = newton(data, replace(hinge, ridge=2.0), Penalty.of(data.hierarchy), tol=1e-10)
+    fit = minimise(data, replace(hinge, ridge=2.0), Penalty.of(data.hierarchy), solver="newton", tol=1e-10)
     machine = LinearSVC(C=0.5, loss="squared_hinge", fit_intercept=False, tol=1e-12, max_iter=100_000).fit(X, y)
     np.testing.assert_allclose(fit.theta[0], machine.coef_[0], atol=1e-5)
 
@@ -122,7 +121,7 @@ def test_huber_of_one_client_resists_outliers_as_scikit_learn_does(huber):
     y = X @ [1.0, -2.0] + 0.3 * noise
     theirs = HuberRegressor(epsilon=DELTA, alpha=0.0, fit_intercept=False, tol=1e-10, max_iter=10_000).fit(X, y)
     data = GroupedData.from_arrays(X / theirs.scale_, y / theirs.scale_)
-    fit = newton(data, huber, Penalty.of(data.hierarchy), tol=1e-10)
+    fit = minimise(data, huber, Penalty.of(data.hierarchy), solver="newton", tol=1e-10)
     np.testing.assert_allclose(fit.wbar, theirs.coef_, atol=1e-5)
 
 
@@ -134,19 +133,19 @@ def clients(two_classes=False):
     return GroupedData.from_arrays(X, (y > 0).astype(float) if two_classes else y, client, client // 4)
 
 
-@pytest.mark.parametrize("solver", [l2gd, one_coin, al2sgd_plus])
+@pytest.mark.parametrize("solver", ["l2gd", "one_coin", "al2sgd_plus"])
 @pytest.mark.parametrize("name", ["huber", "squared-hinge"])
 def test_randomised_algorithms_reach_the_minimum(huber, hinge, solver, name):
     data = clients(two_classes=name == "squared-hinge")
     loss, penalty = loss_of(name, "mean", 0.3), Penalty.of(data.hierarchy, gamma=0.5, lam=0.5)
-    best = newton(data, loss, penalty)
-    settings = {"tol": 1e-8} if solver is al2sgd_plus else {"steps": "switching", "tol": 3e-3}
-    fit = solver(data, loss, penalty, max_iter=60_000, **settings)
+    best = minimise(data, loss, penalty, solver="newton")
+    settings = {"tol": 1e-8} if solver == "al2sgd_plus" else {"steps": "switching", "tol": 3e-3}
+    fit = minimise(data, loss, penalty, solver=solver, max_iter=60_000, **settings)
     assert fit.convergence.converged, fit.convergence.message
-    np.testing.assert_allclose(fit.theta, best.theta, atol=1e-3 if solver is al2sgd_plus else 0.15)
+    np.testing.assert_allclose(fit.theta, best.theta, atol=1e-3 if solver == "al2sgd_plus" else 0.15)
 
 
-@pytest.mark.parametrize("solver", [l2gd, one_coin, al2sgd_plus])
+@pytest.mark.parametrize("solver", ["l2gd", "one_coin", "al2sgd_plus"])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_the_plain_path_is_the_compiled_one(registry, solver, weighted):
     """The same steps on the same coins and rows, for a loss that is compiled and its twin by functions."""
@@ -156,7 +155,9 @@ def test_the_plain_path_is_the_compiled_one(registry, solver, weighted):
     data, penalty = problem.data, problem.penalty
     settings = {"max_iter": 300, "tol": 1e-12, "mu": 0.3, "seed": 5}
     with pytest.warns(ConvergenceWarning):
-        one, two = (solver(data, loss_of(name, "mean", 0.3), penalty, **settings) for name in ("bernoulli", "logit"))
+        one, two = (
+            minimise(data, loss_of(name, "mean", 0.3), penalty, solver=solver, **settings) for name in ("bernoulli", "logit")
+        )
     assert not FAMILIES["logit"]().compiled
     np.testing.assert_allclose(one.theta, two.theta, rtol=1e-9, atol=1e-12)
 
@@ -172,7 +173,10 @@ def test_a_quadratic_of_one_s_own_is_solved_exactly(registry):
     np.testing.assert_allclose(fit.coef_, same.coef_, rtol=1e-10)
     data, penalty = problem.data, problem.penalty
     with pytest.warns(ConvergenceWarning):
-        runs = [l2gd(data, loss, penalty, steps="switching", max_iter=200, tol=1e-9) for loss in (square, Gaussian())]
+        runs = [
+            minimise(data, loss, penalty, solver="l2gd", steps="switching", max_iter=200, tol=1e-9)
+            for loss in (square, Gaussian())
+        ]
     np.testing.assert_allclose(runs[0].theta, runs[1].theta, rtol=1e-6, atol=1e-8)
 
 
@@ -189,7 +193,7 @@ NAMES = {"client": "client", "cluster": "cluster", "formula": "y ~ x", "gamma": 
 def test_a_regressor(huber, tmp_path, given):
     rows = frame()
     model = HierarchicalRegressor(loss="huber" if given == "name" else huber, **NAMES).fit(rows)
-    fit = newton(clients(), huber, Penalty.of(clients().hierarchy, gamma=1.0, lam=1.0))
+    fit = minimise(clients(), huber, Penalty.of(clients().hierarchy, gamma=1.0, lam=1.0), solver="newton")
     np.testing.assert_allclose(model.coef_, fit.theta, atol=1e-6)
     assert "huber" in str(model)
     assert clone(model).get_params()["loss"] == model.loss

@@ -7,11 +7,10 @@ import polars as pl
 import pytest
 from scipy import optimize, stats
 
-from covey import GroupedData, HierarchicalGammaRegressor, Penalty, load, newton, plan
+from covey import GroupedData, HierarchicalGammaRegressor, Penalty, load, minimise, plan
 from covey.datasets import simulate
 from covey.errors import CoveyError
 from covey.losses import Gamma
-from covey.solvers import al2sgd_plus, l2gd, one_coin
 from covey.variance.criterion import criterion_for
 from covey.variance.estimate import estimate
 from covey.variance.structure import Shape
@@ -182,7 +181,7 @@ def test_given_penalties_as_scipy_finds_them():
         return rows + 0.5 * ties
 
     best = optimize.minimize(objective, np.zeros((n + k + 1) * d), method="BFGS", options={"gtol": 1e-7})
-    fit = newton(data, Gamma(), penalty, tol=1e-9)
+    fit = minimise(data, Gamma(), penalty, solver="newton", tol=1e-9)
     assert fit.convergence.converged
     assert fit.convergence.objective == pytest.approx(best.fun, rel=1e-9)
     np.testing.assert_allclose(np.concatenate([fit.theta, fit.w, fit.wbar[None]]).ravel(), best.x, atol=1e-4)
@@ -194,21 +193,21 @@ def test_newton_does_not_mind_the_units(scale):
     problem = random_problem(8, "gamma", weighted=False, d=1)
     data = problem.data
     data = type(data)(np.ones_like(data.X), scale * data.y, data.client_ptr, data.hierarchy, data.terms)
-    fit = newton(data, Gamma(), problem.penalty)
+    fit = minimise(data, Gamma(), problem.penalty, solver="newton")
     assert fit.convergence.converged
     assert fit.convergence.iterations < 12
 
 
-@pytest.mark.parametrize("solver", [l2gd, one_coin, al2sgd_plus])
+@pytest.mark.parametrize("solver", ["l2gd", "one_coin", "al2sgd_plus"])
 def test_randomised_algorithms_reach_the_minimum(solver):
     rng = np.random.default_rng(1)
     client = np.repeat(np.arange(8), 6)
     X = np.column_stack([np.ones(48), 0.5 * rng.normal(size=48)])
     data = GroupedData.from_arrays(X, rng.gamma(4.0, np.exp(X @ [0.3, 0.5]) / 4.0), client, client // 4)
     loss, penalty = Gamma("mean", 0.2), Penalty.of(data.hierarchy, gamma=0.5, lam=0.5)
-    best = newton(data, loss, penalty)
-    settings = {} if solver is al2sgd_plus else {"steps": "switching"}
-    fit = solver(data, loss, penalty, tol=1e-3, max_iter=200_000, **settings)
+    best = minimise(data, loss, penalty, solver="newton")
+    settings = {} if solver == "al2sgd_plus" else {"steps": "switching"}
+    fit = minimise(data, loss, penalty, solver=solver, tol=1e-3, max_iter=200_000, **settings)
     assert fit.convergence.converged
     np.testing.assert_allclose(fit.theta, best.theta, atol=0.1)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import covey
-from covey import Penalty, newton
+from covey import Penalty, minimise
 from covey.datasets import simulate
 from covey.errors import CoveyError
 from covey.losses import FAMILIES, Gamma, Poisson, family_of, loss_of
@@ -90,7 +90,7 @@ def test_a_new_family_is_one_class():
     try:
         data = simulate("poisson", clusters=6, clients=5, rows=6, d=2, cluster_sd=0.4, client_sd=0.3, seed=2).data
         assert not loss_of("counts").compiled
-        fits = [newton(data, loss_of(name), Penalty.of(data.hierarchy)) for name in ("poisson", "counts")]
+        fits = [minimise(data, loss_of(name), Penalty.of(data.hierarchy), solver="newton") for name in ("poisson", "counts")]
         np.testing.assert_allclose(fits[0].theta, fits[1].theta, atol=1e-9)
         found = [estimate(in_memory(data, loss_of(name)), Shape((0, 1), (0,)))[1].components for name in ("poisson", "counts")]
         assert found[0].log_likelihood == pytest.approx(found[1].log_likelihood, abs=1e-8)

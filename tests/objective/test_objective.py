@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given
 from scipy.optimize import approx_fprime
 
-from covey import GroupedData, Objective, Penalty
+from covey import GroupedData, Objective, Penalty, minimise
 from covey.errors import PenaltyError
 from covey.losses import loss_of
-from covey.solvers import solve
 from tests.conftest import random_problem, seeds
 
 FAMILIES = ("gaussian", "bernoulli", "poisson")
@@ -55,7 +54,7 @@ def test_alpha_and_lam_are_two_names_of_one_penalty(family, seed):
     by_lam = problem.penalty
     by_alpha = Penalty.of(problem.data.hierarchy, gamma=problem.gamma, alpha=by_lam.alpha)
     np.testing.assert_allclose(by_alpha.lam, by_lam.lam, rtol=1e-10)
-    first, second = (solve(problem.data, loss_of(family), penalty) for penalty in (by_lam, by_alpha))
+    first, second = (minimise(problem.data, loss_of(family), penalty) for penalty in (by_lam, by_alpha))
     np.testing.assert_allclose(second.theta, first.theta, atol=1e-10)
     np.testing.assert_allclose(second.wbar, first.wbar, atol=1e-10)
     w, wbar = Objective(problem.data, loss_of(family), by_lam).centres(first.theta)

@@ -10,30 +10,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import minimize, minimize_scalar
 
-from covey import Objective, Penalty, newton, sweep
+from covey import Objective, Penalty, minimise
 from covey.errors import ConvergenceWarning, SolverError
 from covey.losses import Bernoulli, Gaussian, Poisson, loss_of
 from covey.objective.theory import (
-    Coins,
     Constants,
-    Katyusha,
-    best_one_coin,
+    Probabilities,
     best_probabilities,
     best_tau,
-    coins,
     distance_bound,
     expected_smoothness,
     iterations,
-    l2gd_recipe,
     noise,
-    one_coin_smoothness,
+    probabilities,
     psi_variance,
     switch,
     switching_bound,
     switching_steps,
 )
-from covey.solvers.first_order.curvature import constants
+from covey.solvers.first_order import l2gd, one_coin
+from covey.solvers.first_order.al2sgd_plus import Katyusha
 from tests.conftest import random_problem, seeds
+from tests.solvers.first_order.shared import constants_of
 
 inside = st.floats(min_value=0.01, max_value=0.99)
 positive = st.floats(min_value=1e-3, max_value=1e3)
@@ -80,8 +78,8 @@ def test_best_probabilities_have_the_least_bound(C1, C2, L):
 @given(p=inside, L=positive, gamma=positive)
 def test_best_one_coin(p, L, gamma):
     problem = Constants(L, L, 0.1, np.array([gamma]), np.ones(1))
-    assert one_coin_smoothness(problem, best_one_coin(problem)) == pytest.approx(gamma + L)
-    assert one_coin_smoothness(problem, p) >= (gamma + L) * (1 - 1e-12)
+    assert one_coin.smoothness(problem, one_coin.best_probability(problem)) == pytest.approx(gamma + L)
+    assert one_coin.smoothness(problem, p) >= (gamma + L) * (1 - 1e-12)
 
 
 @given(seed=seeds)
@@ -91,8 +89,8 @@ def test_expected_smoothness_covers_the_oracle(seed):
     data, penalty, loss = problem.data, problem.penalty, Gaussian(ridge=0.1)
     objective = Objective(data, loss, penalty)
     here = Constants.of(data, loss, penalty)
-    drawn = coins(here, here.L)
-    best = newton(data, loss, penalty).theta
+    drawn = probabilities(here, here.L)
+    best = minimise(data, loss, penalty, solver="newton").theta
     theta = best + np.random.default_rng(seed).normal(size=best.shape)
     calL = expected_smoothness(here, drawn, here.L)
     away, at_best = (_steps(objective, point, drawn, here.alpha) for point in (theta, best))
@@ -123,11 +121,11 @@ def _chances(drawn, data):
 
 
 def test_corner_cases_have_a_meaning():
-    independent = coins(known(C1=0.0), 3.0)
+    independent = probabilities(known(C1=0.0), 3.0)
     assert (independent.p0, independent.tau.tolist()) == (0.0, [0.0, 0.0])
     assert independent.p[0] == pytest.approx(1 / 4)
     assert expected_smoothness(known(C1=0.0), independent, 3.0) == pytest.approx(1 + 3)
-    one = coins(known(C2=0.0), 3.0)
+    one = probabilities(known(C2=0.0), 3.0)
     assert (one.p.tolist(), one.tau.tolist()) == ([0.0, 0.0], [1.0, 1.0])
     assert expected_smoothness(known(C2=0.0), one, 3.0) == pytest.approx(2 * 0.5 + 3)
 
@@ -143,8 +141,12 @@ def test_one_cluster_counts_as_alpha_one():
 def test_measured_curvature_is_that_of_the_dense_hessian(family):
     problem = random_problem(11, family)
     data, penalty, loss = problem.data, problem.penalty, loss_of(family)
-    here = constants(Objective(data, loss, penalty))
-    theta = np.zeros((data.n_clients, data.n_terms)) if family == "gaussian" else newton(data, loss, penalty).theta
+    here = constants_of(Objective(data, loss, penalty))
+    theta = (
+        np.zeros((data.n_clients, data.n_terms))
+        if family == "gaussian"
+        else minimise(data, loss, penalty, solver="newton").theta
+    )
     objective, size = Objective(data, loss, penalty), 1e-5
     columns = []
     for at in range(theta.size):
@@ -163,16 +165,16 @@ def test_curvature_of_a_problem_without_a_unique_minimiser_is_zero():
     X = problem.X.copy()
     X[:, 2] = X[:, 1]  # two columns that nobody can tell apart
     twin = replace(problem, X=X)
-    assert constants(Objective(twin.data, Gaussian(), twin.penalty)).mu == 0
+    assert constants_of(Objective(twin.data, Gaussian(), twin.penalty)).mu == 0
     with pytest.raises(SolverError, match=r"in some direction it is flat \(mu = 0\), or too nearly so to tell\. Standardise"):
-        constants(Objective(twin.data, Gaussian(), twin.penalty)).need_curvature()
+        constants_of(Objective(twin.data, Gaussian(), twin.penalty)).need_curvature()
 
 
 def test_a_ridge_gives_a_bound_that_holds_everywhere():
     problem = random_problem(7, "bernoulli")
-    here = constants(Objective(problem.data, Bernoulli(ridge=0.3), problem.penalty))
+    here = constants_of(Objective(problem.data, Bernoulli(ridge=0.3), problem.penalty))
     assert (here.mu, here.note) == (0.3, "")
-    given = constants(Objective(problem.data, Bernoulli(), problem.penalty), mu=0.2)
+    given = constants_of(Objective(problem.data, Bernoulli(), problem.penalty), mu=0.2)
     assert (given.mu, given.note, given.proved) == (0.2, "mu as given", False)
 
 
@@ -189,7 +191,7 @@ def test_row_smoothness_is_the_curvature_of_a_row(seed):
 
 
 def test_bounds_and_iterations_agree():
-    drawn = coins(known(), 3.0)
+    drawn = probabilities(known(), 3.0)
     calL = expected_smoothness(known(), drawn, 3.0)
     assert distance_bound(0, eta=1 / (2 * calL), mu=0.1, sigma2=0.0, start=7.0) == 7.0
     for sigma2 in (0.0, 5.0):
@@ -241,11 +243,11 @@ def test_katyusha_follows_the_theorem():
 )
 def test_probabilities_that_no_theorem_allows(given, message):
     with pytest.raises(SolverError, match=message):
-        coins(known(), 3.0, **given)
+        probabilities(known(), 3.0, **given)
 
 
 def test_a_step_above_the_bound_warns_with_the_bound_and_its_reason():
-    recipe = l2gd_recipe(known())
+    recipe = l2gd.recipe(known())
     assert recipe.step(None) == recipe.largest_step == 1 / (2 * (0.5 + 1.0 + 3.0))
     with pytest.warns(ConvergenceWarning, match=r"eta = 0\.5 is above 0\.111 = 1 / \(2 calL\), the largest with which") as told:
         assert recipe.step(0.5) == 0.5
@@ -256,10 +258,10 @@ def test_a_step_above_the_bound_warns_with_the_bound_and_its_reason():
 
 
 def test_the_variance_at_the_minimiser_is_zero_where_all_agree():
-    """Rows that one model explains without error: every step is zero at the minimiser, whatever the coins."""
+    """Rows that one model explains without error: every step is zero at the minimiser, whatever the random choices."""
     problem = random_problem(2, weighted=False)
     exact = replace(problem, y=problem.X @ np.ones(problem.X.shape[1]))
     data, penalty = exact.data, exact.penalty
-    theta = sweep(data, Gaussian(), penalty).theta
-    drawn = Coins(0.3, np.full(data.n_clusters, 0.2), best_tau(0.3, np.full(data.n_clusters, 0.2)))
+    theta = minimise(data, Gaussian(), penalty, solver="sweep").theta
+    drawn = Probabilities(0.3, np.full(data.n_clusters, 0.2), best_tau(0.3, np.full(data.n_clusters, 0.2)))
     assert noise(Objective(data, Gaussian(), penalty), theta, drawn) < 1e-20

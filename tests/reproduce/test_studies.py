@@ -10,7 +10,7 @@ import pandas as pd
 import polars as pl
 import pytest
 
-from covey import GroupedData, Penalty
+from covey import GroupedData, Penalty, minimise
 from covey.datasets import simulate
 from covey.errors import CoveyError, DataError
 from covey.fitting.selection import search
@@ -19,7 +19,6 @@ from covey.reproduce import communication, donors, limits, paper, robustness, si
 from covey.reproduce.catalogue import run
 from covey.reproduce.mailings import Mailing, from_tables, karlan_list, simulated
 from covey.reproduce.study import Claim, generator
-from covey.solvers import sweep
 
 # Claims
 
@@ -56,7 +55,7 @@ def test_methods_are_what_they_are_called():
         np.testing.assert_allclose(told["locally-trained"][i], np.linalg.pinv(drawn.X[rows]) @ drawn.y[rows], atol=1e-9)
     pooled = np.linalg.lstsq(drawn.X, drawn.y, rcond=None)[0]
     np.testing.assert_allclose(told["single-model"], np.tile(pooled, (20, 1)), atol=1e-9)
-    exact = sweep(drawn.data, Gaussian(), Penalty.of(drawn.data.hierarchy, gamma=1.0, lam=1.0))
+    exact = minimise(drawn.data, Gaussian(), Penalty.of(drawn.data.hierarchy, gamma=1.0, lam=1.0), solver="sweep")
     np.testing.assert_allclose(told["minimiser"], exact.theta, atol=1e-12)
     moved = replace(drawn, y=drawn.y + drawn.X @ np.ones(6), wbar=np.ones(6), theta=drawn.theta + 1)
     # An oracle that knows wbar moves with it; the minimiser does so too, James-Stein does not.
@@ -68,7 +67,7 @@ def test_methods_are_what_they_are_called():
 
 def test_the_iterate_goes_to_the_minimiser():
     drawn = simulation.draw(50, 0, 0)
-    exact = sweep(drawn.data, Gaussian(), Penalty.of(drawn.data.hierarchy)).theta
+    exact = minimise(drawn.data, Gaussian(), Penalty.of(drawn.data.hierarchy), solver="sweep").theta
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         apart = [np.abs(simulation.paper_iterate(drawn.data, t, seed=1) - exact).max() for t in (1000, 10_000)]
@@ -164,12 +163,12 @@ def test_relabelled_clients_are_scored_against_their_own_truth():
     """With ties so weak that labels do not matter, wrong labels must not change the distance."""
     drawn = simulation.draw(25, 0, 0)
     data, who = robustness.mislabelled(drawn, 0.5, np.random.default_rng(0))
-    weak = sweep(data, Gaussian(), Penalty.of(data.hierarchy, gamma=1e-9, lam=1.0)).theta
+    weak = minimise(data, Gaussian(), Penalty.of(data.hierarchy, gamma=1e-9, lam=1.0), solver="sweep").theta
     alone = simulation.estimates(drawn, iterations=1)["locally-trained"]
     assert np.abs(weak - alone[who]).max() < 1e-3
     told = robustness.wrong_clusters((0.0, 0.5), 1, (np.array([1.0]), np.array([1.0])), 0, lambda *_: None)
     drawn = simulation.draw(10, 0, 0)
-    right = sweep(drawn.data, Gaussian(), Penalty.of(drawn.data.hierarchy)).theta
+    right = minimise(drawn.data, Gaussian(), Penalty.of(drawn.data.hierarchy)).theta
     distance = simulation.measure(right, drawn.theta)["average"]
     assert told["hierarchy, penalties of the truth"][0] == pytest.approx(distance)
     assert distance < told["hierarchy, penalties of the truth"][1] < told["locally-trained"][0]
@@ -201,11 +200,13 @@ def test_right_penalties_are_the_best_of_those_off_by_ten():
 def test_dense_generalised_least_squares_is_the_minimiser(name):
     design, sizes, unequal = limits.DESIGNS[name]
     data, penalty = limits._problem(np.random.default_rng(3), design, sizes, unequal)
-    theta = sweep(data, Gaussian(), penalty).theta
+    theta = minimise(data, Gaussian(), penalty, solver="sweep").theta
     dense = np.array([limits.gls(data, penalty, i) for i in range(data.n_clients)])
     np.testing.assert_allclose(dense, theta, atol=1e-9 * np.abs(theta).max())
     other = Penalty.of(data.hierarchy, gamma=3 * penalty.gamma, lam=penalty.lam)
-    assert np.abs(dense - sweep(data, Gaussian(), other).theta).max() > 1e-4, "with other variances it is another estimator"
+    assert np.abs(dense - minimise(data, Gaussian(), other, solver="sweep").theta).max() > 1e-4, (
+        "with other variances it is another estimator"
+    )
 
 
 def test_james_stein_gains_at_zero_and_does_nothing_with_two_coefficients():

@@ -1,4 +1,4 @@
-"""The algorithms by coins across nodes: no bit depends on which node holds which client, and only sums leave a node."""
+"""The randomised algorithms across nodes: no bit depends on which node holds which client, and only sums leave a node."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from covey import GroupedData, Objective, Penalty
+from covey import GroupedData, Objective, Penalty, minimise
 from covey.datasets import simulate
 from covey.errors import ConvergenceWarning, SolverError
 from covey.losses import loss_of
-from covey.nodes.network import Network
+from covey.nodes.network import Arrived, Network
 from covey.nodes.node import Node
-from covey.objective.theory import Coins
+from covey.objective.theory import Probabilities
 from covey.records import decode, encode
-from covey.solvers import solve, solve_across
-from covey.solvers.first_order.curvature import constants, constants_across
+from covey.solvers import solve
+from covey.solvers.first_order.curvature import constants
 from covey.solvers.first_order.l2gd import L2gdMove, StepSizes
 from covey.solvers.first_order.lanczos import rounded_down
 from covey.solvers.first_order.protocol import AskMeans, Centres, Move, Pull
 from covey.solvers.threads import threads_for
 from covey.tree.hierarchy import Hierarchy
 from tests.conftest import seeds
-from tests.solvers.first_order.coins import begun, quietly
+from tests.solvers.first_order.shared import begun, constants_of, quietly
 
 
 def shard(data, clients):
@@ -54,23 +54,27 @@ class Sharded(Network):
         self.nodes = [Node(shard(data, mine), loss, penalty.gamma[mine]) for mine in self.members]
         tree = data.hierarchy
         self._tree = replace(tree, client_ids=pl.Series(range(data.n_clients)))
-        self._loss, self._terms, self.replies = loss, data.terms, []
+        self._loss, self._terms, self.replies, self.arrived = loss, data.terms, [], []
         self.forget, self.rng = forget, np.random.default_rng(0)
 
     tree = property(lambda self: self._tree)
     terms = property(lambda self: self._terms)
     loss = property(lambda self: self._loss)
 
-    def ask(self, request):
+    def send(self, message):
         total = None
         for node in self.nodes:
-            reply = decode(encode(request)).at(node)
+            reply = decode(encode(message)).at(node)
             self.replies.append((node, reply))
             if self.rng.random() < self.forget:
                 node.restore(decode(encode(node.snapshot())))
             reply = decode(encode(reply))
             total = reply if total is None else total + reply
-        return total
+        self.arrived.append(Arrived(message, total))
+
+    def collect(self):
+        arrived, self.arrived = self.arrived, []
+        return arrived
 
     def theta(self):
         theta = np.empty((self.tree.n_clients, len(self.terms)))
@@ -133,12 +137,12 @@ def test_any_sharding_gives_the_same_bits(solver, family, options, seed, draw):
     ridge = draw.draw(st.sampled_from([0.0, 0.3]))
     data, loss, penalty = problem(seed, family, weighted=weighted, reduction=reduction, ridge=ridge)
     limits = {"solver": solver, "tol": 1e-3, "max_iter": 150, "seed": seed % 1000, "options": {"every": 40, **options}}
-    assume(constants(Objective(data, loss, penalty)).mu > 0)  # else no rate is known, and no solver begins
-    whole = solve(data, loss, penalty, **limits)
+    assume(constants_of(Objective(data, loss, penalty)).mu > 0)  # else no rate is known, and no solver begins
+    whole = minimise(data, loss, penalty, **limits)
     owner = np.array(draw.draw(st.lists(st.integers(0, 4), min_size=data.n_clients, max_size=data.n_clients)))
     network = Sharded(data, loss, penalty, owner, forget=0.2)
     with threads_for(data):
-        fit = solve_across(network, penalty, **limits)
+        fit = solve(network, penalty, **limits)
     same(fit, whole)
     np.testing.assert_array_equal(network.theta(), whole.theta)
 
@@ -151,14 +155,14 @@ def test_many_clients_beside_each_other(solver, family):
     data = simulate(family, clusters=3, clients=700, rows=7, d=3, equal_rows=False, client_sd=0.5, seed=1).data
     penalty = Penalty.of(data.hierarchy, gamma=[1.0, 2.0, 3.0], lam=2.0)
     limits = {"solver": solver, "tol": 0.0, "max_iter": 60, "options": {"every": 30}}
-    whole = solve(data, loss_of(family), penalty, **limits)
+    whole = minimise(data, loss_of(family), penalty, **limits)
     owners = [(1, np.arange(2100) // 300), (1, np.random.default_rng(0).integers(0, 20, size=2100)), (2, np.arange(2100) % 3)]
     before = numba.get_num_threads()
     try:
         for threads, owner in owners:
             numba.set_num_threads(min(threads, before))
             network = Sharded(data, loss_of(family), penalty, owner)
-            same(solve_across(network, penalty, **limits), whole)
+            same(solve(network, penalty, **limits), whole)
             np.testing.assert_array_equal(network.theta(), whole.theta)
     finally:
         numba.set_num_threads(before)
@@ -169,7 +173,7 @@ def test_a_kernel_with_fast_arithmetic_sums_exactly(family):
     """What may be reordered there is the clients' own steps, not the sums over them: these have the bits of rational ones."""
     data = simulate(family, clusters=3, clients=300, rows=4, d=3, seed=1).data
     penalty, k = Penalty.of(data.hierarchy, gamma=0.7), data.n_clusters
-    drawn, total = Coins(0.3, np.full(k, 0.4), np.full(k, 0.5)), Centres.of(penalty).total
+    drawn, total = Probabilities(0.3, np.full(k, 0.4), np.full(k, 0.5)), Centres.of(penalty).total
     start = np.random.default_rng(0).normal(size=(data.n_clients, 3))
     network = begun(data, loss_of(family), penalty, drawn, StepSizes(1e-3), start)
     everybody, steps = np.ones(k, dtype=bool), np.full(k, 5)
@@ -208,7 +212,7 @@ def test_no_reply_has_a_row_for_each_client(solver, family, options):
     owner, penalty = (data.hierarchy.client_ids.to_numpy() >= 11) * 1, Penalty.of(data.hierarchy)
     network = Sharded(data, loss_of(family), penalty, owner)
     with threads_for(data):
-        solve_across(network, penalty, solver=solver, tol=1e-2, max_iter=100, options=options)
+        solve(network, penalty, solver=solver, tol=1e-2, max_iter=100, options=options)
     assert {node.data.n_clients for node in network.nodes} == {11, 13}
     seen = 0
     for node, reply in network.replies:
@@ -222,10 +226,10 @@ def test_no_reply_has_a_row_for_each_client(solver, family, options):
 @given(seed=seeds, family=st.sampled_from(["gaussian", "bernoulli", "poisson"]), ridge=st.sampled_from([0.0, 0.2]))
 def test_constants_are_those_of_all_clients_together(seed, family, ridge):
     data, loss, penalty = problem(seed, family, weighted=True, ridge=ridge)
-    known = constants(Objective(data, loss, penalty))
+    known = constants_of(Objective(data, loss, penalty))
     network = Sharded(data, loss, penalty, np.random.default_rng(seed).integers(0, 4, size=data.n_clients), forget=0.3)
     with threads_for(data):
-        across = constants_across(network, penalty)
+        across = constants(network, penalty)
     for part in fields(known):
         np.testing.assert_array_equal(getattr(known, part.name), getattr(across, part.name), err_msg=part.name)
     assert all(node.theta is None or not node.theta.any() for node in network.nodes)
@@ -240,7 +244,7 @@ def test_curvature_is_the_smallest_eigenvalue_of_the_hessian(seed):
     zero = objective.gradient(np.zeros((data.n_clients, data.n_terms))).ravel()
     unit = np.eye(size).reshape(size, data.n_clients, data.n_terms)
     values = np.linalg.eigvalsh(np.array([objective.gradient(e).ravel() - zero for e in unit]))
-    mu = constants(objective).mu
+    mu = constants_of(objective).mu
     if mu == 0:
         assert values[0] < 1e-8 * values[-1]
     elif size < 32:
@@ -254,9 +258,9 @@ def test_what_only_memory_can_do_is_refused():
     data, loss, penalty = problem(3, "gaussian", weighted=False)
     network = Sharded(data, loss, penalty, np.zeros(data.n_clients))
     with pytest.raises(SolverError, match="The 'checkpoint' parameter is for clients that are all in memory"):
-        solve_across(network, penalty, solver="l2gd", options={"checkpoint": "run.npz"})
+        solve(network, penalty, solver="l2gd", options={"checkpoint": "run.npz"})
     with pytest.raises(SolverError, match="james_stein=True needs the curvature that 'l2gd' never sees"):
-        solve_across(network, penalty, solver="l2gd", james_stein=True)
+        solve(network, penalty, solver="l2gd", james_stein=True)
 
 
 def test_across_sites_nobody_names_the_client_that_diverges():
@@ -266,4 +270,4 @@ def test_across_sites_nobody_names_the_client_that_diverges():
         pytest.warns(ConvergenceWarning, match="eta"),
         pytest.raises(SolverError, match=r"The iterate of some client is no longer finite by iteration [\d,]+; give a smaller"),
     ):
-        solve_across(network, penalty, solver="l2gd", max_iter=100_000, options={"eta": 50.0})
+        solve(network, penalty, solver="l2gd", max_iter=100_000, options={"eta": 50.0})

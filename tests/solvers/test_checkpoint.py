@@ -10,13 +10,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from covey import Penalty
+from covey import Penalty, minimise
 from covey.datasets import simulate
 from covey.errors import SolverError
 from covey.losses import Gaussian, loss_of
 from covey.records import decode
-from covey.solvers import l2gd
-from tests.solvers.first_order.coins import (
+from tests.solvers.first_order.shared import (
     SOLVERS,
     many_clients,
     quietly,
@@ -29,13 +28,12 @@ def kept(path):
 
 KILLED = """
 import sys
-from covey import Penalty, solvers
+from covey import Penalty, minimise
 from covey.datasets import simulate
 from covey.losses import Bernoulli
 data = simulate("bernoulli", clusters=3, clients=40, rows=5, d=3, seed=1).data
 penalty = Penalty.of(data.hierarchy, gamma=2.0, lam=2.0)
-solver = getattr(solvers, sys.argv[1])
-solver(data, Bernoulli(), penalty, seed=5, tol=0.0, max_iter=10_000_000, checkpoint=sys.argv[2])
+minimise(data, Bernoulli(), penalty, solver=sys.argv[1], seed=5, tol=0.0, max_iter=10_000_000, checkpoint=sys.argv[2])
 """
 
 
@@ -44,7 +42,7 @@ solver(data, Bernoulli(), penalty, seed=5, tol=0.0, max_iter=10_000_000, checkpo
 def test_a_killed_run_resumes_to_the_same_bits(solver, tmp_path):
     """Killed wherever it is, with checks as theory spaces them, then taken further than it was asked to go at first."""
     path = tmp_path / "run.npz"
-    with subprocess.Popen([sys.executable, "-W", "ignore", "-c", KILLED, solver.__name__, str(path)]) as process:
+    with subprocess.Popen([sys.executable, "-W", "ignore", "-c", KILLED, solver, str(path)]) as process:
         for _ in range(1800):
             time.sleep(0.1)
             if path.exists() and kept(path) >= 300:
@@ -55,8 +53,8 @@ def test_a_killed_run_resumes_to_the_same_bits(solver, tmp_path):
     data = simulate("bernoulli", clusters=3, clients=40, rows=5, d=3, seed=1).data
     penalty = Penalty.of(data.hierarchy, gamma=2.0, lam=2.0)
     settings = {"seed": 5, "tol": 0.0, "max_iter": reached + 250}
-    straight = solver(data, loss_of("bernoulli"), penalty, **settings)
-    resumed = solver(data, loss_of("bernoulli"), penalty, checkpoint=path, **settings)
+    straight = minimise(data, loss_of("bernoulli"), penalty, solver=solver, **settings)
+    resumed = minimise(data, loss_of("bernoulli"), penalty, solver=solver, checkpoint=path, **settings)
     np.testing.assert_array_equal(resumed.theta, straight.theta)
     np.testing.assert_array_equal(resumed.wbar, straight.wbar)
     assert resumed.history.equals(straight.history)
@@ -70,9 +68,9 @@ def test_raising_max_iter_goes_on_to_the_same_bits(solver, tmp_path):
     data, penalty = many_clients("gaussian")
     path = tmp_path / "run.npz"
     for spacing in ({}, {"every": 40}):
-        solver(data, Gaussian(), penalty, max_iter=137, tol=0.0, checkpoint=path, **spacing)
-        resumed = solver(data, Gaussian(), penalty, max_iter=400, tol=0.0, checkpoint=path, **spacing)
-        straight = solver(data, Gaussian(), penalty, max_iter=400, tol=0.0, **spacing)
+        minimise(data, Gaussian(), penalty, solver=solver, max_iter=137, tol=0.0, checkpoint=path, **spacing)
+        resumed = minimise(data, Gaussian(), penalty, solver=solver, max_iter=400, tol=0.0, checkpoint=path, **spacing)
+        straight = minimise(data, Gaussian(), penalty, solver=solver, max_iter=400, tol=0.0, **spacing)
         np.testing.assert_array_equal(resumed.theta, straight.theta)
         assert resumed.history.equals(straight.history)
         path.unlink()
@@ -84,7 +82,9 @@ def test_a_checkpoint_belongs_to_its_run(tmp_path):
     path = tmp_path / "run.npz"
 
     def run(**changes):
-        return l2gd(data, Gaussian(), penalty, **{"max_iter": 100, "tol": 0.0, "seed": 1, "checkpoint": path, **changes})
+        return minimise(
+            data, Gaussian(), penalty, solver="l2gd", **{"max_iter": 100, "tol": 0.0, "seed": 1, "checkpoint": path, **changes}
+        )
 
     run()
     for changes, message in (
@@ -100,7 +100,7 @@ def test_a_checkpoint_belongs_to_its_run(tmp_path):
             run(**changes)
     fixed = {"p0": 0.2, "p": 0.2, "eta": 1e-4, "mu": 0.1, "L": 90.0, "max_iter": 100, "tol": 0.0, "checkpoint": path}
     path.unlink()
-    l2gd(data, Gaussian(), penalty, **fixed)
+    minimise(data, Gaussian(), penalty, solver="l2gd", **fixed)
     other = replace(data, hierarchy=replace(data.hierarchy, cluster_ptr=np.array([0, 100, 800, 1200])))
     for changed, loss, ties, message in (
         (data, Gaussian(), Penalty.of(data.hierarchy, gamma=2.0, lam=2.5), "other penalties"),
@@ -111,7 +111,7 @@ def test_a_checkpoint_belongs_to_its_run(tmp_path):
         (replace(data, weights=np.full(data.n_rows, 0.5)), Gaussian(), penalty, "other data"),
     ):
         with pytest.raises(SolverError, match=message):
-            l2gd(changed, loss, ties, **fixed)
+            minimise(changed, loss, ties, solver="l2gd", **fixed)
     for damage in (b"nothing", b"", path.read_bytes()[:500]):
         path.write_bytes(damage)
         with pytest.raises(SolverError, match="cannot be read; delete it to start anew"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from covey import Penalty, sweep
+from covey import Penalty, minimise
 from covey.datasets import simulate
 from covey.losses import Gaussian
 from covey.variance.estimate import estimate
@@ -20,7 +20,7 @@ def test_estimated_penalties_lose_at_most_a_hundredth_of_the_error(rows):
     lost = []
     for seed in range(3):
         drawn = simulate(clusters=20, clients=20, rows=rows, d=20, seed=seed)
-        known = sweep(drawn.data, Gaussian(), Penalty.of(drawn.data.hierarchy, gamma=1.0, lam=1.0))
+        known = minimise(drawn.data, Gaussian(), Penalty.of(drawn.data.hierarchy, gamma=1.0, lam=1.0))
         fit, learned = estimate(in_memory(drawn.data, Gaussian()), Shape(ALL, ALL, "isotropic", "isotropic"))
         errors = [np.linalg.norm(theta - drawn.theta, axis=1).mean() for theta in (fit.theta, known.theta)]
         lost.append(errors[0] / errors[1] - 1)

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from covey.solvers.registry import choices, randomised
+
 Client = Annotated[str | None, typer.Option(help="Column with the clients' ids, unless the formula names it.")]
 Cluster = Annotated[str | None, typer.Option(help="Column with the clusters' ids.")]
 Family = Annotated[str, typer.Option(help="gaussian, bernoulli (two classes), poisson (counts) or gamma (positive).")]
@@ -27,8 +29,8 @@ JamesStein = Annotated[
     bool,
     typer.Option("--james-stein", help="Shrink the global model towards zero by its uncertainty (more than two terms)."),
 ]
-Solver = Annotated[str, typer.Option(help="auto, sweep, newton, l2gd, al2sgd_plus or one_coin.")]
-Option = Annotated[list[str] | None, typer.Option(help="Of l2gd, al2sgd_plus or one_coin, as name=value: p0=0.1.")]
+Solver = Annotated[str, typer.Option(help=f"One of {', '.join(choices())}.")]
+Option = Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(randomised())}, as name=value: p0=0.1.")]
 Tol = Annotated[float, typer.Option(help="Gradient norm at which Newton stops; certified gap for these.")]
 MaxIter = Annotated[int | None, typer.Option(help="Most iterations.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

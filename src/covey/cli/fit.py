@@ -80,7 +80,7 @@ def fit(
         ridge=ridge,
         james_stein=james_stein,
         baseline=baseline,
-        solver=solver,  # type: ignore[arg-type]
+        solver=solver,
         options={**_options.settings_of(option), **kept} or None,
         tol=tol,
         max_iter=max_iter,

@@ -16,7 +16,7 @@ from covey.errors import one_of
 from covey.fitting.selection import GAMMAS, cross_validate
 from covey.losses import Loss
 from covey.objective.penalty import Penalty
-from covey.solvers import Fit, Progress, solve
+from covey.solvers import Fit, Progress, minimise
 from covey.tables.rows import GroupedData
 from covey.tree.hierarchy import Hierarchy
 
@@ -40,7 +40,7 @@ def fit_baseline(name: str, data: GroupedData, loss: Loss, *, seed: int = 0, pro
 def single_model(data: GroupedData, loss: Loss, *, progress: Progress | None = None) -> Fit:
     """All rows as those of one client: every level gets the same coefficients."""
     pooled = data.pooled()
-    fit = solve(pooled, loss, Penalty.of(pooled.hierarchy), progress=progress)
+    fit = minimise(pooled, loss, Penalty.of(pooled.hierarchy), progress=progress)
     return _everywhere(fit, fit.wbar, data)
 
 
@@ -56,7 +56,7 @@ def locally_trained(data: GroupedData, loss: Loss, *, progress: Progress | None 
     if not loss.quadratic and loss.ridge == 0:
         loss = replace(loss, ridge=LOCAL_RIDGE)
     # Clusters of one, tied to nothing: the client's tie to its own cluster costs nothing.
-    fit = solve(alone, loss, Penalty.of(tree, gamma=1.0, lam=0.0), progress=progress)
+    fit = minimise(alone, loss, Penalty.of(tree, gamma=1.0, lam=0.0), progress=progress)
     means = data.hierarchy.mean_up(fit.theta, np.ones(n))
     return Fit(fit.theta, means, fit.theta.mean(axis=0), fit.convergence)
 
@@ -72,7 +72,7 @@ def single_cluster(
     """The one-cluster model of L2GD, pFedMe and Ditto, its penalty chosen from ``grid`` by cross-validation."""
     merged = data.one_cluster()
     choice = cross_validate(merged, loss, [(float(gamma), np.inf) for gamma in grid], seed=seed)
-    fit = solve(merged, loss, Penalty.of(merged.hierarchy, gamma=choice.gamma, lam=np.inf), progress=progress)
+    fit = minimise(merged, loss, Penalty.of(merged.hierarchy, gamma=choice.gamma, lam=np.inf), progress=progress)
     message = f"{fit.convergence.message}; gamma = {choice.gamma:.3g} by cross-validation"
     fit = replace(fit, convergence=replace(fit.convergence, message=message))
     return _everywhere(fit, fit.wbar, data, theta=fit.theta)

@@ -19,7 +19,8 @@ from covey.nodes.messages import SetGamma
 from covey.nodes.network import InMemory, Network
 from covey.objective.penalty import Penalty
 from covey.problem.spec import Spec
-from covey.solvers import BY_COINS, Fit, Progress, solve, solve_across
+from covey.solvers import Fit, Progress, minimise, solve
+from covey.solvers.registry import randomised
 from covey.tables.bars import Vary, vary_from_setting
 from covey.tables.rows import GroupedData
 from covey.tree.hierarchy import Hierarchy
@@ -62,7 +63,7 @@ def fit_data(
         return _by_likelihood(network, spec, vary, progress)
     penalty = penalty_for(data, spec, vary, progress=progress, count=count)
     settings: dict[str, Any] = {"tol": spec.tol, "max_iter": spec.max_iter, "seed": spec.seed, "options": spec.options}
-    fit = solve(data, loss, penalty, solver=spec.solver, james_stein=spec.james_stein, progress=progress, **settings)
+    fit = minimise(data, loss, penalty, solver=spec.solver, james_stein=spec.james_stein, progress=progress, **settings)
     if not np.isfinite(fit.theta).all():
         raise CoveyError("The coefficients are not finite; the columns are probably on extreme scales: standardise them.")
     return Fitted(fit, penalty)
@@ -106,9 +107,9 @@ def fit_across(network: Network, spec: Spec, vary: Vary | None = None, *, progre
         network.ask(ForgetCovariances())
     network.ask(SetGamma(each))
     settings: dict[str, Any] = {"tol": spec.tol, "max_iter": spec.max_iter, "james_stein": spec.james_stein}
-    if spec.solver in BY_COINS:
+    if spec.solver in randomised():
         settings |= {"seed": spec.seed, "options": spec.options}
-    fit = solve_across(network, penalty, solver=spec.solver, progress=progress, **settings)
+    fit = solve(network, penalty, solver=spec.solver, progress=progress, **settings)
     if not (np.isfinite(fit.w).all() and np.isfinite(fit.wbar).all()):
         raise CoveyError("The coefficients are not finite; the columns are probably on extreme scales: standardise them.")
     return Fitted(fit, penalty)
@@ -163,7 +164,7 @@ def _isotropic(network: Network, spec: Spec, vary: Vary, progress: Progress | No
     tree, terms = network.tree, network.terms
     for level, varying in (("client", vary.client), ("cluster", vary.cluster if tree.n_clusters > 1 else terms)):
         if set(varying) != set(terms):
-            why = f"solver={spec.solver!r}" if spec.solver in BY_COINS else "james_stein=True"
+            why = f"solver={spec.solver!r}" if spec.solver in randomised() else "james_stein=True"
             raise PenaltyError(f"{why} lets every term vary; let all vary by {level}, or leave it out.")
     isotropic = replace(spec, covariance="isotropic", solver="auto", options=None, james_stein=False)
     shape = shape_of(tree, terms, isotropic, vary)

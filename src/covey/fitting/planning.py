@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,8 +18,9 @@ from covey.model.model import read_frame
 from covey.objective.objective import Objective
 from covey.objective.theory import Constants
 from covey.problem.spec import Spec
-from covey.solvers import BY_COINS, Fit, Solver, solve
+from covey.solvers import Fit, minimise
 from covey.solvers.costs import BANDWIDTH, LATENCY, Cost, check_network, costs
+from covey.solvers.registry import direct, find, randomised
 from covey.tables.rows import GroupedData
 
 RACE_ITERATIONS = 20_000
@@ -124,7 +125,7 @@ def race(
 ) -> dict[str, pl.DataFrame]:
     """The measured histories of all solvers on one problem, in memory, each with its ``gap`` to the minimum.
 
-    The gap is relative to that at zero. Solvers by coins stop when theirs is certified to be below ``accuracy``, or after
+    The gap is relative to that at zero. Randomised algorithms stop when theirs is certified to be below ``accuracy``, or after
     ``max_iter`` iterations; those that do not fit the problem are left out.
     """
     objective = _objective(data, spec)
@@ -134,14 +135,14 @@ def race(
     tol = accuracy * (start - minimum) / max(1.0, abs(minimum))
     at_zero = pl.DataFrame([{"exchanges": 0, "objective": start}])
     told = {fit.convergence.solver: pl.concat([at_zero, _history(fit)]) for fit in trials}
-    for name, options in _STARTERS.items():
+    for name, solver, options in _racers():
         if progress is not None:
             progress(name)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # a race shows where a solver stalls
             try:
-                solver = BY_COINS[name.split()[0]]
-                fit = solver(data, spec.loss, objective.penalty, seed=spec.seed, tol=tol, max_iter=max_iter, **options)
+                limits: dict[str, Any] = {"seed": spec.seed, "tol": tol, "max_iter": max_iter}
+                fit = minimise(data, spec.loss, objective.penalty, solver=solver, options=options, **limits)
             except SolverError:
                 continue  # the plan says why
         told[name] = _history(fit)
@@ -156,20 +157,21 @@ def _objective(data: GroupedData, spec: Spec) -> Objective:
 
 def _direct(objective: Objective) -> list[Fit]:
     """The minimiser, by each solver that goes straight to it."""
-    names: list[Solver] = ["sweep", "newton"] if objective.loss.quadratic else ["newton"]
-    return [solve(objective.data, objective.loss, objective.penalty, solver=name) for name in names]
+    names = [name for name in direct() if objective.loss.quadratic or not find(name).quadratic]
+    return [minimise(objective.data, objective.loss, objective.penalty, solver=name) for name in names]
 
 
 def _history(fit: Fit) -> pl.DataFrame:
     return pl.DataFrame() if fit.history is None else fit.history.select("exchanges", "objective")
 
 
-_STARTERS: dict[str, dict[str, Any]] = {
-    "l2gd": {},
-    "l2gd switching": {"steps": "switching"},
-    "one_coin": {},
-    "al2sgd_plus": {},
-}
+def _racers() -> list[tuple[str, str, Mapping[str, Any]]]:
+    """The randomised algorithms and the variants they declare: the name in the race, the solver, its options."""
+    return [
+        (f"{name} {variant}".strip(), name, options)
+        for name in randomised()
+        for variant, options in {"": {}, **find(name).variants}.items()
+    ]
 
 
 def _count(number: float) -> str:

@@ -13,7 +13,7 @@ from covey._typing import Floats
 from covey.errors import ConvergenceWarning
 from covey.losses import Loss
 from covey.objective.penalty import Penalty
-from covey.solvers import Fit, solve
+from covey.solvers import Fit, minimise
 from covey.tables.rows import GroupedData
 from covey.tree.hierarchy import segment_sum
 
@@ -91,7 +91,7 @@ def cross_validate(
             penalty = Penalty.of(data.hierarchy, gamma=gamma, lam=lam)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", ConvergenceWarning)  # of a trial; the fit that is kept speaks for itself
-                fit = solve(train, loss, penalty, start=fit, tol=tol)
+                fit = minimise(train, loss, penalty, start=fit, tol=tol)
             totals[index] += _totals(fit.theta, test, loss)
             if progress is not None:
                 progress(left_out * len(pairs) + index + 1, folds * len(pairs))

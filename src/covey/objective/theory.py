@@ -1,29 +1,30 @@
-"""The theory that sets every step and probability: smoothness, curvature, expected smoothness, rates and bounds.
+"""Theory that the randomised algorithms share: constants of a problem, probabilities, expected smoothness, rates and bounds.
 
-PAPER.md sections 2 and 3. What the theorems need to know of a problem is in :class:`Constants`:
+The paper is arXiv:2204.13619. What its theorems need to know of a problem is in :class:`Constants`:
 
     L, Ltilde    smoothness of the clients' losses f_i, and of the single-row functions they average
     mu           strong convexity of the objective
     C1, C2       max alpha_j gamma_i  and  max (1 - alpha_j) gamma_i
 
-Everything else follows from those by the formulas below. With one cluster, ``tbar_j = tbar`` and any ``alpha`` gives the
-same objective, so ``alpha`` counts as 1 there: ``C2 = 0``, and the method is the single-cluster one.
+Everything else follows from those, by the formulas below and those in each algorithm's own file. With one cluster,
+``tbar_j = tbar`` and any ``alpha`` gives the same objective, so ``alpha`` counts as 1 there: ``C2 = 0``, and the method is the
+single-cluster one.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from covey._typing import Floats
+from covey.checks import number, probability
 from covey.errors import SolverError, warn
 from covey.losses import Loss
 from covey.objective.objective import Objective
 from covey.objective.penalty import Penalty
-from covey.records import Record
 from covey.tables.rows import GroupedData
 from covey.tree.hierarchy import Hierarchy
 
@@ -118,11 +119,14 @@ def mixing(penalty: Penalty) -> Floats:
     return np.ones(1) if len(penalty.lam) == 1 else penalty.alpha
 
 
-# Coins
+# Probabilities
 
 
 class Shares(NamedTuple):
-    """How hard heads pull, ``(k,)`` each: ``xi_0`` to the whole and to the cluster, ``xi_j`` to the cluster."""
+    """The strength of steps towards averages, ``(k,)`` each.
+
+    ``whole`` and ``cluster`` are those of a step with ``xi_0 = 1``, ``within`` that of one with ``xi_j = 1``.
+    """
 
     whole: Floats
     cluster: Floats
@@ -130,7 +134,7 @@ class Shares(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Coins:
+class Probabilities:
     """Probabilities of an exchange: ``p0`` between clusters, ``p (k,)`` within each, ``rho`` of a refresh of the anchor.
 
     ``tau (k,)`` is the share of ``psi_j`` that a step between clusters takes.
@@ -142,7 +146,7 @@ class Coins:
     rho: float = 0.0
 
     def shares(self, alpha: Floats) -> Shares:
-        """How hard each head pulls, before the step ``eta``."""
+        """The strength of each kind of step, before ``eta``."""
         chance = (1 - self.p0) * self.p
         whole, cluster = (part / self.p0 if self.p0 > 0 else 0 * part for part in (alpha, self.tau * (1 - alpha)))
         return Shares(whole, cluster, (1 - self.tau) * (1 - alpha) / np.where(chance > 0, chance, 1.0))
@@ -162,7 +166,7 @@ def best_tau(p0: float, p: Floats) -> Floats:
 def psi_variance(p0: float, p: Floats, tau: Floats) -> Floats:
     """``2 tau^2 / p0 + (1 - tau)^2 / ((1 - p0) p_j)``: the weight of ``psi_j`` in the variance of a step.
 
-    At ``best_tau`` it is ``2 / (p0 + 2 (1 - p0) p_j)``; infinite where a coin that never shows heads has to carry a share.
+    At ``best_tau`` it is ``2 / (p0 + 2 (1 - p0) p_j)``; infinite where an exchange that never happens has to carry a share.
     """
     return _ratio(2 * tau**2, np.full_like(p, p0)) + _ratio((1 - tau) ** 2, (1 - p0) * p)
 
@@ -180,7 +184,9 @@ def best_probabilities(C1: float, C2: float, L: float) -> tuple[float, float]:
     return 2 * C1 / (2 * C1 + L), 0.0
 
 
-def coins(known: Constants, L: float, *, p0: Any = None, p: Any = None, tau: Any = None, rho: float = 0.0) -> Coins:
+def probabilities(
+    known: Constants, L: float, *, p0: Any = None, p: Any = None, tau: Any = None, rho: float = 0.0
+) -> Probabilities:
     """Probabilities by theory, or as given, within what an unbiased step allows."""
     ours = best_probabilities(known.C1, known.C2, L)
     k = len(known.gamma)
@@ -195,34 +201,10 @@ def coins(known: Constants, L: float, *, p0: Any = None, p: Any = None, tau: Any
     if lost.any():
         j = int(lost.argmax())
         raise SolverError(
-            f"tau = {share[j]:g} leaves part of the pull to cluster number {j} to a coin that never shows heads (p0 = "
+            f"tau = {share[j]:g} leaves part of the pull to cluster number {j} to an exchange that never happens (p0 = "
             f"{chance:g}, p = {within[j]:g}), so the steps would be biased; leave tau out, or change the probabilities."
         )
-    return Coins(chance, within, share, rho)
-
-
-def probability(name: str, value: Any) -> float:
-    """A number in [0, 1]."""
-    if not (_is_number(value) and 0 <= value <= 1):
-        raise SolverError(f"The {name!r} parameter must lie in [0, 1]. Got {_plain(value)!r} instead.")
-    return float(value)
-
-
-def number(name: str, value: Any, *, least: float = -math.inf, above: float = -math.inf) -> float:
-    """A finite number, at least ``least`` and above ``above``."""
-    if not (_is_number(value) and math.isfinite(value) and value >= least and value > above):
-        range_ = f" > {above:g}" if above > -math.inf else f" >= {least:g}" if least > -math.inf else ""
-        raise SolverError(f"The {name!r} parameter must be a number{range_}. Got {_plain(value)!r} instead.")
-    return float(value)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool | np.bool_)
-
-
-def _plain(value: Any) -> Any:
-    plain: Any = value.item() if isinstance(value, np.generic) else value
-    return plain
+    return Probabilities(chance, within, share, rho)
 
 
 def _per_cluster(name: str, value: Any, k: int) -> Floats:
@@ -233,18 +215,18 @@ def _per_cluster(name: str, value: Any, k: int) -> Floats:
     return np.full(k, values[0]) if len(values) == 1 else np.array(values)
 
 
-# Async-L2GD
+# Rates and bounds of Async-L2GD, with two probabilities or one
 
 
-def expected_smoothness(known: Constants, drawn: Coins, L: float) -> float:
+def expected_smoothness(known: Constants, chances: Probabilities, L: float) -> float:
     """``calL`` of the theorem (eq. es_l), for any ``tau``; ``L`` is ``known.L``, in algorithm 2 ``known.L_row``."""
-    across = 2 * known.C1 / drawn.p0 if known.C1 > 0 else 0.0
+    across = 2 * known.C1 / chances.p0 if known.C1 > 0 else 0.0
     pull = (1 - known.alpha) * known.gamma
-    within = np.where(pull > 0, pull * np.where(pull > 0, psi_variance(drawn.p0, drawn.p, drawn.tau), 0.0), 0.0)
-    return float(max(across, within.max(), L * drawn.local.max()))
+    within = np.where(pull > 0, pull * np.where(pull > 0, psi_variance(chances.p0, chances.p, chances.tau), 0.0), 0.0)
+    return float(max(across, within.max(), L * chances.local.max()))
 
 
-def noise(objective: Objective, theta: Floats, drawn: Coins) -> float:
+def noise(objective: Objective, theta: Floats, chances: Probabilities) -> float:
     """``sigma^2``: the bound on the variance of a step at the minimiser ``theta`` (eq. es_sigma)."""
     tree, penalty = objective.data.hierarchy, objective.penalty
     alpha = mixing(penalty)[tree.parent]
@@ -252,10 +234,10 @@ def noise(objective: Objective, theta: Floats, drawn: Coins) -> float:
     phi = ((alpha * penalty.gamma)[:, None] * (theta - tbar)) ** 2
     psi = (((1 - alpha) * penalty.gamma)[:, None] * (theta - tree.down(tbar_j))) ** 2
     f = objective.loss.gradient(objective.data, theta) ** 2
-    across = 2 * phi.sum() / drawn.p0 if phi.any() else 0.0
-    weight = psi_variance(drawn.p0, drawn.p, drawn.tau)[tree.parent]
+    across = 2 * phi.sum() / chances.p0 if phi.any() else 0.0
+    weight = psi_variance(chances.p0, chances.p, chances.tau)[tree.parent]
     within = np.where(psi.sum(axis=1) > 0, np.where(np.isinf(weight), 0.0, weight) * psi.sum(axis=1), 0.0)
-    return float(across + within.sum() + (drawn.local[tree.parent] * f.sum(axis=1)).sum())
+    return float(across + within.sum() + (chances.local[tree.parent] * f.sum(axis=1)).sum())
 
 
 def distance_bound(t: Any, *, eta: float, mu: float, sigma2: float, start: float) -> Floats:
@@ -300,73 +282,14 @@ def switching_iterations(accuracy: float, *, smoothness: float, mu: float, sigma
     return max(switch(smoothness, mu), math.ceil(t))
 
 
-# The one-coin variant
-
-
-def one_coin_smoothness(known: Constants, p: float) -> float:
-    """``max(max gamma / p, L / (1 - p))``: one coin takes the whole penalty, which is ``max gamma``-smooth, at once."""
-    return max(known.gamma_max / p, known.L / (1 - p))
-
-
-def best_one_coin(known: Constants) -> float:
-    """The ``p`` with the least of that: ``max gamma / (max gamma + L)``."""
-    return known.gamma_max / (known.gamma_max + known.L)
-
-
-# Async-AL2SGD+
-
-
-@dataclass(frozen=True)
-class Katyusha(Record):
-    """L-Katyusha's constants (thm. al2sgd_conv_rate), for ``eta`` at most ``1/(4 max(L_F, calL))``."""
-
-    eta: float
-    a1: float
-    a2: float
-    b1: float
-    b2: float
-    rho: float
-
-    @classmethod
-    def of(cls, known: Constants, smoothness: float, rho: float, eta: float | None = None) -> Katyusha:
-        top = max(known.L_row + known.gamma_max, smoothness)
-        eta = 1 / (4 * top) if eta is None else eta
-        a2 = smoothness / (2 * top)
-        a1 = min(0.5, math.sqrt(eta * known.mu * max(0.5, a2 / rho)))
-        b2 = 1 / max(2 * known.mu, 4 * a1 / eta)
-        return cls(eta, a1, a2, 1 - b2 * known.mu, b2, rho)
-
-    def potential(self, distance: float, gap: float) -> float:
-        """The Lyapunov function where x = y = z: ``|z - theta_hat|^2`` and gaps of the objective at y and x, weighted."""
-        per_gap = self.b1 * self.b2 / self.a1 * (2 + (2 * self.a2 + self.a1) / self.rho)
-        return distance + per_gap * gap
-
-    @property
-    def contraction(self) -> float:
-        """What an iteration leaves of the potential: the most of its three parts, those at z, y and x."""
-        return max(self.b1, 1 - self.a1 / 2, 1 - self.rho * self.a1 / (2 * self.a2 + self.a1))
-
-    def iterations(self, accuracy: float, distance: float = 1.0, gap: float = 0.0) -> int:
-        """Iterations until ``|y - theta_hat|^2 <= accuracy * distance``, by the potential and strong convexity."""
-        # mu/2 |y - theta_hat|^2 <= F(y) - F* <= a1 / (2 b1 b2) potential, and mu = (1 - b1) / b2.
-        answer = max(1.0, self.a1 / (self.b1 * (1 - self.b1)))
-        ratio = answer * self.potential(distance, gap) / (accuracy * distance)
-        return max(1, math.ceil(math.log(max(ratio, 1.0)) / -math.log(self.contraction)))
-
-
-def best_rho(drawn: Coins) -> float:
-    """Refresh as often as the coins ask for an exchange: balances the two kinds of communication (up to a factor of 2)."""
-    return float(np.clip(drawn.p0 + (1 - drawn.p0) * drawn.p.max(), 1e-4, 1.0))
-
-
-# Recipes: all that theory says of an algorithm, for the solver and for the plan
+# A recipe is all that theory says of an algorithm, for the solver and for the plan
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Coins, the expected smoothness of the steps they make, and the largest step, with the reason for it in words."""
+    """Probabilities, the expected smoothness of a step with them, and the largest step, with the reason for it in words."""
 
-    coins: Coins
+    probabilities: Probabilities
     smoothness: float
     largest_step: float
     reason: str
@@ -382,34 +305,6 @@ class Recipe:
                 "convergence is proved; the iterates may diverge"
             )
         return given
-
-
-def l2gd_recipe(known: Constants, *, p0: Any = None, p: Any = None, tau: Any = None) -> Recipe:
-    """Algorithm 1."""
-    drawn = coins(known, known.L, p0=p0, p=p, tau=tau)
-    smoothness = expected_smoothness(known, drawn, known.L)
-    return Recipe(drawn, smoothness, 1 / (2 * smoothness), "1 / (2 calL)")
-
-
-def one_coin_recipe(known: Constants, p: Any = None) -> Recipe:
-    """Its one-coin variant: ``p_j = 0`` and ``tau = 1``."""
-    chance = best_one_coin(known) if p is None else probability("p", p)
-    if chance in (0, 1):
-        raise SolverError(f"With p = {chance:g} clients never exchange, or never learn from their own rows; give 0 < p < 1.")
-    smoothness = one_coin_smoothness(known, chance)
-    drawn = Coins(chance, np.zeros_like(known.gamma), np.ones_like(known.gamma))
-    return Recipe(drawn, smoothness, 1 / (2 * smoothness), "1 / (2 calL)")
-
-
-def accelerated_recipe(known: Constants, *, p0: Any = None, p: Any = None, tau: Any = None, rho: Any = None) -> Recipe:
-    """Algorithm 2."""
-    drawn = coins(known, known.L_row, p0=p0, p=p, tau=tau)
-    rho = best_rho(drawn) if rho is None else probability("rho", rho)
-    if rho == 0:
-        raise SolverError("With rho = 0 the anchor is never refreshed and the method does not converge; give rho > 0.")
-    smoothness = expected_smoothness(known, drawn, known.L_row)
-    top = max(known.L_row + known.gamma_max, smoothness)
-    return Recipe(replace(drawn, rho=rho), smoothness, 1 / (4 * top), "1 / (4 max(L_F, calL))")
 
 
 def _ratio(above: Floats, below: Floats) -> Floats:

@@ -12,7 +12,7 @@ import numpy as np
 from covey.errors import FormulaError, PenaltyError, SolverError, one_of
 from covey.fitting.baselines import BASELINES
 from covey.losses import Loss, Reduction, family_of, loss_of
-from covey.solvers import BY_COINS, Solver, check_options
+from covey.solvers.registry import check_options, randomised
 from covey.tables.bars import Bar, Grouping, Vary, levels, split_bars, vary_from_bars, vary_from_setting
 from covey.tables.design import Design, Formula, split_formula, unscaled
 from covey.variance.structure import KINDS, Kind
@@ -50,7 +50,7 @@ class Spec:
     ridge: float = 0.0
     james_stein: bool = False
     baseline: str | None = None
-    solver: Solver = "auto"
+    solver: str = "auto"
     options: Mapping[str, Any] | None = None
     tol: float = 1e-8
     max_iter: int | None = None
@@ -103,12 +103,12 @@ class Spec:
         check_options(self.solver, self.options)
         if self.baseline is not None and self.baseline not in BASELINES:
             raise one_of("baseline", self.baseline, BASELINES)
-        if self.baseline is not None and self.solver in BY_COINS:
+        if self.baseline is not None and self.solver in randomised():
             raise SolverError(f"A baseline is solved exactly; leave out solver={self.solver!r} and its options.")
         for name in ("james_stein", "standardize"):
             if not isinstance(getattr(self, name), bool | np.bool_):
                 raise SolverError(f"The {name!r} parameter must be True or False. Got {getattr(self, name)!r} instead.")
-        if self.james_stein and (self.baseline is not None or self.solver in BY_COINS):
+        if self.james_stein and (self.baseline is not None or self.solver in randomised()):
             other = f"baseline={self.baseline!r}" if self.baseline is not None else f"solver={self.solver!r}"
             raise SolverError(f"james_stein=True shrinks the global model of an exact hierarchical fit; leave out {other}.")
         if not (isinstance(self.tol, int | float) and self.tol > 0):
@@ -136,7 +136,7 @@ class Spec:
     @property
     def in_two_steps(self) -> bool:
         """Whether learned penalties go to a solver that knows only numbers, not the likelihood's own fit."""
-        return self.solver in BY_COINS or bool(self.james_stein)
+        return self.solver in randomised() or bool(self.james_stein)
 
     @property
     def kinds(self) -> dict[str, Kind | None]:
@@ -170,7 +170,7 @@ class Spec:
         asked = [name for name in ("vary", "covariance") if getattr(self, name) is not None]
         asked += ["per_cluster"] if self.per_cluster else []
         if any(self.kinds.values()) and self.in_two_steps and set(self.kinds.values()) != {"isotropic"}:
-            why = f"solver={self.solver!r}" if self.solver in BY_COINS else "james_stein=True"
+            why = f"solver={self.solver!r}" if self.solver in randomised() else "james_stein=True"
             raise PenaltyError(f"{why} knows one penalty for all terms; leave out covariance=, or set it to 'isotropic'.")
         if asked and not self.by_likelihood:
             raise PenaltyError(

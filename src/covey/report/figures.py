@@ -13,7 +13,7 @@ import polars as pl
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
-from covey.report.plots import RACERS
+from covey.report.plots import racer
 from covey.reproduce.limits import JAMES_STEIN_DESIGNS
 from covey.reproduce.robustness import turning_point
 from covey.reproduce.simulation import exceptions
@@ -151,7 +151,7 @@ def _race(study: Study) -> tuple[Figure, str]:
     ):
         for name, style in zip(curves["solver"].unique(maintain_order=True).to_list(), _STYLES, strict=False):
             here = curves.filter(pl.col("solver") == name, pl.col("gap") < 100, pl.col(axis) > 0)
-            color = RACERS[name][0]  # as in the figure of a plan
+            color = racer(name)[0]  # as in the figure of a plan
             told, theory = here.filter(pl.col("kind") == "measured"), here.filter(pl.col("kind") == "promised")
             line = "-" if name in ("sweep", "newton") else style["linestyle"] if style["linestyle"] != ":" else (0, (5, 1))
             x, gap = _smoothed(told[axis].to_numpy(), told["gap"].to_numpy())

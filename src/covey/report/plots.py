@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 from covey._typing import Floats
 from covey.model.model import Model
+from covey.solvers.registry import direct, names
 
 _ALONE, _OWN, _CLUSTER = "#b0b0b0", "#1f6fb4", "#d1495b"
 
@@ -53,15 +54,17 @@ def shrinkage_figure(model: Model, local: Floats, path: Path, *, term: int = 0, 
     return path
 
 
-RACERS = {
-    "sweep": ("#1f6fb4", "o", "-"),
-    "newton": ("#2a9d8f", "s", "-"),
-    "al2sgd_plus": ("#d1495b", "", "-"),
-    "l2gd": ("#8d6a9f", "", "-"),
-    "l2gd switching": ("#8d6a9f", "", "--"),
-    "one_coin": ("#e2a03f", "", "-"),
-}
+_COLOURS = ("#1f6fb4", "#2a9d8f", "#8d6a9f", "#e2a03f", "#d1495b")
 _SMALLEST_GAP = 1e-14
+
+
+def racer(name: str) -> tuple[str, str, str]:
+    """Colour, marker and line of a solver, by its place among them; a variant of it has a broken line."""
+    solver, *variant = name.split()
+    if solver not in names():
+        return "#606060", "", ":"
+    at = names().index(solver)
+    return _COLOURS[at % len(_COLOURS)], "os^D"[at % 4] if solver in direct() else "", "--" if variant else "-"
 
 
 def race_figure(told: Mapping[str, pl.DataFrame], path: Path, *, accuracy: float) -> Path:
@@ -70,7 +73,7 @@ def race_figure(told: Mapping[str, pl.DataFrame], path: Path, *, accuracy: float
         figure = Figure(figsize=(8.5, 5.2), layout="constrained")
         panel = figure.subplots()
         for name, history in told.items():
-            color, marker, line = RACERS.get(name, ("#606060", "", ":"))
+            color, marker, line = racer(name)
             exchanges, gap = history["exchanges"].to_numpy(), history["gap"].to_numpy()
             # A gap below rounding has no logarithm worth drawing; an exchange is counted from one to have a place on the axis.
             kept = np.maximum(gap, _SMALLEST_GAP)

@@ -8,7 +8,6 @@ counted.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,31 +17,29 @@ from covey._typing import Floats
 from covey.datasets import simulate
 from covey.errors import ConvergenceWarning
 from covey.losses import loss_of
+from covey.nodes.network import InMemory
 from covey.objective.objective import Objective
 from covey.objective.penalty import Penalty
 from covey.objective.theory import (
     Constants,
-    Katyusha,
     Recipe,
-    accelerated_recipe,
     distance_bound,
     expected_smoothness,
-    l2gd_recipe,
     noise,
-    one_coin_recipe,
     switch,
     switching_bound,
 )
 from covey.reproduce.study import Say, Study, Table, generator, silent, whole
-from covey.solvers import al2sgd_plus, l2gd, newton, one_coin, sweep
+from covey.solvers import minimise
+from covey.solvers.first_order import al2sgd_plus, l2gd, one_coin
 from covey.solvers.first_order.curvature import constants
 from covey.solvers.first_order.schedule import Schedule
 from covey.solvers.ledger import Links, links, rates
+from covey.solvers.registry import direct
 from covey.solvers.result import Fit
 
 CALL = "calL: the expected smoothness of a step, on which the iterations depend; cor. opt_conv_rate sets p0 and p by it."
 COARSE, TARGET = 1e-2, 1e-6  # of the gap at zero
-DIRECT = ("sweep", "newton")
 REPEATS = 10
 
 
@@ -62,9 +59,10 @@ def problem(seed: int) -> RaceProblem:
         clusters=10, clients=10, rows=20, d=5, wbar=1.0, cluster_sd=0.5, client_sd=0.5, seed=generator(seed, 8)
     ).data
     objective = Objective(data, loss_of("gaussian", "mean"), Penalty.of(data.hierarchy, gamma=1.0, lam=5.0))
-    best = sweep(data, objective.loss, objective.penalty)
+    best = minimise(data, objective.loss, objective.penalty)
     gap = objective.value(np.zeros_like(best.theta)) - best.convergence.objective
-    return RaceProblem(objective, best.theta, best.convergence.objective, gap, constants(objective))
+    known = constants(InMemory.of(data, objective.loss, objective.penalty.gamma), objective.penalty)
+    return RaceProblem(objective, best.theta, best.convergence.objective, gap, known)
 
 
 def study(*, seed: int = 0, quick: bool = False, say: Say = silent) -> Study:
@@ -110,21 +108,21 @@ def race(here: RaceProblem, longest: int, seed: int, say: Say) -> pl.DataFrame:
     """Measured and promised gap of every solver, by exchanges and bytes."""
     data, loss, penalty = here.objective.data, here.objective.loss, here.objective.penalty
     watch: dict[str, Any] = {"seed": seed, "tol": 0.0, "minimum": here.minimum, "every": max(1, longest // 1000)}
-    runs: dict[str, Callable[[], Fit]] = {
-        "sweep": lambda: sweep(data, loss, penalty),
-        "newton": lambda: newton(data, loss, penalty),
-        "al2sgd_plus": lambda: al2sgd_plus(data, loss, penalty, max_iter=4000, **watch),
-        "l2gd": lambda: l2gd(data, loss, penalty, max_iter=longest, **watch),
-        "l2gd switching": lambda: l2gd(data, loss, penalty, steps="switching", max_iter=longest, **watch),
-        "one_coin": lambda: one_coin(data, loss, penalty, max_iter=longest, **watch),
+    runs: dict[str, dict[str, Any]] = {
+        "sweep": {},
+        "newton": {},
+        "al2sgd_plus": {"max_iter": 4000, **watch},
+        "l2gd": {"max_iter": longest, **watch},
+        "l2gd switching": {"steps": "switching", "max_iter": longest, **watch},
+        "one_coin": {"max_iter": longest, **watch},
     }
     told = []
-    for at, (name, run) in enumerate(runs.items()):
+    for at, (name, settings) in enumerate(runs.items()):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # a race shows where a solver stalls
-            fit = run()
+            fit = minimise(data, loss, penalty, solver=name.split()[0], **settings)
         told.append(_measured(here, name, fit, seed))
-        if name not in DIRECT:
+        if name not in direct():
             told.append(_promised(here, name, told[-1]["iteration"].to_numpy()))
         say("race", at + 1, len(runs))
     return pl.concat(told, how="vertical_relaxed")
@@ -135,8 +133,8 @@ def _measured(here: RaceProblem, name: str, fit: Fit, seed: int) -> pl.DataFrame
     if history is None:
         raise TypeError("every solver in the race keeps a history")
     exchanges, size = history["exchanges"].to_numpy(), history["bytes"].to_numpy()
-    if name not in DIRECT:
-        # A check cuts a run of heads in two; what the coins alone ask for is counted from the schedule itself.
+    if name not in direct():
+        # A check may add an exchange; what the random choices alone ask for is counted from the schedule itself.
         schedule, network = _schedule(_recipe(here, name), seed), _links(here)
         spent = [network.of(schedule.rounds(0, t), t) if t else network.nothing for t in history["iteration"].to_list()]
         exchanges, size = np.array([each.exchanges for each in spent]), np.array([each.bytes for each in spent])
@@ -155,13 +153,13 @@ def _measured(here: RaceProblem, name: str, fit: Fit, seed: int) -> pl.DataFrame
 
 def _recipe(here: RaceProblem, name: str) -> Recipe:
     if name == "al2sgd_plus":
-        return accelerated_recipe(here.known)
-    return one_coin_recipe(here.known) if name == "one_coin" else l2gd_recipe(here.known)
+        return al2sgd_plus.recipe(here.known)
+    return one_coin.recipe(here.known) if name == "one_coin" else l2gd.recipe(here.known)
 
 
 def _schedule(recipe: Recipe, seed: int) -> Schedule:
-    """The coins of a run; in algorithm 1 runs of heads need one exchange, since ``gamma`` is the same for all."""
-    return Schedule(recipe.coins, seed, merge=recipe.coins.rho == 0)
+    """The choices of a run; consecutive steps of Algorithm 1 share an exchange, since ``gamma`` is the same for all."""
+    return Schedule(recipe.probabilities, seed, merge=recipe.probabilities.rho == 0)
 
 
 def _links(here: RaceProblem) -> Links:
@@ -175,11 +173,11 @@ def _promised(here: RaceProblem, name: str, iterations: Any) -> pl.DataFrame:
     t = np.unique(np.round(np.geomspace(1, max(iterations[-1], 2), 200)).astype(int))
     recipe = _recipe(here, name)
     if name == "al2sgd_plus":
-        katyusha = Katyusha.of(known, recipe.smoothness, recipe.coins.rho)
+        katyusha = al2sgd_plus.Katyusha.of(known, recipe.smoothness, recipe.probabilities.rho)
         size = katyusha.potential(distance, here.gap)
         bound = katyusha.a1 / (2 * katyusha.b1 * katyusha.b2) * size * katyusha.contraction**t
     else:
-        sigma2 = noise(here.objective, here.theta, recipe.coins)
+        sigma2 = noise(here.objective, here.theta, recipe.probabilities)
         if name == "l2gd switching":
             t = t[t >= switch(recipe.smoothness, known.mu)]
             far = switching_bound(t, smoothness=recipe.smoothness, mu=known.mu, sigma2=sigma2, start=distance)
@@ -231,11 +229,11 @@ def _run(here: RaceProblem, seed: int, **settings: Any) -> Fit:
         warnings.simplefilter("ignore", ConvergenceWarning)
         most, history = 2000, None
         while history is None or history.is_empty():
-            fit = al2sgd_plus(data, loss, penalty, max_iter=most, every=25, **watch, **settings)
+            fit = minimise(data, loss, penalty, solver="al2sgd_plus", max_iter=most, every=25, **watch, **settings)
             history = fit.history.filter(pl.col("gap") <= TARGET * here.gap) if fit.history is not None else None
             most *= 4
         there = int(history["iteration"][0])
-        return al2sgd_plus(data, loss, penalty, max_iter=there, every=there, **watch, **settings)
+        return minimise(data, loss, penalty, solver="al2sgd_plus", max_iter=there, every=there, **watch, **settings)
 
 
 def _average(here: RaceProblem, seeds: list[int], **settings: Any) -> dict[str, Any]:
@@ -250,12 +248,12 @@ def _average(here: RaceProblem, seeds: list[int], **settings: Any) -> dict[str, 
 
 def effect_of_chance(here: RaceProblem, seeds: list[int], say: Say) -> pl.DataFrame:
     """Iterations and exchanges to the target with the chances of an exchange at multiples of the best."""
-    best = accelerated_recipe(here.known).coins
+    best = al2sgd_plus.recipe(here.known).probabilities
     rows = []
     factors = (0.1, 0.3, 1.0, 3.0, 10.0)
     for at, factor in enumerate(factors):
         p0, p = min(0.95, factor * best.p0), min(0.95, factor * float(best.p[0]))
-        recipe = accelerated_recipe(here.known, p0=p0, p=p, rho=best.rho)
+        recipe = al2sgd_plus.recipe(here.known, p0=p0, p=p, rho=best.rho)
         told = _average(here, seeds, p0=p0, p=p, rho=best.rho)
         rows.append(
             {
@@ -274,13 +272,13 @@ def effect_of_chance(here: RaceProblem, seeds: list[int], say: Say) -> pl.DataFr
 
 def effect_of_tau(here: RaceProblem, seeds: list[int], say: Say) -> pl.DataFrame:
     """Iterations and exchanges to the target with ``tau`` at 0, 1 and the best."""
-    best = accelerated_recipe(here.known).coins
+    best = al2sgd_plus.recipe(here.known).probabilities
     rows = []
     for at, (name, tau) in enumerate((("0", 0.0), ("1", 1.0), ("tau*", float(best.tau[0])))):
         chances = {"p0": best.p0, "p": float(best.p[0]), "tau": tau, "rho": best.rho}
-        recipe = accelerated_recipe(here.known, **chances)
+        recipe = al2sgd_plus.recipe(here.known, **chances)
         told = _average(here, seeds, **chances)
-        psi = expected_smoothness(here.known, recipe.coins, 0.0)
+        psi = expected_smoothness(here.known, recipe.probabilities, 0.0)
         rows.append(
             {
                 "tau": f"{name} = {tau:.2f}" if name == "tau*" else name,
@@ -297,7 +295,7 @@ def effect_of_tau(here: RaceProblem, seeds: list[int], say: Say) -> pl.DataFrame
 
 def unequal_schedules(here: RaceProblem, seeds: list[int], say: Say) -> pl.DataFrame:
     """Half of the clusters exchange less often among themselves: what they save, and what it costs all."""
-    best = accelerated_recipe(here.known).coins
+    best = al2sgd_plus.recipe(here.known).probabilities
     k = len(best.p)
     slow = np.arange(k) >= k // 2
     rows = []
@@ -305,7 +303,7 @@ def unequal_schedules(here: RaceProblem, seeds: list[int], say: Say) -> pl.DataF
     for at, factor in enumerate(factors):
         p = np.where(slow, factor * best.p, best.p)
         settings = {"p0": best.p0, "p": p, "rho": best.rho}
-        recipe = accelerated_recipe(here.known, **settings)
+        recipe = al2sgd_plus.recipe(here.known, **settings)
         told = _average(here, seeds, **settings)
         alone = told["within"] - told["between"]
         rows.append(
@@ -324,7 +322,7 @@ def unequal_schedules(here: RaceProblem, seeds: list[int], say: Say) -> pl.DataF
 
 def _katyusha_iterations(here: RaceProblem, recipe: Recipe) -> float:
     """The theorem's number of iterations to the target, for the gap of the objective."""
-    katyusha = Katyusha.of(here.known, recipe.smoothness, recipe.coins.rho)
+    katyusha = al2sgd_plus.Katyusha.of(here.known, recipe.smoothness, recipe.probabilities.rho)
     size = katyusha.potential(float((here.theta**2).sum()), here.gap)
     start = katyusha.a1 / (2 * katyusha.b1 * katyusha.b2) * size / here.gap
     return float(np.ceil(np.log(start / TARGET) / -np.log(katyusha.contraction)))

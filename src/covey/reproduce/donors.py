@@ -21,7 +21,7 @@ from covey.objective.penalty import Penalty
 from covey.reproduce import paper
 from covey.reproduce.mailings import Mailing
 from covey.reproduce.study import Claim, Say, Study, Table, generator, silent, whole
-from covey.solvers import one_coin, solve
+from covey.solvers import minimise
 from covey.solvers.first_order.loop import Watch
 from covey.tables.rows import GroupedData
 
@@ -70,7 +70,7 @@ def study(mailing: Mailing, *, name: str = "donors", seed: int = 0, quick: bool 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # clients whose classes are separable: the table shows them
             if model == "hierarchical":
-                fit = solve(train, Bernoulli(), Penalty.of(train.hierarchy, gamma=found.gamma, lam=found.lam))
+                fit = minimise(train, Bernoulli(), Penalty.of(train.hierarchy, gamma=found.gamma, lam=found.lam))
             else:
                 fit = fits[model](train, Bernoulli())
         scores[model] = Scores.of(fit.theta, held)
@@ -149,8 +149,8 @@ def unconverged(train: GroupedData, held: GroupedData, iterations: int, seed: in
     watch: Watch = {"tol": 0.0, "max_iter": iterations, "every": every, "seed": seed, "progress": progress}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
-        stopped = one_coin(train, loss, penalty, p=0.1, eta=1e-3, mu=1e-3, **watch)
-        fits = {f"after {iterations:,} iterations": stopped.theta, "minimum": solve(train, loss, penalty).theta}
+        stopped = minimise(train, loss, penalty, solver="one_coin", p=0.1, eta=1e-3, mu=1e-3, **watch)
+        fits = {f"after {iterations:,} iterations": stopped.theta, "minimum": minimise(train, loss, penalty).theta}
         fits["single-model"] = single_model(train, Bernoulli()).theta
     return {name: Scores.of(theta, held) for name, theta in fits.items()}
 

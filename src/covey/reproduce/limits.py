@@ -18,7 +18,7 @@ from covey.datasets import simulate
 from covey.losses import Gaussian
 from covey.objective.penalty import Penalty
 from covey.reproduce.study import Say, Study, Table, generator, silent
-from covey.solvers import solve
+from covey.solvers import minimise
 from covey.tables.rows import GroupedData
 
 JAMES_STEIN_DESIGNS = ("one cluster", "five clusters", "unequal columns")
@@ -110,7 +110,7 @@ def gls_table(draws: int, seed: int, say: Say) -> pl.DataFrame:
         worst, clients = 0.0, 0
         for draw in range(draws):
             data, penalty = _problem(generator(seed, 6, at, draw), design, sizes, unequal)
-            theta = solve(data, Gaussian(), penalty).theta
+            theta = minimise(data, Gaussian(), penalty).theta
             dense = np.array([gls(data, penalty, i) for i in range(data.n_clients)])
             worst = max(worst, float(np.abs(dense - theta).max() / np.abs(theta).max()))
             clients += data.n_clients
@@ -181,7 +181,7 @@ def _errors(design: str, d: int, rng: np.random.Generator) -> Floats:
         data = GroupedData.from_arrays(X, y + X @ wbar, client, cluster)
         penalty = Penalty.of(data.hierarchy, gamma=1.0, lam=lam)
         for j, shrink in enumerate((False, True)):
-            fit = solve(data, Gaussian(), penalty, james_stein=shrink)
+            fit = minimise(data, Gaussian(), penalty, james_stein=shrink)
             errors[s, 0, j] = ((fit.theta - theta - wbar) ** 2).sum(axis=1).mean()
             errors[s, 1, j] = ((fit.wbar - wbar) ** 2).sum()
     return errors

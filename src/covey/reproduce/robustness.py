@@ -16,7 +16,7 @@ from covey.losses import Gaussian
 from covey.objective.penalty import Penalty
 from covey.reproduce.simulation import GRID, draw, measure
 from covey.reproduce.study import Say, Study, Table, generator, silent, whole
-from covey.solvers import solve
+from covey.solvers import minimise
 from covey.tables.rows import GroupedData
 
 ROWS = 10
@@ -96,7 +96,7 @@ def wrong_penalties(runs: int, seed: int, say: Say) -> pl.DataFrame:
 
 
 def _minimiser(data: GroupedData, gamma: float, lam: float) -> Floats:
-    return solve(data, Gaussian(), Penalty.of(data.hierarchy, gamma=gamma, lam=lam)).theta
+    return minimise(data, Gaussian(), Penalty.of(data.hierarchy, gamma=gamma, lam=lam)).theta
 
 
 def _distance(estimate: Floats, truth: Floats) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -18,10 +19,11 @@ from covey.datasets import Simulation, simulate
 from covey.errors import ConvergenceWarning
 from covey.fitting.baselines import locally_trained, single_cluster, single_model
 from covey.losses import Gaussian
+from covey.nodes.network import InMemory
 from covey.objective.penalty import Penalty
 from covey.reproduce import paper
 from covey.reproduce.study import Claim, Say, Study, Table, generator, silent, whole
-from covey.solvers import one_coin, solve, sweep
+from covey.solvers import minimise, sweep
 from covey.tables.rows import GroupedData
 
 SIZES = (1, 5, 10, 25, 50, 100, 200)
@@ -51,9 +53,9 @@ def estimates(drawn: Simulation, *, iterations: int = ITERATIONS, seed: int = 0,
             "single-model": single_model(data, loss).theta,
             "single-cluster": single_cluster(data, loss, grid=GRID, seed=whole(rng)).theta,
             "one-coin iterate": paper_iterate(data, iterations, seed=whole(rng)),
-            "minimiser": solve(data, loss, penalty).theta,
-            "James-Stein": solve(data, loss, penalty, james_stein=True).theta,
-            "oracle wbar": sweep(data, loss, penalty, settle=lambda *_: drawn.wbar).theta,
+            "minimiser": minimise(data, loss, penalty).theta,
+            "James-Stein": minimise(data, loss, penalty, james_stein=True).theta,
+            "oracle wbar": sweep(InMemory.of(data, loss, penalty.gamma), penalty, lambda *_: drawn.wbar).theta,
             "single-cluster (authors' code)": as_published(data, drawn.theta),
         }
 
@@ -61,8 +63,8 @@ def estimates(drawn: Simulation, *, iterations: int = ITERATIONS, seed: int = 0,
 def paper_iterate(data: GroupedData, iterations: int, seed: int) -> Floats:
     """Where the paper's algorithm is after so many iterations, with the paper's settings."""
     penalty = Penalty.of(data.hierarchy, gamma=1.0, lam=1.0)
-    watch = {"tol": 0.0, "max_iter": iterations, "every": iterations, "seed": seed}
-    return one_coin(data, Gaussian(), penalty, p=0.1, eta=1e-4, **watch).theta  # type: ignore[arg-type]
+    watch: dict[str, Any] = {"tol": 0.0, "max_iter": iterations, "every": iterations, "seed": seed}
+    return minimise(data, Gaussian(), penalty, solver="one_coin", p=0.1, eta=1e-4, **watch).theta
 
 
 def as_published(data: GroupedData, truth: Floats) -> Floats:
@@ -175,15 +177,15 @@ def early(seed: int, quick: bool, say: Say) -> pl.DataFrame:
     """The paper's algorithm, looked at before its 50,000 iterations are over, at 10 rows a client."""
     drawn, rows = draw(10, seed, 0), []
     counts = (500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 200_000)[: 5 if quick else 8]
-    coins = whole(generator(seed, 1, 0, 1))
+    run_seed = whole(generator(seed, 1, 0, 1))
     for at, iterations in enumerate(counts):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)
-            theta = paper_iterate(drawn.data, iterations, coins)
+            theta = paper_iterate(drawn.data, iterations, run_seed)
         told = measure(theta, drawn.theta)
         rows.append({"iterations": f"{iterations:,}", "average": told["average"], "max": told["max"]})
         say("stopping early", at + 1, len(counts))
-    told = measure(solve(drawn.data, Gaussian(), Penalty.of(drawn.data.hierarchy)).theta, drawn.theta)
+    told = measure(minimise(drawn.data, Gaussian(), Penalty.of(drawn.data.hierarchy)).theta, drawn.theta)
     return pl.DataFrame([*rows, {"iterations": "minimiser", "average": told["average"], "max": told["max"]}])
 
 
@@ -198,8 +200,8 @@ def spread(sizes: list[int], runs: int, seed: int, say: Say) -> pl.DataFrame:
             fits = {
                 "locally-trained": locally_trained(data, loss),
                 "single-model": single_model(data, loss),
-                "single-cluster": sweep(merged, loss, Penalty.of(merged.hierarchy, gamma=0.5, lam=np.inf)),
-                "one-coin iterate": sweep(data, loss, Penalty.of(data.hierarchy)),
+                "single-cluster": minimise(merged, loss, Penalty.of(merged.hierarchy, gamma=0.5, lam=np.inf)),
+                "one-coin iterate": minimise(data, loss, Penalty.of(data.hierarchy)),
             }
             for method, fit in fits.items():
                 told.setdefault(method, []).append(measure(fit.theta, drawn.theta))

@@ -3,8 +3,8 @@
 Two kinds of link: between a cluster's server and each of its clients, and between the clusters (through a central server, or
 from each to each). An exchange between clusters needs one within every cluster first, and counts on both.
 
-The paper's ``p0 (1 - p0) T`` counts an exchange only after a tails: through a run of heads the averages are known. That holds
-where ``gamma`` is equal within a cluster (see :class:`.Schedule`); otherwise every head needs its own.
+The paper's ``p0 (1 - p0) T`` counts an exchange only after a local step: through consecutive steps towards averages these are
+known. That holds where ``gamma`` is equal within a cluster (see :class:`.Schedule`); otherwise each needs its own exchange.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Links:
 
 
 def links(clients: Ints, d: int, vote: Vote = "central", tied: bool = True) -> Links:
-    """The network of the algorithms by coins: a vector up, a vector and a strength down."""
+    """The network of the randomised algorithms: a vector up, a vector and a strength down."""
     return Links(clients, d, d + 1, vote == "majority", tied)
 
 
@@ -115,8 +115,8 @@ def quadratic_links(clients: Ints, d: int) -> Links:
 
 def paper_rates(schedule: Schedule) -> tuple[Floats, float]:
     """Expected exchanges an iteration by prop. expected_num_comm: within each cluster alone ``(k,)``, and between clusters."""
-    coins = schedule.coins
-    return (1 - coins.p0) * coins.p * (1 - coins.p), coins.p0 * (1 - coins.p0)
+    chances = schedule.probabilities
+    return (1 - chances.p0) * chances.p * (1 - chances.p), chances.p0 * (1 - chances.p0)
 
 
 def rates(schedule: Schedule) -> tuple[Floats, float]:
@@ -125,16 +125,16 @@ def rates(schedule: Schedule) -> tuple[Floats, float]:
     With merging, an exchange within a cluster is needed only after a local step (not after an exchange between clusters, which
     leaves the mean known), so there are fewer than the proposition says.
     """
-    coins = schedule.coins
-    p0, p = coins.p0, coins.p
+    chances = schedule.probabilities
+    p0, p = chances.p0, chances.p
     if schedule.merge:
         between, within = p0 * (1 - p0), (1 - p0) * p * (1 - p0) * (1 - p)
     else:
         between, within = p0, (1 - p0) * p
-    return within + between + coins.rho, between + coins.rho
+    return within + between + chances.rho, between + chances.rho
 
 
 def expected(schedule: Schedule, iterations: int) -> Ledger:
     """The paper's numbers for some iterations, as a ledger with nothing else in it."""
     within, between = paper_rates(schedule)
-    return Ledger(0 * schedule.coins.p.astype(np.int64), 0, 0.0, 0.0, 0, within * iterations, between * iterations)
+    return Ledger(0 * schedule.probabilities.p.astype(np.int64), 0, 0.0, 0.0, 0, within * iterations, between * iterations)

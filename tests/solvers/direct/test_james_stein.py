@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import poisson
 
-from covey import GroupedData, HierarchicalClassifier, HierarchicalRegressor, Objective, Penalty, sweep
+from covey import GroupedData, HierarchicalClassifier, HierarchicalRegressor, InMemory, Objective, Penalty, minimise, sweep
 from covey.datasets import simulate
 from covey.errors import SolverError
 from covey.losses import Gaussian, loss_of
-from covey.solvers import newton, solve
+from covey.solvers import newton
 from covey.solvers.direct.elimination import Spread, eliminate
 from covey.solvers.direct.james_stein import factor, noise
 from covey.solvers.direct.sweep import node_up
@@ -55,7 +55,7 @@ def test_factor_is_that_of_dense_generalised_least_squares(seed):
     effective = min(np.trace(W) / np.linalg.eigvals(W).real.max() for W in (V, Q @ V))
     noise = rest / (drawn.data.n_rows - 5 + 2)
     expected = max(0.0, 1 - (effective - 2) * noise / (wbar @ precision @ wbar))
-    fit = solve(drawn.data, Gaussian(), penalty, james_stein=True)
+    fit = minimise(drawn.data, Gaussian(), penalty, james_stein=True)
     np.testing.assert_allclose(fit.wbar, expected * wbar, rtol=1e-9, atol=1e-12)
     assert 0 <= expected < 1
 
@@ -72,7 +72,7 @@ def test_the_server_knows_the_minimum_before_anybody_answers(seed, loosely):
     seen = node_up(data, loss, penalty.gamma)
     above = Spread.of_penalty(penalty.lam, data.n_terms)
     whole = eliminate(seen, above, np.array([0, data.n_clusters]))
-    fit = solve(data, loss, penalty, solver="sweep")
+    fit = minimise(data, loss, penalty, solver="sweep")
     told = whole.c[0] - 0.5 * whole.r[0] @ fit.wbar
     size = 1 + 0.5 * float((data.y**2).sum())
     assert told == pytest.approx(fit.convergence.objective, rel=1e-9, abs=1e-9 * size)
@@ -100,7 +100,7 @@ def test_noise_is_estimated_on_the_rows_that_no_free_coefficient_used_up(how):
 def test_clusters_and_clients_are_the_best_given_the_shrunk_global_model(family):
     drawn = simulate(family, clusters=5, clients=4, rows=20, d=4, wbar=0.2, client_sd=0.3, cluster_sd=0.3, seed=3)
     loss, penalty = loss_of(family), Penalty.of(drawn.data.hierarchy, gamma=8.0, lam=5.0)
-    plain, shrunk = solve(drawn.data, loss, penalty), solve(drawn.data, loss, penalty, james_stein=True)
+    plain, shrunk = minimise(drawn.data, loss, penalty), minimise(drawn.data, loss, penalty, james_stein=True)
     assert 0 < np.linalg.norm(shrunk.wbar) < np.linalg.norm(plain.wbar)
     np.testing.assert_allclose(shrunk.wbar / plain.wbar, (shrunk.wbar / plain.wbar)[0], rtol=1e-9)
     tree = drawn.data.hierarchy
@@ -115,13 +115,13 @@ def test_clusters_and_clients_are_the_best_given_the_shrunk_global_model(family)
 def test_newton_and_the_sweep_agree():
     drawn = simulate(clusters=5, clients=4, rows=6, d=6, wbar=0.5, seed=1)
     penalty = Penalty.of(drawn.data.hierarchy, gamma=[2.0] * 10 + [1.0] * 10, lam=[1.0, 2.0, np.inf, 0.5, 1.0])
-    one = solve(drawn.data, Gaussian(), penalty, solver="sweep", james_stein=True)
-    two = solve(drawn.data, Gaussian(), penalty, solver="newton", james_stein=True)
+    one = minimise(drawn.data, Gaussian(), penalty, solver="sweep", james_stein=True)
+    two = minimise(drawn.data, Gaussian(), penalty, solver="newton", james_stein=True)
     for a, b in ((one.theta, two.theta), (one.w, two.w), (one.wbar, two.wbar)):
         np.testing.assert_allclose(a, b, atol=1e-9)
     assert one.convergence.exchanges == 1, "it costs no exchange"
     assert two.history["exchanges"].to_list() == list(range(1, two.convergence.exchanges + 1))
-    plain = solve(drawn.data, Gaussian(), penalty, solver="newton")
+    plain = minimise(drawn.data, Gaussian(), penalty, solver="newton")
     assert two.convergence.exchanges > plain.convergence.exchanges, "those of the first fit count too"
     assert two.ledger.bytes == pytest.approx(two.convergence.exchanges * plain.ledger.bytes / plain.convergence.exchanges)
     assert f"after {two.convergence.iterations} Newton steps" in two.convergence.message
@@ -131,8 +131,8 @@ def test_a_known_global_model_is_kept():
     drawn = simulate(clusters=4, clients=3, rows=4, d=3, seed=2)
     penalty = Penalty.of(drawn.data.hierarchy)
     known = np.array([1.0, -1.0, 0.5])
-    by_sweep = sweep(drawn.data, Gaussian(), penalty, settle=lambda *_: known)
-    by_newton = newton(drawn.data, Gaussian(), penalty, centre=known)
+    by_sweep = sweep(InMemory.of(drawn.data, Gaussian(), penalty.gamma), penalty, lambda *_: known)
+    by_newton = newton(InMemory.of(drawn.data, Gaussian(), penalty.gamma), penalty, known)
     np.testing.assert_array_equal(by_sweep.wbar, known)
     np.testing.assert_array_equal(by_newton.wbar, known)
     np.testing.assert_allclose(by_sweep.theta, by_newton.theta, atol=1e-10)
@@ -177,26 +177,26 @@ def test_clients_do_not_pay_for_the_global_model():
         data = GroupedData.from_arrays(np.tile(np.diag(scale), (3, 1)), y, np.repeat(np.arange(3), d))
         penalty = Penalty.of(data.hierarchy, gamma=1.0, lam=np.inf)
         for told, option in ((plain, False), (shrunk, True)):
-            told.append(((solve(data, Gaussian(), penalty, james_stein=option).theta - theta) ** 2).sum())
+            told.append(((minimise(data, Gaussian(), penalty, james_stein=option).theta - theta) ** 2).sum())
     assert np.mean(shrunk) < 1.01 * np.mean(plain)
 
 
 def test_the_units_of_the_response_do_not_matter():
     drawn = simulate(clusters=4, clients=3, rows=6, d=5, wbar=0.3, seed=4)
     penalty = Penalty.of(drawn.data.hierarchy)
-    one = solve(drawn.data, Gaussian(), penalty, james_stein=True)
-    thousand = solve(replace(drawn.data, y=1000 * drawn.data.y), Gaussian(), penalty, james_stein=True)
+    one = minimise(drawn.data, Gaussian(), penalty, james_stein=True)
+    thousand = minimise(replace(drawn.data, y=1000 * drawn.data.y), Gaussian(), penalty, james_stein=True)
     np.testing.assert_allclose(thousand.theta, 1000 * one.theta, rtol=1e-9, atol=1e-9)
 
 
 def test_rows_without_weight_say_nothing():
     drawn = simulate(clusters=4, clients=3, rows=6, d=5, wbar=0.3, seed=4)
     penalty = Penalty.of(drawn.data.hierarchy)
-    one = solve(drawn.data, Gaussian(), penalty, james_stein=True)
+    one = minimise(drawn.data, Gaussian(), penalty, james_stein=True)
     X, y = np.vstack([drawn.X, drawn.X]), np.append(drawn.y, 99 + drawn.y)
     client, cluster = np.tile(drawn.client, 2), np.tile(drawn.cluster, 2)
     weights = np.repeat([1.0, 0.0], len(drawn.y))
-    again = solve(GroupedData.from_arrays(X, y, client, cluster, weights=weights), Gaussian(), penalty, james_stein=True)
+    again = minimise(GroupedData.from_arrays(X, y, client, cluster, weights=weights), Gaussian(), penalty, james_stein=True)
     np.testing.assert_allclose(again.theta, one.theta, atol=1e-10)
 
 
@@ -210,11 +210,11 @@ def test_is_refused_where_it_means_nothing():
     drawn = simulate(clusters=3, clients=3, rows=4, d=3, seed=0)
     penalty = Penalty.of(drawn.data.hierarchy)
     with pytest.raises(SolverError, match="reduction='sum'"):
-        solve(drawn.data, Gaussian("mean"), penalty, james_stein=True)
+        minimise(drawn.data, Gaussian("mean"), penalty, james_stein=True)
     with pytest.raises(SolverError, match="no client is tied"):
-        solve(drawn.data, Gaussian(), Penalty.of(drawn.data.hierarchy, lam=0.0), james_stein=True)
+        minimise(drawn.data, Gaussian(), Penalty.of(drawn.data.hierarchy, lam=0.0), james_stein=True)
     with pytest.raises(SolverError, match="never sees"):
-        solve(drawn.data, Gaussian(), penalty, solver="l2gd", james_stein=True)
+        minimise(drawn.data, Gaussian(), penalty, solver="l2gd", james_stein=True)
     with pytest.raises(SolverError, match="leave out baseline"):
         HierarchicalRegressor(baseline="single-model", james_stein=True).fit(drawn.X, drawn.y, client=drawn.client)
 

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from covey import GroupedData, Objective, Penalty
+from covey import GroupedData, Objective, Penalty, minimise
 from covey.datasets import simulate
 from covey.fitting.baselines import single_cluster, single_model
 from covey.losses import loss_of
-from covey.solvers import solve
 from tests.conftest import Problem, random_problem, seeds
 
 FAMILIES = ("gaussian", "bernoulli", "poisson")
@@ -25,10 +24,10 @@ def problem_of(family, seed=0):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gamma_to_zero_gives_local_fits(family):
     data, loss = problem_of(family), loss_of(family)
-    fit = solve(data, loss, Penalty.of(data.hierarchy, gamma=1e-10))
+    fit = minimise(data, loss, Penalty.of(data.hierarchy, gamma=1e-10))
     for i in range(data.n_clients):
         alone = data.clients(i, i + 1).pooled()
-        local = solve(alone, loss, Penalty.of(alone.hierarchy))
+        local = minimise(alone, loss, Penalty.of(alone.hierarchy))
         np.testing.assert_allclose(fit.theta[i], local.wbar, atol=1e-7)
 
 
@@ -36,9 +35,9 @@ def test_gamma_to_zero_gives_local_fits(family):
 def test_lam_to_infinity_gives_the_single_cluster_model(family):
     data, loss = problem_of(family), loss_of(family)
     merged = data.one_cluster()
-    single = solve(merged, loss, Penalty.of(merged.hierarchy, gamma=2.0))
+    single = minimise(merged, loss, Penalty.of(merged.hierarchy, gamma=2.0))
     for penalty in (Penalty.of(data.hierarchy, gamma=2.0, lam=1e10), Penalty.of(data.hierarchy, gamma=2.0, lam=np.inf)):
-        fit = solve(data, loss, penalty)
+        fit = minimise(data, loss, penalty)
         np.testing.assert_allclose(fit.theta, single.theta, atol=1e-7)
         np.testing.assert_allclose(fit.w, np.tile(single.wbar, (3, 1)), atol=1e-7)
 
@@ -47,7 +46,7 @@ def test_lam_to_infinity_gives_the_single_cluster_model(family):
 def test_both_to_infinity_gives_the_pooled_model(family):
     data, loss = problem_of(family), loss_of(family)
     pooled = single_model(data, loss)
-    fit = solve(data, loss, Penalty.of(data.hierarchy, gamma=1e10, lam=1e10))
+    fit = minimise(data, loss, Penalty.of(data.hierarchy, gamma=1e10, lam=1e10))
     np.testing.assert_allclose(fit.theta, pooled.theta, atol=1e-6)
     assert fit.convergence.gradient_norm < 1e-8
 
@@ -55,11 +54,11 @@ def test_both_to_infinity_gives_the_pooled_model(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_lam_zero_makes_clusters_independent(family):
     data, loss = problem_of(family), loss_of(family)
-    fit = solve(data, loss, Penalty.of(data.hierarchy, gamma=1.5, lam=0.0))
+    fit = minimise(data, loss, Penalty.of(data.hierarchy, gamma=1.5, lam=0.0))
     for j in range(data.n_clusters):
         a, b = data.hierarchy.cluster_ptr[j : j + 2]
         own = data.clients(int(a), int(b)).one_cluster()
-        alone = solve(own, loss, Penalty.of(own.hierarchy, gamma=1.5))
+        alone = minimise(own, loss, Penalty.of(own.hierarchy, gamma=1.5))
         np.testing.assert_allclose(fit.theta[a:b], alone.theta, atol=1e-8)
     np.testing.assert_allclose(fit.wbar, fit.w.mean(axis=0))
 
@@ -68,10 +67,10 @@ def test_a_client_with_gamma_zero_is_on_its_own():
     data, loss = problem_of("gaussian"), loss_of("gaussian")
     gamma = np.ones(data.n_clients)
     gamma[2] = 0.0
-    fit = solve(data, loss, Penalty.of(data.hierarchy, gamma=gamma))
+    fit = minimise(data, loss, Penalty.of(data.hierarchy, gamma=gamma))
     own = data.clients(2, 3)
     np.testing.assert_allclose(fit.theta[2], np.linalg.lstsq(own.X, own.y, rcond=None)[0], atol=1e-10)
-    newton = solve(data, loss, Penalty.of(data.hierarchy, gamma=gamma), solver="newton")
+    newton = minimise(data, loss, Penalty.of(data.hierarchy, gamma=gamma), solver="newton")
     np.testing.assert_allclose(newton.theta, fit.theta, atol=1e-9)
     np.testing.assert_allclose(newton.w, fit.w, atol=1e-9)
 
@@ -103,7 +102,7 @@ def _fit_named(problem, family):
     gamma = {f"c{i}": value for i, value in enumerate(problem.gamma)}
     lam = {f"g{j}": value for j, value in enumerate(problem.lam)}
     penalty = Penalty.of(data.hierarchy, gamma=gamma, lam=lam)
-    return data.hierarchy.clients.tolist(), solve(data, loss_of(family), penalty)
+    return data.hierarchy.clients.tolist(), minimise(data, loss_of(family), penalty)
 
 
 AWKWARD = {
@@ -133,7 +132,7 @@ def test_awkward_data_fit_with_finite_coefficients(family, case):
     penalty = Penalty.of(data.hierarchy)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        fit = solve(data, loss_of(family), penalty)
+        fit = minimise(data, loss_of(family), penalty)
     # Nine rows of twelve columns separate any two classes, and the fit must say so; nothing else is out of order.
     assert len(told) == (1 if (family, case) == ("bernoulli", "more columns than rows") else 0)
     assert all(np.isfinite(level).all() for level in (fit.theta, fit.w, fit.wbar))
@@ -149,7 +148,7 @@ def test_one_class_and_separable_clients():
     y[10:20] = x[10:20] > 0  # perfectly separable
     data = GroupedData.from_arrays(np.c_[np.ones(60), x], y, client, client // 3)
     for gamma in (1.0, 1e-3):
-        fit = solve(data, loss_of("bernoulli"), Penalty.of(data.hierarchy, gamma=gamma))
+        fit = minimise(data, loss_of("bernoulli"), Penalty.of(data.hierarchy, gamma=gamma))
         assert fit.convergence.converged
         assert np.abs(fit.theta).max() < 200
 

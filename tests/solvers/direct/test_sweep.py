@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from covey import ConvergenceWarning, GroupedData, Objective, Penalty, sweep
+from covey import GroupedData, Objective, Penalty, minimise
 from covey.datasets import simulate
 from covey.losses import Bernoulli, Gaussian
-from covey.solvers import solve
+from covey.nodes.network import InMemory
 from covey.solvers.direct.elimination import Quadratic, Spread, descend, eliminate, solve_symmetric
-from covey.solvers.direct.sweep import node_down, node_up, solve_top
+from covey.solvers.direct.sweep import node_down, node_up, one_sweep, solve_top
 from tests.conftest import Problem, dense_solution, gls_solution, random_problem, seeds
 
 
@@ -26,7 +26,7 @@ def assert_close(ours, theirs, tolerance=1e-10):
 @given(seeds)
 def test_equals_dense_solve_of_the_joint_system(seed):
     problem = random_problem(seed)
-    fit = sweep(problem.data, Gaussian(), problem.penalty)
+    fit = minimise(problem.data, Gaussian(), problem.penalty, solver="sweep")
     assert_close((fit.theta, fit.w, fit.wbar), dense_solution(problem))
 
 
@@ -34,7 +34,7 @@ def test_equals_dense_solve_of_the_joint_system(seed):
 def test_equals_generalised_least_squares_at_the_true_variances(seed):
     """Errata 5: the costly estimator of prop. not_gls is the minimiser itself, for every design."""
     problem = random_problem(seed)
-    fit = sweep(problem.data, Gaussian(), problem.penalty)
+    fit = minimise(problem.data, Gaussian(), problem.penalty, solver="sweep")
     assert_close((fit.theta, fit.w, fit.wbar), gls_solution(problem))
 
 
@@ -42,7 +42,7 @@ def test_equals_generalised_least_squares_at_the_true_variances(seed):
 def test_reports_a_true_account(seed):
     problem = random_problem(seed)
     objective = Objective(problem.data, Gaussian(), problem.penalty)
-    fit = sweep(problem.data, Gaussian(), problem.penalty)
+    fit = minimise(problem.data, Gaussian(), problem.penalty, solver="sweep")
     said = fit.convergence
     assert said.converged
     assert said.exchanges == 1
@@ -54,7 +54,7 @@ def test_reports_a_true_account(seed):
 def test_certified_gap_bounds_the_true_gap():
     drawn = simulate(clusters=3, clients=4, rows=12, d=3, seed=1)
     objective = Objective(drawn.data, Gaussian(), Penalty.of(drawn.data.hierarchy))
-    fit = sweep(drawn.data, Gaussian(), objective.penalty)
+    fit = minimise(drawn.data, Gaussian(), objective.penalty, solver="sweep")
     mu = Gaussian().smallest_curvature(Gaussian().hessian(drawn.data, fit.theta))
     assert 0 < mu <= Gaussian().strong_convexity(drawn.data).min()
     assert fit.convergence.gap == pytest.approx(fit.convergence.gradient_norm**2 / (2 * mu))
@@ -65,14 +65,14 @@ def test_certified_gap_bounds_the_true_gap():
 
 def test_no_gap_is_claimed_without_strong_convexity():
     data = GroupedData.from_arrays(np.ones((4, 2)), np.arange(4.0), [0, 0, 1, 1])
-    assert sweep(data, Gaussian(), Penalty.of(data.hierarchy)).convergence.gap is None
+    assert minimise(data, Gaussian(), Penalty.of(data.hierarchy), solver="sweep").convergence.gap is None
 
 
 @given(seeds)
 def test_nodes_of_any_clients_add_up_to_the_same_fit(seed):
     problem = random_problem(seed)
     data, penalty, loss = problem.data, problem.penalty, Gaussian()
-    whole = sweep(data, loss, penalty)
+    whole = minimise(data, loss, penalty, solver="sweep")
     cut = sorted({0, data.n_clients, *np.random.default_rng(seed).integers(0, data.n_clients + 1, size=2).tolist()})
     shards = [(a, b, data.clients(a, b)) for a, b in itertools.pairwise(cut)]
     seen = [node_up(part, loss, penalty.gamma[a:b]) for a, b, part in shards]
@@ -138,8 +138,7 @@ def test_the_account_sees_a_wrong_centre(monkeypatch):
 
     problem = random_problem(3)
     monkeypatch.setattr(module, "solve_top", wrong)
-    with pytest.warns(ConvergenceWarning):
-        fit = sweep(problem.data, Gaussian(), problem.penalty)
+    fit = one_sweep(InMemory.of(problem.data, Gaussian(), problem.penalty.gamma), problem.penalty)
     assert not fit.convergence.converged
 
 
@@ -159,7 +158,7 @@ def test_columns_in_their_own_units_are_solved_as_well_as_centred_ones(middle, w
         np.ones(6),
         np.ones(2),
     )
-    fit = solve(problem.data, Gaussian(), problem.penalty)
+    fit = minimise(problem.data, Gaussian(), problem.penalty)
     assert fit.convergence.converged
     theta, w, wbar = dense_solution(problem, scaled=True)
     for ours, theirs in ((fit.theta, theta), (fit.w, w), (fit.wbar[None], wbar[None])):
@@ -169,9 +168,9 @@ def test_columns_in_their_own_units_are_solved_as_well_as_centred_ones(middle, w
 
 def test_a_million_clients_go_through_in_parts(monkeypatch):
     problem = random_problem(8)
-    whole = sweep(problem.data, Gaussian(), problem.penalty)
+    whole = minimise(problem.data, Gaussian(), problem.penalty, solver="sweep")
     monkeypatch.setattr(sys.modules["covey.solvers.direct.sweep"], "_CHUNK", 2)
-    parts = sweep(problem.data, Gaussian(), problem.penalty)
+    parts = minimise(problem.data, Gaussian(), problem.penalty, solver="sweep")
     assert_close((parts.theta, parts.w, parts.wbar), (whole.theta, whole.w, whole.wbar), 1e-13)
     assert parts.convergence.objective == pytest.approx(whole.convergence.objective, rel=1e-13)
 
@@ -179,4 +178,4 @@ def test_a_million_clients_go_through_in_parts(monkeypatch):
 def test_refuses_a_loss_that_is_not_quadratic():
     data = GroupedData.from_arrays(np.ones((4, 1)), [0, 1, 0, 1], [0, 0, 1, 1])
     with pytest.raises(ValueError, match=r"'sweep' needs a quadratic loss.*use solver='newton'"):
-        sweep(data, Bernoulli(), Penalty.of(data.hierarchy))
+        minimise(data, Bernoulli(), Penalty.of(data.hierarchy), solver="sweep")

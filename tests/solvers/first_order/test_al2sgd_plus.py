@@ -8,32 +8,30 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from covey import Objective, Penalty, newton, sweep
+from covey import Objective, Penalty, minimise
 from covey.datasets import simulate
 from covey.errors import ConvergenceWarning
 from covey.losses import Gaussian, loss_of
 from covey.nodes.network import InMemory
 from covey.objective.theory import (
-    Coins,
-    Katyusha,
+    Probabilities,
     best_tau,
-    coins,
     expected_smoothness,
+    probabilities,
 )
-from covey.solvers import al2sgd_plus
-from covey.solvers.first_order.curvature import constants
+from covey.solvers.first_order import al2sgd_plus, kernels
 from covey.solvers.first_order.loop import play
 from covey.solvers.first_order.protocol import Centres, Pull
 from covey.solvers.first_order.schedule import Flips, group, streams
 from tests.conftest import random_problem, seeds
-from tests.solvers.first_order.coins import (
+from tests.solvers.first_order.shared import (
     Clients,
-    accelerated,
     conditioned,
+    constants_of,
     follow,
     outcomes,
     quietly,
-    some_coins,
+    some_probabilities,
 )
 
 
@@ -41,16 +39,16 @@ def oracle_mean(problem, loss, drawn, guide_of, rng):
     """The mean of algorithm 2's estimate over coins and rows, from the solver's own functions; and the gradient it is of."""
     data, penalty = problem.data, problem.penalty
     top, n, d = Centres.of(penalty), data.n_clients, data.n_terms
-    pace = Katyusha(eta=1.0, a1=0.3, a2=0.4, b1=0.9, b2=0.05, rho=0.2)
+    pace = al2sgd_plus.Katyusha(eta=1.0, a1=0.3, a2=0.4, b1=0.9, b2=0.05, rho=0.2)
     x, y, z = rng.normal(size=(3, n, d))
     guide, anchor = guide_of(top, drawn), data.hierarchy.mean_up(x, penalty.gamma)
     theta = pace.a1 * z + pace.a2 * x + (1 - pace.a1 - pace.a2) * y
 
     def estimate(flips, t=0):
         network = InMemory.of(data, loss, penalty.gamma, y)
-        network.ask(accelerated.KatyushaBegin(drawn.local, pace, top.total, seed=1))
-        network.node.keep(accelerated.KatyushaPoints(x, z, loss.gradient(data, x)))
-        assert play(network, accelerated.KatyushaMove, guide, top, group(flips, t), anchor, announce=True)[1] is None
+        network.ask(al2sgd_plus.KatyushaBegin(drawn.local, pace, top.total, seed=1))
+        network.node.keep(al2sgd_plus.KatyushaPoints(x, z, loss.gradient(data, x)))
+        assert play(network, al2sgd_plus.KatyushaMove, guide, top, group(flips, t), anchor, announce=True)[1] is None
         return (theta - network.node.theta) / pace.eta
 
     k, own = data.n_clusters, streams(1, data.hierarchy)
@@ -58,7 +56,7 @@ def oracle_mean(problem, loss, drawn, guide_of, rng):
     # Each client's estimate depends on its own row alone: find iterations that draw each of its rows, and average over those.
     by_row = {}
     for t in range(400):
-        rows = [accelerated._draw(own[i], t, data.rows_per_client[i]) for i in range(n)]
+        rows = [kernels.draw_row(own[i], t, data.rows_per_client[i]) for i in range(n)]
         if any((i, row) not in by_row for i, row in enumerate(rows)):
             g = estimate(local, t)
             by_row.update({(i, row): g[i] for i, row in enumerate(rows)})
@@ -78,19 +76,19 @@ def test_async_al2sgd_plus_is_unbiased(seed):
     family = str(rng.choice(["gaussian", "bernoulli", "poisson"]))
     problem = random_problem(seed, family)
     loss = replace(loss_of(family, "mean"), ridge=0.2)
-    drawn = some_coins(len(problem.lam), rng)
-    mean, exact = oracle_mean(problem, loss, drawn, accelerated.KatyushaGuide, rng)
+    drawn = some_probabilities(len(problem.lam), rng)
+    mean, exact = oracle_mean(problem, loss, drawn, al2sgd_plus.KatyushaGuide, rng)
     np.testing.assert_allclose(mean, exact, atol=1e-12 * max(1.0, np.abs(exact).max()), rtol=0)
 
 
 @dataclass(frozen=True)
-class Printed(accelerated.KatyushaGuide):
+class Printed(al2sgd_plus.KatyushaGuide):
     """Errata 2: the oracle as the paper prints it, without the term in tau when xi_0 = 1."""
 
     def answer(self, means, turn, anchor):
         if not turn.between:
             return super().answer(means, turn, anchor)
-        share = self.top.alpha / self.coins.p0
+        share = self.top.alpha / self.probabilities.p0
         return Pull(share, share[:, None] * self.top.whole(means - anchor))
 
 
@@ -98,10 +96,10 @@ def test_the_printed_oracle_of_algorithm_2_is_biased():
     problem = random_problem(21)
     k = len(problem.lam)
     assert k > 1
-    drawn = Coins(0.3, np.full(k, 0.4), best_tau(0.3, np.full(k, 0.4)))
+    drawn = Probabilities(0.3, np.full(k, 0.4), best_tau(0.3, np.full(k, 0.4)))
     mean, exact = oracle_mean(problem, Gaussian(), drawn, Printed, np.random.default_rng(0))
     assert np.abs(mean - exact).max() > 1e-2 * np.abs(exact).max()
-    for guide in (accelerated.KatyushaGuide, Printed):  # with tau = 0 there is nothing to leave out
+    for guide in (al2sgd_plus.KatyushaGuide, Printed):  # with tau = 0 there is nothing to leave out
         mean, exact = oracle_mean(problem, Gaussian(), replace(drawn, tau=np.zeros(k)), guide, np.random.default_rng(0))
         np.testing.assert_allclose(mean, exact, atol=1e-12 * max(1.0, np.abs(exact).max()), rtol=0)
 
@@ -113,8 +111,8 @@ def test_async_al2sgd_plus_converges_to_the_minimiser(family, reduction):
     data, loss = drawn.data, loss_of(family, reduction)
     gamma = np.random.default_rng(0).uniform(0.3, 3.0, size=data.n_clients)
     penalty = Penalty.of(data.hierarchy, gamma=gamma, lam=[0.5, 1.0, 2.0])
-    best = newton(data, loss, penalty, tol=1e-11)
-    fit = al2sgd_plus(data, loss, penalty, tol=1e-18, minimum=best.convergence.objective, max_iter=3_000_000)
+    best = minimise(data, loss, penalty, solver="newton", tol=1e-11)
+    fit = minimise(data, loss, penalty, solver="al2sgd_plus", tol=1e-18, minimum=best.convergence.objective, max_iter=3_000_000)
     assert fit.convergence.converged
     np.testing.assert_allclose(fit.theta, best.theta, atol=1e-8 * max(1.0, np.abs(best.theta).max()))
     np.testing.assert_allclose(fit.w, best.w, atol=1e-8 * max(1.0, np.abs(best.w).max()))
@@ -132,17 +130,17 @@ def test_declared_rates_are_the_observed_ones():
     needed = {"al2sgd_plus": [], "l2gd": []}
     for kappa in kappas:
         data, penalty = conditioned(kappa, common=False)
-        known = constants(Objective(data, Gaussian(), penalty))
+        known = constants_of(Objective(data, Gaussian(), penalty))
         assert known.mu == pytest.approx(1 / kappa, rel=5e-3)
-        best = sweep(data, Gaussian(), penalty)
+        best = minimise(data, Gaussian(), penalty, solver="sweep")
         counts, watch = [], {"every": int(np.sqrt(10 * kappa)), "minimum": best.convergence.objective}
         for seed in range(3):
-            fit = al2sgd_plus(data, Gaussian(), penalty, seed=seed, tol=1e-16, **watch)
+            fit = minimise(data, Gaussian(), penalty, solver="al2sgd_plus", seed=seed, tol=1e-16, **watch)
             gap = fit.history["gap"].to_numpy()
             counts.append(fit.history["iteration"][int(np.argmax(gap <= 1e-8 * gap[0]))])
         needed["al2sgd_plus"].append(np.mean(counts))
         data, penalty = conditioned(kappa, common=True)
-        drawn = coins(known, known.L)
+        drawn = probabilities(known, known.L)
         eta, times = 1 / (2 * expected_smoothness(known, drawn, known.L)), np.arange(0, 20 * kappa, kappa // 5).astype(int)
         path = follow(Clients(data, penalty), drawn, eta, np.zeros_like(best.theta), 0, times)
         away = ((path - 1.0) ** 2).sum(axis=(1, 2))
@@ -155,11 +153,11 @@ def test_declared_rates_are_the_observed_ones():
 
 def test_the_potential_shrinks_at_least_as_fast_as_declared():
     data, penalty = conditioned(100.0, common=False)
-    known = constants(Objective(data, Gaussian(), penalty))
-    best = sweep(data, Gaussian(), penalty)
-    drawn = coins(known, known.L_row)
+    known = constants_of(Objective(data, Gaussian(), penalty))
+    best = minimise(data, Gaussian(), penalty, solver="sweep")
+    drawn = probabilities(known, known.L_row)
     calL = expected_smoothness(known, drawn, known.L_row)
-    pace = Katyusha.of(known, calL, 0.2)
+    pace = al2sgd_plus.Katyusha.of(known, calL, 0.2)
     start = float((best.theta**2).sum())
     objective = Objective(data, Gaussian(), penalty)
     gap0 = objective.value(np.zeros_like(best.theta)) - best.convergence.objective
@@ -167,7 +165,7 @@ def test_the_potential_shrinks_at_least_as_fast_as_declared():
     far = []
     for seed in range(5):
         with pytest.warns(ConvergenceWarning, match="raise max_iter"):
-            fit = al2sgd_plus(data, Gaussian(), penalty, rho=0.2, seed=seed, tol=0.0, max_iter=T)
+            fit = minimise(data, Gaussian(), penalty, solver="al2sgd_plus", rho=0.2, seed=seed, tol=0.0, max_iter=T)
         # From the potential at y: F(y) - F* <= a1 / (2 b1 b2) times the potential.
         far.append((objective.value(fit.theta) - best.convergence.objective) * 2 * pace.b1 * pace.b2 / pace.a1)
     assert np.mean(far) <= pace.contraction**T * pace.potential(start, gap0)

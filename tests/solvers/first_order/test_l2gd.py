@@ -9,35 +9,33 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from covey import Objective, Penalty, sweep
+from covey import Objective, Penalty, minimise
 from covey.datasets import simulate
 from covey.losses import Gaussian, loss_of
 from covey.objective.theory import (
-    Coins,
+    Probabilities,
     best_tau,
-    coins,
     distance_bound,
     expected_smoothness,
-    l2gd_recipe,
     noise,
+    probabilities,
     switch,
     switching_steps,
 )
-from covey.solvers import l2gd, one_coin
-from covey.solvers.first_order.curvature import constants
-from covey.solvers.first_order.l2gd import L2gdGuide, L2gdMove, StepSizes, equal_within
+from covey.solvers.first_order.l2gd import L2gdGuide, L2gdMove, StepSizes, equal_within, recipe
 from covey.solvers.first_order.loop import play
 from covey.solvers.first_order.protocol import Centres
 from covey.solvers.first_order.schedule import Flips, Schedule, group
 from tests.conftest import random_problem, seeds
-from tests.solvers.first_order.coins import (
+from tests.solvers.first_order.shared import (
     NOWHERE,
     Clients,
     begun,
+    constants_of,
     follow,
     outcomes,
     quietly,
-    some_coins,
+    some_probabilities,
 )
 
 
@@ -48,7 +46,7 @@ def test_async_l2gd_is_unbiased(seed):
     family = str(rng.choice(["gaussian", "bernoulli", "poisson"]))
     problem = random_problem(seed, family)
     data, penalty, loss = problem.data, problem.penalty, loss_of(family)
-    drawn, eta = some_coins(data.n_clusters, rng), 1.0
+    drawn, eta = some_probabilities(data.n_clusters, rng), 1.0
     theta = rng.normal(size=(data.n_clients, data.n_terms))
     top, (_, gamma) = Centres.of(penalty), equal_within(data.hierarchy, penalty)
     guide = L2gdGuide(top, drawn, StepSizes(eta), gamma)
@@ -120,12 +118,12 @@ def exact_distances(maps, best, start, T):
 
 def test_async_l2gd_stays_below_the_bound_and_decays_as_declared(small):
     data, penalty, loss = small.data, small.penalty, Gaussian()
-    known = constants(Objective(data, loss, penalty))
-    drawn = coins(known, known.L)
+    known = constants_of(Objective(data, loss, penalty))
+    drawn = probabilities(known, known.L)
     assert drawn.p0 > 0
     drawn = replace(drawn, p=np.maximum(drawn.p, 0.2), tau=best_tau(drawn.p0, np.maximum(drawn.p, 0.2)))
     calL = expected_smoothness(known, drawn, known.L)
-    eta, best = 1 / (2 * calL), sweep(data, loss, penalty).theta
+    eta, best = 1 / (2 * calL), minimise(data, loss, penalty, solver="sweep").theta
     maps = dense(small, drawn, eta)
     sigma2 = noise(Objective(data, loss, penalty), best, drawn)
 
@@ -159,14 +157,17 @@ def test_async_l2gd_stays_below_the_bound_and_decays_as_declared(small):
 
 
 @quietly
-@pytest.mark.parametrize("solver", [l2gd, one_coin])
+@pytest.mark.parametrize("solver", ["l2gd", "one_coin"])
 def test_switching_steps_arrive_where_a_constant_step_stalls(solver):
     data = simulate(clusters=3, clients=3, rows=12, d=2, wbar=3.0, noise_sd=0.5, seed=2).data
     penalty = Penalty.of(data.hierarchy, gamma=1.0, lam=1.0)
-    best = sweep(data, Gaussian(), penalty).theta
+    best = minimise(data, Gaussian(), penalty, solver="sweep").theta
     reached = {}
     for steps in ("constant", "switching"):
-        fits = [solver(data, Gaussian(), penalty, steps=steps, seed=seed, max_iter=60_000, tol=0.0) for seed in range(3)]
+        fits = [
+            minimise(data, Gaussian(), penalty, solver=solver, steps=steps, seed=seed, max_iter=60_000, tol=0.0)
+            for seed in range(3)
+        ]
         reached[steps] = np.sqrt(np.mean([((fit.theta - best) ** 2).sum() for fit in fits]) / (best**2).sum())
     assert reached["switching"] < 1e-3
     assert reached["constant"] > 5e-3
@@ -179,15 +180,17 @@ def test_heads_take_the_step_of_their_own_iteration():
     tree, gamma = data.hierarchy, 0.5
     penalty = Penalty.of(tree, gamma=gamma, lam=1.0)
     T, p0, p = 400, 0.5, np.array([0.5, 0.6])
-    fit = l2gd(data, Gaussian(), penalty, steps="switching", p0=p0, p=p, mu=5.0, max_iter=T, every=T, tol=0.0, seed=2)
-    coin = Coins(p0, p, best_tau(p0, p))
+    fit = minimise(
+        data, Gaussian(), penalty, solver="l2gd", steps="switching", p0=p0, p=p, mu=5.0, max_iter=T, every=T, tol=0.0, seed=2
+    )
+    coin = Probabilities(p0, p, best_tau(p0, p))
     objective = Objective(data, Gaussian(), penalty)
-    recipe = l2gd_recipe(constants(objective, mu=5.0), p0=p0, p=p)
+    best = recipe(constants_of(objective, mu=5.0), p0=p0, p=p)
     flips, theta, parent = Schedule(coin, 2).flips(0, T), np.zeros((6, 2)), tree.parent
     alpha, tau, heads = penalty.alpha[parent][:, None], coin.tau[parent][:, None], flips.within
-    assert switch(recipe.smoothness, 5.0) < T / 2
+    assert switch(best.smoothness, 5.0) < T / 2
     for t in range(T):
-        eta = float(switching_steps(t, recipe.smoothness, 5.0))
+        eta = float(switching_steps(t, best.smoothness, 5.0))
         tbar_j, tbar = objective.means(theta)
         to_cluster = theta - tbar_j[parent]
         if flips.between[t]:
@@ -205,7 +208,7 @@ def test_local_runs_are_gradient_steps(family):
     """Closed form, vector kernels, weights, offsets, a ridge: the same as steps written out, for every client."""
     problem = random_problem(13, family)
     data, penalty, loss = problem.data, problem.penalty, replace(loss_of(family, "mean"), ridge=0.05)
-    drawn = Coins(0.5, np.full(data.n_clusters, 0.5), np.full(data.n_clusters, 0.5))
+    drawn = Probabilities(0.5, np.full(data.n_clusters, 0.5), np.full(data.n_clusters, 0.5))
     rng = np.random.default_rng(0)
     theta = 0.1 * rng.normal(size=(data.n_clients, data.n_terms))
     expected = theta
@@ -229,7 +232,9 @@ def test_equal_and_unequal_gamma_give_the_same_iterates():
     gamma = merged.gamma.copy()
     gamma[0] *= 1 + 1e-13
     apart = Penalty.of(data.hierarchy, gamma=gamma, lam=3.0)
-    fits = [l2gd(data, Gaussian(), penalty, p0=0.4, p=0.5, max_iter=500, tol=0.0) for penalty in (merged, apart)]
+    fits = [
+        minimise(data, Gaussian(), penalty, solver="l2gd", p0=0.4, p=0.5, max_iter=500, tol=0.0) for penalty in (merged, apart)
+    ]
     np.testing.assert_allclose(fits[0].theta, fits[1].theta, atol=1e-10)
     assert fits[0].ledger.between < 0.75 * fits[1].ledger.between
     assert (fits[0].ledger.within < fits[1].ledger.within).all()
@@ -243,8 +248,8 @@ def test_alpha_one_and_one_cluster_are_the_single_cluster_method(one_cluster):
     data = data.one_cluster() if one_cluster else data
     k, T, eta = data.n_clusters, 300, 1e-3
     penalty = Penalty.of(data.hierarchy, gamma=2.0, alpha=0.3 if one_cluster else 1.0)
-    fit = l2gd(data, Gaussian(), penalty, eta=eta, p0=0.3, p=0.0, seed=7, max_iter=T, tol=0.0)
-    heads = Schedule(Coins(0.3, np.zeros(k), np.ones(k)), 7).flips(0, T).between
+    fit = minimise(data, Gaussian(), penalty, solver="l2gd", eta=eta, p0=0.3, p=0.0, seed=7, max_iter=T, tol=0.0)
+    heads = Schedule(Probabilities(0.3, np.zeros(k), np.ones(k)), 7).flips(0, T).between
     theta = np.zeros((data.n_clients, data.n_terms))
     for head in heads:
         if head:

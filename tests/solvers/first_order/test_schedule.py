@@ -1,4 +1,4 @@
-"""Coins and rounds: exact probabilities, replay, grouping against a plain reading of the algorithm, counted exchanges."""
+"""Random choices and rounds: exact probabilities, replay, grouping against a plain reading, counted exchanges."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from scipy.stats import kstest
 
 from covey import GroupedData
 from covey.errors import CoveyError
-from covey.objective.theory import Coins, best_tau
-from covey.solvers.first_order.schedule import Flips, Schedule, group, majority, server_coin, streams, uniforms
+from covey.objective.theory import Probabilities, best_tau
+from covey.solvers.first_order.schedule import Flips, Schedule, group, majority, server_probability, streams, uniforms
 from covey.solvers.ledger import Ledger, links, paper_rates, rates
 from tests.conftest import seeds
 
 
-def coins(p0=0.3, p=(0.2, 0.6, 0.4), rho=0.0):
+def chances(p0=0.3, p=(0.2, 0.6, 0.4), rho=0.0):
     p = np.array(p)
-    return Coins(p0, p, best_tau(p0, p), rho)
+    return Probabilities(p0, p, best_tau(p0, p), rho)
 
 
 @given(p0=st.one_of(st.sampled_from([0.0, 1.0]), st.floats(1e-12, 1 - 1e-12)), k=st.integers(1, 9))
 def test_the_majority_shows_heads_with_probability_exactly_p0(p0, k):
-    q = server_coin(p0, k)
+    q = server_probability(p0, k)
     votes = np.array(list(product([False, True], repeat=k)))
     chance = np.prod(np.where(votes, q, 1 - q), axis=1)
     assert chance[majority(votes)].sum() == pytest.approx(p0, abs=1e-12)
 
 
 def test_votes_are_the_servers_own_coins():
-    schedule = Schedule(coins(p0=0.3, p=(0.1,) * 6), 4, vote="majority")
+    schedule = Schedule(chances(p0=0.3, p=(0.1,) * 6), 4, vote="majority")
     heads = schedule.flips(0, 40_000).between
     assert heads.mean() == pytest.approx(0.3, abs=5 * np.sqrt(0.21 / 40_000))
     with pytest.raises(CoveyError, match=r"'vote' parameter must be one of 'central', 'majority'\. Got 'loudest'"):
-        Schedule(coins(), 0, vote="loudest")
+        Schedule(chances(), 0, vote="loudest")
 
 
 @given(seed=seeds, cuts=st.lists(st.integers(1, 4000), min_size=1, max_size=5))
 @settings(max_examples=15)
-def test_coins_do_not_depend_on_where_a_run_is_cut(seed, cuts):
-    schedule = Schedule(coins(rho=0.1), seed)
+def test_choices_do_not_depend_on_where_a_run_is_cut(seed, cuts):
+    schedule = Schedule(chances(rho=0.1), seed)
     edges = [0, *np.cumsum(cuts).tolist()]
     parts = [schedule.flips(a, b) for a, b in pairwise(edges)]
     whole = schedule.flips(0, edges[-1])
@@ -76,7 +76,7 @@ def read_rounds(rounds):
 
 @given(seed=seeds, p0=st.floats(0, 0.9), p=st.floats(0, 0.9), merge=st.booleans())
 def test_rounds_tell_the_same_story_as_the_coins(seed, p0, p, merge):
-    schedule = Schedule(coins(p0, (p, 0.5, 0.0), rho=0.0 if merge else 0.2), seed, merge)
+    schedule = Schedule(chances(p0, (p, 0.5, 0.0), rho=0.0 if merge else 0.2), seed, merge)
     flips = schedule.flips(0, 60)
     rounds = group(flips, merge=merge)
     assert read_rounds(rounds) == read_plainly(flips)
@@ -97,7 +97,7 @@ def test_clusters_wait_only_at_an_exchange_between_them():
 
 @pytest.mark.parametrize(("merge", "rho"), [(True, 0.0), (False, 0.0), (False, 0.15)])
 def test_observed_exchanges_agree_with_the_expected_numbers(merge, rho):
-    schedule, T = Schedule(coins(rho=rho), 9, merge), 200_000
+    schedule, T = Schedule(chances(rho=rho), 9, merge), 200_000
     network = links(np.array([3, 1, 2]), d=4)
     seen = network.of(schedule.rounds(0, T), T)
     within, between = rates(schedule)

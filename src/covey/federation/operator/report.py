@@ -11,9 +11,9 @@ from covey.exact import LIMBS, WIDE
 from covey.federation.operator.journal import Exchange
 from covey.fitting.planning import in_bytes
 from covey.model.summary import describe
-from covey.solvers import BY_COINS, DIRECT
 from covey.solvers.costs import BANDWIDTH, LATENCY
 from covey.solvers.ledger import links, quadratic_links
+from covey.solvers.registry import direct, randomised
 
 if TYPE_CHECKING:
     from covey.federation.operator.operate import Outcome
@@ -35,7 +35,7 @@ def planned(outcome: Outcome) -> list[str]:
     How many these are follows from the steps and the random choices of the run itself: ``covey plan`` has a bound before it.
     """
     model, solver = outcome.model, outcome.model.convergence.solver
-    if solver not in (*DIRECT, *BY_COINS) or (model.spec.learns is not None and solver in DIRECT):
+    if solver not in (*direct(), *randomised()) or (model.spec.learns is not None and solver in direct()):
         return []
     made = _since_agreed(outcome.exchanges)
     fit = [each for each in made if each.phase == "fit"]
@@ -51,19 +51,19 @@ def planned(outcome: Outcome) -> list[str]:
 def _plan(outcome: Outcome, fit: Sequence[Exchange]) -> tuple[str, str]:
     """Exchanges, bytes over all sites and seconds, as the plan counts them; and what it takes numbers and messages to cost."""
     end, (k, d), sites = outcome.model.convergence, outcome.model.w.shape, len(outcome.roster)
-    randomised = end.solver in BY_COINS
-    link = (links if randomised else quadratic_links)(np.ones(k, dtype=np.int64), d)
+    by_chance = end.solver in randomised()
+    link = (links if by_chance else quadratic_links)(np.ones(k, dtype=np.int64), d)
     second = sum(each.second for each in fit)  # the second halves of a sweep and of a check, which the plan counts once
-    checks = second if randomised else 0
+    checks = second if by_chance else 0
     moves = end.exchanges - checks
     up, down = k * (link.up * moves + (link.up + 2) * checks), k * (link.down * moves + link.up * checks)
     # Under masks every number is a wide exact sum; sums of randomised algorithms are exact in any case; each with its size.
-    number = 8 * (1 + (WIDE if outcome.secure else LIMBS if randomised else 0))
+    number = 8 * (1 + (WIDE if outcome.secure else LIMBS if by_chance else 0))
     each_way = number * up + 8 * down
     count = end.exchanges + second
     seconds = 2 * LATENCY * count + each_way / (1e6 * BANDWIDTH)
     assumed = f"{number} bytes a number up and 8 down, {1000 * LATENCY:g} ms a message, {BANDWIDTH:g} MB/s"
-    if randomised:
+    if by_chance:
         assumed += ", as often as the run's random choices asked of the busiest cluster"
     return _costs(count, each_way * sites, seconds), assumed
 

@@ -13,18 +13,16 @@ to its parent. ``log|K|`` is what integrating the child out adds to twice the ne
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit, prange
 
 from covey._typing import Anything, Floats, Ints
 from covey.records import Reply
+from covey.solvers.blocks import Blocks
+from covey.solvers.direct import kernels
 from covey.tree.hierarchy import segment_sum
-
-_BLOCK = 256  # clients summed by one thread before blocks are added in order: the same bits with any number of threads
 
 
 @dataclass(frozen=True)
@@ -102,12 +100,11 @@ def marginalise(children: Quadratic, spread: Spread, ptr: Ints) -> Marginal:
 
 
 def _eliminated(children: Quadratic, spread: Spread, ptr: Ints, each_C: Floats, each_r: Floats) -> tuple[Quadratic, Floats]:
-    blocks, owner = blocks_of(ptr)
-    d = children.r.shape[1]
-    C, r, c, n = np.zeros((len(blocks) - 1, d, d)), np.zeros((len(blocks) - 1, d)), children.c.copy(), children.n
+    blocks, d = Blocks.of(ptr), children.r.shape[1]
+    C, r, c, n = np.zeros((blocks.count, d, d)), np.zeros((blocks.count, d)), children.c.copy(), children.n
     volume = np.zeros(len(c))
-    _eliminate(
-        children.C, children.r, spread.scale, spread.shape, spread.width, blocks, C, r, c, volume, each_C, each_r
+    kernels.eliminate(
+        children.C, children.r, spread.scale, spread.shape, spread.width, blocks.ptr, C, r, c, volume, each_C, each_r
     )  # fmt: skip
     detached = np.flatnonzero(spread.detached)
     if len(detached):
@@ -115,7 +112,7 @@ def _eliminated(children: Quadratic, spread: Spread, ptr: Ints, each_C: Floats, 
         c[detached] -= 0.5 * np.einsum("ia,ia->i", b, solve_symmetric(A, b))
         n = n.copy()
         n[detached] -= np.linalg.matrix_rank(A, hermitian=True)
-    by_parent = np.searchsorted(owner, np.arange(len(ptr)))
+    by_parent = blocks.of_parent
     seen = Quadratic(segment_sum(C, by_parent), segment_sum(r, by_parent), segment_sum(c, ptr), segment_sum(n, ptr))
     return seen, segment_sum(volume, ptr)
 
@@ -123,7 +120,7 @@ def _eliminated(children: Quadratic, spread: Spread, ptr: Ints, each_C: Floats, 
 def descend(A: Floats, b: Floats, spread: Spread, parent: Ints, x: Floats) -> tuple[Floats, Floats]:
     """Each child's solution given its parent's ``x[parent]``, and the force ``r - C x`` that its parent exerts on it."""
     t, force = np.empty_like(b), np.empty_like(b)
-    _descend(A, b, spread.scale, spread.shape, spread.width, parent, x, t, force)
+    kernels.descend(A, b, spread.scale, spread.shape, spread.width, parent, x, t, force)
     detached = np.flatnonzero(spread.detached)
     if len(detached):
         at, A, b = x[parent[detached]], A[detached], b[detached]
@@ -138,17 +135,16 @@ def sensitivity(own: Marginal, width: int, ptr: Ints, x: Floats, P: Floats) -> t
     With ``x (k, d)`` the parents' posterior means and ``P (k, d, d)`` their covariances this is how the marginal likelihood
     answers to a change of the children's covariance. Of the first ``width`` terms only, those that vary.
     """
-    blocks, owner = blocks_of(ptr)
-    bend, pull = np.zeros((len(owner), width, width)), np.zeros((len(owner), width, width))
-    _sensitivity(own.C, own.r, width, blocks, owner, x, P, bend, pull)
-    by_parent = np.searchsorted(owner, np.arange(len(ptr)))
-    return segment_sum(bend, by_parent), segment_sum(pull, by_parent)
+    blocks = Blocks.of(ptr)
+    bend, pull = np.zeros((blocks.count, width, width)), np.zeros((blocks.count, width, width))
+    kernels.sensitivity(own.C, own.r, width, blocks.ptr, blocks.owner, x, P, bend, pull)
+    return segment_sum(bend, blocks.of_parent), segment_sum(pull, blocks.of_parent)
 
 
 def posterior(A: Floats, spread: Spread, parent: Ints, P: Floats) -> Floats:
     """The covariance of each child given its parent's ``P[parent]``: ``(I + S A)^-1 S + J P J'``, ``J = (I + S A)^-1``."""
     out = np.empty_like(A)
-    _posterior(A, spread.scale, spread.shape, parent, P, out)
+    kernels.posterior(A, spread.scale, spread.shape, parent, P, out)
     return out
 
 
@@ -172,187 +168,3 @@ def solve_symmetric(A: Floats, b: Floats) -> Floats:
         flat_x[deficient] = np.einsum("iab,ib->ia", pseudo, flat_b[deficient])
         x = flat_x.reshape(b.shape)
     return x
-
-
-def blocks_of(ptr: Ints) -> tuple[Ints, Ints]:
-    """Cut each parent's children into blocks of at most ``_BLOCK``; the cuts, and the parent of each block."""
-    counts = -(-np.diff(ptr) // _BLOCK)
-    owner = np.repeat(np.arange(len(counts)), counts)
-    first = np.repeat(np.cumsum(counts) - counts, counts)
-    starts = ptr[:-1][owner] + _BLOCK * (np.arange(len(owner)) - first)
-    return np.append(starts, ptr[-1]), owner
-
-
-@njit(inline="always", error_model="numpy")  # type: ignore[untyped-decorator]
-def _shape_of(shape: Floats, i: int, identity: Floats) -> Floats:
-    if len(shape) == 0:
-        return identity
-    own: Floats = shape[i] if len(shape) > 1 else shape[0]
-    return own
-
-
-@njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def _absorb(A: Floats, b: Floats, scale: float, shape: Floats, q: int, measure: bool, M: Floats) -> float:
-    """Solve ``(I + scale A shape) [C | r] = [A | b]`` by elimination with row pivots; leaves ``[C | r]`` in ``M[:, d:]``.
-
-    Columns of ``shape`` from ``q`` on are zero. Returns the logarithm of the determinant, if it is to be measured.
-    """
-    d = len(b)
-    for a in range(d):
-        for c in range(q):
-            product = A[a, c]
-            if len(shape):
-                product = 0.0
-                for e in range(q):
-                    product += A[a, e] * shape[e, c]
-            M[a, c] = scale * product
-        for c in range(d):
-            M[a, d + c] = A[a, c]
-        if a < q:
-            M[a, a] += 1.0
-        M[a, 2 * d] = b[a]
-    volume = 0.0
-    for p in range(q):
-        best = p
-        for a in range(p + 1, q):
-            if abs(M[a, p]) > abs(M[best, p]):
-                best = a
-        if best != p:
-            for c in range(p, q):
-                M[p, c], M[best, c] = M[best, c], M[p, c]
-            for c in range(d, 2 * d + 1):
-                M[p, c], M[best, c] = M[best, c], M[p, c]
-        if measure:
-            volume += math.log(abs(M[p, p]))
-        for a in range(p + 1, d):
-            factor = M[a, p] / M[p, p]
-            for c in range(p + 1, q):
-                M[a, c] -= factor * M[p, c]
-            for c in range(d, 2 * d + 1):
-                M[a, c] -= factor * M[p, c]
-    for p in range(q - 1, -1, -1):
-        for c in range(d, 2 * d + 1):
-            rest = M[p, c]
-            for a in range(p + 1, q):
-                rest -= M[p, a] * M[a, c]
-            M[p, c] = rest / M[p, p]
-    for a in range(d):
-        for c in range(a):
-            middle = 0.5 * (M[a, d + c] + M[c, d + a])
-            M[a, d + c] = middle
-            M[c, d + a] = middle
-    return volume
-
-
-@njit(parallel=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
-def _eliminate(
-    A: Floats, b: Floats, scale: Floats, shape: Floats, q: int, blocks: Ints, C: Floats, r: Floats, c: Floats, volume: Floats,
-    each_C: Floats, each_r: Floats,
-) -> None:  # fmt: skip
-    d = b.shape[1]
-    for block in prange(len(blocks) - 1):
-        M, identity = np.empty((d, 2 * d + 1)), np.empty((0, 0))
-        for i in range(blocks[block], blocks[block + 1]):
-            if np.isinf(scale[i]):
-                continue
-            S = _shape_of(shape, i, identity)
-            volume[i] = _absorb(A[i], b[i], scale[i], S, q, len(each_C) > 0, M)
-            for a in range(d):
-                for e in range(d):
-                    C[block, a, e] += M[a, d + e]
-                    if len(each_C):
-                        each_C[i, a, e] = M[a, d + e]
-                r[block, a] += M[a, 2 * d]
-                if len(each_r):
-                    each_r[i, a] = M[a, 2 * d]
-                moved = M[a, 2 * d]
-                if len(S):
-                    moved = 0.0
-                    for e in range(q):
-                        moved += S[a, e] * M[e, 2 * d]
-                c[i] -= 0.5 * scale[i] * b[i, a] * moved
-
-
-@njit(parallel=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
-def _descend(
-    A: Floats, b: Floats, scale: Floats, shape: Floats, q: int, parent: Ints, x: Floats, t: Floats, force: Floats
-) -> None:
-    m, d = b.shape
-    for block in prange((m + _BLOCK - 1) // _BLOCK):
-        M, identity = np.empty((d, 2 * d + 1)), np.empty((0, 0))
-        for i in range(block * _BLOCK, min((block + 1) * _BLOCK, m)):
-            j = parent[i]
-            if np.isinf(scale[i]):
-                continue
-            S = _shape_of(shape, i, identity)
-            _absorb(A[i], b[i], scale[i], S, q, False, M)
-            for a in range(d):
-                pull = M[a, 2 * d]
-                for c in range(d):
-                    pull -= M[a, d + c] * x[j, c]
-                force[i, a] = pull
-            for a in range(d):
-                moved = force[i, a]
-                if len(S):
-                    moved = 0.0
-                    for c in range(d):
-                        moved += S[a, c] * force[i, c]
-                t[i, a] = x[j, a] + scale[i] * moved
-
-
-@njit(parallel=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
-def _sensitivity(
-    C: Floats, r: Floats, q: int, blocks: Ints, owner: Ints, x: Floats, P: Floats, bend: Floats, pull: Floats
-) -> None:
-    d = r.shape[1]
-    for block in prange(len(blocks) - 1):
-        force, half = np.empty(q), np.empty(d)
-        j = owner[block]
-        for i in range(blocks[block], blocks[block + 1]):
-            for a in range(q):
-                force[a] = r[i, a]
-                for c in range(d):
-                    force[a] -= C[i, a, c] * x[j, c]
-            for a in range(q):
-                half[:] = 0.0
-                for e in range(d):
-                    for c in range(d):
-                        half[c] += C[i, a, e] * P[j, e, c]
-                for c in range(a + 1):
-                    through = 0.0
-                    for e in range(d):
-                        through += half[e] * C[i, c, e]
-                    bend[block, a, c] += C[i, a, c] - through
-                    pull[block, a, c] += force[a] * force[c]
-        for a in range(q):
-            for c in range(a):
-                bend[block, c, a] = bend[block, a, c]
-                pull[block, c, a] = pull[block, a, c]
-
-
-@njit(parallel=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
-def _posterior(A: Floats, scale: Floats, shape: Floats, parent: Ints, P: Floats, out: Floats) -> None:
-    m, d = A.shape[:2]
-    for block in prange((m + _BLOCK - 1) // _BLOCK):
-        M, S, J, zero, identity = np.empty((d, 2 * d + 1)), np.empty((d, d)), np.empty((d, d)), np.zeros(d), np.eye(d)
-        for i in range(block * _BLOCK, min((block + 1) * _BLOCK, m)):
-            S[:, :] = scale[i] * _shape_of(shape, i, identity)
-            # The roles of A and S exchanged: (I + S A) X = S, which nothing cancels in, be S singular or large.
-            _absorb(S, zero, 1.0, A[i], d, False, M)
-            for a in range(d):
-                for c in range(d):
-                    out[i, a, c] = M[a, d + c]
-            for a in range(d):  # J = I - X A
-                for c in range(d):
-                    J[a, c] = 1.0 if a == c else 0.0
-                    for e in range(d):
-                        J[a, c] -= out[i, a, e] * A[i, e, c]
-            for a in range(d):
-                for c in range(d):
-                    M[a, c] = 0.0
-                    for e in range(d):
-                        M[a, c] += J[a, e] * P[parent[i], e, c]
-            for a in range(d):
-                for c in range(d):
-                    for e in range(d):
-                        out[i, a, c] += M[a, e] * J[c, e]

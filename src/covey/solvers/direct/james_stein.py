@@ -17,7 +17,7 @@ divisor of least risk is two more); for counts and classes it is 1. Weights are 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -94,7 +94,7 @@ def noise(wbar: Floats, whole: Quadratic) -> float:
 
 @dataclass(frozen=True)
 class CurvatureAtFit(Message[Quadratic], label="curvature of the fit", phase="measure"):
-    """tell what your clusters see of your clients' losses about where these are."""
+    """What clusters see of the clients' losses, expanded where the clients are."""
 
     def at(self, node: Node) -> Quadratic:
         data, theta = node.data, node.coefficients()
@@ -110,6 +110,12 @@ def factor_of(network: Network, penalty: Penalty, fit: Fit) -> float:
     whole = eliminate(seen, Spread.of_penalty(penalty.lam, len(network.terms)), np.array([0, network.tree.n_clusters]))
     dispersion = noise(fit.wbar, whole) if network.loss.reml else 1.0
     return factor(fit.wbar, whole.C[0], dispersion, client_shares(seen, penalty, network.tree))
+
+
+def shrunk(fit: Fit, factor: float) -> Fit:
+    """A fit below a global model that was shrunk, with a message that says so."""
+    message = f"{fit.convergence.message}; of the global model James-Stein keeps {100 * factor:.3g}%"
+    return replace(fit, convergence=replace(fit.convergence, message=message))
 
 
 def check(loss: Loss, penalty: Penalty) -> None:

@@ -9,20 +9,19 @@ large penalties. In them the gradient of the multi-task form is
 
 and the Newton step is the sweep with ``A_i`` the Hessian of ``f_i`` and minus these as linear terms.
 
-    coordinator   sends   Move: the clusters' step dw and its length t
-    node          moves   theta_i, u_i along its direction, keeps the old point in case the step is refused
-    node          sends   Report: value, slope, squared gradient, and its clients eliminated and summed for each cluster
-    coordinator   checks  sufficient decrease (Armijo) of the convex objective; halves t, or solves for the next step
+    coordinator   sends    NewtonStep: the clusters' step dw and its length t
+    node          moves    theta_i, u_i along its direction, keeps the old point in case the step is refused
+    node          replies  NewtonReport: value, slope, squared gradient, its clients eliminated and summed for each cluster
+    coordinator   checks   sufficient decrease (Armijo) of the convex objective; halves t, or solves for the next step
 
-A full step that is accepted costs one exchange, and its Report already holds what the next step needs.
+A full step that is accepted costs one exchange, and its report already holds what the next step needs.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +29,21 @@ import numpy as np
 import polars as pl
 
 from covey._typing import Anything, Floats
-from covey.errors import ConvergenceWarning, SolverError, listing, warn
+from covey.errors import SolverError, listing, warn
 from covey.losses import Expansion, Loss
 from covey.nodes.messages import Message
-from covey.nodes.network import InMemory, Network
+from covey.nodes.network import Network
 from covey.nodes.node import Node
-from covey.objective.objective import Objective
 from covey.objective.penalty import Penalty
 from covey.records import Record, Reply
 from covey.solvers.checkpoint import Checkpoint
+from covey.solvers.clients import begin_at, coefficients
 from covey.solvers.direct.elimination import Quadratic, Spread, descend, eliminate
-from covey.solvers.direct.sweep import solve_top, sweep_across
+from covey.solvers.direct.james_stein import factor_of, shrunk
+from covey.solvers.direct.sweep import one_sweep, solve_top
 from covey.solvers.ledger import Ledger, quadratic_links
-from covey.solvers.result import HISTORY, Convergence, Fit, Progress, certified_gap, entry
+from covey.solvers.registry import algorithm
+from covey.solvers.result import HISTORY, Convergence, Fit, Progress, after, certified_gap, entry
 from covey.tables.rows import GroupedData
 
 _ARMIJO = 1e-4
@@ -55,7 +56,7 @@ _SHORTEST = 1e-12
 
 @dataclass(frozen=True)
 class NewtonBegin(Message["NewtonReport"], label="newton begin"):
-    """begin where you are, each client held by the force from its cluster at ``w (k, d)``."""
+    """Begin where the clients are, each held by the force from its cluster at ``w (k, d)``."""
 
     w: Floats
 
@@ -69,7 +70,7 @@ class NewtonBegin(Message["NewtonReport"], label="newton begin"):
 
 @dataclass(frozen=True)
 class NewtonStep(Message["NewtonReport"], label="newton step"):
-    """go ``length`` along the direction that ``dw (k, d)`` implies; from the old point if ``retry``."""
+    """Go ``length`` along the direction that ``dw (k, d)`` implies; from the old point if ``retry``."""
 
     dw: Floats
     length: float = 1.0
@@ -84,7 +85,7 @@ class NewtonStep(Message["NewtonReport"], label="newton step"):
 
 @dataclass(frozen=True)
 class NewtonReport(Reply):
-    """sums over a node's clients, for each cluster where they have a cluster."""
+    """Sums over a node's clients, for each cluster where they have a cluster."""
 
     seen: Quadratic
     force: Floats
@@ -204,7 +205,7 @@ class UpperLevels(Record):
 
 @dataclass(frozen=True)
 class PathPoint(Record):
-    """One point of the way: exchanges are those so far."""
+    """One point of the path: exchanges are those so far."""
 
     iteration: int
     value: float
@@ -214,7 +215,7 @@ class PathPoint(Record):
 
 @dataclass(frozen=True)
 class NewtonProgress(Record):
-    """Where the coordinator is: the upper levels, a bound on the curvature, the way so far, and what decides when to stop."""
+    """Where the coordinator is: the upper levels, a bound on the curvature, the path so far, and what decides when to stop."""
 
     top: UpperLevels
     mu: float
@@ -223,7 +224,48 @@ class NewtonProgress(Record):
     adrift: int = 0
 
 
-Keep = Callable[[int, NewtonProgress], None]
+@dataclass(frozen=True)
+class Iterate:
+    """A point that all nodes have reported on; with ``fixed`` the global model stays where it is."""
+
+    report: NewtonReport
+    top: UpperLevels
+    spread: Spread
+    fixed: bool
+
+    @cached_property
+    def value(self) -> float:
+        return self.report.value + 0.5 * float((self.spread.moved(self.top.v) * self.top.v).sum())
+
+    @cached_property
+    def norm(self) -> float:
+        """Of the gradient at all levels."""
+        return float(np.sqrt(self.report.gradient_squared + self.upper_residual**2))
+
+    @property
+    def upper_residual(self) -> float:
+        """The norm of the gradient in ``w`` and, unless it is fixed, ``wbar``."""
+        clusters, whole = self.top.v - self.report.force, self.top.v.sum(axis=0) * (not self.fixed)
+        return float(np.sqrt((clusters**2).sum() + (whole**2).sum()))
+
+    @cached_property
+    def step(self) -> UpperLevels:
+        """Newton's step of the upper levels."""
+        seen = replace(self.report.seen, r=self.report.seen.r + self.report.force - self.top.v)
+        stay = (lambda step, *_: 0.0 * step) if self.fixed else None
+        return UpperLevels(*solve_top(seen, self.spread, own=self.top.v.sum(axis=0), settle=stay))
+
+    @property
+    def rounding(self) -> float:
+        """What rounding may do to the value."""
+        return 16 * _EPS * abs(self.value)
+
+    @property
+    def runaway(self) -> Anything:
+        """Which terms the next full step would still move by more than a thousandth: mask ``(d,)``."""
+        here, ahead = (np.abs(np.vstack([at.w, at.wbar])).max(axis=0) for at in (self.top, self.step))
+        # A coefficient that is zero but for rounding moves by all of itself and means nothing.
+        return np.asarray((ahead > 1e-3 * here) & (ahead > 1e-9 * here.max()) & (ahead > 1e-10))
 
 
 def coordinate(
@@ -237,113 +279,117 @@ def coordinate(
     fixed: bool = False,
     keep: Callable[[NewtonProgress], None] | None = None,
 ) -> tuple[NewtonProgress, Convergence, Anything]:
-    """Run Newton against ``ask``, which sends a request to all nodes and adds up their reports.
+    """Run Newton against ``ask``, which sends a message to all nodes and adds up their reports.
 
     Returns the last stage, the account, and which terms have no finite optimum. With ``fixed`` the global model stays where it
-    is. ``keep`` is told each stage on the way; a run can go on from any of them.
+    is. ``keep`` gets each stage on the way; a run can go on from any of them.
     """
-    top, mu, stalled, adrift = stage.top, stage.mu, stage.stalled, stage.adrift
-    value = report.value + 0.5 * float((spread.moved(top.v) * top.v).sum())
-    norm = _gradient_norm(report, top, fixed)
-    step = _newton_step(report, top, spread, fixed)
-    path = list(stage.path) or [PathPoint(0, value, norm, 1)]
+    mu, stalled, adrift = stage.mu, stage.stalled, stage.adrift
+    here = Iterate(report, stage.top, spread, fixed)
+    path = list(stage.path) or [PathPoint(0, here.value, here.norm, 1)]
     iterations, exchanges = path[-1].iteration, path[-1].exchanges
 
     # Where classes are separated the gradient vanishes while the coefficients go on growing: a few more steps will tell.
-    while (norm > tol or _runaway(step, top).any()) and stalled < 2 and adrift < 3 and iterations < max_iter:
-        length, retry = 1.0, False
-        while True:
-            trial = ask(NewtonStep(step.w, length, retry))
-            exchanges += 1
-            there = top.moved(step, length)
-            slope = trial.slope + float((spread.moved(top.v) * step.v).sum())
-            reached = trial.value + 0.5 * float((spread.moved(there.v) * there.v).sum())
-            noise = 16 * _EPS * abs(value)
-            if reached <= value + _ARMIJO * length * slope + noise:
-                break
-            length, retry = 0.5 * length, True
-            if length < _SHORTEST and norm <= tol:
-                break  # the gradient has vanished and nothing is left to gain, in classes that are separated
-            if length < _SHORTEST:
-                raise SolverError(
-                    f"Newton found no decrease along its direction (objective {value:.6g}, gradient norm {norm:.1e}); the "
-                    "columns are probably on very different scales: standardise them."
-                )
+    while (here.norm > tol or here.runaway.any()) and stalled < 2 and adrift < 3 and iterations < max_iter:
+        there, slope, asked = _line_search(ask, here, tol)
         # Once a step changes the objective by no more than its rounding, only a falling gradient counts as progress.
-        reached_norm = _gradient_norm(trial, there, fixed)
-        stalled = stalled + 1 if abs(slope) <= noise and reached_norm > 0.5 * norm else 0
-        report, top, value, norm = trial, there, reached, reached_norm
-        step = _newton_step(report, top, spread, fixed)
-        adrift = adrift + 1 if norm <= tol else 0
-        iterations += 1
-        path.append(PathPoint(iterations, value, norm, exchanges))
+        stalled = stalled + 1 if abs(slope) <= here.rounding and there.norm > 0.5 * here.norm else 0
+        adrift = adrift + 1 if there.norm <= tol else 0
+        here, iterations, exchanges = there, iterations + 1, exchanges + asked
+        path.append(PathPoint(iterations, here.value, here.norm, exchanges))
         if keep is not None:
-            keep(NewtonProgress(top, mu, tuple(path), stalled, adrift))
+            keep(NewtonProgress(here.top, mu, tuple(path), stalled, adrift))
 
-    message = f"gradient norm {norm:.1e} after {iterations} Newton steps"
-    if norm > tol:
-        limit = "as small as float64 allows" if stalled >= 2 else f"above the tolerance {tol:.1e}; raise max_iter"
+    return _ended(here, NewtonProgress(here.top, mu, tuple(path), stalled, adrift), tol)
+
+
+def _line_search(ask: Callable[[NewtonStep], NewtonReport], here: Iterate, tol: float) -> tuple[Iterate, float, int]:
+    """Newton's step, halved until the objective falls enough: where it leads, its slope, and how many exchanges it took."""
+    length, retry, asked = 1.0, False, 0
+    while True:
+        trial = ask(NewtonStep(here.step.w, length, retry))
+        asked += 1
+        there = Iterate(trial, here.top.moved(here.step, length), here.spread, here.fixed)
+        slope = trial.slope + float((here.spread.moved(here.top.v) * here.step.v).sum())
+        if there.value <= here.value + _ARMIJO * length * slope + here.rounding:
+            return there, slope, asked
+        length, retry = 0.5 * length, True
+        if length < _SHORTEST and here.norm <= tol:
+            return there, slope, asked  # the gradient has vanished and nothing is left to gain, in separated classes
+        if length < _SHORTEST:
+            raise SolverError(
+                f"Newton found no decrease along its direction (objective {here.value:.6g}, gradient norm {here.norm:.1e}); "
+                "the columns are probably on very different scales: standardise them."
+            )
+
+
+def _ended(here: Iterate, stage: NewtonProgress, tol: float) -> tuple[NewtonProgress, Convergence, Anything]:
+    """The last stage, how well it solves the problem, and which terms have no finite optimum."""
+    end, top = stage.path[-1], stage.top
+    message = f"gradient norm {here.norm:.1e} after {end.iteration} Newton steps"
+    if here.norm > tol:
+        limit = "as small as float64 allows" if stage.stalled >= 2 else f"above the tolerance {tol:.1e}; raise max_iter"
         message = f"{message}, {limit}"
-    converged = norm <= tol or stalled >= 2
-    runaway = _runaway(step, top) if norm <= tol else np.zeros_like(top.wbar, dtype=bool)
-    if spread.detached.all() and not fixed:
+    converged = here.norm <= tol or stage.stalled >= 2
+    runaway = here.runaway if here.norm <= tol else np.zeros_like(top.wbar, dtype=bool)
+    if here.spread.detached.all() and not here.fixed:
         top = replace(top, wbar=top.w.mean(axis=0))
     # The bound is one on the clients' gradient, with the levels above at their best; else it would bound too little.
-    balanced = _upper_residual(report, top, fixed) <= 1e-10 * (1.0 + float(np.linalg.norm(report.force)))
-    gap = certified_gap(norm, mu) if balanced and not fixed else None
-    account = Convergence("newton", converged, iterations, exchanges, value, norm, gap, message)
-    return NewtonProgress(top, mu, tuple(path), stalled, adrift), account, runaway
+    balanced = here.upper_residual <= 1e-10 * (1.0 + float(np.linalg.norm(here.report.force)))
+    gap = certified_gap(here.norm, stage.mu) if balanced and not here.fixed else None
+    account = Convergence("newton", converged, end.iteration, end.exchanges, here.value, here.norm, gap, message)
+    return replace(stage, top=top), account, runaway
 
 
-def _newton_step(report: NewtonReport, top: UpperLevels, spread: Spread, fixed: bool) -> UpperLevels:
-    seen = replace(report.seen, r=report.seen.r + report.force - top.v)
-    stay = (lambda step, *_: 0.0 * step) if fixed else None
-    dw, dv, dwbar = solve_top(seen, spread, own=top.v.sum(axis=0), settle=stay)
-    return UpperLevels(dw, dv, dwbar)
-
-
-def _gradient_norm(report: NewtonReport, top: UpperLevels, fixed: bool) -> float:
-    return float(np.sqrt(report.gradient_squared + _upper_residual(report, top, fixed) ** 2))
-
-
-def _upper_residual(report: NewtonReport, top: UpperLevels, fixed: bool) -> float:
-    """The norm of the gradient in ``w`` and, unless it is fixed, ``wbar``."""
-    clusters, whole = top.v - report.force, top.v.sum(axis=0) * (not fixed)
-    return float(np.sqrt((clusters**2).sum() + (whole**2).sum()))
-
-
-def _runaway(step: UpperLevels, top: UpperLevels) -> Anything:
-    """Which terms the next full step would still move by more than a thousandth: mask ``(d,)``."""
-    here, ahead = (np.abs(np.vstack([at.w, at.wbar])).max(axis=0) for at in (top, step))
-    # A coefficient that is zero but for rounding moves by all of itself and means nothing.
-    return np.asarray((ahead > 1e-3 * here) & (ahead > 1e-9 * here.max()) & (ahead > 1e-10))
-
-
-def newton_across(
+@algorithm(place=2)
+def newton(
     network: Network,
     penalty: Penalty,
+    centre: Floats | None = None,
     *,
     start: Fit | None = None,
-    centre: Floats | None = None,
     tol: float = 1e-8,
     max_iter: int = 100,
-    keep: Keep | None = None,
-    resume: Callable[[int], tuple[NewtonReport, NewtonProgress] | None] = lambda _: None,
+    checkpoint: str | Path | None = None,
+    james_stein: bool = False,
+    progress: Progress | None = None,
 ) -> Fit:
-    """Newton over any network, its nodes beginning where they are; the clients' models stay at their nodes.
+    """The minimiser for any loss, to a gradient norm below ``tol``.
 
-    ``start`` is where the upper levels are, zero by default; ``keep`` is told of each step; ``resume`` may know a stage to go
-    on from. Both are told how many exchanges went before the first step.
+    Parameters
+    ----------
+    centre : (d,) the global model, if it is given; the others are then the best given it
+    start : a fit to begin at, such as that of a nearby penalty; by default zero, or for counts their logs
+    checkpoint : file to write after each step; a run that finds its own goes on from it, to the same bits
+    james_stein : shrink the global model (:mod:`.james_stein`)
+    progress : called after each step with the iteration, the objective and the gradient norm
+
+    >>> from covey import GroupedData, InMemory, Penalty
+    >>> from covey.losses import Poisson
+    >>> data = GroupedData.from_arrays([[1.0]] * 4, [1, 3, 0, 9], ["a", "a", "b", "c"], ["x", "x", "x", "y"])
+    >>> penalty = Penalty.of(data.hierarchy)
+    >>> fit = newton(InMemory.of(data, Poisson(), penalty.gamma), penalty)
+    >>> fit.convergence.converged, fit.theta.ravel().round(3).tolist()
+    (True, [0.645, -0.291, 2.133])
     """
+    begin_at(network, start)
+    saved = Checkpoint.at(checkpoint, {"solver": "newton"}, network, penalty)
+
+    def keep(stage: NewtonProgress) -> None:
+        end = stage.path[-1]
+        saved.write(stage)
+        if progress is not None:
+            progress(end.iteration, end.value, end.norm)
+
     d, before = len(network.terms), 0
     if start is None and network.loss.linear_start:
-        start, before = _from_the_counts(network, penalty), 1
-    report, stage = resume(before) or _begin(network, penalty, start, centre)
-    limits: dict[str, Any] = {"tol": tol, "max_iter": max_iter, "fixed": centre is not None}
-    told = None if keep is None else partial(keep, before)
-    stage, account, runaway = coordinate(network.ask, report, stage, Spread.of_penalty(penalty.lam, d), **limits, keep=told)
+        # From zero, large counts or exposures would take hundreds of steps: exp grows out of any quadratic's reach.
+        start, before = one_sweep(network, penalty, logs=True), 1
+    report, stage = _resumed(saved) or _begin(network, penalty, start, centre)
+    limits: dict[str, Any] = {"tol": tol, "max_iter": max_iter, "fixed": centre is not None, "keep": keep}
+    stage, account, runaway = coordinate(network.ask, report, stage, Spread.of_penalty(penalty.lam, d), **limits)
     account = replace(account, exchanges=account.exchanges + before)
-    history, ledger = _told(network, stage, before)
+    history, ledger = _history(network, stage, before)
     separated = runaway.any() and network.loss.curvature[0] == 0.0
     if separated:
         terms = listing(np.array(network.terms)[runaway].tolist(), 3)
@@ -354,14 +400,28 @@ def newton_across(
         account = replace(account, message=f"{account.message}; {sentence}")
     if separated or not account.converged:
         warn(account.message)
-    return Fit(np.empty((0, d)), stage.top.w, stage.top.wbar, account, history, ledger)
+    fit = Fit(coefficients(network), stage.top.w, stage.top.wbar, account, history, ledger)
+    return _below_a_shrunk(network, penalty, fit, tol, max_iter, progress) if james_stein else fit
 
 
-def _from_the_counts(network: Network, penalty: Penalty) -> Fit:
-    """From zero, large counts or exposures would take Newton hundreds of steps: exp grows out of any quadratic's reach."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)  # a start need not be exact
-        return sweep_across(network, penalty, logs=True)
+def _below_a_shrunk(network: Network, penalty: Penalty, fit: Fit, tol: float, max_iter: int, progress: Progress | None) -> Fit:
+    """Shrink the global model of a fit, and put the others where they are best given that."""
+    factor = factor_of(network, penalty, fit)
+    second = newton(network, penalty, factor * fit.wbar, start=fit, tol=tol, max_iter=max_iter, progress=progress)
+    both = after(fit, second)
+    end = both.convergence
+    message = f"gradient norm {end.gradient_norm:.1e} after {end.iterations} Newton steps"
+    return shrunk(replace(both, convergence=replace(end, message=message)) if end.converged else both, factor)
+
+
+def _resumed(saved: Checkpoint) -> tuple[NewtonReport, NewtonProgress] | None:
+    """The stage that was saved, and the report of its node on where it is."""
+    stage = saved.resume(NewtonProgress)
+    if stage is None or saved.node is None:
+        return None
+    state = saved.node.state(NewtonState)
+    still = np.zeros_like(state.dtheta)
+    return _report(LocalProblem.of(saved.node), state.now, still, still, state.now, stage.mu), stage
 
 
 def _begin(network: Network, penalty: Penalty, start: Fit | None, centre: Floats | None) -> tuple[NewtonReport, NewtonProgress]:
@@ -376,68 +436,8 @@ def _begin(network: Network, penalty: Penalty, start: Fit | None, centre: Floats
     return report, NewtonProgress(UpperLevels(w, v, wbar), report.mu)
 
 
-# In memory: one node that holds everybody
-
-
-def newton(
-    data: GroupedData,
-    loss: Loss,
-    penalty: Penalty,
-    *,
-    start: Fit | None = None,
-    centre: Floats | None = None,
-    tol: float = 1e-8,
-    max_iter: int = 100,
-    checkpoint: str | Path | None = None,
-    progress: Progress | None = None,
-) -> Fit:
-    """The minimiser for any loss, to a gradient norm below ``tol``.
-
-    Parameters
-    ----------
-    start : coefficients to begin at, such as those of a nearby penalty; by default zero, or for counts their logs
-    centre : (d,) the global model, if it is known; the others are then the best given it
-    checkpoint : file to write after each step; a run that finds its own goes on from it, to the same bits
-    progress : called after each step with the iteration, the objective and the gradient norm
-
-    >>> from covey import GroupedData, Penalty
-    >>> from covey.losses import Poisson
-    >>> data = GroupedData.from_arrays([[1.0]] * 4, [1, 3, 0, 9], ["a", "a", "b", "c"], ["x", "x", "x", "y"])
-    >>> fit = newton(data, Poisson(), Penalty.of(data.hierarchy))
-    >>> fit.convergence.converged, fit.theta.ravel().round(3).tolist()
-    (True, [0.645, -0.291, 2.133])
-    """
-    theta = None if start is None else start.theta
-    network = InMemory.of(data, loss, penalty.gamma, theta)
-    nowhere = np.zeros((data.n_clients, data.n_terms))
-    place = Checkpoint.at(checkpoint, {"solver": "newton"}, Objective(data, loss, penalty), nowhere if theta is None else theta)
-
-    def keep(before: int, stage: NewtonProgress) -> None:
-        end = stage.path[-1]
-        place.write(stage, network.node)
-        if progress is not None:
-            progress(end.iteration, end.value, end.norm)
-
-    def resume(before: int) -> tuple[NewtonReport, NewtonProgress] | None:
-        found = place.read()
-        if found is None or not isinstance(found.progress, NewtonProgress):
-            return None
-        network.node.restore(found.node)
-        return _reported(network.node, found.progress.mu), found.progress
-
-    fit = newton_across(network, penalty, start=start, centre=centre, tol=tol, max_iter=max_iter, keep=keep, resume=resume)
-    return replace(fit, theta=network.node.coefficients())
-
-
-def _reported(node: Node, mu: float) -> NewtonReport:
-    """The report on the point where a node is."""
-    state = node.state(NewtonState)
-    still = np.zeros_like(state.dtheta)
-    return _report(LocalProblem.of(node), state.now, still, still, state.now, mu)
-
-
-def _told(over: Network, stage: NewtonProgress, before: int) -> tuple[pl.DataFrame, Ledger]:
-    """The way as a history, and what it cost; every exchange is one of the whole network."""
+def _history(over: Network, stage: NewtonProgress, before: int) -> tuple[pl.DataFrame, Ledger]:
+    """A row for each step, and what they cost; every exchange is one of the whole network."""
     network = quadratic_links(over.tree.sizes, len(over.terms))
     everybody = np.ones(over.tree.n_clusters, dtype=np.int64)
     rows, ledger = [], network.nothing

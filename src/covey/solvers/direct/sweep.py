@@ -1,18 +1,19 @@
 """The sweep: eliminate clients, then clusters, solve the global block, go back down. Exact, in one exchange.
 
-PAPER.md's closed form of the hierarchical linear model, in the covariances of :mod:`.elimination` instead of penalties:
+The closed form of the hierarchical linear model, in the covariances of :mod:`.elimination` instead of penalties:
 
     for each client    C_i, r_i = what its cluster sees of it     C_j, r_j = sums over the cluster
     for each cluster   D_j, q_j = what the whole sees of it       wbar = (sum D_j)^-1 sum q_j
     and back down      w_j = wbar + S (q_j - D_j wbar)            theta_i = w_j + S_i (r_i - C_i w_j)
 
-    Up     node          sends   Quadratic: sum of (C_i, r_i) over its clients, for each cluster
-           coordinator   solves  w, wbar from the sum over nodes
-    Down   node          gets    w, computes its clients' theta, which stay there; sends Account, by which to judge them
+    SweepUp       a node replies with a Quadratic: the sum of (C_i, r_i) over its clients, for each cluster
+                  the coordinator solves for w and wbar with the sum over nodes
+    SweepDown     a node gets w, computes its clients' theta, which stay there, and replies with a SweepReport on them
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -20,16 +21,19 @@ import numpy as np
 import polars as pl
 
 from covey._typing import Floats
-from covey.errors import SolverError, warn
+from covey.errors import ConvergenceWarning, SolverError, warn
 from covey.losses import Gaussian, Loss
 from covey.nodes.messages import Message
-from covey.nodes.network import InMemory, Network
+from covey.nodes.network import Network
 from covey.nodes.node import Node
 from covey.objective.penalty import Penalty
 from covey.records import Reply
+from covey.solvers.clients import coefficients
 from covey.solvers.direct.elimination import Quadratic, Spread, descend, eliminate, solve_symmetric
+from covey.solvers.direct.james_stein import Shrink, shrunk
 from covey.solvers.ledger import quadratic_links
-from covey.solvers.result import HISTORY, Convergence, Fit, certified_gap, entry
+from covey.solvers.registry import algorithm
+from covey.solvers.result import HISTORY, Convergence, Fit, after, certified_gap, entry
 from covey.tables.rows import GroupedData
 
 _CHUNK = 1 << 15  # clients whose matrices exist at the same time: a million clients need no more memory than this
@@ -37,12 +41,12 @@ _WORKING_PRECISION = 1e-13
 
 
 Settle = Callable[[Floats, Quadratic, Quadratic], Floats]
-"""What becomes of the global model: told the minimiser ``wbar`` and what the server sees, of each cluster and of the whole."""
+"""Chooses the global model, given the minimiser ``wbar`` and what the server sees of each cluster and of the whole."""
 
 
 @dataclass(frozen=True)
 class SweepReport(Reply):
-    """What nodes tell of a solution, so that the coordinator can judge it.
+    """A solution as nodes see it, by which the coordinator can judge it.
 
     The value and squared gradient of their clients, the sum of forces on each cluster ``(k, d)``, the squared size of what
     cancels in the gradient, and a bound on the curvature.
@@ -105,7 +109,7 @@ def node_down(data: GroupedData, loss: Loss, gamma: Floats, w: Floats) -> tuple[
 
 @dataclass(frozen=True)
 class SweepUp(Message[Quadratic], label="sweep up"):
-    """tell what your clusters see of your clients; with ``logs``, of the linear problem near their loss."""
+    """What clusters see of a node's clients; with ``logs``, of the linear problem near their loss."""
 
     logs: bool = False
 
@@ -116,7 +120,7 @@ class SweepUp(Message[Quadratic], label="sweep up"):
 
 @dataclass(frozen=True)
 class SweepDown(Message[SweepReport], label="sweep down", second=True):
-    """the clusters' models ``w (k, d)``; move your clients to where these put them."""
+    """The clusters' models ``w (k, d)``: each client moves to its best coefficients given these."""
 
     w: Floats
     logs: bool = False
@@ -132,27 +136,43 @@ def _responses(node: Node, logs: bool) -> tuple[GroupedData, Loss]:
     return (node.data, node.loss) if linear is None else (linear, Gaussian(node.loss.reduction, node.loss.ridge))
 
 
-def sweep(data: GroupedData, loss: Loss, penalty: Penalty, *, settle: Settle | None = None) -> Fit:
-    """The exact minimiser for a Gaussian loss; with ``settle``, the minimiser given the global model that it chooses.
+@algorithm(place=1, quadratic=True)
+def sweep(
+    network: Network, penalty: Penalty, settle: Settle | None = None, *, tol: float = 1e-8, james_stein: bool = False
+) -> Fit:
+    """The exact minimiser for a quadratic loss.
 
-    >>> from covey import GroupedData, Penalty
+    Where columns on very different scales leave a residual, further sweeps for it follow until rounding stops them.
+
+    Parameters
+    ----------
+    settle : chooses another global model than the minimiser; the others are then the best given it
+    tol : gradient norm at which further sweeps stop
+    james_stein : shrink the global model (:mod:`.james_stein`)
+
+    >>> from covey import GroupedData, InMemory, Penalty
     >>> from covey.losses import Gaussian
     >>> data = GroupedData.from_arrays([[1.0], [1.0], [1.0]], [0.0, 3.0, 9.0], ["a", "b", "c"], ["x", "x", "y"])
-    >>> fit = sweep(data, Gaussian(), Penalty.of(data.hierarchy, gamma=1.0, lam=1.0))
+    >>> penalty = Penalty.of(data.hierarchy, gamma=1.0, lam=1.0)
+    >>> fit = sweep(InMemory.of(data, Gaussian(), penalty.gamma), penalty)
     >>> fit.wbar.round(3).tolist(), fit.theta.ravel().round(3).tolist()
     ([4.5], [1.5, 3.0, 7.5])
     """
-    network = InMemory.of(data, loss, penalty.gamma)
-    return replace(sweep_across(network, penalty, settle=settle), theta=network.node.coefficients())
-
-
-def sweep_across(network: Network, penalty: Penalty, *, settle: Settle | None = None, logs: bool = False) -> Fit:
-    """The sweep over any network; the clients' models stay at their nodes."""
-    if not network.loss.quadratic and not logs:
+    if not network.loss.quadratic:
         raise SolverError(
             f"The solver 'sweep' needs a quadratic loss and the {network.loss.name} loss is not; use solver='newton', which "
             "runs a sweep at each of its few steps."
         )
+    shrink = Shrink(penalty, network.tree) if james_stein else None
+    fit = one_sweep(network, penalty, settle=settle if shrink is None else shrink)
+    if not fit.convergence.converged:
+        centre = None if settle is None and shrink is None else fit.wbar
+        fit = _refined(network, penalty, fit, centre, tol)
+    return fit if shrink is None else shrunk(fit, shrink.factor)
+
+
+def one_sweep(network: Network, penalty: Penalty, *, settle: Settle | None = None, logs: bool = False) -> Fit:
+    """One exchange; with ``logs``, of the linear problem near the loss."""
     tree, d = network.tree, len(network.terms)
     seen = network.ask(SweepUp(logs))
     w, force, wbar = solve_top(seen, Spread.of_penalty(penalty.lam, d), settle=settle)
@@ -164,18 +184,27 @@ def sweep_across(network: Network, penalty: Penalty, *, settle: Settle | None = 
     norm = float(np.sqrt(account.gradient_squared + upper))
     size = float(np.sqrt(account.size_squared)) + 1.0
     exact = norm <= _WORKING_PRECISION * size
-    message = f"solved exactly in one exchange, gradient norm {norm:.1e}"
-    mu = account.mu if settle is None else 0.0  # below a global model of one's own choice no gap to the minimum is certain
-    if not exact:
-        message = (
-            f"the gradient norm is {norm:.1e} where rounding alone leaves about {_WORKING_PRECISION * size:.1e}; the "
-            "columns are badly scaled: standardise them, or refine with solver='newton'"
-        )
-        warn(message)
+    mu = account.mu if settle is None else 0.0  # given another global model no gap to the minimum is certain
     ledger = quadratic_links(tree.sizes, d).count(np.ones(tree.n_clusters, dtype=np.int64), 1)
     history = pl.DataFrame([entry(1, objective, norm, certified_gap(norm, mu), ledger)], schema=HISTORY)
+    message = f"solved exactly in one exchange, gradient norm {norm:.1e}"
     end = Convergence("sweep", exact, 1, 1, objective, norm, certified_gap(norm, mu), message)
-    return Fit(np.empty((0, d)), w, wbar, end, history, ledger)
+    return Fit(coefficients(network), w, wbar, end, history, ledger)
+
+
+def _refined(network: Network, penalty: Penalty, fit: Fit, centre: Floats | None, tol: float) -> Fit:
+    """Sweeps for what rounding has left: Newton, whose steps are sweeps, from where the first one ended."""
+    from covey.solvers.direct.newton import newton  # which needs the sweep
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        finer = after(fit, newton(network, penalty, centre, start=fit, tol=tol, max_iter=20))
+    end = finer.convergence
+    message = f"solved in {end.exchanges} exchanges, rounding of the first refined away, gradient norm {end.gradient_norm:.1e}"
+    if not end.converged:
+        message = f"{end.message}; the columns are on very different scales: standardise them"
+        warn(message)
+    return replace(finer, convergence=replace(end, solver="sweep", message=message))
 
 
 def _normal_equations(data: GroupedData, loss: Loss) -> Quadratic:

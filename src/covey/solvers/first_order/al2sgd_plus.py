@@ -1,4 +1,4 @@
-"""Async-AL2SGD+, algorithm 2 of the paper with its oracle mended (PAPER.md, section 3 and errata 2 and 3).
+"""Async-AL2SGD+, Algorithm 2 of the paper (arXiv:2204.13619), with its oracle corrected (docs/errata.md, 2 and 3).
 
 L-Katyusha with this estimate of the gradient, unbiased by the term with ``tau_j`` that the paper leaves out:
 
@@ -13,45 +13,166 @@ L-Katyusha with this estimate of the gradient, unbiased by the term with ``tau_j
     z+    = b1 z + (1 - b1) theta + b2 / eta (y+ - theta)
     x+    = y+ with probability rho (then store grad f_i(x+) and the averages of x+), else x
 
-The anchor ``x`` is the same between refreshes, so its part of ``g`` is one stored vector, and iterations with no exchange are
-done for each client in one go. Every head needs an exchange here: the mean of ``theta`` moves with ``z`` and ``y``.
+:func:`reference` is that, written out. :func:`al2sgd_plus` does the same over a network. The anchor ``x`` is the same between
+refreshes, so its part of ``g`` is one stored vector, and iterations with no exchange are done for each client in one go. Each
+step towards averages needs an exchange here: the average of ``theta`` moves with ``z`` and ``y``.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any, Unpack
 
 import numpy as np
-from numba import njit, prange
 
-from covey._typing import Anything, Floats, Ints
-from covey.exact import accumulate_rows
+from covey._typing import Anything, Floats
+from covey.checks import probability
+from covey.errors import SolverError
 from covey.losses import Loss
-from covey.losses.kernels import GAUSSIAN, exponent, slope
 from covey.nodes.messages import Message
 from covey.nodes.network import Network
 from covey.nodes.node import Node
-from covey.objective.objective import Objective
 from covey.objective.penalty import Penalty
-from covey.objective.theory import Coins, Katyusha, accelerated_recipe
+from covey.objective.theory import Constants, Probabilities, Recipe, expected_smoothness, mixing, probabilities
 from covey.records import Record
-from covey.solvers.first_order import plain
-from covey.solvers.first_order.curvature import constants_across
-from covey.solvers.first_order.loop import Algorithm, Control, Keepers, Watch, in_memory, nobody, run
-from covey.solvers.first_order.protocol import Centres, ClientBlocks, ClusterSums, Move, Pull, node_sums, shares
-from covey.solvers.first_order.schedule import Round, streams
+from covey.solvers.blocks import Blocks
+from covey.solvers.costs import Cost, Setting
+from covey.solvers.first_order import kernels, plain
+from covey.solvers.first_order.curvature import constants
+from covey.solvers.first_order.loop import Control, Setup, Watch, run
+from covey.solvers.first_order.protocol import Centres, ClusterSums, Move, Pull, empty_digits, node_sums, shares, summed
+from covey.solvers.first_order.schedule import Flips, Round, Schedule, streams, uniforms
+from covey.solvers.registry import algorithm
 from covey.solvers.result import Fit
 from covey.tables.rows import GroupedData
+
+
+def reference(
+    data: GroupedData,
+    loss: Loss,
+    penalty: Penalty,
+    chances: Probabilities,
+    flips: Flips,
+    pace: Katyusha,
+    theta: Floats,
+    seed: int,
+) -> Floats:
+    """Algorithm 2 with given random choices ``flips``, from ``theta (n, d)``; rows are those of the clients' streams.
+
+    The paper prints it without line numbers; these count its lines from "Input".
+    """
+    gamma, alpha, parent, rows = penalty.gamma, mixing(penalty), data.hierarchy.parent, data.rows_per_client
+    p0, p, tau, eta = chances.p0, chances.p, chances.tau, pace.eta
+    own, single = [data.clients(i, i + 1) for i in range(data.n_clients)], replace(loss, reduction="sum", ridge=0.0)
+
+    def row_gradient(i: int, row: int, at: Floats) -> Floats:  # of f_il, where f_i is the mean of f_il over the client's rows
+        one = own[i].rows(np.arange(rows[i]) == row)
+        share = rows[i] * loss.scale(data)[i]
+        return np.asarray(share * single.gradient(one, at[None])[0] + loss.ridge * at)
+
+    def averages(at: Floats) -> tuple[Floats, Floats]:
+        within = [np.average(at[parent == j], axis=0, weights=gamma[parent == j]) for j in range(len(p))]
+        weight = alpha[parent] * gamma
+        return np.array(within), weight @ at / (weight.sum() or 1.0)
+
+    x = y = z = theta  # line 2
+    for t in range(len(flips.between)):  # line 3
+        theta, g = pace.a1 * z + pace.a2 * x + (1 - pace.a1 - pace.a2) * y, np.empty_like(y)  # line 4
+        (tbar_j, tbar), (xbar_j, xbar) = averages(theta), averages(x)  # lines 7, 8, 15
+        drawn = (uniforms(streams(seed, data.hierarchy), t, 1)[:, 0] * rows).astype(int)
+        for i, j in enumerate(parent):  # the estimate of lines 9, 16 and 19
+            to_all, to_own = (theta[i] - tbar) - (x[i] - xbar), (theta[i] - tbar_j[j]) - (x[i] - xbar_j[j])
+            g[i] = loss.gradient(own[i], x[i : i + 1])[0]
+            g[i] += alpha[j] * gamma[i] * (x[i] - xbar) + (1 - alpha[j]) * gamma[i] * (x[i] - xbar_j[j])
+            if flips.between[t]:  # line 6: xi_0 = 1; the paper's oracle lacks the term with tau_j
+                g[i] += gamma[i] / p0 * (alpha[j] * to_all + tau[j] * (1 - alpha[j]) * to_own)
+            elif flips.within[t, j]:  # line 14: xi_j = 1
+                g[i] += gamma[i] * (1 - tau[j]) * (1 - alpha[j]) / ((1 - p0) * p[j]) * to_own
+            else:  # line 18
+                change = row_gradient(i, drawn[i], theta[i]) - row_gradient(i, drawn[i], x[i])
+                g[i] += change / ((1 - p0) * (1 - p[j]))
+        y = theta - eta * g  # lines 10, 17, 20
+        z = pace.b1 * z + (1 - pace.b1) * theta + pace.b2 / eta * (y - theta)  # line 24
+        x = y if flips.refresh[t] else x  # lines 26 to 29
+    return y
+
+
+# Theory
+
+
+@dataclass(frozen=True)
+class Katyusha(Record):
+    """L-Katyusha's constants (thm. al2sgd_conv_rate), for ``eta`` at most ``1/(4 max(L_F, calL))``."""
+
+    eta: float
+    a1: float
+    a2: float
+    b1: float
+    b2: float
+    rho: float
+
+    @classmethod
+    def of(cls, known: Constants, smoothness: float, rho: float, eta: float | None = None) -> Katyusha:
+        top = max(known.L_row + known.gamma_max, smoothness)
+        eta = 1 / (4 * top) if eta is None else eta
+        a2 = smoothness / (2 * top)
+        a1 = min(0.5, math.sqrt(eta * known.mu * max(0.5, a2 / rho)))
+        b2 = 1 / max(2 * known.mu, 4 * a1 / eta)
+        return cls(eta, a1, a2, 1 - b2 * known.mu, b2, rho)
+
+    def potential(self, distance: float, gap: float) -> float:
+        """The Lyapunov function where x = y = z: ``|z - theta_hat|^2`` and gaps of the objective at y and x, weighted."""
+        per_gap = self.b1 * self.b2 / self.a1 * (2 + (2 * self.a2 + self.a1) / self.rho)
+        return distance + per_gap * gap
+
+    @property
+    def contraction(self) -> float:
+        """What an iteration leaves of the potential: the most of its three parts, those at z, y and x."""
+        return max(self.b1, 1 - self.a1 / 2, 1 - self.rho * self.a1 / (2 * self.a2 + self.a1))
+
+    def iterations(self, accuracy: float, distance: float = 1.0, gap: float = 0.0) -> int:
+        """Iterations until ``|y - theta_hat|^2 <= accuracy * distance``, by the potential and strong convexity."""
+        # mu/2 |y - theta_hat|^2 <= F(y) - F* <= a1 / (2 b1 b2) potential, and mu = (1 - b1) / b2.
+        answer = max(1.0, self.a1 / (self.b1 * (1 - self.b1)))
+        ratio = answer * self.potential(distance, gap) / (accuracy * distance)
+        return max(1, math.ceil(math.log(max(ratio, 1.0)) / -math.log(self.contraction)))
+
+
+def best_rho(chances: Probabilities) -> float:
+    """Refresh as often as there is an exchange: balances the two kinds of communication (up to a factor of 2)."""
+    return float(np.clip(chances.p0 + (1 - chances.p0) * chances.p.max(), 1e-4, 1.0))
+
+
+def recipe(known: Constants, *, p0: Any = None, p: Any = None, tau: Any = None, rho: Any = None) -> Recipe:
+    """Probabilities and the largest step."""
+    chances = probabilities(known, known.L_row, p0=p0, p=p, tau=tau)
+    rho = best_rho(chances) if rho is None else probability("rho", rho)
+    if rho == 0:
+        raise SolverError("With rho = 0 the anchor is never refreshed and the method does not converge; give rho > 0.")
+    smoothness = expected_smoothness(known, chances, known.L_row)
+    top = max(known.L_row + known.gamma_max, smoothness)
+    return Recipe(replace(chances, rho=rho), smoothness, 1 / (4 * top), "1 / (4 max(L_F, calL))")
+
+
+def cost(setting: Setting) -> Cost:
+    """What the theorem says for the plan."""
+    best = recipe(setting.known)
+    katyusha = Katyusha.of(setting.known, best.smoothness, best.probabilities.rho)
+    needed = katyusha.iterations(setting.accuracy, setting.distance, setting.gap)
+    pace = -1 / math.log(katyusha.contraction)
+    return setting.bounded("al2sgd_plus", needed, pace, Schedule(best.probabilities, 0), "bound of its theorem")
+
 
 # What travels
 
 
 @dataclass(frozen=True)
 class KatyushaBegin(Message[None], label="al2sgd_plus begin", reply=False):
-    """begin where you are; what a local step is multiplied by, ``local (k,)``, the steps, each cluster's sum of gamma."""
+    """Begin where the clients are.
+
+    ``local (k,)`` is what a local step is multiplied by, ``pace`` the steps, ``total (k,)`` each cluster's sum of ``gamma``.
+    """
 
     local: Floats
     pace: Katyusha
@@ -68,7 +189,7 @@ class KatyushaBegin(Message[None], label="al2sgd_plus begin", reply=False):
 
 @dataclass(frozen=True)
 class KatyushaMove(Message[ClusterSums], label="al2sgd_plus move"):
-    """a move of all clients."""
+    """A move of all clients."""
 
     move: Move
 
@@ -90,12 +211,12 @@ class KatyushaMove(Message[ClusterSums], label="al2sgd_plus move"):
 
 @dataclass(frozen=True)
 class KatyushaClients:
-    """What a node holds for the whole run; ``streams (n,)`` are its clients' own sources of rows."""
+    """What a node holds for the whole run; ``streams (n,)`` are its clients' own sources of random rows."""
 
     data: GroupedData
     loss: Loss
     operands: tuple[Any, ...]
-    blocks: ClientBlocks
+    blocks: Blocks
     gamma: Floats
     share: Floats
     local: Floats
@@ -105,7 +226,7 @@ class KatyushaClients:
     @classmethod
     def of(cls, node: Node, begin: KatyushaBegin) -> KatyushaClients:
         data, share, own = node.data, shares(node, begin.total), node.state(RowStreams).start
-        blocks, operands = ClientBlocks.of(data.hierarchy), node.loss.operands(data)
+        blocks, operands = Blocks.of(data.hierarchy.cluster_ptr), node.loss.operands(data)
         return cls(data, node.loss, operands, blocks, node.gamma, share, begin.local, begin.pace, own)
 
 
@@ -141,16 +262,16 @@ def node_move(
     if move.anchor is not None:
         pull = clients.gamma[:, None] * (points.x - tree.down(move.anchor))
         points = replace(points, gradient=points.gradient + pull)
-    y, z, sums = np.empty_like(before), np.empty_like(before), blocks.empty(before.shape[1])
-    move_clients: Any = plain.al2sgd_plus_move if isinstance(clients.operands[0], Loss) else _move
+    y, z, sums = np.empty_like(before), np.empty_like(before), empty_digits(blocks, before.shape[1])
+    move_clients: Any = plain.al2sgd_plus_move if isinstance(clients.operands[0], Loss) else kernels.al2sgd_plus_move
     move_clients(
         *clients.operands, clients.streams, blocks.ptr, blocks.owner, clients.gamma, clients.share, move.pull.strength,
-        move.pull.force, move.heads, move.start, move.steps, clients.local, (pace.eta, pace.a1, pace.a2, pace.b1, pace.b2),
+        move.pull.force, move.exchanged, move.start, move.steps, clients.local, (pace.eta, pace.a1, pace.a2, pace.b1, pace.b2),
         move.wanted, points.x, points.gradient, before, points.z, y, z, sums,
     )  # fmt: skip
     if move.refresh:
         return y, KatyushaPoints(y, z, clients.loss.gradient(clients.data, y)), node_sums(tree, clients.share, y)
-    return y, replace(points, z=z), blocks.total(sums)
+    return y, replace(points, z=z), summed(blocks, sums)
 
 
 # The coordinator
@@ -158,14 +279,14 @@ def node_move(
 
 @dataclass(frozen=True)
 class KatyushaGuide:
-    """Heads of the coins as pulls, relative to the anchor."""
+    """Averages become steps towards them, relative to those of the anchor."""
 
     top: Centres
-    coins: Coins
+    probabilities: Probabilities
 
     def answer(self, means: Floats, turn: Round, anchor: Floats) -> Pull:
-        """The one head that follows a round's exchange: between clusters, or within some of them."""
-        whole, cluster, within = self.coins.shares(self.top.alpha)
+        """The one step that follows a round's exchange: between clusters (lines 7 to 9), or within some (lines 15, 16)."""
+        whole, cluster, within = self.probabilities.shares(self.top.alpha)
         moved = means - anchor
         if turn.between:
             return Pull(whole + cluster, whole[:, None] * self.top.whole(moved) + cluster[:, None] * moved)
@@ -173,12 +294,12 @@ class KatyushaGuide:
         return Pull(strength, strength[:, None] * moved)
 
 
-# In memory
+# The solver
 
 
+@algorithm(place=5, randomised=True, shared=Control, reference=reference, cost=cost)
 def al2sgd_plus(
-    data: GroupedData,
-    loss: Loss,
+    network: Network,
     penalty: Penalty,
     *,
     eta: float | None = None,
@@ -199,118 +320,31 @@ def al2sgd_plus(
     mu, L_row : strong convexity of the objective and smoothness of single rows' losses, in place of those found in the data
     **watch : seed, tol, max_iter, checkpoint and more: see :class:`~covey.solvers.first_order.loop.Control`
 
-    >>> from covey import GroupedData, Penalty
+    >>> from covey import GroupedData, InMemory, Penalty
     >>> from covey.losses import Gaussian
     >>> data = GroupedData.from_arrays([[1.0], [1.0], [1.0]], [0.0, 3.0, 9.0], ["a", "b", "c"], ["x", "x", "y"])
-    >>> fit = al2sgd_plus(data, Gaussian(), Penalty.of(data.hierarchy), tol=1e-12)
+    >>> penalty = Penalty.of(data.hierarchy)
+    >>> fit = al2sgd_plus(InMemory.of(data, Gaussian(), penalty.gamma), penalty, tol=1e-12)
     >>> fit.convergence.converged, fit.theta.ravel().round(5).tolist()
     (True, [1.5, 3.0, 7.5])
     """
-    settings: dict[str, Any] = {"eta": eta, "p0": p0, "p": p, "tau": tau, "rho": rho, "mu": mu, "L_row": L_row}
-    control = Control.of("al2sgd_plus", watch)
-    return in_memory(partial(al2sgd_plus_across, **settings), Objective(data, loss, penalty), control)
-
-
-# Across a network
-
-
-def al2sgd_plus_across(
-    network: Network,
-    penalty: Penalty,
-    control: Control,
-    keepers: Keepers = nobody,
-    *,
-    eta: float | None = None,
-    p0: float | None = None,
-    p: Any = None,
-    tau: Any = None,
-    rho: float | None = None,
-    mu: float | None = None,
-    L_row: float | None = None,
-) -> Fit:
-    """Async-AL2SGD+ over any network, from where its nodes are; the clients' models stay there."""
-    known = constants_across(network, penalty, mu=mu, L_row=L_row)
+    control = Control.begin("al2sgd_plus", watch, network)
+    known = constants(network, penalty, mu=mu, L_row=L_row)
     known.need_curvature()
-    recipe = accelerated_recipe(known, p0=p0, p=p, tau=tau, rho=rho)
-    pace = Katyusha.of(known, recipe.smoothness, recipe.coins.rho, recipe.step(eta))
-    top = Centres.of(penalty)
-    algorithm = Algorithm(
+    best = recipe(known, p0=p0, p=p, tau=tau, rho=rho)
+    chances, top = best.probabilities, Centres.of(penalty)
+    pace = Katyusha.of(known, best.smoothness, chances.rho, best.step(eta))
+    setup = Setup(
         "al2sgd_plus",
         known,
-        recipe,
-        identity={"eta": pace.eta, "steps": asdict(pace), "probabilities": asdict(recipe.coins)},
-        begin=KatyushaBegin(recipe.coins.local, pace, top.total, int(control.seed)),
-        go=KatyushaMove,
-        guide=KatyushaGuide(top, recipe.coins),
+        best,
+        identity={"eta": pace.eta, "steps": asdict(pace), "probabilities": asdict(chances)},
+        begin=KatyushaBegin(chances.local, pace, top.total, int(control.seed)),
+        move=KatyushaMove,
+        guide=KatyushaGuide(top, chances),
         merge=False,
         pace=-1 / math.log(pace.contraction),
         needed=lambda tol: pace.iterations(tol, gap=(known.L_row + known.gamma_max) / 2),
         advice="raise max_iter",
     )
-    return run(network, penalty, algorithm, control, keepers)
-
-
-@njit(parallel=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
-def _move(
-    family: int, X: Floats, target: Floats, weights: Floats, offset: Floats, scale: Floats, ridge: float, client_ptr: Ints,
-    streams: Anything, blocks: Ints, owner: Ints, gamma: Floats, share: Floats, strength: Floats, force: Floats,
-    heads: Anything, start: Ints, steps: Ints, local: Floats, pace: tuple[float, float, float, float, float],
-    wanted: Anything, x: Floats, gradient: Floats, y: Floats, z: Floats, y_out: Floats, z_out: Floats, sums: Ints,
-) -> None:  # fmt: skip
-    """Each block of clients, all of one cluster, is moved by one thread; no bit depends on the threads, nor on the blocks."""
-    d = x.shape[1]
-    eta, a1, a2, b1, b2 = pace
-    for block in prange(len(owner)):
-        j = owner[block]
-        first, last = blocks[block], blocks[block + 1]
-        theta, g, ends = np.empty(d), np.empty(d), np.empty((last - first if wanted[j] else 0, d))
-        for i in range(first, last):
-            rows = client_ptr[i + 1] - client_ptr[i]
-            for a in range(d):
-                y_out[i, a] = y[i, a]
-                z_out[i, a] = z[i, a]
-            for s in range(-1 if heads[j] else 0, steps[j]):
-                for a in range(d):
-                    theta[a] = a1 * z_out[i, a] + a2 * x[i, a] + (1.0 - a1 - a2) * y_out[i, a]
-                    g[a] = gradient[i, a]
-                if s < 0:
-                    for a in range(d):
-                        g[a] += gamma[i] * (strength[j] * (theta[a] - x[i, a]) - force[j, a])
-                else:
-                    for a in range(d):
-                        g[a] += local[j] * ridge * (theta[a] - x[i, a])
-                    if rows > 0:
-                        row = client_ptr[i] + _draw(streams[i], start[j] + s, rows)
-                        shift = offset[row] if len(offset) > 0 else 0.0
-                        at_theta, at_x = shift, shift
-                        for a in range(d):
-                            at_theta += X[row, a] * theta[a]
-                            at_x += X[row, a] * x[i, a]
-                        here = slope(family, at_theta, target[row], _power(family, at_theta))
-                        there = slope(family, at_x, target[row], _power(family, at_x))
-                        size = local[j] * rows * scale[i] * (weights[row] if len(weights) > 0 else 1.0)
-                        for a in range(d):
-                            g[a] += size * (here - there) * X[row, a]
-                for a in range(d):
-                    y_out[i, a] = theta[a] - eta * g[a]
-                    z_out[i, a] = b1 * z_out[i, a] + (1.0 - b1) * theta[a] + b2 / eta * (y_out[i, a] - theta[a])
-            if wanted[j]:
-                for a in range(d):
-                    ends[i - first, a] = a1 * z_out[i, a] + a2 * x[i, a] + (1.0 - a1 - a2) * y_out[i, a]
-        if wanted[j]:
-            accumulate_rows(sums[block], share[first:last], ends)
-
-
-@njit(inline="always", error_model="numpy")  # type: ignore[untyped-decorator]
-def _power(family: int, margin: float) -> float:
-    return 1.0 if family == GAUSSIAN else math.exp(exponent(family, margin))
-
-
-@njit(inline="always")  # type: ignore[untyped-decorator]
-def _draw(stream: int, t: int, rows: int) -> int:
-    """A row, uniform, from the client's stream at iteration ``t``: SplitMix64 read at any place."""
-    state = stream + np.uint64(t + 1) * np.uint64(0x9E3779B97F4A7C15)
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    state = state ^ (state >> np.uint64(31))
-    return int((state >> np.uint64(11)) * 2.0**-53 * rows)
+    return run(network, penalty, setup, control)

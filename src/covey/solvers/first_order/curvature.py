@@ -1,4 +1,4 @@
-"""How curved the objective is where no bound says so: measured, and said to be.
+"""The constants of a problem: bounds where there are any, and measured curvature elsewhere.
 
 The smallest eigenvalue of the objective's Hessian is one over the largest of its inverse; the sweep applies that inverse, a few
 dozen Lanczos steps find its top (:mod:`.lanczos`). For a quadratic loss this is exact, and counts the curvature that clients
@@ -16,34 +16,27 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from covey._typing import Anything, Floats, Ints
+from covey.checks import number
 from covey.errors import ConvergenceWarning, DataError, SolverError
 from covey.nodes.messages import Message
-from covey.nodes.network import InMemory, Network
+from covey.nodes.network import Network
 from covey.nodes.node import Node
-from covey.objective.objective import Objective
 from covey.objective.penalty import Penalty
-from covey.objective.theory import Constants, largest_gamma, mixing, number
+from covey.objective.theory import Constants, largest_gamma, mixing
 from covey.records import Record, Reply
-from covey.solvers.direct.newton import NewtonState, newton_across
+from covey.solvers.direct.newton import NewtonState, newton
 from covey.solvers.first_order.lanczos import POWERS, smallest_curvature
-from covey.solvers.threads import threads_for
 
 _MARGIN = 2.0  # an upper bound measured at two points is doubled
 
 
 def constants(
-    objective: Objective, *, mu: float | None = None, L: float | None = None, L_row: float | None = None
-) -> Constants:
-    """What the theorems need: bounds that hold everywhere where there are any, measured values where not."""
-    network = InMemory.of(objective.data, objective.loss, objective.penalty.gamma)
-    with threads_for(objective.data):
-        return constants_across(network, objective.penalty, mu=mu, L=L, L_row=L_row)
-
-
-def constants_across(
     network: Network, penalty: Penalty, *, mu: float | None = None, L: float | None = None, L_row: float | None = None
 ) -> Constants:
-    """The same for any network, whose nodes end where they were."""
+    """What the theorems need: bounds that hold everywhere where there are any, measured values where not.
+
+    The nodes end where they were.
+    """
     given = {name: value for name, value in (("mu", mu), ("L", L), ("L_row", L_row)) if value is not None}
     for name, value in given.items():
         number(name, value, above=0.0)
@@ -88,7 +81,7 @@ def near_minimiser(network: Network, penalty: Penalty) -> None:
     """To where curvature is measured: a few steps from zero would be too far off where classes are nearly separated."""
     with warnings.catch_warnings(), network.during("measure"):
         warnings.simplefilter("ignore", ConvergenceWarning)
-        newton_across(network, penalty, tol=1e-4)
+        newton(network, penalty, tol=1e-4)
 
 
 def certificate(network: Network, penalty: Penalty, norm: float) -> tuple[float, float]:
@@ -106,7 +99,7 @@ def certificate(network: Network, penalty: Penalty, norm: float) -> tuple[float,
     return norm**2 / (2 * mu) * (1 if quadratic else 4), mu
 
 
-# Somewhere else and back
+# Measured elsewhere than where the clients are
 
 
 @dataclass(frozen=True)
@@ -118,7 +111,7 @@ class SavedCoefficients(Record):
 
 @dataclass(frozen=True)
 class SaveCoefficients(Message[None], label="save coefficients", phase="measure", reply=False):
-    """remember where your clients are, and go to zero."""
+    """Save where the clients are, and put them at zero."""
 
     def at(self, node: Node) -> None:
         node.keep(SavedCoefficients(node.coefficients()))
@@ -127,7 +120,7 @@ class SaveCoefficients(Message[None], label="save coefficients", phase="measure"
 
 @dataclass(frozen=True)
 class RestoreCoefficients(Message[None], label="restore coefficients", phase="measure", reply=False):
-    """go back."""
+    """Restore the coefficients saved by :class:`SaveCoefficients`."""
 
     def at(self, node: Node) -> None:
         node.theta = node.state(SavedCoefficients).theta
@@ -139,14 +132,14 @@ class RestoreCoefficients(Message[None], label="restore coefficients", phase="me
 
 @dataclass(frozen=True)
 class Counts(Reply):
-    """how many clients, in bins."""
+    """How many clients, in bins."""
 
     number: Ints
 
 
 @dataclass(frozen=True)
 class CountExponents(Message[Counts], label="exponents", phase="measure"):
-    """count your clients by the decimal exponent of each of some quantities; ``(names, exponents + 2)``.
+    """Count clients by the decimal exponent of each of some quantities; ``(names, exponents + 2)``.
 
     The first bin is for zero, the last for what is not finite.
     """
@@ -160,7 +153,7 @@ class CountExponents(Message[Counts], label="exponents", phase="measure"):
 
 @dataclass(frozen=True)
 class CountMantissas(Message[Counts], label="mantissas", phase="measure"):
-    """of the clients in these bins of the exponent, count those with each four digits, rounded up; ``(names, 10001)``."""
+    """Of the clients in these bins of the exponent, count those with each four digits, rounded up; ``(names, 10001)``."""
 
     names: tuple[str, ...]
     bins: tuple[int, ...]
@@ -240,7 +233,7 @@ def _longest(node: Node, rows: Floats, least: float) -> Floats:
 
 @dataclass(frozen=True)
 class CountRows(Message[Counts], label="rows", phase="measure"):
-    """count the rows of each cluster, ``(k, 2)``: all of them, and those with a weight above zero."""
+    """Count the rows of each cluster, ``(k, 2)``: all of them, and those with a weight above zero."""
 
     def at(self, node: Node) -> Counts:
         tree, per_client = node.data.hierarchy, np.column_stack([node.data.rows_per_client, node.data.rows_that_count])

@@ -1,4 +1,4 @@
-"""Async-L2GD, algorithm 1 of the paper (PAPER.md, section 2).
+"""Async-L2GD, Algorithm 1 of the paper (arXiv:2204.13619).
 
     each iteration: xi_0 = 1 with probability p0, then every client does
         theta_i -= eta gamma_i / p0 ( alpha_j (theta_i - tbar) + tau_j (1 - alpha_j)(theta_i - tbar_j) )
@@ -7,45 +7,120 @@
     else
         theta_i -= eta / ((1 - p0)(1 - p_j)) grad f_i(theta_i)
 
-The tails between two exchanges are one local run, done for each client in one go; for a quadratic loss in closed form, in the
-eigenbasis of its Hessian: s steps shrink the distance to its own minimiser by the product of ``1 - step * eigenvalue``.
+:func:`reference` is that, written out. :func:`l2gd` does the same over a network: the local steps between two exchanges are one
+run, done for each client in one go; for a quadratic loss in closed form, in the eigenbasis of its Hessian, where s steps
+shrink the distance to its own minimiser by the product of ``1 - step * eigenvalue``.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, Unpack
 
 import numpy as np
-from numba import njit, prange
 
 from covey._typing import Anything, Floats, Ints
 from covey.errors import one_of
-from covey.exact import accumulate_rows
 from covey.losses import Loss
-from covey.losses.kernels import FASTMATH, GAUSSIAN, exponent, exponentials, slope
 from covey.nodes.messages import Message
 from covey.nodes.network import Network
 from covey.nodes.node import Node
-from covey.objective.objective import Objective
 from covey.objective.penalty import Penalty
-from covey.objective.theory import Coins, Constants, Recipe, Shares, iterations, l2gd_recipe, switch, switching_steps
+from covey.objective.theory import (
+    Constants,
+    Probabilities,
+    Recipe,
+    Shares,
+    expected_smoothness,
+    iterations,
+    mixing,
+    noise,
+    probabilities,
+    switch,
+    switching_iterations,
+    switching_steps,
+)
 from covey.records import Count, Record
-from covey.solvers.first_order import plain
-from covey.solvers.first_order.curvature import constants_across
-from covey.solvers.first_order.loop import Algorithm, Control, Keepers, Watch, in_memory, nobody, run
-from covey.solvers.first_order.protocol import Centres, ClientBlocks, ClusterSums, Move, Pull, shares
-from covey.solvers.first_order.schedule import Round
+from covey.solvers.blocks import Blocks
+from covey.solvers.costs import Cost, Setting
+from covey.solvers.first_order import kernels, plain
+from covey.solvers.first_order.curvature import constants
+from covey.solvers.first_order.loop import Control, Setup, Watch, run
+from covey.solvers.first_order.protocol import Centres, ClusterSums, Move, Pull, empty_digits, shares, summed
+from covey.solvers.first_order.schedule import Flips, Round, Schedule
+from covey.solvers.registry import algorithm
 from covey.solvers.result import Fit
 from covey.tables.rows import GroupedData
 from covey.tree.hierarchy import Hierarchy
 
+
+def reference(
+    data: GroupedData,
+    loss: Loss,
+    penalty: Penalty,
+    chances: Probabilities,
+    flips: Flips,
+    eta: Callable[[int], float],
+    theta: Floats,
+) -> Floats:
+    """Algorithm 1 with given random choices ``flips`` and a step ``eta(t)``, from ``theta (n, d)``."""
+    gamma, alpha, parent = penalty.gamma, mixing(penalty), data.hierarchy.parent
+    p0, p, tau = chances.p0, chances.p, chances.tau
+    own, weight = [data.clients(i, i + 1) for i in range(data.n_clients)], alpha[parent] * gamma
+    for t in range(len(flips.between)):  # line 2
+        before, theta = theta, theta.copy()
+        tbar_j = [np.average(before[parent == j], axis=0, weights=gamma[parent == j]) for j in range(len(p))]  # lines 5, 12
+        if flips.between[t]:  # line 4: xi_0 = 1
+            tbar = weight @ before / (weight.sum() or 1.0)  # line 6
+            for i, j in enumerate(parent):  # line 7: a step towards both averages
+                both = alpha[j] * (before[i] - tbar) + tau[j] * (1 - alpha[j]) * (before[i] - tbar_j[j])
+                theta[i] = before[i] - eta(t) * gamma[i] / p0 * both
+            continue
+        for i, j in enumerate(parent):  # line 9
+            if flips.within[t, j]:  # line 11: xi_j = 1
+                share = (1 - tau[j]) * (1 - alpha[j]) / ((1 - p0) * p[j])
+                theta[i] = before[i] - eta(t) * gamma[i] * share * (before[i] - tbar_j[j])  # line 13
+            else:
+                gradient = loss.gradient(own[i], before[i : i + 1])[0]
+                theta[i] = before[i] - eta(t) / ((1 - p0) * (1 - p[j])) * gradient  # line 15
+    return theta
+
+
+# Theory
+
+
+def recipe(known: Constants, *, p0: Any = None, p: Any = None, tau: Any = None) -> Recipe:
+    """Probabilities and the largest step, by thm. conv_rate and cor. opt_conv_rate of the paper."""
+    chances = probabilities(known, known.L, p0=p0, p=p, tau=tau)
+    smoothness = expected_smoothness(known, chances, known.L)
+    return Recipe(chances, smoothness, 1 / (2 * smoothness), "1 / (2 calL)")
+
+
+def cost(setting: Setting) -> Cost:
+    """What the theorem says for the plan."""
+    return descent_cost("l2gd", recipe(setting.known), setting)
+
+
+def descent_cost(name: str, recipe: Recipe, setting: Setting) -> Cost:
+    """The smaller of the bounds with constant and with switching steps."""
+    objective, known, best = setting.objective, setting.known, setting.best
+    sigma2 = noise(objective, best.theta, recipe.probabilities)
+    rate = {"smoothness": recipe.smoothness, "mu": known.mu, "sigma2": sigma2, "start": setting.distance}
+    constant, eta = iterations(setting.accuracy, **rate)
+    switching = switching_iterations(setting.accuracy, **rate)
+    how = "steps='switching'" if switching < constant else f"eta={eta:.2g}"
+    pace = 1 / (known.mu * (recipe.largest_step if switching < constant else eta))
+    merge = equal_within(objective.data.hierarchy, objective.penalty)[0]
+    schedule = Schedule(recipe.probabilities, 0, merge)
+    return setting.bounded(name, min(constant, switching), pace, schedule, f"bound of its theorem, {how}")
+
+
 Steps = Literal["constant", "switching"]
 STEPS = ("constant", "switching")
 
-_ROOM = 1024  # rows worked on together: they stay in the second-level cache through a local run
 _LARGEST_BASIS = 50_000_000  # numbers in the eigenbases of all clients
 
 
@@ -69,8 +144,9 @@ class StepSizes(Record):
 
 @dataclass(frozen=True)
 class L2gdBegin(Message[None], label="l2gd begin", reply=False):
-    """begin where you are; what a local step is multiplied by, ``local (k,)``, the steps, each cluster's sum of gamma.
+    """Begin where the clients are.
 
+    ``local (k,)`` is what a local step is multiplied by, ``rate`` the steps, ``total (k,)`` each cluster's sum of ``gamma``.
     With ``closed``, local runs are done in closed form.
     """
 
@@ -87,7 +163,7 @@ class L2gdBegin(Message[None], label="l2gd begin", reply=False):
 
 @dataclass(frozen=True)
 class L2gdMove(Message[ClusterSums], label="l2gd move"):
-    """a move of all clients."""
+    """A move of all clients."""
 
     move: Move
 
@@ -105,7 +181,7 @@ class L2gdMove(Message[ClusterSums], label="l2gd move"):
 
 @dataclass(frozen=True)
 class CountBasis(Message[Count], label="size of eigenbases", phase="measure"):
-    """tell how many numbers the eigenbases of your clients have."""
+    """How many numbers the eigenbases of the clients have."""
 
     def at(self, node: Node) -> Count:
         return Count(int(_ranks(node.data, node.loss).sum()) * node.data.n_terms)
@@ -133,7 +209,7 @@ class L2gdClients:
     operands: tuple[Any, ...]
     closed: bool
     basis: Eigenbasis
-    blocks: ClientBlocks
+    blocks: Blocks
     gamma: Floats
     share: Floats
     local: Floats
@@ -143,7 +219,7 @@ class L2gdClients:
     def of(cls, node: Node, begin: L2gdBegin) -> L2gdClients:
         data, share = node.data, shares(node, begin.total)
         basis = _basis(data, node.loss) if begin.closed else _NO_BASIS
-        blocks, operands = ClientBlocks.of(data.hierarchy), node.loss.operands(data)
+        blocks, operands = Blocks.of(data.hierarchy.cluster_ptr), node.loss.operands(data)
         return cls(operands, begin.closed, basis, blocks, node.gamma, share, begin.local, begin.rate)
 
 
@@ -152,15 +228,15 @@ _NO_BASIS = Eigenbasis(np.zeros(1, dtype=np.int64), np.empty((0, 0)), np.empty(0
 
 def node_move(clients: L2gdClients, theta: Floats, move: Move) -> tuple[Floats, ClusterSums]:
     """Pull, then local steps: where the clients are, and the sums of the clusters that are wanted."""
-    out, sums = np.empty_like(theta), clients.blocks.empty(theta.shape[1])
     rate, blocks = clients.rate, clients.blocks
-    move_clients: Any = plain.l2gd_move if isinstance(clients.operands[0], Loss) else _move
+    out, sums = np.empty_like(theta), empty_digits(blocks, theta.shape[1])
+    move_clients: Any = plain.l2gd_move if isinstance(clients.operands[0], Loss) else kernels.l2gd_move
     move_clients(
         *clients.operands, clients.closed, *clients.basis, blocks.ptr, blocks.owner, clients.gamma, clients.share,
         move.pull.strength, move.pull.force, move.start, move.steps, clients.local, rate.eta, rate.mu, rate.last, move.wanted,
         theta, out, sums,
     )  # fmt: skip
-    return out, blocks.total(sums)
+    return out, summed(blocks, sums)
 
 
 def _ranks(data: GroupedData, loss: Loss) -> Ints:
@@ -174,7 +250,7 @@ def _basis(data: GroupedData, loss: Loss) -> Eigenbasis:
     here = loss.expand(data, np.zeros((n, d)))
     values, vectors = np.linalg.eigh(here.hessian)
     basis = Eigenbasis(ptr, np.empty((ptr[-1], d)), np.empty(ptr[-1]), np.empty(ptr[-1]))
-    _project(values, vectors, here.gradient, *basis)
+    kernels.project(values, vectors, here.gradient, *basis)
     return basis
 
 
@@ -183,39 +259,48 @@ def _basis(data: GroupedData, loss: Loss) -> Eigenbasis:
 
 @dataclass(frozen=True)
 class L2gdGuide:
-    """Heads of the coins as pulls: means of the clients become centres to move towards."""
+    """Averages of the clients become steps towards them; ``gamma (k,)`` is that of each cluster's clients, if it is one."""
 
     top: Centres
-    coins: Coins
+    probabilities: Probabilities
     rate: StepSizes
     gamma: Floats
 
     @cached_property
     def _shares(self) -> Shares:
-        return self.coins.shares(self.top.alpha)
+        return self.probabilities.shares(self.top.alpha)
 
     def answer(self, means: Floats, turn: Round, anchor: Floats) -> Pull:
-        """The heads that follow a round's exchange, as one pull: those between clusters, then those within each."""
-        whole, cluster, within = self._shares
+        """All steps towards averages that follow a round's exchange, as one pull: those between clusters, then within each."""
         pull, t, gamma = Pull.none(*means.shape), turn.start + turn.steps, self.gamma
         for i in range(turn.between):
-            eta = self.rate.at(t + i)
-            strength = eta * (whole + cluster)
-            force = (eta * whole)[:, None] * self.top.whole(means) + (eta * cluster)[:, None] * means
+            strength, force = self._towards_both(means, t + i)
             pull = pull.then(strength, force, gamma)
             means = means - gamma[:, None] * (strength[:, None] * means - force)
         for i in range(int(turn.within.max())):
-            strength = np.where(turn.within > i, self.rate.at(t + turn.between + i) * within, 0.0)
+            strength = np.where(turn.within > i, self._towards_cluster(t + turn.between + i), 0.0)
             pull = pull.then(strength, strength[:, None] * means, gamma)
         return pull
 
+    def _towards_both(self, means: Floats, t: Ints) -> tuple[Floats, Floats]:
+        """Line 7, the step towards both averages: ``eta/p0 (alpha_j (theta - tbar) + tau_j (1 - alpha_j)(theta - tbar_j))``."""
+        eta, whole, cluster = self.rate.at(t), self._shares.whole, self._shares.cluster
+        return eta * (whole + cluster), (eta * whole)[:, None] * self.top.whole(means) + (eta * cluster)[:, None] * means
 
-# In memory
+    def _towards_cluster(self, t: Ints) -> Floats:
+        """Line 13, the step towards the cluster's average: ``eta (1 - tau_j)(1 - alpha_j) / ((1 - p0) p_j)``."""
+        strength: Floats = self.rate.at(t) * self._shares.within
+        return strength
 
 
+# The solver
+
+
+@algorithm(
+    place=3, randomised=True, shared=Control, reference=reference, cost=cost, variants={"switching": {"steps": "switching"}}
+)
 def l2gd(
-    data: GroupedData,
-    loss: Loss,
+    network: Network,
     penalty: Penalty,
     *,
     steps: Steps = "constant",
@@ -237,53 +322,25 @@ def l2gd(
     mu, L : strong convexity and smoothness, in place of those found in the data
     **watch : seed, tol, max_iter, checkpoint and more: see :class:`~covey.solvers.first_order.loop.Control`
 
-    >>> from covey import GroupedData, Penalty
+    >>> from covey import GroupedData, InMemory, Penalty
     >>> from covey.losses import Gaussian
     >>> data = GroupedData.from_arrays([[1.0], [1.0], [1.0]], [0.0, 3.0, 9.0], ["a", "b", "c"], ["x", "x", "y"])
-    >>> fit = l2gd(data, Gaussian(), Penalty.of(data.hierarchy), steps="switching", tol=1e-3, seed=1)
+    >>> penalty = Penalty.of(data.hierarchy)
+    >>> fit = l2gd(InMemory.of(data, Gaussian(), penalty.gamma), penalty, steps="switching", tol=1e-3, seed=1)
     >>> fit.convergence.converged, fit.history["objective"].round(2)[-1]
     (True, 6.75)
     """
-    settings: dict[str, Any] = {"steps": steps, "eta": eta, "p0": p0, "p": p, "tau": tau, "mu": mu, "L": L}
-    return in_memory(partial(l2gd_across, **settings), Objective(data, loss, penalty), Control.of("l2gd", watch))
-
-
-# Across a network
-
-
-def l2gd_across(
-    network: Network,
-    penalty: Penalty,
-    control: Control,
-    keepers: Keepers = nobody,
-    *,
-    steps: Steps = "constant",
-    eta: float | None = None,
-    p0: float | None = None,
-    p: Any = None,
-    tau: Any = None,
-    mu: float | None = None,
-    L: float | None = None,
-) -> Fit:
-    """Async-L2GD over any network, from where its nodes are; the clients' models stay there."""
-    known = constants_across(network, penalty, mu=mu, L=L)
+    control = Control.begin("l2gd", watch, network)
+    known = constants(network, penalty, mu=mu, L=L)
     known.need_curvature()
-    recipe = l2gd_recipe(known, p0=p0, p=p, tau=tau)
-    return descent("l2gd", network, penalty, known, recipe, eta, steps, control, keepers)
+    setup = descent("l2gd", network, penalty, known, recipe(known, p0=p0, p=p, tau=tau), eta, steps)
+    return run(network, penalty, setup, control)
 
 
 def descent(
-    name: str,
-    network: Network,
-    penalty: Penalty,
-    known: Constants,
-    recipe: Recipe,
-    eta: float | None,
-    steps: Steps,
-    control: Control,
-    keepers: Keepers,
-) -> Fit:
-    """Gradient steps by coins, for any coins; what algorithm 1 and its one-coin variant come to."""
+    name: str, network: Network, penalty: Penalty, known: Constants, recipe: Recipe, eta: float | None, steps: Steps
+) -> Setup:
+    """Algorithm 1 with any probabilities, for the loop; its one-coin variant is one such."""
     if steps not in STEPS:
         raise one_of("steps", steps, STEPS)
     switching = steps == "switching"
@@ -296,22 +353,21 @@ def descent(
     stalls = "raise max_iter; a constant step ends in its noise, which steps='switching' and solver='al2sgd_plus' overcome"
     slow = "steps that shrink like 1/t are slow at the end: raise max_iter, or use solver='al2sgd_plus'"
     equal, gamma = equal_within(network.tree, penalty)
-    top = Centres.of(penalty)
+    top, chances = Centres.of(penalty), recipe.probabilities
     closed = network.loss.quadratic and network.loss.compiled and network.ask(CountBasis()).number <= _LARGEST_BASIS
-    algorithm = Algorithm(
+    return Setup(
         name,
         known,
         recipe,
-        identity={"eta": rate.eta, "steps": [steps, rate.mu], "probabilities": asdict(recipe.coins)},
-        begin=L2gdBegin(recipe.coins.local, rate, top.total, closed),
-        go=L2gdMove,
-        guide=L2gdGuide(top, recipe.coins, rate, gamma),
+        identity={"eta": rate.eta, "steps": [steps, rate.mu], "probabilities": asdict(chances)},
+        begin=L2gdBegin(chances.local, rate, top.total, closed),
+        move=L2gdMove,
+        guide=L2gdGuide(top, chances, rate, gamma),
         merge=equal,
         pace=1 / (rate.eta * known.mu),
         needed=needed,
         advice=slow if switching else stalls,
     )
-    return run(network, penalty, algorithm, control, keepers)
 
 
 def equal_within(tree: Hierarchy, penalty: Penalty) -> tuple[bool, Floats]:
@@ -321,140 +377,3 @@ def equal_within(tree: Hierarchy, penalty: Penalty) -> tuple[bool, Floats]:
     gamma = np.ones(tree.n_clusters)
     gamma[filled] = penalty.gamma[ptr[:-1][filled]]
     return bool((penalty.gamma == gamma[tree.parent]).all()), gamma
-
-
-@njit(parallel=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
-def _project(
-    values: Floats, vectors: Floats, gradient: Floats, ptr: Ints, own: Floats, curvature: Floats, minimiser: Floats
-) -> None:
-    """Fill a basis from each client's eigenvalues, ascending, and eigenvectors, in columns."""
-    n, d = values.shape
-    for i in prange(n):
-        flat = 8 * d * 2.0**-52 * values[i, d - 1]
-        for c in range(ptr[i], ptr[i + 1]):
-            at = d - (ptr[i + 1] - c)
-            along = 0.0
-            for a in range(d):
-                own[c, a] = vectors[i, a, at]
-                along -= vectors[i, a, at] * gradient[i, a]
-            # Directions in which a client has no rows do not move it; rounding must not make them look a little curved.
-            curved = values[i, at] > flat
-            curvature[c] = values[i, at] if curved else 0.0
-            minimiser[c] = along / values[i, at] if curved else 0.0
-
-
-@njit(parallel=True, cache=True, fastmath=FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
-def _move(
-    family: int, X: Floats, y: Floats, weights: Floats, offset: Floats, scale: Floats, ridge: float, client_ptr: Ints,
-    closed: bool, basis: Ints, vectors: Floats, curvature: Floats, minimiser: Floats, blocks: Ints, owner: Ints,
-    gamma: Floats, share: Floats, strength: Floats, force: Floats, start: Ints, steps: Ints, local: Floats, step: float,
-    mu: float, switch: int, wanted: Anything, theta: Floats, out: Floats, sums: Ints,
-) -> None:  # fmt: skip
-    """Each block of clients, all of one cluster, is moved by one thread; no bit depends on the threads, nor on the blocks."""
-    d = theta.shape[1]
-    for block in prange(len(owner)):
-        j, first, last = owner[block], blocks[block], blocks[block + 1]
-        for i in range(first, last):
-            for a in range(d):
-                out[i, a] = theta[i, a] - gamma[i] * (strength[j] * theta[i, a] - force[j, a])
-        if steps[j] > 0:
-            eta = np.empty(steps[j])
-            for s in range(steps[j]):
-                t = start[j] + s
-                eta[s] = local[j] * (step if mu == 0.0 or t <= switch else (2.0 * t + 1.0) / ((t + 1.0) ** 2 * mu))
-            if closed:
-                _in_eigenbasis(basis, vectors, curvature, minimiser, eta, first, last, out)
-            else:
-                _step_by_step(family, X, y, weights, offset, scale, ridge, client_ptr, eta, first, last, out)
-        if wanted[j]:
-            accumulate_rows(sums[block], share[first:last], out[first:last])
-
-
-@njit(fastmath=FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
-def _in_eigenbasis(
-    ptr: Ints, vectors: Floats, curvature: Floats, minimiser: Floats, eta: Floats, first: int, last: int, theta: Floats
-) -> None:
-    """``theta += V' ((prod_s (1 - eta_s lambda) - 1) (V theta - minimiser))``."""
-    d = theta.shape[1]
-    keep = np.empty(d)
-    for i in range(first, last):
-        low, high = ptr[i], ptr[i + 1]
-        V, curved, best, r = vectors[low:high], curvature[low:high], minimiser[low:high], high - low
-        keep[:] = 1.0
-        for s in range(len(eta)):
-            for c in range(r):
-                keep[c] *= 1.0 - eta[s] * curved[c]
-        for c in range(r):
-            along = 0.0
-            for a in range(d):
-                along += V[c, a] * theta[i, a]
-            keep[c] = (keep[c] - 1.0) * (along - best[c])
-        for c in range(r):
-            for a in range(d):
-                theta[i, a] += V[c, a] * keep[c]
-
-
-@njit(fastmath=FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
-def _step_by_step(
-    family: int, X: Floats, y: Floats, weights: Floats, offset: Floats, scale: Floats, ridge: float, client_ptr: Ints,
-    eta: Floats, first: int, last: int, theta: Floats,
-) -> None:  # fmt: skip
-    """Gradient steps of some clients, as many at a time as fit the room, columns padded to fours for vector registers."""
-    d = theta.shape[1]
-    width = (d + 3) // 4 * 4
-    room = _ROOM
-    for i in range(first, last):
-        room = max(room, client_ptr[i + 1] - client_ptr[i])
-    x, target, weight, shift = np.zeros((room, width)), np.empty(room), np.ones(room), np.zeros(room)
-    margin, argument, whole, power = np.empty(room), np.empty(room), np.empty(room), np.zeros(room)
-    t = np.zeros((last - first, width))
-    i = first
-    while i < last:
-        stop, base = i, client_ptr[i]
-        while stop < last and client_ptr[stop + 1] - base <= room:
-            stop += 1
-        m = client_ptr[stop] - base
-        for r in range(m):
-            target[r] = y[base + r]
-            for a in range(d):
-                x[r, a] = X[base + r, a]
-        if len(weights) > 0:
-            weight[:m] = weights[base : base + m]
-        if len(offset) > 0:
-            shift[:m] = offset[base : base + m]
-        for c in range(i, stop):
-            for a in range(d):
-                t[c - i, a] = theta[c, a]
-        for s in range(len(eta)):
-            for c in range(i, stop):
-                low, high = client_ptr[c] - base, client_ptr[c + 1] - base
-                t0, t1, t2, t3 = t[c - i, 0], t[c - i, 1], t[c - i, 2], t[c - i, 3]
-                for r in range(low, high):
-                    margin[r] = shift[r] + ((t0 * x[r, 0] + t1 * x[r, 1]) + (t2 * x[r, 2] + t3 * x[r, 3]))
-                for a in range(4, width, 4):
-                    t0, t1, t2, t3 = t[c - i, a], t[c - i, a + 1], t[c - i, a + 2], t[c - i, a + 3]
-                    for r in range(low, high):
-                        margin[r] += (t0 * x[r, a] + t1 * x[r, a + 1]) + (t2 * x[r, a + 2] + t3 * x[r, a + 3])
-            if family != GAUSSIAN:
-                for r in range(m):
-                    argument[r] = exponent(family, margin[r])
-                exponentials(argument, m, whole, power)
-            for r in range(m):
-                margin[r] = weight[r] * slope(family, margin[r], target[r], power[r])
-            for c in range(i, stop):
-                low, high = client_ptr[c] - base, client_ptr[c + 1] - base
-                for a in range(0, width, 4):
-                    g0, g1, g2, g3 = 0.0, 0.0, 0.0, 0.0
-                    for r in range(low, high):
-                        g0 += margin[r] * x[r, a]
-                        g1 += margin[r] * x[r, a + 1]
-                        g2 += margin[r] * x[r, a + 2]
-                        g3 += margin[r] * x[r, a + 3]
-                    t[c - i, a] -= eta[s] * (scale[c] * g0 + ridge * t[c - i, a])
-                    t[c - i, a + 1] -= eta[s] * (scale[c] * g1 + ridge * t[c - i, a + 1])
-                    t[c - i, a + 2] -= eta[s] * (scale[c] * g2 + ridge * t[c - i, a + 2])
-                    t[c - i, a + 3] -= eta[s] * (scale[c] * g3 + ridge * t[c - i, a + 3])
-        for c in range(i, stop):
-            for a in range(d):
-                theta[c, a] = t[c - i, a]
-        i = stop

@@ -44,14 +44,14 @@ _MOST_STEPS = 500
 
 @dataclass(frozen=True)
 class SeenHessian(Reply):
-    """what the clusters see of a node's clients, ``C (k, d, d)`` in units of the clusters' gamma."""
+    """What the clusters see of a node's clients, ``C (k, d, d)`` in units of the clusters' gamma."""
 
     C: Exact
 
 
 @dataclass(frozen=True)
 class KrylovVector(Reply):
-    """what the clusters see of a vector, ``r (k, d)``, and its squared length."""
+    """What the clusters see of a vector, ``r (k, d)``, and its squared length."""
 
     r: Exact
     squared: Exact
@@ -59,7 +59,7 @@ class KrylovVector(Reply):
 
 @dataclass(frozen=True)
 class KrylovImage(Reply):
-    """of ``v+ = P v``, the inner product with ``v`` and the clusters' sums."""
+    """Of ``v+ = P v``: the inner product with ``v`` and the clusters' sums."""
 
     along: Exact
     sums: ClusterSums
@@ -67,7 +67,7 @@ class KrylovImage(Reply):
 
 @dataclass(frozen=True)
 class TakeHessians(Message[SeenHessian], label="take Hessians", phase="measure"):
-    """take the Hessians where you are; tell what clusters see of your clients. ``total (k,)`` are the clusters' gamma."""
+    """Take the Hessians where the clients are; what clusters see of them. ``total (k,)`` are the clusters' gamma."""
 
     total: Floats
 
@@ -79,7 +79,7 @@ class TakeHessians(Message[SeenHessian], label="take Hessians", phase="measure")
 
 @dataclass(frozen=True)
 class DrawVector(Message[KrylovVector], label="draw vector", phase="measure"):
-    """begin with a random vector, the one of this number."""
+    """Begin with a random vector, the one of this number."""
 
     number: int
 
@@ -91,7 +91,7 @@ class DrawVector(Message[KrylovVector], label="draw vector", phase="measure"):
 
 @dataclass(frozen=True)
 class ApplyInverse(Message[KrylovImage], label="apply inverse", phase="measure"):
-    """divide the last vector by its ``length`` and apply the inverse to it, given what it puts the clusters at."""
+    """Divide the last vector by its ``length`` and apply the inverse to it, given what it puts the clusters at."""
 
     w: Floats
     length: float
@@ -107,7 +107,7 @@ class ApplyInverse(Message[KrylovImage], label="apply inverse", phase="measure")
 
 @dataclass(frozen=True)
 class Orthogonalise(Message[KrylovVector], label="orthogonalise", phase="measure"):
-    """make the new vector orthogonal to the last two; the inner products with them are these."""
+    """Make the new vector orthogonal to the last two; the inner products with them are these."""
 
     along: float
     before: float
@@ -119,7 +119,7 @@ class Orthogonalise(Message[KrylovVector], label="orthogonalise", phase="measure
 
 @dataclass(frozen=True)
 class NullSpaceCheck(Message[Exact], label="null space", phase="measure"):
-    """the Hessian of what the inverse has made of a vector, less the vector; ``w (k, d)`` are its centres."""
+    """The Hessian times the image of a vector, less the vector; ``w (k, d)`` are its centres."""
 
     w: Floats
 

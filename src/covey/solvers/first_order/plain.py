@@ -11,6 +11,7 @@ import numpy as np
 from covey._typing import Anything, Floats, Ints
 from covey.exact import accumulate_rows
 from covey.losses import Loss
+from covey.solvers.first_order.schedule import uniforms
 from covey.tree.hierarchy import segment_sum
 
 
@@ -40,7 +41,7 @@ def l2gd_move(
 def al2sgd_plus_move(
     loss: Loss, X: Floats, target: Floats, weights: Floats, offset: Floats, scale: Floats, ridge: float, client_ptr: Ints,
     streams: Anything, blocks: Ints, owner: Ints, gamma: Floats, share: Floats, strength: Floats, force: Floats,
-    heads: Anything, start: Ints, steps: Ints, local: Floats, pace: tuple[float, float, float, float, float],
+    exchanged: Anything, start: Ints, steps: Ints, local: Floats, pace: tuple[float, float, float, float, float],
     wanted: Anything, x: Floats, gradient: Floats, y: Floats, z: Floats, y_out: Floats, z_out: Floats, sums: Ints,
 ) -> None:  # fmt: skip
     """The iteration that waited for an exchange, then local ones, of each block of clients."""
@@ -49,7 +50,7 @@ def al2sgd_plus_move(
         mine, _ = _slices(blocks, client_ptr, block)
         first, rows = client_ptr[mine.start : mine.stop], np.diff(client_ptr[mine.start : mine.stop + 1])
         filled, anchor, at_y, at_z = rows > 0, x[mine], y[mine], z[mine]
-        for s in range(-1 if heads[j] else 0, steps[j]):
+        for s in range(-1 if exchanged[j] else 0, steps[j]):
             theta = a1 * at_z + a2 * anchor + (1.0 - a1 - a2) * at_y
             if s < 0:
                 g = gradient[mine] + gamma[mine, None] * (strength[j] * (theta - anchor) - force[j])
@@ -75,10 +76,6 @@ def _slices(blocks: Ints, client_ptr: Ints, block: int) -> tuple[slice, slice]:
 
 
 def _draw_rows(streams: Anything, t: int, rows: Ints) -> Ints:
-    """A row of each client, uniform, from its stream at iteration ``t``: SplitMix64 read at any place."""
-    state = streams.astype(np.uint64) + np.array([t + 1], dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    state = state ^ (state >> np.uint64(31))
-    drawn: Ints = ((state >> np.uint64(11)) * 2.0**-53 * rows).astype(np.int64)
+    """A row of each client, uniform, from its stream at iteration ``t``."""
+    drawn: Ints = (uniforms(streams.astype(np.uint64), t, 1)[:, 0] * rows).astype(np.int64)
     return drawn

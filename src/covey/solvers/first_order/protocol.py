@@ -1,8 +1,8 @@
-"""What the algorithms by coins send over a network, and what its two ends know.
+"""What the randomised algorithms send over a network, and what its two ends know.
 
-node          gets    Move: a pull towards the centres, then local steps
-node          sends   Sums: its clients' weighted coefficients, summed for each cluster
-coordinator   turns   the sums over nodes, which are means, into the next pull
+node          gets     Move: a step towards averages (Pull), then local steps
+node          replies  ClusterSums: its clients' weighted coefficients, summed for each cluster
+coordinator   turns    the sums over nodes, which are averages, into the next Pull
 
 Sums are exact (:mod:`covey.exact`), so that no bit of a run depends on which node holds which client.
 """
@@ -13,27 +13,25 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numba import njit, prange
 
 from covey._typing import Anything, Floats, Ints
-from covey.exact import DIGITS, WIDE_DIGITS, Exact, accumulate_in, from_digits, segment_sum, total
+from covey.exact import DIGITS, WIDE_DIGITS, Exact, from_digits, segment_sum, total
 from covey.nodes.messages import Message
 from covey.nodes.node import Node
 from covey.objective.penalty import Penalty
 from covey.objective.theory import mixing
 from covey.records import Record, Reply
-from covey.solvers.direct.elimination import blocks_of
+from covey.solvers.blocks import BLOCK, Blocks
+from covey.solvers.first_order import kernels
 from covey.solvers.first_order.schedule import Round
 from covey.tree.hierarchy import Hierarchy
-
-_BLOCK = 256  # clients checked by one thread at a time
 
 # What travels
 
 
 @dataclass(frozen=True)
 class Pull(Record):
-    """A step towards centres: client ``i`` of cluster ``j`` moves by ``-gamma_i (strength_j theta_i - force_j)``."""
+    """A step towards averages: client ``i`` of cluster ``j`` moves by ``-gamma_i (strength_j theta_i - force_j)``."""
 
     strength: Floats
     force: Floats
@@ -52,14 +50,14 @@ class Pull(Record):
 
 @dataclass(frozen=True)
 class Move(Record):
-    """a pull in clusters that had ``heads (k,)``, then ``steps (k,)`` local iterations from ``start (k,)`` on.
+    """A pull in clusters that ``exchanged (k,)``, then ``steps (k,)`` local iterations from ``start (k,)`` on.
 
-    After them make an anchor of where you are, if ``refresh``; ``anchor (k, d)`` are the centres of the last one, if new. Nodes
-    answer for clusters that are ``wanted``.
+    After them the point becomes the anchor, if ``refresh``; ``anchor (k, d)`` are the centres of the last anchor, if it is new.
+    Nodes reply for clusters that are ``wanted``.
     """
 
     pull: Pull
-    heads: Anything
+    exchanged: Anything
     start: Ints
     steps: Ints
     wanted: Anything
@@ -68,10 +66,10 @@ class Move(Record):
 
     @property
     def cells(self) -> Anything:
-        """Clusters that have something to do, or to tell; ``(k,)``. The others are where they wait for the next exchange."""
+        """Clusters that have something to do, or to reply; ``(k,)``. The others wait for the next exchange."""
         if self.refresh or self.anchor is not None:
             return np.ones(len(self.steps), dtype=bool)
-        return (self.steps > 0) | self.heads | self.wanted
+        return (self.steps > 0) | self.exchanged | self.wanted
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ class ClusterSums(Reply):
 
 @dataclass(frozen=True)
 class CheckReply(Reply):
-    """value and squared gradient of a node's clients, with the levels above at their best."""
+    """Value and squared gradient of a node's clients, with the levels above at their best."""
 
     value: Exact
     gradient_squared: Exact
@@ -94,7 +92,7 @@ class CheckReply(Reply):
 
 @dataclass(frozen=True)
 class AskMeans(Message[ClusterSums], label="means"):
-    """tell where your clients are; ``total (k,)`` is each cluster's sum of ``gamma``."""
+    """The averages of where the clients are; ``total (k,)`` is each cluster's sum of ``gamma``."""
 
     total: Floats
 
@@ -104,21 +102,21 @@ class AskMeans(Message[ClusterSums], label="means"):
 
 @dataclass(frozen=True)
 class CheckGap(Message[CheckReply], label="check", second=True):
-    """tell how good it is where your clients are, given the clusters' centres ``w (k, d)``."""
+    """Value and gradient where the clients are, given the clusters' centres ``w (k, d)``."""
 
     w: Floats
 
     def at(self, node: Node) -> CheckReply:
         here, theta = node.loss.expand(node.data, node.coefficients(), order=1), node.coefficients()
-        blocks = -(-len(theta) // _BLOCK)
+        blocks = -(-len(theta) // BLOCK)
         value, squared = (np.zeros((blocks, WIDE_DIGITS), dtype=np.int64) for _ in range(2))
-        _check(here.value, here.gradient, node.gamma, theta, node.data.hierarchy.parent, self.w, value, squared)
+        kernels.check(here.value, here.gradient, node.gamma, theta, node.data.hierarchy.parent, self.w, value, squared)
         return CheckReply(from_digits(value.sum(axis=0)), from_digits(squared.sum(axis=0)))
 
 
 @dataclass(frozen=True)
 class PerfectFit(Message[Exact], label="perfect fit", phase="measure"):
-    """tell what a perfect fit of your clients would be worth."""
+    """The value that a perfect fit of the clients would have."""
 
     def at(self, node: Node) -> Exact:
         return total(node.loss.perfect(node.data))
@@ -127,33 +125,20 @@ class PerfectFit(Message[Exact], label="perfect fit", phase="measure"):
 # The node
 
 
-@dataclass(frozen=True)
-class ClientBlocks:
-    """Clients in blocks of one cluster each: what a thread takes at a time."""
+def empty_digits(blocks: Blocks, d: int) -> Ints:
+    """Digits of exact sums, ``(blocks, d, DIGITS)``."""
+    return np.zeros((blocks.count, d, DIGITS), dtype=np.int64)
 
-    ptr: Ints
-    owner: Ints
-    of_cluster: Ints
-    one_each: bool
 
-    @classmethod
-    def of(cls, tree: Hierarchy) -> ClientBlocks:
-        ptr, owner = blocks_of(tree.cluster_ptr)
-        clusters = np.arange(tree.n_clusters + 1)
-        return cls(ptr, owner, np.searchsorted(owner, clusters), np.array_equal(owner, clusters[:-1]))
-
-    def empty(self, d: int) -> Ints:
-        """Digits of exact sums, ``(blocks, d, DIGITS)``."""
-        return np.zeros((len(self.owner), d, DIGITS), dtype=np.int64)
-
-    def total(self, digits: Ints) -> ClusterSums:
-        if self.one_each:
-            return ClusterSums(from_digits(digits))
-        total = np.zeros((len(self.of_cluster) - 1, *digits.shape[1:]), dtype=np.int64)
-        filled = np.flatnonzero(np.diff(self.of_cluster))
-        if len(filled):
-            total[filled] = np.add.reduceat(digits, self.of_cluster[filled], axis=0)
-        return ClusterSums(from_digits(total))
+def summed(blocks: Blocks, digits: Ints) -> ClusterSums:
+    """The digits of all blocks of each cluster together."""
+    if blocks.one_each:
+        return ClusterSums(from_digits(digits))
+    total = np.zeros((len(blocks.of_parent) - 1, *digits.shape[1:]), dtype=np.int64)
+    filled = np.flatnonzero(np.diff(blocks.of_parent))
+    if len(filled):
+        total[filled] = np.add.reduceat(digits, blocks.of_parent[filled], axis=0)
+    return ClusterSums(from_digits(total))
 
 
 def shares(node: Node, total: Floats) -> Floats:
@@ -162,25 +147,8 @@ def shares(node: Node, total: Floats) -> Floats:
 
 
 def node_sums(tree: Hierarchy, share: Floats, theta: Floats) -> ClusterSums:
-    """What a node tells of where its clients are."""
+    """A node's part of the averages of its clients."""
     return ClusterSums(segment_sum(share[:, None] * theta, tree.cluster_ptr))
-
-
-@njit(parallel=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
-def _check(
-    own: Floats, gradient: Floats, gamma: Floats, theta: Floats, parent: Ints, w: Floats, value: Ints, squared: Ints
-) -> None:
-    """Each client's value and squared gradient, in the order of its coefficients, go into the digits of its block."""
-    n, d = theta.shape
-    for block in prange(len(value)):
-        for i in range(block * _BLOCK, min(n, (block + 1) * _BLOCK)):
-            apart, steep = 0.0, 0.0
-            for a in range(d):
-                away = theta[i, a] - w[parent[i], a]
-                apart += away * away
-                steep += (gradient[i, a] + gamma[i] * away) ** 2
-            accumulate_in(value, block, own[i] + 0.5 * gamma[i] * apart)
-            accumulate_in(squared, block, steep)
 
 
 # The coordinator

@@ -1,8 +1,7 @@
-"""What the tests of the algorithms by coins share."""
+"""What the tests of the randomised algorithms share."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from itertools import product
 
@@ -13,20 +12,16 @@ from covey import GroupedData, Penalty
 from covey.datasets import simulate
 from covey.losses import Gaussian
 from covey.nodes.network import InMemory
-from covey.objective.theory import (
-    Coins,
-)
-from covey.solvers import al2sgd_plus, l2gd, one_coin
+from covey.objective.theory import Probabilities
+from covey.solvers import registry
+from covey.solvers.first_order.curvature import constants
 from covey.solvers.first_order.l2gd import L2gdBegin, L2gdGuide, L2gdMove, StepSizes, equal_within
 from covey.solvers.first_order.loop import play
 from covey.solvers.first_order.protocol import Centres
 from covey.solvers.first_order.schedule import Flips, Schedule
 from covey.solvers.threads import threads_for
 
-accelerated = sys.modules["covey.solvers.first_order.al2sgd_plus"]  # the package's own name for it is the function
-
-
-SOLVERS = [l2gd, one_coin, al2sgd_plus]
+SOLVERS = registry.randomised()
 
 
 NOWHERE = np.zeros((1, 1))  # the anchor of an algorithm that has none
@@ -41,8 +36,15 @@ class Clients:
     penalty: Penalty
 
 
+def constants_of(objective, **given):
+    """The constants of a problem in memory."""
+    network = InMemory.of(objective.data, objective.loss, objective.penalty.gamma)
+    with threads_for(objective.data):
+        return constants(network, objective.penalty, **given)
+
+
 def outcomes(drawn, k):
-    """Every outcome of one iteration's coins, with its probability."""
+    """Every outcome of one iteration's random choices, with its probability."""
     if drawn.p0 > 0:
         yield drawn.p0, Flips(np.array([True]), np.zeros((1, k), dtype=bool), np.array([False]))
     for heads in product([False, True], repeat=k):
@@ -51,12 +53,12 @@ def outcomes(drawn, k):
             yield (1 - drawn.p0) * chance, Flips(np.array([False]), np.array([heads]), np.array([False]))
 
 
-def some_coins(k, rng, p0=0.3):
+def some_probabilities(k, rng, p0=0.3):
     """Probabilities that differ between clusters, one of them zero; tau not the best."""
     p = rng.uniform(0.1, 0.8, size=k)
     p[0] = 0.0
     tau = np.where(p > 0, rng.uniform(0.1, 0.9, size=k), 1.0)
-    return Coins(p0, p, tau)
+    return Probabilities(p0, p, tau)
 
 
 def begun(data, loss, penalty, drawn, rate, start, closed=None):

@@ -1,4 +1,4 @@
-"""One-coin L2GD against a plain Python loop over client objects: the same arithmetic with the same coins. Target: 100 x.
+"""One-coin L2GD against a plain Python loop over client objects: same arithmetic, same random choices. Target: 100 x.
 
 Two problems: the paper's simulation (400 clients, d = 20, 10 rows each, p = 0.1, eta = 1e-4, 50,000 iterations), and a logistic
 model of 29,490 clients with 3 coefficients and 22 rows each on average, by the iteration. The iterates must agree to 1e-9.
@@ -12,12 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 from _timing import seconds
 
-from covey import GroupedData, Penalty
+from covey import GroupedData, Penalty, minimise
 from covey._typing import Floats
 from covey.datasets import simulate
 from covey.losses import Bernoulli, Gaussian, Loss
-from covey.objective.theory import Coins
-from covey.solvers import one_coin
+from covey.objective.theory import Probabilities
 from covey.solvers.first_order.schedule import Schedule
 
 
@@ -46,7 +45,7 @@ def plain(data: GroupedData, loss: Loss, penalty: Penalty, p: float, eta: float,
         for i in range(data.n_clients)
     ]  # fmt: skip
     alpha = penalty.alpha
-    heads = Schedule(Coins(p, np.zeros(k), np.ones(k)), 0).flips(0, iterations).between
+    heads = Schedule(Probabilities(p, np.zeros(k), np.ones(k)), 0).flips(0, iterations).between
     for head in heads:
         if head:
             total, weight = np.zeros((k, data.n_terms)), np.zeros(k)
@@ -73,7 +72,9 @@ def compare(
     def covey(iterations: int) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            fit = one_coin(data, loss, penalty, p=p, eta=eta, mu=mu, tol=0.0, max_iter=iterations, every=iterations)
+            fit = minimise(
+                data, loss, penalty, solver="one_coin", p=p, eta=eta, mu=mu, tol=0.0, max_iter=iterations, every=iterations
+            )
         answer["covey"] = fit.theta
 
     def loop() -> None:

@@ -1,0 +1,190 @@
+"""The compiled loops of elimination; :mod:`.elimination` has the algebra, and the tests a plain twin of each."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import njit, prange
+
+from covey._typing import Floats, Ints
+from covey.solvers.blocks import BLOCK
+
+
+@njit(inline="always", error_model="numpy")  # type: ignore[untyped-decorator]
+def _shape_of(shape: Floats, i: int, identity: Floats) -> Floats:
+    if len(shape) == 0:
+        return identity
+    own: Floats = shape[i] if len(shape) > 1 else shape[0]
+    return own
+
+
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def _absorb(A: Floats, b: Floats, scale: float, shape: Floats, q: int, measure: bool, M: Floats) -> float:
+    """Solve ``(I + scale A shape) [C | r] = [A | b]`` by elimination with row pivots; leaves ``[C | r]`` in ``M[:, d:]``.
+
+    Columns of ``shape`` from ``q`` on are zero. Returns the logarithm of the determinant, if it is to be measured.
+    """
+    d = len(b)
+    for a in range(d):
+        for c in range(q):
+            product = A[a, c]
+            if len(shape):
+                product = 0.0
+                for e in range(q):
+                    product += A[a, e] * shape[e, c]
+            M[a, c] = scale * product
+        for c in range(d):
+            M[a, d + c] = A[a, c]
+        if a < q:
+            M[a, a] += 1.0
+        M[a, 2 * d] = b[a]
+    volume = 0.0
+    for p in range(q):
+        best = p
+        for a in range(p + 1, q):
+            if abs(M[a, p]) > abs(M[best, p]):
+                best = a
+        if best != p:
+            for c in range(p, q):
+                M[p, c], M[best, c] = M[best, c], M[p, c]
+            for c in range(d, 2 * d + 1):
+                M[p, c], M[best, c] = M[best, c], M[p, c]
+        if measure:
+            volume += math.log(abs(M[p, p]))
+        for a in range(p + 1, d):
+            factor = M[a, p] / M[p, p]
+            for c in range(p + 1, q):
+                M[a, c] -= factor * M[p, c]
+            for c in range(d, 2 * d + 1):
+                M[a, c] -= factor * M[p, c]
+    for p in range(q - 1, -1, -1):
+        for c in range(d, 2 * d + 1):
+            rest = M[p, c]
+            for a in range(p + 1, q):
+                rest -= M[p, a] * M[a, c]
+            M[p, c] = rest / M[p, p]
+    for a in range(d):
+        for c in range(a):
+            middle = 0.5 * (M[a, d + c] + M[c, d + a])
+            M[a, d + c] = middle
+            M[c, d + a] = middle
+    return volume
+
+
+@njit(parallel=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
+def eliminate(
+    A: Floats, b: Floats, scale: Floats, shape: Floats, q: int, blocks: Ints, C: Floats, r: Floats, c: Floats, volume: Floats,
+    each_C: Floats, each_r: Floats,
+) -> None:  # fmt: skip
+    """Children ``(C, r)`` seen by their parents, summed by block; each child's own in ``each_C``, ``each_r``, if asked for."""
+    d = b.shape[1]
+    for block in prange(len(blocks) - 1):
+        M, identity = np.empty((d, 2 * d + 1)), np.empty((0, 0))
+        for i in range(blocks[block], blocks[block + 1]):
+            if np.isinf(scale[i]):
+                continue
+            S = _shape_of(shape, i, identity)
+            volume[i] = _absorb(A[i], b[i], scale[i], S, q, len(each_C) > 0, M)
+            for a in range(d):
+                for e in range(d):
+                    C[block, a, e] += M[a, d + e]
+                    if len(each_C):
+                        each_C[i, a, e] = M[a, d + e]
+                r[block, a] += M[a, 2 * d]
+                if len(each_r):
+                    each_r[i, a] = M[a, 2 * d]
+                moved = M[a, 2 * d]
+                if len(S):
+                    moved = 0.0
+                    for e in range(q):
+                        moved += S[a, e] * M[e, 2 * d]
+                c[i] -= 0.5 * scale[i] * b[i, a] * moved
+
+
+@njit(parallel=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
+def descend(
+    A: Floats, b: Floats, scale: Floats, shape: Floats, q: int, parent: Ints, x: Floats, t: Floats, force: Floats
+) -> None:
+    """Each child's solution ``t`` given its parent's ``x``, and the force on it."""
+    m, d = b.shape
+    for block in prange((m + BLOCK - 1) // BLOCK):
+        M, identity = np.empty((d, 2 * d + 1)), np.empty((0, 0))
+        for i in range(block * BLOCK, min((block + 1) * BLOCK, m)):
+            j = parent[i]
+            if np.isinf(scale[i]):
+                continue
+            S = _shape_of(shape, i, identity)
+            _absorb(A[i], b[i], scale[i], S, q, False, M)
+            for a in range(d):
+                pull = M[a, 2 * d]
+                for c in range(d):
+                    pull -= M[a, d + c] * x[j, c]
+                force[i, a] = pull
+            for a in range(d):
+                moved = force[i, a]
+                if len(S):
+                    moved = 0.0
+                    for c in range(d):
+                        moved += S[a, c] * force[i, c]
+                t[i, a] = x[j, a] + scale[i] * moved
+
+
+@njit(parallel=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
+def sensitivity(
+    C: Floats, r: Floats, q: int, blocks: Ints, owner: Ints, x: Floats, P: Floats, bend: Floats, pull: Floats
+) -> None:
+    """Sums by block of ``C - C P C`` and of ``f f'``, ``f = r - C x``, for the first ``q`` terms."""
+    d = r.shape[1]
+    for block in prange(len(blocks) - 1):
+        force, half = np.empty(q), np.empty(d)
+        j = owner[block]
+        for i in range(blocks[block], blocks[block + 1]):
+            for a in range(q):
+                force[a] = r[i, a]
+                for c in range(d):
+                    force[a] -= C[i, a, c] * x[j, c]
+            for a in range(q):
+                half[:] = 0.0
+                for e in range(d):
+                    for c in range(d):
+                        half[c] += C[i, a, e] * P[j, e, c]
+                for c in range(a + 1):
+                    through = 0.0
+                    for e in range(d):
+                        through += half[e] * C[i, c, e]
+                    bend[block, a, c] += C[i, a, c] - through
+                    pull[block, a, c] += force[a] * force[c]
+        for a in range(q):
+            for c in range(a):
+                bend[block, c, a] = bend[block, a, c]
+                pull[block, c, a] = pull[block, a, c]
+
+
+@njit(parallel=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
+def posterior(A: Floats, scale: Floats, shape: Floats, parent: Ints, P: Floats, out: Floats) -> None:
+    """``X + J P J'`` with ``X = (I + S A)^-1 S`` and ``J = I - X A``, for each child."""
+    m, d = A.shape[:2]
+    for block in prange((m + BLOCK - 1) // BLOCK):
+        M, S, J, zero, identity = np.empty((d, 2 * d + 1)), np.empty((d, d)), np.empty((d, d)), np.zeros(d), np.eye(d)
+        for i in range(block * BLOCK, min((block + 1) * BLOCK, m)):
+            S[:, :] = scale[i] * _shape_of(shape, i, identity)
+            # The roles of A and S exchanged: (I + S A) X = S, which nothing cancels in, be S singular or large.
+            _absorb(S, zero, 1.0, A[i], d, False, M)
+            for a in range(d):
+                for c in range(d):
+                    out[i, a, c] = M[a, d + c]
+            for a in range(d):  # J = I - X A
+                for c in range(d):
+                    J[a, c] = 1.0 if a == c else 0.0
+                    for e in range(d):
+                        J[a, c] -= out[i, a, e] * A[i, e, c]
+            for a in range(d):
+                for c in range(d):
+                    M[a, c] = 0.0
+                    for e in range(d):
+                        M[a, c] += J[a, e] * P[parent[i], e, c]
+            for a in range(d):
+                for c in range(d):
+                    for e in range(d):
+                        out[i, a, c] += M[a, e] * J[c, e]

@@ -1,0 +1,319 @@
+"""The compiled loops of the randomised algorithms; the tests have a plain twin of each.
+
+``group`` turns random choices into rounds, ``l2gd_move`` and ``al2sgd_plus_move`` move a node's clients, ``check`` sums their
+values and squared gradients, ``project`` and ``draw_row`` prepare.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numba import njit, prange
+
+from covey._typing import Anything, Floats, Ints
+from covey.exact import accumulate_in, accumulate_rows
+from covey.losses.kernels import FASTMATH, GAUSSIAN, exponent, exponentials, slope
+from covey.solvers.blocks import BLOCK
+
+_ROOM = 1024  # rows worked on together: they stay in the second-level cache through a local run
+
+
+# Random numbers: SplitMix64, read at any place of a stream
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def mix(state: Any) -> Any:
+    """53 random bits from ``stream + place * GOLDEN``, for numbers and arrays of ``uint64``."""
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (state ^ (state >> np.uint64(31))) >> np.uint64(11)
+
+
+_mix = njit(inline="always")(mix)
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def draw_row(stream: int, t: int, rows: int) -> int:
+    """A row, uniform, from the client's stream at iteration ``t``."""
+    return int(_mix(stream + np.uint64(t + 1) * GOLDEN) * 2.0**-53 * rows)
+
+
+# Rounds
+
+
+@njit  # type: ignore[untyped-decorator]
+def _everybody(t: int, since: Ints, pending: Ints, place: Ints, start: Ints, steps: Ints) -> int:
+    """A round for all clusters before iteration ``t``, after all their rounds so far."""
+    row = place.max()
+    for j in range(len(place)):
+        start[row, j] = since[j] if pending[j] else t
+        steps[row, j] = pending[j]
+    pending[:], place[:] = 0, row + 1
+    return row  # type: ignore[no-any-return]
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def group(
+    xi0: Anything,
+    xi: Anything,
+    anchor: Anything,
+    merge: bool,
+    start: Ints,
+    steps: Ints,
+    between: Ints,
+    within: Ints,
+    refresh: Anything,
+) -> int:
+    """Fill the rounds of one stretch of coins; returns how many there are."""
+    T, k = xi.shape
+    since, pending = np.zeros(k, dtype=np.int64), np.zeros(k, dtype=np.int64)
+    place = np.zeros(k, dtype=np.int64)  # the round in which each cluster's next exchange will be
+    known = np.zeros(k, dtype=np.bool_)  # no local step since the cluster's last exchange: its mean is known
+    in_run = False  # the last iteration was a head between clusters
+    for t in range(T):
+        if xi0[t] and merge and in_run:
+            between[place[0] - 1] += 1
+        elif xi0[t]:
+            row = _everybody(t, since, pending, place, start, steps)
+            between[row], known[:] = 1, True
+        else:
+            for j in range(k):
+                if not xi[t, j]:
+                    if pending[j] == 0:
+                        since[j] = t
+                    pending[j] += 1
+                    known[j] = False
+                elif merge and known[j]:
+                    within[place[j] - 1, j] += 1
+                else:
+                    row = place[j]
+                    start[row, j], steps[row, j], within[row, j] = (since[j] if pending[j] else t), pending[j], 1
+                    pending[j], place[j], known[j] = 0, row + 1, True
+        in_run = xi0[t]
+        if anchor[t]:
+            row = _everybody(t + 1, since, pending, place, start, steps)
+            refresh[row], known[:], in_run = True, False, False
+    last: int = _everybody(T, since, pending, place, start, steps)
+    return last + 1
+
+
+# Async-L2GD
+
+
+@njit(parallel=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
+def project(
+    values: Floats, vectors: Floats, gradient: Floats, ptr: Ints, own: Floats, curvature: Floats, minimiser: Floats
+) -> None:
+    """Fill a basis from each client's eigenvalues, ascending, and eigenvectors, in columns."""
+    n, d = values.shape
+    for i in prange(n):
+        flat = 8 * d * 2.0**-52 * values[i, d - 1]
+        for c in range(ptr[i], ptr[i + 1]):
+            at = d - (ptr[i + 1] - c)
+            along = 0.0
+            for a in range(d):
+                own[c, a] = vectors[i, a, at]
+                along -= vectors[i, a, at] * gradient[i, a]
+            # Directions in which a client has no rows do not move it; rounding must not make them look a little curved.
+            curved = values[i, at] > flat
+            curvature[c] = values[i, at] if curved else 0.0
+            minimiser[c] = along / values[i, at] if curved else 0.0
+
+
+@njit(parallel=True, cache=True, fastmath=FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
+def l2gd_move(
+    family: int, X: Floats, y: Floats, weights: Floats, offset: Floats, scale: Floats, ridge: float, client_ptr: Ints,
+    closed: bool, basis: Ints, vectors: Floats, curvature: Floats, minimiser: Floats, blocks: Ints, owner: Ints,
+    gamma: Floats, share: Floats, strength: Floats, force: Floats, start: Ints, steps: Ints, local: Floats, step: float,
+    mu: float, switch: int, wanted: Anything, theta: Floats, out: Floats, sums: Ints,
+) -> None:  # fmt: skip
+    """Each block of clients, all of one cluster, is moved by one thread; no bit depends on the threads, nor on the blocks."""
+    d = theta.shape[1]
+    for block in prange(len(owner)):
+        j, first, last = owner[block], blocks[block], blocks[block + 1]
+        for i in range(first, last):
+            for a in range(d):
+                out[i, a] = theta[i, a] - gamma[i] * (strength[j] * theta[i, a] - force[j, a])
+        if steps[j] > 0:
+            eta = np.empty(steps[j])
+            for s in range(steps[j]):
+                t = start[j] + s
+                eta[s] = local[j] * (step if mu == 0.0 or t <= switch else (2.0 * t + 1.0) / ((t + 1.0) ** 2 * mu))
+            if closed:
+                _in_eigenbasis(basis, vectors, curvature, minimiser, eta, first, last, out)
+            else:
+                _step_by_step(family, X, y, weights, offset, scale, ridge, client_ptr, eta, first, last, out)
+        if wanted[j]:
+            accumulate_rows(sums[block], share[first:last], out[first:last])
+
+
+@njit(fastmath=FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
+def _in_eigenbasis(
+    ptr: Ints, vectors: Floats, curvature: Floats, minimiser: Floats, eta: Floats, first: int, last: int, theta: Floats
+) -> None:
+    """``theta += V' ((prod_s (1 - eta_s lambda) - 1) (V theta - minimiser))``."""
+    d = theta.shape[1]
+    keep = np.empty(d)
+    for i in range(first, last):
+        low, high = ptr[i], ptr[i + 1]
+        V, curved, best, r = vectors[low:high], curvature[low:high], minimiser[low:high], high - low
+        keep[:] = 1.0
+        for s in range(len(eta)):
+            for c in range(r):
+                keep[c] *= 1.0 - eta[s] * curved[c]
+        for c in range(r):
+            along = 0.0
+            for a in range(d):
+                along += V[c, a] * theta[i, a]
+            keep[c] = (keep[c] - 1.0) * (along - best[c])
+        for c in range(r):
+            for a in range(d):
+                theta[i, a] += V[c, a] * keep[c]
+
+
+@njit(fastmath=FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
+def _step_by_step(
+    family: int, X: Floats, y: Floats, weights: Floats, offset: Floats, scale: Floats, ridge: float, client_ptr: Ints,
+    eta: Floats, first: int, last: int, theta: Floats,
+) -> None:  # fmt: skip
+    """Gradient steps of some clients, as many at a time as fit the room, columns padded to fours for vector registers."""
+    d = theta.shape[1]
+    width = (d + 3) // 4 * 4
+    room = _ROOM
+    for i in range(first, last):
+        room = max(room, client_ptr[i + 1] - client_ptr[i])
+    x, target, weight, shift = np.zeros((room, width)), np.empty(room), np.ones(room), np.zeros(room)
+    margin, argument, whole, power = np.empty(room), np.empty(room), np.empty(room), np.zeros(room)
+    t = np.zeros((last - first, width))
+    i = first
+    while i < last:
+        stop, base = i, client_ptr[i]
+        while stop < last and client_ptr[stop + 1] - base <= room:
+            stop += 1
+        m = client_ptr[stop] - base
+        for r in range(m):
+            target[r] = y[base + r]
+            for a in range(d):
+                x[r, a] = X[base + r, a]
+        if len(weights) > 0:
+            weight[:m] = weights[base : base + m]
+        if len(offset) > 0:
+            shift[:m] = offset[base : base + m]
+        for c in range(i, stop):
+            for a in range(d):
+                t[c - i, a] = theta[c, a]
+        for s in range(len(eta)):
+            for c in range(i, stop):
+                low, high = client_ptr[c] - base, client_ptr[c + 1] - base
+                t0, t1, t2, t3 = t[c - i, 0], t[c - i, 1], t[c - i, 2], t[c - i, 3]
+                for r in range(low, high):
+                    margin[r] = shift[r] + ((t0 * x[r, 0] + t1 * x[r, 1]) + (t2 * x[r, 2] + t3 * x[r, 3]))
+                for a in range(4, width, 4):
+                    t0, t1, t2, t3 = t[c - i, a], t[c - i, a + 1], t[c - i, a + 2], t[c - i, a + 3]
+                    for r in range(low, high):
+                        margin[r] += (t0 * x[r, a] + t1 * x[r, a + 1]) + (t2 * x[r, a + 2] + t3 * x[r, a + 3])
+            if family != GAUSSIAN:
+                for r in range(m):
+                    argument[r] = exponent(family, margin[r])
+                exponentials(argument, m, whole, power)
+            for r in range(m):
+                margin[r] = weight[r] * slope(family, margin[r], target[r], power[r])
+            for c in range(i, stop):
+                low, high = client_ptr[c] - base, client_ptr[c + 1] - base
+                for a in range(0, width, 4):
+                    g0, g1, g2, g3 = 0.0, 0.0, 0.0, 0.0
+                    for r in range(low, high):
+                        g0 += margin[r] * x[r, a]
+                        g1 += margin[r] * x[r, a + 1]
+                        g2 += margin[r] * x[r, a + 2]
+                        g3 += margin[r] * x[r, a + 3]
+                    t[c - i, a] -= eta[s] * (scale[c] * g0 + ridge * t[c - i, a])
+                    t[c - i, a + 1] -= eta[s] * (scale[c] * g1 + ridge * t[c - i, a + 1])
+                    t[c - i, a + 2] -= eta[s] * (scale[c] * g2 + ridge * t[c - i, a + 2])
+                    t[c - i, a + 3] -= eta[s] * (scale[c] * g3 + ridge * t[c - i, a + 3])
+        for c in range(i, stop):
+            for a in range(d):
+                theta[c, a] = t[c - i, a]
+        i = stop
+
+
+# Async-AL2SGD+
+
+
+@njit(parallel=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
+def al2sgd_plus_move(
+    family: int, X: Floats, target: Floats, weights: Floats, offset: Floats, scale: Floats, ridge: float, client_ptr: Ints,
+    streams: Anything, blocks: Ints, owner: Ints, gamma: Floats, share: Floats, strength: Floats, force: Floats,
+    heads: Anything, start: Ints, steps: Ints, local: Floats, pace: tuple[float, float, float, float, float],
+    wanted: Anything, x: Floats, gradient: Floats, y: Floats, z: Floats, y_out: Floats, z_out: Floats, sums: Ints,
+) -> None:  # fmt: skip
+    """Each block of clients, all of one cluster, is moved by one thread; no bit depends on the threads, nor on the blocks."""
+    d = x.shape[1]
+    eta, a1, a2, b1, b2 = pace
+    for block in prange(len(owner)):
+        j = owner[block]
+        first, last = blocks[block], blocks[block + 1]
+        theta, g, ends = np.empty(d), np.empty(d), np.empty((last - first if wanted[j] else 0, d))
+        for i in range(first, last):
+            rows = client_ptr[i + 1] - client_ptr[i]
+            for a in range(d):
+                y_out[i, a] = y[i, a]
+                z_out[i, a] = z[i, a]
+            for s in range(-1 if heads[j] else 0, steps[j]):
+                for a in range(d):
+                    theta[a] = a1 * z_out[i, a] + a2 * x[i, a] + (1.0 - a1 - a2) * y_out[i, a]
+                    g[a] = gradient[i, a]
+                if s < 0:
+                    for a in range(d):
+                        g[a] += gamma[i] * (strength[j] * (theta[a] - x[i, a]) - force[j, a])
+                else:
+                    for a in range(d):
+                        g[a] += local[j] * ridge * (theta[a] - x[i, a])
+                    if rows > 0:
+                        row = client_ptr[i] + draw_row(streams[i], start[j] + s, rows)
+                        shift = offset[row] if len(offset) > 0 else 0.0
+                        at_theta, at_x = shift, shift
+                        for a in range(d):
+                            at_theta += X[row, a] * theta[a]
+                            at_x += X[row, a] * x[i, a]
+                        here = slope(family, at_theta, target[row], _power(family, at_theta))
+                        there = slope(family, at_x, target[row], _power(family, at_x))
+                        size = local[j] * rows * scale[i] * (weights[row] if len(weights) > 0 else 1.0)
+                        for a in range(d):
+                            g[a] += size * (here - there) * X[row, a]
+                for a in range(d):
+                    y_out[i, a] = theta[a] - eta * g[a]
+                    z_out[i, a] = b1 * z_out[i, a] + (1.0 - b1) * theta[a] + b2 / eta * (y_out[i, a] - theta[a])
+            if wanted[j]:
+                for a in range(d):
+                    ends[i - first, a] = a1 * z_out[i, a] + a2 * x[i, a] + (1.0 - a1 - a2) * y_out[i, a]
+        if wanted[j]:
+            accumulate_rows(sums[block], share[first:last], ends)
+
+
+@njit(inline="always", error_model="numpy")  # type: ignore[untyped-decorator]
+def _power(family: int, margin: float) -> float:
+    return 1.0 if family == GAUSSIAN else math.exp(exponent(family, margin))
+
+
+# Checks
+
+
+@njit(parallel=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
+def check(
+    own: Floats, gradient: Floats, gamma: Floats, theta: Floats, parent: Ints, w: Floats, value: Ints, squared: Ints
+) -> None:
+    """Each client's value and squared gradient, in the order of its coefficients, go into the digits of its block."""
+    n, d = theta.shape
+    for block in prange(len(value)):
+        for i in range(block * BLOCK, min(n, (block + 1) * BLOCK)):
+            apart, steep = 0.0, 0.0
+            for a in range(d):
+                away = theta[i, a] - w[parent[i], a]
+                apart += away * away
+                steep += (gradient[i, a] + gamma[i] * away) ** 2
+            accumulate_in(value, block, own[i] + 0.5 * gamma[i] * apart)
+            accumulate_in(squared, block, steep)
