@@ -66,17 +66,6 @@ def nearest(name: object, known: Iterable[object]) -> str | None:
     return near[0] if near else None
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The nearest name that there is, or all of them: the end of a sentence about one that there is not.
-
-    >>> did_you_mean("lamda", ["gamma", "lambda"]), did_you_mean("x", ["a", "b"])
-    ("did you mean 'lambda'?", "there are 'a', 'b'.")
-    """
-    names = list(known)
-    near = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"there are {listing(names, 50)}."
-
-
 def one_of(argument: str, value: object, choices: Iterable[str]) -> CoveyError:
     """The error for an option outside its vocabulary."""
     words = ", ".join(repr(choice) for choice in choices)

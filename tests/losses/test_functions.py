@@ -298,6 +298,6 @@ def test_newton_moves_where_every_row_is_flat(huber):
     y[rng.random(600) < 0.2] += 5000.0
     data = GroupedData.from_arrays(X, y, client, client // 5)
     assert not huber.functions["curvature"](np.full(600, y.mean()), y).any()
-    fit = newton(data, huber, Penalty.of(data.hierarchy, gamma=3.0, lam=2.0))
+    fit = minimise(data, huber, Penalty.of(data.hierarchy, gamma=3.0, lam=2.0), solver="newton")
     assert fit.convergence.converged
     np.testing.assert_allclose(fit.wbar, [1000.0, 2.0], atol=0.6)
