@@ -27,7 +27,7 @@ from covey.federation.operator.report import costs, planned, size, who
 from covey.federation.operator.settings import DEFAULTS
 from covey.federation.privacy.sweeps import Privacy
 from covey.federation.simulate import simulate
-from covey.model.files import load_model, spec_from_json, spec_to_json
+from covey.model.files import load_model
 from covey.problem.spec import Spec
 from covey.records import decode, encode
 from covey.solvers.costs import BANDWIDTH, LATENCY
@@ -247,8 +247,8 @@ def test_a_listed_site_that_is_not_there_is_noticed():
 def test_penalties_of_clusters_that_are_dates_travel():
     gamma = {date(2024, 5, 12): 1.0, date(2024, 5, 13): math.inf}
     asked = Spec(**{**GIVEN, "gamma": gamma, "lam": [1.0, math.inf]})
-    assert spec_from_json(decode(encode(spec_to_json(asked)))) == asked
-    assert spec_from_json(json.loads(json.dumps(spec_to_json(asked)))) == asked
+    assert Spec.from_json(decode(encode(asked.to_json()))) == asked
+    assert Spec.from_json(json.loads(json.dumps(asked.to_json()))) == asked
 
 
 def test_the_help_names_the_defaults_that_hold():

@@ -11,8 +11,8 @@ from covey.federation.operator.coordinator import RunSettings
 from covey.federation.operator.operate import run_fit
 from covey.federation.site.site import Site
 from covey.federation.wire.transport import InProcess
-from covey.model.model import fit_table
 from covey.problem.spec import Spec
+from tests.fits import fit_table
 
 FAMILIES = ("gaussian", "bernoulli", "poisson")
 

@@ -11,9 +11,9 @@ from covey.federation.operator.agreement import Profile, _levels, check_tags, di
 from covey.federation.operator.coordinator import RunSettings
 from covey.federation.operator.members import Members
 from covey.federation.site.table import profile_of
-from covey.model.model import fit_table
 from covey.records import decode, encode
 from tests.federation.sites import Meddling, by_turns, dealt, fit, sites_of, spec, table
+from tests.fits import fit_table
 
 FRAME = table(21)
 NUMBER = pl.col("client").str.slice(1).cast(pl.Int64)

@@ -12,10 +12,10 @@ from covey.datasets import load_radon
 from covey.federation.operator.coordinator import RunSettings
 from covey.federation.simulate import simulate
 from covey.model.files import load_model
-from covey.model.model import fit_table
 from covey.model.summary import describe
 from covey.problem.spec import Spec
 from tests.federation.sites import FAMILIES, assert_same, by_turns, dealt, fit, in_memory, sites_of, spec, spread, table, thetas
+from tests.fits import fit_table
 
 
 @pytest.mark.parametrize("secure", [False, True])

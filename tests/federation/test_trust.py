@@ -15,9 +15,9 @@ from covey.federation.operator.operate import run_fit
 from covey.federation.site.site import Site, open_site
 from covey.federation.wire.letters import Letter
 from covey.federation.wire.transport import InProcess
-from covey.model.files import spec_to_json
 from covey.records import RecordError, decode, encode
 from covey.tables.design import Formula
+from covey.tables.formula import Terms
 from tests.federation.sites import Meddling, assert_same, by_turns, dealt, fit, in_memory, sites_of, spec, table, thetas
 
 FRAME = table(41, clients=24)
@@ -27,7 +27,7 @@ LEARNS = {"gamma": None, "lam": None}
 def greeted(asked, **settings):
     """What one site answers to a hello."""
     site = Site("s", lambda _: FRAME, **{"minimum": 3, **settings})
-    hello = Hello(__version__, spec_to_json(asked))
+    hello = Hello(__version__, asked.to_json())
     return decode(site.answer(encode(Letter("run", 0, 0, "hello", hello))))
 
 
@@ -63,7 +63,7 @@ def test_a_site_answers_about_its_own_columns_and_clients_only():
 
 def test_a_design_of_other_columns_than_the_formula_is_refused():
     """A coordinator that deviates: it asks about columns that the site lets be asked about, and reads others."""
-    other = Formula.of("x + I(weight**2)", ["x", "weight"], {}).to_json()
+    other = Formula.of(Terms.parse("x + I(weight**2)"), ["x", "weight"], {}).to_json()
     own = {"client": "client", "columns": ["y", "x", "cluster"]}
     sites = sites_of(by_turns(FRAME, 3), **own)
 
@@ -126,7 +126,7 @@ def test_a_fault_of_the_program_is_in_the_sites_own_log(capsys):
         raise ZeroDivisionError("a value of a row")
 
     site = Site("s", broken)
-    reply = decode(site.answer(encode(Letter("run", 0, 0, "hello", Hello(__version__, spec_to_json(spec()))))))
+    reply = decode(site.answer(encode(Letter("run", 0, 0, "hello", Hello(__version__, spec().to_json())))))
     assert (reply.body.reason, "a value" in reply.body.sentence) == ("broken", False)
     assert "ZeroDivisionError: a value of a row" in capsys.readouterr().err
 
@@ -270,7 +270,7 @@ def test_the_order_of_pandas_categories_is_kept():
     pandas = FRAME.to_pandas()
     pandas["z"] = pandas["z"].astype("category").cat.reorder_categories(["z2", "z0", "z1"])
     from covey.federation.simulate import simulate
-    from covey.model.model import fit_table
+    from tests.fits import fit_table
 
     run = simulate(pandas, spec(), sites=2)
     assert run.outcome.model.terms == fit_table(pandas, spec()).terms

@@ -10,6 +10,7 @@ import typer
 from covey.cli import _options
 
 
+@_options.from_settings(*_options.FITTING, penalty="How to learn penalties: reml or ml.", seed="Seed of random choices.")
 def federate(
     words: Annotated[
         list[str],
@@ -18,28 +19,7 @@ def federate(
     simulate: Annotated[int | None, typer.Option(help="Deal the clients out to so many sites on this machine.")] = None,
     by: Annotated[str | None, typer.Option(help="To simulate: the column that says at which site a row is.")] = None,
     link: Annotated[str | None, typer.Option(help="To deploy: the link, as Flower's config.toml names it.")] = None,
-    client: _options.Client = None,
-    cluster: _options.Cluster = None,
-    family: _options.Family = "gaussian",
-    penalty: Annotated[str, typer.Option(help="How to learn penalties: reml or ml.")] = "auto",
-    vary: _options.Vary = None,
-    covariance: _options.Covariance = None,
-    per_cluster: _options.PerCluster = False,
-    tests: _options.Tests = True,
-    gamma: _options.Gamma = None,
-    lam: _options.Lam = None,
-    alpha: _options.Alpha = None,
-    reduction: _options.Reduction = "sum",
-    weights: _options.Weights = None,
-    offset: _options.Offset = None,
-    standardize: _options.Standardize = False,
-    ridge: _options.Ridge = 0.0,
-    james_stein: _options.JamesStein = False,
-    solver: _options.Solver = "auto",
-    option: _options.Option = None,
-    tol: _options.Tol = 1e-8,
-    max_iter: _options.MaxIter = None,
-    seed: Annotated[int, typer.Option(help="Seed of the coins.")] = 0,
+    spec: Any = None,
     sites: Annotated[str | None, typer.Option(help="To deploy: how many sites must be there, or their names: a,b,c.")] = None,
     members: Annotated[Path | None, typer.Option(help="Table of site, cluster and perhaps client: who may bring whom.")] = None,
     minimum: Annotated[int | None, typer.Option(help="To simulate: clients that must stand behind each sum (1).")] = None,
@@ -84,28 +64,7 @@ def federate(
         raise CoveyError(f"covey federate needs {needed}; got {len(words)} arguments: {' '.join(words)[:80]!r}.")
     settings: dict[str, Any] = {
         "formula": words[-1],
-        "client": client,
-        "cluster": cluster,
-        "family": family,
-        "penalty": penalty,
-        "vary": vary,
-        "covariance": covariance,
-        "per_cluster": per_cluster,
-        "tests": tests,
-        "gamma": gamma,
-        "lam": lam,
-        "alpha": alpha,
-        "reduction": reduction,
-        "weights": weights,
-        "offset": offset,
-        "standardize": standardize,
-        "ridge": ridge,
-        "james_stein": james_stein,
-        "solver": solver,
-        "options": _options.settings_of(option) or None,
-        "tol": tol,
-        "max_iter": max_iter,
-        "seed": seed,
+        **{name: getattr(spec, name) for name in _options.FITTING},
         "members": None if members is None else str(members),
         "secure": secure,
         "epsilon": epsilon,
@@ -140,12 +99,13 @@ def _simulate(data: str, settings: dict[str, Any], sites: int | str, minimum: in
     from covey.federation.simulate import simulate
     from covey.model.files import check_target, is_model
     from covey.model.summary import summary
+    from covey.problem.problem import resolve
     from covey.tables.rows import read_table
 
     spec, terms = spec_of(settings), terms_of(settings)
     place = None if out is None else check_target(out / "operator")
     with working("reading the table") as say:
-        settled = spec.settled()
+        settled = resolve(spec).spec
         table = read_table(data, ids=[settled.client, settled.cluster])
         run = simulate(
             table,

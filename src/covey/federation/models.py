@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from covey.federation.operator.agreement import Agree, Deliver
-from covey.fitting.learning import Fitted
-from covey.model.files import save_model, spec_from_json
-from covey.model.model import Elsewhere, Model
+from covey.fitting.fit import nobody, without_clients
+from covey.model.files import save_model
+from covey.model.model import Elsewhere, Fitted, Model, assemble
 from covey.nodes.node import Node
 from covey.objective.penalty import Penalty
-from covey.solvers.result import Convergence
-from covey.tables.design import Design, plain_design_from_json
+from covey.problem.problem import Classes, Problem, resolve
+from covey.problem.spec import Spec
+from covey.solvers.result import Convergence, Fit
+from covey.tables.design import plain_design_from_json
 from covey.tables.scaling import Scale
-from covey.tree.hierarchy import Hierarchy
 from covey.variance.components import Components, Whole
 from covey.variance.frame import node_learned
 
@@ -33,26 +34,17 @@ def site_model(node: Node, agreed: Agree, delivered: Deliver) -> Model:
     if known is not None:
         whole = Whole.from_json(known["whole"])
         learned = node_learned(node, Components.from_json(known["components"]), np.array(known["covariance"]), whole)
-    return Model(
-        spec_from_json(agreed.spec),
-        _design(agreed, node.find(Scale)),
-        tree,
-        node.coefficients(),
-        delivered.w,
-        delivered.wbar,
-        data.rows_per_client,
-        Convergence(**delivered.convergence),
-        penalty,
-        None if agreed.classes is None else np.array(agreed.classes),
-        data.offset is not None,
-        learned=learned,
-    )
+    fit = Fit(node.coefficients(), delivered.w, delivered.wbar, Convergence(**delivered.convergence))
+    problem = _problem(agreed, node.find(Scale), data.offset is not None)
+    return assemble(problem, Fitted(fit, penalty, learned), tree, data.rows_per_client)
 
 
-def _design(agreed: Agree, scale: Scale | None) -> Design:
+def _problem(agreed: Agree, scale: Scale | None, has_offset: bool) -> Problem:
     """What sites agreed on, for rows as they are."""
-    design = plain_design_from_json(agreed.design)
-    return design if scale is None else scale.design(design)
+    draft = resolve(Spec.from_json(agreed.spec))
+    design = plain_design_from_json(agreed.design, None if draft.formula is None else draft.formula.common)
+    classes = None if agreed.classes is None else Classes.of(np.array(agreed.classes))
+    return draft.of_design(design if scale is None else scale.design(design), classes, has_offset, draft.spec.nested)
 
 
 def keep_model(node: Node, agreed: Agree, delivered: Deliver, path: Path) -> None:
@@ -62,23 +54,6 @@ def keep_model(node: Node, agreed: Agree, delivered: Deliver, path: Path) -> Non
 
 def operator_model(federation: Federation, fitted: Fitted) -> Model:
     """The models of the clusters and of the whole; the clients' stay at their sites."""
-    agreed, fit, k = federation.agreed, fitted.fit, federation.tree.n_clusters
-    nobody = Hierarchy(np.zeros(k + 1, dtype=np.int64), federation.tree.client_ids[:0], federation.tree.cluster_ids)
-    given = fitted.penalty
-    return Model(
-        spec_from_json(agreed.spec),
-        _design(agreed, federation.scale),
-        nobody,
-        np.empty((0, len(fit.wbar))),
-        fit.w,
-        fit.wbar,
-        np.empty(0, dtype=np.int64),
-        fit.convergence,
-        None if given is None else Penalty(given.gamma[:0], given.lam, given.cluster_gamma),
-        None if agreed.classes is None else np.array(agreed.classes),
-        federation.spec.offset is not None,
-        fit.history,
-        fit.ledger,
-        fitted.learned,
-        Elsewhere(federation.roster, federation.totals.clients, federation.totals.rows),
-    )
+    problem = _problem(federation.agreed, federation.scale, federation.spec.offset is not None)
+    elsewhere = Elsewhere(federation.roster, federation.totals.clients, federation.totals.rows)
+    return assemble(problem, without_clients(fitted), nobody(federation.tree), np.empty(0, dtype=np.int64), elsewhere)

@@ -18,7 +18,9 @@ from covey.federation.privacy.sweeps import seeded_normal
 from covey.federation.site.site import Site
 from covey.federation.site.table import profile_of
 from covey.federation.wire.transport import InProcess
-from covey.model.model import Model, as_frame
+from covey.model.model import Model
+from covey.problem.problem import resolve
+from covey.problem.reading import as_frame
 from covey.problem.spec import Spec
 from covey.tables.design import column
 from covey.tree.ids import encode, lookup
@@ -116,7 +118,7 @@ def _check_whole(table: Any, spec: Spec) -> None:
 
 def deal(table: Any, spec: Spec, sites: int | str) -> dict[str, Any]:
     """The rows of each site."""
-    frame, settled = as_frame(table), spec.settled()
+    frame, settled = as_frame(table), resolve(spec).spec
     if settled.client is None:
         raise DataError("Say which column holds the clients: client=, or a formula with (terms | cluster/client).")
     if isinstance(sites, str):

@@ -29,11 +29,11 @@ from covey.exact import Exact
 from covey.federation.operator.members import Members, plain_ids
 from covey.federation.privacy.sweeps import Privacy
 from covey.losses import Loss
-from covey.model.files import spec_to_json
+from covey.problem.problem import Problem, resolve
 from covey.problem.spec import Spec
 from covey.records import Record, Reply
-from covey.tables.bars import split_bars
-from covey.tables.design import Formula, split_formula
+from covey.tables.design import Formula
+from covey.tables.formula import ParsedFormula
 
 _TYPES: dict[str, Any] = {
     "integers": pl.Int64,
@@ -169,11 +169,11 @@ class Deliver(Record):
 # For both
 
 
-def sides_of(spec: Spec) -> tuple[str, str]:
-    lhs, rhs = split_formula(spec.formula) if spec.formula is not None else (None, "")
-    if lhs is None:
+def formula_of(problem: Problem) -> ParsedFormula:
+    """The formula, which across sites names the response too."""
+    if problem.formula is None or problem.formula.response is None:
         raise FormulaError("Across sites a formula names the response and the terms: write 'response ~ terms'.")
-    return lhs, rhs
+    return problem.formula
 
 
 def digests(ids: Iterable[Any], salt: str) -> Anything:
@@ -213,23 +213,24 @@ def agree(
             )
         members.check_clusters(site, profile.clusters)
     _check_kinds(profiles)
-    _, rhs = sides_of(spec.settled())
+    draft = resolve(spec)
+    formula = formula_of(draft)
     first = next(iter(profiles.values()))
     columns = list(first.kinds)
-    lhs = sides_of(spec.settled())[0]
+    lhs = formula.response or ""
     if private is not None:
         _check_listed([lhs] * spec.loss.two_classes + [c for c in columns if first.kinds[c] == "categories"], categories)
     levels = {name: _levels(name, profiles, categories) for name in columns if first.kinds[name] == "categories"}
-    design = Formula.of(split_bars(rhs)[0], columns, levels)
+    design = Formula.of(formula.common, columns, levels)
     clusters = revive({each for profile in profiles.values() for each in profile.clusters}, first.ids["cluster"]).sort()
-    settled = spec.settled()
+    settled = draft.spec
     if settled.nested:
         settled = replace(settled, nested=any(profile.repeated for profile in profiles.values()))
     classes = _classes(
         profiles if private is None else {"the operator": replace(first, classes=tuple(categories.get(lhs, ())))}
     )
     return Agree(
-        spec_to_json(settled),
+        settled.to_json(),
         design.to_json(),
         tuple(plain_ids(clusters)),
         first.ids["cluster"],

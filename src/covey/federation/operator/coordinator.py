@@ -53,8 +53,8 @@ from covey.federation.privacy.sweeps import Privacy
 from covey.federation.wire.letters import Letter, join
 from covey.federation.wire.transport import Failure, Transport
 from covey.losses import Loss
-from covey.model.files import spec_to_json
 from covey.nodes.messages import Batch, Message, Standardise
+from covey.problem.problem import resolve
 from covey.problem.spec import Spec
 from covey.records import decode, encode
 from covey.tables.scaling import Scale
@@ -165,7 +165,7 @@ class Federation:
             sealed = self._once("salt", {maker: self._letter("salt", DrawSalt(agreed.keys))}, _by_site)[maker]
             seals = {site: f"{maker}:{text}" for site, text in sealed.items()}
         found = self._join(agreed, seals)
-        if shared(_tags(found)) and self.spec.settled().nested and not agreed.spec["nested"]:
+        if shared(_tags(found)) and resolve(self.spec).spec.nested and not agreed.spec["nested"]:
             # The same ids at two sites, in clusters of their own: the formula says that they are different clients.
             agreed = replace(agreed, spec={**agreed.spec, "nested": True})
             self._next_epoch()
@@ -201,6 +201,10 @@ class Federation:
         found: dict[str, Joined]
         found, self.totals = self._once("agree", letters if self.how.secure else {"": letters[self.roster[0]]}, self._joined)
         return found
+
+    def clients(self) -> None:
+        """The clients' models stay at their sites."""
+        return
 
     def ask(self, request: Message[R]) -> R:
         """One exchange with every site; the sum of their replies."""
@@ -250,7 +254,7 @@ class Federation:
 
     @property
     def _greeting(self) -> tuple[Any, ...]:
-        return __version__, spec_to_json(self.spec), self.how.secure, self.how.private
+        return __version__, self.spec.to_json(), self.how.secure, self.how.private
 
     def _salt(self, seals: Mapping[str, str], site: str) -> str:
         return seals.get(site, "") if self.how.secure else str(self.journal.head["salt"])

@@ -18,9 +18,10 @@ from covey.federation.operator.report import report
 from covey.federation.operator.settings import named, roster_of, spec_of, terms_of
 from covey.federation.privacy.accounting import check_spec, fit_privately, promised, statement
 from covey.federation.wire.transport import Transport
-from covey.fitting.learning import Fitted, check_across, fit_across
-from covey.model.files import check_target, learned_to_json, save_model, spec_to_json
-from covey.model.model import Model
+from covey.fitting.fit import check_elsewhere, check_solver, learn
+from covey.model.files import check_target, learned_to_json, save_model
+from covey.model.model import Fitted, Model
+from covey.problem.problem import resolve
 from covey.problem.spec import Spec
 from covey.tables.design import design_from_json
 
@@ -73,7 +74,8 @@ def run_fit(
     say : told what is being done, for a live line
     """
     spec.check()
-    check_across(spec)
+    check_solver(spec)
+    check_elsewhere(spec)
     if terms.secure and terms.members.clients:
         raise FederationError(
             "Under masks the coordinator cannot check clients' ids against its list; leave the column client out of it, or "
@@ -85,7 +87,7 @@ def run_fit(
         check_spec(spec)
     about = {
         "covey": __version__,
-        "spec": spec_to_json(spec),
+        "spec": spec.to_json(),
         "roster": tuple(sorted(roster)),
         "secure": terms.secure,
         "private": terms.private,
@@ -151,11 +153,12 @@ def _is_of_no_use(book: Journal, problem: BaseException) -> bool:
 
 def _fit(federation: Federation, spec: Spec) -> Fitted:
     federation.open()
-    settled = spec.settled()
+    draft = resolve(spec)
     stated = _stated(federation)
     if federation.how.private is not None and stated is not None:
-        return promised(fit_privately(federation, settled, federation.how.private), stated)
-    return fit_across(federation, settled, settled.varying(design_from_json(federation.agreed.design)))
+        return promised(fit_privately(federation, draft.spec, federation.how.private), stated)
+    design = design_from_json(federation.agreed.design, None if draft.formula is None else draft.formula.common)
+    return learn(federation, draft.of_design(design, None, spec.offset is not None, draft.spec.nested))
 
 
 def _stated(federation: Federation) -> dict[str, Any] | None:

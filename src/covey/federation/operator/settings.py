@@ -15,9 +15,9 @@ from covey.federation.operator.coordinator import RunSettings
 from covey.federation.operator.members import Members
 from covey.federation.privacy.accounting import privacy_of
 from covey.federation.wire.transport import Transport
+from covey.fitting.fit import check_solver
 from covey.problem.spec import Spec
-from covey.tables.bars import split_bars
-from covey.tables.design import check_formula, split_formula
+from covey.tables.formula import parse_formula
 
 DEFAULTS: dict[str, Any] = {"timeout": RunSettings.timeout, "retries": RunSettings.retries, "pause": 20.0, "wait": 60.0}
 """What holds across machines unless an operator says otherwise, by ``flwr run`` and ``covey federate`` alike: seconds, but for
@@ -79,6 +79,7 @@ def spec_of(settings: Mapping[str, Any]) -> Spec:
         chosen["vary"] = [each.strip() for each in chosen["vary"].split(",")]
     spec = Spec(**chosen)
     spec.check()
+    check_solver(spec)
     return spec
 
 
@@ -119,10 +120,9 @@ def categories_of(settings: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def _columns_of(formula: str) -> list[str]:
     """The columns on both sides of a formula, and perhaps the names of functions of them."""
-    response, terms = split_formula(formula)
-    sides = [split_bars(terms)[0], *([] if response is None else [f"0 + {response}"])]
-    factors = [factor for side in sides for factor in check_formula(side)]
-    return [name for text, plain in factors for name in ([text] if plain else re.findall(r"[^\W\d]\w*", text))]
+    factors = parse_formula(formula).factors
+    words = [[each.expression] if each.kind == "lookup" else re.findall(r"[^\W\d]\w*", each.expression) for each in factors]
+    return [name for found in words for name in found]
 
 
 def expected_of(settings: Mapping[str, Any], members: Members) -> tuple[str, ...] | int:

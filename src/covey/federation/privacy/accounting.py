@@ -25,8 +25,8 @@ from typing import Any
 
 from covey.errors import SolverError
 from covey.federation.privacy.sweeps import Privacy, cluster_gammas, private_across
-from covey.fitting.learning import Fitted
 from covey.losses import FAMILIES
+from covey.model.model import Fitted
 from covey.nodes.messages import SetGamma
 from covey.nodes.network import Network
 from covey.objective.penalty import Penalty

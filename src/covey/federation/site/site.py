@@ -34,13 +34,12 @@ from covey.federation.site.budget import Budget, releases
 from covey.federation.site.files import alone, own_folder, write_whole
 from covey.federation.site.table import check_design, counts, grouped, joined, profile_of, totals, unspoken
 from covey.federation.wire.letters import Letter, Refusal, split
-from covey.model.files import check_target, spec_from_json
+from covey.model.files import check_target
 from covey.nodes.node import Node, Snapshot
+from covey.problem.problem import resolve
 from covey.problem.spec import Spec
 from covey.records import decode, encode
 from covey.solvers.threads import threads_for
-from covey.tables.bars import split_bars
-from covey.tables.design import check_formula, split_formula
 from covey.tables.rows import GroupedData, read_table
 from covey.tables.scaling import Scale
 
@@ -175,7 +174,7 @@ class Site:
         if hello.version != __version__:
             raise FederationError(f"This site runs covey {__version__}, the coordinator {hello.version}; install the same.")
         self.budget.admit(hello.private, asked.run, asked.epoch)
-        spec = spec_from_json(hello.spec)
+        spec = Spec.from_json(hello.spec)
         self._check_columns(spec)
         self._check_models()  # before the fit, not after it
         if self.secure and not hello.secure:
@@ -203,7 +202,7 @@ class Site:
         if self.name not in agreed.roster:
             raise FederationError(f"Site {self.name!r} is not on the roster of this run.")
         self.budget.admit(agreed.private, asked.run, asked.epoch)
-        self._check_columns(spec_from_json(agreed.spec))
+        self._check_columns(Spec.from_json(agreed.spec))
         check_design(agreed)
         if (run.private or self.secure) and not agreed.keys:
             raise FederationError("This run began under masks, and goes on under masks or not at all; start a new run.")
@@ -214,14 +213,14 @@ class Site:
             if sealed and not run.salt:
                 maker, _, text = sealed.rpartition(":")
                 run.salt = open_sealed(shared[maker], bytes.fromhex(text), f"salt for {self.name}").hex()
-        data = grouped(self._table(spec_from_json(agreed.spec)), agreed)
+        data = grouped(self._table(Spec.from_json(agreed.spec)), agreed)
         self._check_minimum(data)
         run.agreed, run.rows = agreed, _digest(data)
         if agreed.private is not None:
             self.budget.remember(agreed.private, asked.run, asked.epoch, run.rows, again=asked.mute)
         run.node = None
         run.epochs = (*run.epochs, agreed.roster)
-        spec = spec_from_json(agreed.spec)
+        spec = Spec.from_json(agreed.spec)
         self._nodes[asked.run] = Node(data, spec.loss, np.ones(data.n_clients), draw=self._draw)
         first = totals(data, standardize=spec.standardize) if agreed.private is None else counts(data)
         shown = joined(data, run.salt if agreed.keys else agreed.salt, agreed, run.rows)
@@ -238,21 +237,16 @@ class Site:
 
     def _check_columns(self, spec: Spec) -> None:
         """Refuse columns that the site does not let be asked about, and other clients than it has."""
-        settled = spec.settled()
+        problem = resolve(spec)
+        settled = problem.spec
         if self.client is not None and settled.client != self.client:
             raise FederationError(f"The clients of this site are in column {self.client!r}, not {settled.client!r}.")
         if self.columns is None:
             return
-        if spec.formula is None:
+        if problem.formula is None:
             return
-        lhs, rhs = split_formula(spec.formula)
         named = {settled.client, settled.cluster, settled.weights, settled.offset} - {None}
-        named |= {
-            name
-            for side in (f"0 + {lhs}", split_bars(rhs)[0])
-            for name, plain in check_formula(side)
-            if self._plain(name, plain)
-        }
+        named |= {each.expression for each in problem.formula.factors if self._plain(each.expression, each.kind == "lookup")}
         odd = sorted(str(name) for name in named - {*self.columns, self.client})
         if odd:
             raise FederationError(f"This site does not answer about column {odd[0]!r}; ask about {listing(self.columns, 8)}.")
@@ -330,13 +324,13 @@ class Site:
     # What it remembers
 
     def _table(self, spec: Spec) -> Any:
-        return self._read(spec.settled())
+        return self._read(resolve(spec).spec)
 
     def _node(self, name: str, run: Run) -> Node:
         if run.agreed is None:
             raise FederationError("This site has not joined the run.")
         if name not in self._nodes:
-            spec = spec_from_json(run.agreed.spec)
+            spec = Spec.from_json(run.agreed.spec)
             data = grouped(self._table(spec), run.agreed)
             if _digest(data) != run.rows:
                 raise FederationError("The table has changed since the run began; put it back, or start a new run.")

@@ -21,16 +21,16 @@ from covey.federation.operator.agreement import (
     SiteTotals,
     cluster_ids,
     digests,
+    formula_of,
     in_order,
     keyed,
-    sides_of,
 )
 from covey.federation.operator.members import plain_ids
-from covey.model.files import spec_from_json
-from covey.model.model import as_frame, encode_known, series_values
+from covey.problem.problem import resolve
+from covey.problem.reading import as_frame, encode_known, series_values
 from covey.problem.spec import Spec
-from covey.tables.bars import compose, repeats, split_bars
-from covey.tables.design import Formula, column, design_from_json, numeric, response
+from covey.tables.bars import compose, repeats
+from covey.tables.design import Formula, column, design_from_json, inspect, numeric, response
 from covey.tables.rows import GroupedData
 from covey.tables.scaling import moments
 from covey.tree.hierarchy import Hierarchy
@@ -42,14 +42,15 @@ def profile_of(table: Any, spec: Spec, key: str = "", minimum: int = 1) -> Profi
 
     What fewer than ``minimum`` clients have, a cluster, a category or a class, is not told either.
     """
-    frame, spec = as_frame(table), spec.settled()
-    lhs, rhs = sides_of(spec)
+    draft = resolve(spec)
+    frame, spec, formula = as_frame(table), draft.spec, formula_of(draft)
+    lhs = formula.response
     if len(frame) == 0:
         raise DataError("The table has no rows.")
-    design = Formula.learn(split_bars(rhs)[0], frame)
+    design = Formula.of(formula.common, *inspect(formula.common, frame))
     if lhs in design.columns:
         raise FormulaError(f"The response {lhs!r} is also on the right of '~'; a model that knows the answer is of no use.")
-    y = series_values(response(lhs, frame))
+    y = series_values(response(formula, frame))
     classes = _classes_of(y) if spec.loss.two_classes else None
     clusters, _ = encode(column(frame, spec.cluster), "cluster") if spec.cluster else (pl.Series(["all"]), None)
     client = as_labels(column(frame, spec.client), "client") if spec.client else pl.Series(["all"])
@@ -102,20 +103,19 @@ def check_behind(values: Sequence[Any], client: pl.Series, minimum: int, name: s
 
 def check_design(agreed: Agree) -> None:
     """Refuse a design that is not the one of the specification: it says which columns are read, and how."""
-    spec, design = spec_from_json(agreed.spec), agreed.design
-    rhs = split_bars(sides_of(spec)[1])[0]
-    own = Formula.of(rhs, design["columns"], design["levels"]).to_json()
+    spec, design = Spec.from_json(agreed.spec), agreed.design
+    own = Formula.of(formula_of(resolve(spec)).common, design["columns"], design["levels"]).to_json()
     if json.dumps(own, sort_keys=True) != json.dumps(design, sort_keys=True):
         raise FederationError(f"The design that was agreed on is not that of the formula {spec.formula!r}; start a new run.")
 
 
 def grouped(table: Any, agreed: Agree) -> GroupedData:
     """A site's rows, coded as all sites agreed, under the clusters of all of them."""
-    frame, spec = as_frame(table), spec_from_json(agreed.spec)
-    lhs, _ = sides_of(spec)
+    draft = resolve(Spec.from_json(agreed.spec))
+    frame, spec, formula = as_frame(table), draft.spec, formula_of(draft)
     classes = None if agreed.classes is None else np.array(agreed.classes)
-    outcome = encode_known(response(lhs, frame), classes)
-    data = _group(frame, spec, design_from_json(agreed.design), outcome)
+    outcome = encode_known(response(formula, frame), classes)
+    data = _group(frame, spec, design_from_json(agreed.design, formula.common), outcome)
     tree, known = data.hierarchy, cluster_ids(agreed)
     place = lookup(tree.cluster_ids, known, "cluster")
     if (place < 0).any():
