@@ -35,7 +35,7 @@ CASES = [
     (with_value("x", 3, float("inf")), {}, r"Column 'x' is infinite \(inf\) in row 3"),
     (with_value("x", 0, 0.0), {"formula": "y ~ log(x)"}, r"Column 'log\(x\)' is infinite \(inf\) in row 0 \(client 'a'\)"),
     (with_value("y", 2, float("nan")), {}, r"The response is NaN in row 2 \(client 'b'\)"),
-    (with_value("w", 1, float("nan")), {"weights": "w"}, r"The weights is NaN in row 1"),
+    (with_value("w", 1, float("nan")), {"weights": "w"}, r"The weight is NaN in row 1"),
     (with_value("w", 1, -2.0), {"weights": "w"}, r"The weight -2 in row 1 \(client 'a'\) is negative"),
     (GOOD.with_columns(w=pl.lit(0.0)), {"weights": "w"}, r"All weights are zero"),
     (with_value("w", 5, float("inf")), {"offset": "w"}, r"The offset is infinite \(inf\) in row 5 \(client 'c'\)"),
@@ -92,10 +92,10 @@ def test_text_columns_without_a_formula():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"y": np.zeros(5)}, r"The response has 5 values for 6 rows"),
+        ({"y": np.zeros(5)}, r"5 values of the response for 6 rows"),
         ({"client": np.zeros(4)}, r"There are 4 client ids for 6 rows"),
         ({"cluster": np.zeros((6, 2))}, r"cluster ids must be one-dimensional"),
-        ({"weights": np.ones(3)}, r"The weights has 3 values for 6 rows"),
+        ({"weights": np.ones(3)}, r"3 values of the weights for 6 rows"),
         ({"terms": ["a"]}, r"X has 2 columns but 1 terms are named"),
         ({"X": np.zeros(6)}, r"X must have two dimensions"),
         ({"client": [1, "a", 2, 3, 4, 5]}, r"client ids mix int and str \(such as 1 and 'a'\)"),

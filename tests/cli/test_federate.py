@@ -26,13 +26,13 @@ from covey.federation.operator.report import costs, planned, who
 from covey.federation.operator.settings import DEFAULTS, RunSettings
 from covey.federation.simulate import simulate
 from covey.federation.wire.agreement import Privacy
-from covey.fitting.planning import in_bytes
-from covey.model.files import load_model, spec_from_json, spec_to_json
+from covey.model.files import load_model
 from covey.problem.spec import Spec
 from covey.records import decode, encode
 from covey.solvers.costs import BANDWIDTH, LATENCY
 from covey.solvers.direct.newton import NewtonStep
 from covey.solvers.first_order.protocol import AskMeans, CheckGap
+from covey.text import size
 
 from .shell import COVEY, PLAIN, inside
 from .shell import run as typed
@@ -60,13 +60,13 @@ def labels(run):
 
 def spent(run, phase):
     part = [each for each in run.exchanges if each.phase == phase]
-    return f"{len(part)}, {in_bytes(sum(e.down + e.up for e in part))}, {sum(e.seconds for e in part):.2f} s"
+    return f"{len(part)}, {size(sum(e.down + e.up for e in part))}, {sum(e.seconds for e in part):.2f} s"
 
 
 def predicted(exchanges, up, down, number=8):
     """``up`` and ``down`` are numbers of one site."""
     own = number * up + 8 * down
-    return f"{exchanges}, {in_bytes(SITES * own)}, {2 * LATENCY * exchanges + own / (1e6 * BANDWIDTH):.2f} s"
+    return f"{exchanges}, {size(SITES * own)}, {2 * LATENCY * exchanges + own / (1e6 * BANDWIDTH):.2f} s"
 
 
 @pytest.mark.filterwarnings("ignore::covey.errors.ConvergenceWarning")  # by coins they are stopped long before their end
@@ -253,8 +253,8 @@ def test_a_listed_site_that_is_not_there_is_noticed():
 def test_penalties_of_clusters_that_are_dates_travel():
     gamma = {date(2024, 5, 12): 1.0, date(2024, 5, 13): math.inf}
     asked = Spec(**{**GIVEN, "gamma": gamma, "lam": [1.0, math.inf]})
-    assert spec_from_json(decode(encode(spec_to_json(asked)))) == asked
-    assert spec_from_json(json.loads(json.dumps(spec_to_json(asked)))) == asked
+    assert Spec.from_json(decode(encode(asked.to_json()))) == asked
+    assert Spec.from_json(json.loads(json.dumps(asked.to_json()))) == asked
 
 
 def test_the_help_names_the_defaults_that_hold():

@@ -71,7 +71,7 @@ def test_settings_are_those_of_the_estimators(shell, flags, settings):
 
 
 def test_cross_validated_penalties(shell, monkeypatch):
-    monkeypatch.setattr("covey.fitting.learning.search", partial(search, gammas=np.array([0.1, 1.0]), lams=np.array([1.0])))
+    monkeypatch.setattr("covey.fitting.fit.search", partial(search, gammas=np.array([0.1, 1.0]), lams=np.array([1.0])))
     told = fit(shell, "y ~ x", "--client", "h", "--cluster", "g", "--penalty", "cv")
     assert told["summary"]["method"] == "cv"
     assert told["summary"]["penalty"]["lam"] == [1.0, 1.0]

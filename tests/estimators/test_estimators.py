@@ -19,7 +19,7 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from covey import HierarchicalClassifier, HierarchicalPoissonRegressor, HierarchicalRegressor, load
-from covey.datasets import simulate
+from covey.datasets import load_radon, simulate
 
 ESTIMATORS = (HierarchicalRegressor, HierarchicalClassifier, HierarchicalPoissonRegressor)
 
@@ -267,3 +267,22 @@ def test_a_ridge_pulls_to_zero(drawn):
     assert np.abs(pulled.coef_).max() < 1e-2 * np.abs(plain.coef_).max()
     with pytest.raises(ValueError, match=r"The 'ridge' parameter must lie in \[0, inf\)\. Got -1 instead"):
         HierarchicalRegressor(ridge=-1).fit(drawn.X, drawn.y, client=drawn.client)
+
+
+@pytest.mark.parametrize("settings", [{}, {"gamma": 1.0}, {"baseline": "single-model"}])
+def test_looking_at_an_estimator_raises_nothing(settings):
+    """Tab completion and hasattr ask for every attribute, of fitted estimators and others."""
+    homes = load_radon()
+    model = HierarchicalRegressor(formula="log_radon ~ floor", client="county", cluster="state", tests=False, **settings)
+    for fitted in (False, True):
+        if fitted:
+            model.fit(homes)
+        learned = fitted and not settings
+        assert hasattr(model, "components_") == learned
+        assert hasattr(model, "coef_") == fitted
+        for name in dir(model):
+            getattr(model, name, None)  # raises nothing but AttributeError
+        if not learned:
+            why = "need penalties that were learned" if fitted else "not fitted yet"
+            with pytest.raises(AttributeError, match=why):
+                model.components_  # noqa: B018

@@ -15,9 +15,9 @@ from covey.federation.site.site import Site
 from covey.federation.wire.agreement import SiteMessage
 from covey.federation.wire.letters import Letter, Refusal
 from covey.federation.wire.transport import InProcess
-from covey.model.model import fit_table
 from covey.nodes.messages import Message
 from covey.problem.spec import Spec
+from tests.fits import fit_table
 
 FAMILIES = ("gaussian", "bernoulli", "poisson")
 

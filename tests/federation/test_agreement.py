@@ -13,9 +13,9 @@ from covey.federation.operator.settings import RunSettings
 from covey.federation.site.table import profile_of
 from covey.federation.wire.agreement import Profile
 from covey.federation.wire.ids import tags_of
-from covey.model.model import fit_table
 from covey.records import decode, encode
 from tests.federation.sites import Meddling, by_turns, fit, kind, sites_of, spec, split_by, table
+from tests.fits import fit_table
 
 FRAME = table(21)
 NUMBER = pl.col("client").str.slice(1).cast(pl.Int64)

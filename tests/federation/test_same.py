@@ -14,7 +14,6 @@ from covey.federation.operator.journal import Journal
 from covey.federation.operator.settings import RunSettings
 from covey.federation.simulate import simulate
 from covey.model.files import load_model
-from covey.model.model import fit_table
 from covey.model.summary import describe
 from covey.nodes.messages import SetGamma
 from covey.problem.spec import Spec
@@ -33,6 +32,7 @@ from tests.federation.sites import (
     table,
     thetas,
 )
+from tests.fits import fit_table
 
 
 @pytest.mark.parametrize("secure", [False, True])

@@ -18,9 +18,9 @@ from covey.federation.site.site import Site, open_site
 from covey.federation.wire.agreement import Hello
 from covey.federation.wire.letters import Letter
 from covey.federation.wire.transport import InProcess
-from covey.model.files import spec_to_json
 from covey.nodes.messages import Batch
 from covey.nodes.node import Snapshot
+from covey.problem.problem import resolve
 from covey.records import Record, RecordError, decode, encode
 from covey.solvers.direct.sweep import SweepUp
 from covey.tables.design import Formula
@@ -45,7 +45,7 @@ LEARNS = {"gamma": None, "lam": None}
 def greeted(asked, **settings):
     """What one site answers to a hello."""
     (site,) = sites_of({"s": FRAME}, **{"minimum": 3, **settings}).values()
-    hello = Hello(__version__, spec_to_json(asked))
+    hello = Hello(__version__, resolve(asked).to_json())
     return decode(site.answer(encode(Letter("run", 0, 0, hello))))
 
 
@@ -144,7 +144,7 @@ def test_a_fault_of_the_program_is_in_the_sites_own_log(capsys):
         raise ZeroDivisionError("a value of a row")
 
     site = Site("s", broken)
-    reply = decode(site.answer(encode(Letter("run", 0, 0, Hello(__version__, spec_to_json(spec()))))))
+    reply = decode(site.answer(encode(Letter("run", 0, 0, Hello(__version__, resolve(spec()).to_json())))))
     assert (reply.body.reason, "a value" in reply.body.sentence) == ("broken", False)
     assert "ZeroDivisionError: a value of a row" in capsys.readouterr().err
 
@@ -341,7 +341,7 @@ def test_the_order_of_pandas_categories_is_kept():
     pandas = FRAME.to_pandas()
     pandas["z"] = pandas["z"].astype("category").cat.reorder_categories(["z2", "z0", "z1"])
     from covey.federation.simulate import simulate
-    from covey.model.model import fit_table
+    from tests.fits import fit_table
 
     run = simulate(pandas, spec(), sites=2)
     assert run.outcome.model.terms == fit_table(pandas, spec()).terms

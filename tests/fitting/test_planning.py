@@ -14,6 +14,7 @@ from covey.datasets import simulate
 from covey.errors import CoveyError, SolverError
 from covey.fitting.planning import race
 from covey.losses import Gaussian, loss_of
+from covey.problem.problem import resolve
 from covey.problem.spec import Spec
 from covey.solvers.costs import costs
 
@@ -78,7 +79,7 @@ def test_solvers_that_do_not_fit_say_why():
 def test_a_plan_where_nothing_has_to_be_learnt():
     data = problem()
     assert plan(replace(data, y=np.zeros(data.n_rows)), gamma=1.0).cheapest == "sweep"
-    told = race(GroupedData.from_arrays(np.ones((8, 2)), np.arange(8.0), np.repeat([0, 1], 4)), Spec(gamma=1.0))
+    told = race(GroupedData.from_arrays(np.ones((8, 2)), np.arange(8.0), np.repeat([0, 1], 4)), resolve(Spec(gamma=1.0)))
     assert list(told) == ["sweep", "newton"]  # the others do not fit, and are left out
 
 
@@ -121,7 +122,7 @@ def test_auto_is_the_direct_solver_and_the_plan_marks_what_waits_least():
 
 def test_the_race_is_measured():
     data = problem("bernoulli")
-    told = race(data, Spec(family="bernoulli", gamma=3.0), accuracy=1e-5, max_iter=3000)
+    told = race(data, resolve(Spec(family="bernoulli", gamma=3.0)), accuracy=1e-5, max_iter=3000)
     assert list(told) == ["newton", "l2gd", "l2gd switching", "one_coin", "al2sgd_plus"]
     for history in told.values():
         assert history["gap"][0] == pytest.approx(1.0)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,8 @@ ESTIMATORS = {
 
 _PLACES = {
     "Spec": ("covey.spec.Spec", "covey.problem.spec.Spec"),
-    "Terms": ("covey.federation.coordinator.Terms", "covey.federation.operator.coordinator.RunSettings"),
-    "Privacy": ("covey.solvers.private.Privacy", "covey.federation.privacy.sweeps.Privacy"),
+    "Terms": ("covey.federation.coordinator.Terms", "covey.federation.operator.settings.RunSettings"),
+    "Privacy": ("covey.solvers.private.Privacy", "covey.federation.wire.agreement.Privacy"),
     "simulate": ("covey.federation.simulate.simulate",),
 }
 """By the name it had at first, the places of each thing from within covey, the oldest first."""
@@ -311,7 +312,9 @@ def across(
     terms = internals("Terms")(secure=secure, private=None if private is None else internals("Privacy")(**private))
     with tempfile.TemporaryDirectory() as folder, quiet():
         here, there = Path(folder) / "operator", Path(folder) / "sites"
-        run = internals("simulate")(frame, spec, sites, terms=terms, models=there, out=here, noise_seed=noise_seed)
+        simulate = internals("simulate")
+        settings = {"settings" if "settings" in signature(simulate).parameters else "terms": terms}
+        run = simulate(frame, spec, sites, **settings, models=there, out=here, noise_seed=noise_seed)
         operator = covey.load(here)
         found = kept("cluster", operator.cluster_coef_) | kept("global", operator.global_coef_)
         found |= convergence(operator.convergence_) | {"exchanges in all": len(run.outcome.exchanges)}

@@ -15,9 +15,9 @@ from covey import GroupedData, HierarchicalClassifier, HierarchicalRegressor, Pe
 from covey.errors import ConvergenceWarning, CoveyError, ModelError, PenaltyError, SolverError
 from covey.federation.simulate import simulate as simulate_sites
 from covey.losses import FAMILIES, Gamma, Gaussian, from_functions, kernels, loss_of, plain
-from covey.model.model import fit_table
 from covey.problem.spec import Spec
 from tests.conftest import random_problem
+from tests.fits import fit_table
 
 DELTA = 1.345
 

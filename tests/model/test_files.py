@@ -146,7 +146,17 @@ def damage(change):
         (damage(lambda document: document.update(format=99)), "format 99.*upgrade covey"),
         (damage(lambda document: document.pop("spec")), "is damaged"),
         (damage(lambda document: document["spec"].update(colour="red")), "is damaged"),
-        (damage(lambda document: document["design"].update(rhs="__import__('os')")), "cannot be read|not supported"),
+        (damage(lambda document: document["design"].update(rhs="__import__('os')")), "not those of the formula"),
+        (
+            damage(
+                lambda document: (
+                    document["design"].update(rhs="__import__('os')"),
+                    document["spec"].update(formula="y ~ __import__('os')"),
+                )
+            ),
+            "cannot be read|not supported",
+        ),
+        (damage(lambda document: document["spec"].update(formula="y ~ (a + b + c + d)**20")), "more than 5,000 terms"),
         (damage(lambda document: document.pop("format")), "states no format"),
         (damage(lambda document: document["spec"].update(family="tweedie")), "'tweedie'.*from_functions"),
         (damage(lambda document: document["global"].update(x0="7")), "global coefficients are not numbers"),

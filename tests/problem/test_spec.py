@@ -8,6 +8,8 @@ import pytest
 from covey import HierarchicalRegressor
 from covey.datasets import simulate
 from covey.errors import CoveyError
+from covey.fitting.fit import check_solver
+from covey.problem.problem import resolve
 from covey.problem.spec import Spec
 
 DRAWN = simulate(clusters=6, clients=5, rows=8, d=2, intercept=True, cluster_sd=0.8, client_sd=0.5, seed=3)
@@ -65,7 +67,7 @@ def test_what_is_learned_when(settings, learns):
 )
 def test_a_contradiction_is_one_sentence(settings, sentence):
     with pytest.raises(CoveyError) as caught:
-        Spec(**settings).check()
+        check_solver(resolve(Spec(**settings)).spec)
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
     assert str(caught.value).endswith(".")
@@ -83,17 +85,17 @@ def test_a_contradiction_is_one_sentence(settings, sentence):
 )
 def test_bars_contradict_in_one_sentence(settings, sentence):
     with pytest.raises(CoveyError) as caught:
-        Spec(formula="y ~ x + (1 | g/h)", **settings).settled()
+        resolve(Spec(formula="y ~ x + (1 | g/h)", **settings))
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_bars_settle_the_columns():
-    spec = Spec(formula="y ~ x + (1 | g/h)").settled()
+    spec = resolve(Spec(formula="y ~ x + (1 | g/h)")).spec
     assert (spec.client, spec.cluster, spec.nested) == ("h", "g", True)
-    spec = Spec(formula="y ~ x + (1 | h)").settled()
+    spec = resolve(Spec(formula="y ~ x + (1 | h)")).spec
     assert (spec.client, spec.cluster, spec.nested) == ("h", None, False)
-    assert Spec(formula="y ~ x").settled().client is None
+    assert resolve(Spec(formula="y ~ x")).spec.client is None
 
 
 @pytest.mark.parametrize(

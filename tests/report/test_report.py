@@ -8,7 +8,8 @@ import polars as pl
 from rich.console import Console
 
 from covey.fitting import comparison
-from covey.model.model import read_frame
+from covey.problem.problem import resolve
+from covey.problem.reading import read_rows
 from covey.problem.spec import Spec
 from covey.report import plots
 from covey.report.plots import shrinkage_figure
@@ -24,8 +25,8 @@ def text_of(table):
 
 def radon(homes):
     spec = Spec(client="county", cluster="state", formula="log_radon ~ floor", gamma=6.0, lam=4.0)
-    data, design, *_ = read_frame(homes, spec)
-    return data, spec, *fit_all(data, design, spec)
+    data, problem = read_rows(homes, resolve(spec))
+    return data, problem, *fit_all(data, problem)
 
 
 def test_tables(homes):
@@ -54,15 +55,15 @@ def test_penalties_are_learned_without_the_test_rows(homes, monkeypatch):
     from dataclasses import replace
 
     spec = Spec(client="county", cluster="state", formula="log_radon ~ floor")
-    data, *_ = read_frame(homes, spec)
+    data, problem = read_rows(homes, resolve(spec))
     marked = replace(data, y=np.arange(data.n_rows, dtype=float))
     held = marked.split(0.2, spec.seed)[1].y.astype(int)
     spoilt = data.y.copy()
     spoilt[held] += 100.0
     fits = []
-    keep = comparison.fit_data
-    monkeypatch.setattr(comparison, "fit_data", lambda *given: fits.append(keep(*given)) or fits[-1])
-    first, second = (comparison.compare(d, spec) for d in (data, replace(data, y=spoilt)))
+    keep = comparison.learn
+    monkeypatch.setattr(comparison, "learn", lambda *given: fits.append(keep(*given)) or fits[-1])
+    first, second = (comparison.compare(d, problem) for d in (data, replace(data, y=spoilt)))
     for before, after in zip(fits[:4], fits[4:], strict=True):
         np.testing.assert_array_equal(before.fit.theta, after.fit.theta)
     assert second.errors["hierarchical"] > 10 * first.errors["hierarchical"]

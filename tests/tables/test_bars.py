@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.errors import CoveyError, DataError, FormulaError
-from covey.tables.bars import Bar, Grouping, Vary, compose, levels, repeats, split_bars, vary_from_bars, vary_from_setting
-from covey.tables.design import Formula
+from covey.tables.bars import Grouping, Vary, compose, levels, repeats, vary_from_bars, vary_from_setting
+from covey.tables.design import Formula, inspect
+from covey.tables.formula import Bar, Terms, split_bars
 
 ROWS = [(zone, kind, x) for zone in "abc" for kind in ("(0, 1]", "(1, 2]") for x in (1.0, 2.0, 4.0)]
 FRAME = nw.from_native(
@@ -49,38 +50,43 @@ def refusal(call, *given, kind=FormulaError):
 def learn(rhs):
     """The design of a formula with bars, and what varies in it."""
     fixed, bars = split_bars(rhs)
-    design = Formula.learn(fixed, FRAME)
+    terms = Terms.parse(fixed)
+    design = Formula.of(terms, *inspect(terms, FRAME))
     return design, vary_from_bars(bars, levels(bars), design)
 
 
 # Splitting
 
 
+def bar(terms, group, within=None, diagonal=False):
+    return Bar(Terms.parse(terms), group, within, diagonal)
+
+
 @pytest.mark.parametrize(
     ("rhs", "fixed", "bars"),
     [
-        ("x + (1 + x | g)", "x", [Bar("1 + x", "g")]),
-        ("x + (1 + x || g)", "x", [Bar("1 + x", "g", None, True)]),
-        ("(1|g)", "1", [Bar("1", "g")]),
-        ("0 + (1|g)", "0", [Bar("1", "g")]),
-        ("(1|g) + x", "x", [Bar("1", "g")]),
-        ("+ (1|g) + x", "x", [Bar("1", "g")]),
-        ("(1|g) - 1 + x", "- 1 + x", [Bar("1", "g")]),
-        ("x - 1 + (0 + x | g)", "x - 1", [Bar("0 + x", "g")]),
-        ("x + (-1 + x | g) - z", "x - z", [Bar("-1 + x", "g")]),
-        ("x + (x | g) + z", "x + z", [Bar("x", "g")]),
-        ("(1 | a/b)", "1", [Bar("1", "a"), Bar("1", "b", "a")]),
-        ("(x || a / b)", "1", [Bar("x", "a", None, True), Bar("x", "b", "a", True)]),
-        ("(1 | a:b)", "1", [Bar("1", "b", "a")]),
-        ("(1 | a) + (x | a:b)", "1", [Bar("1", "a"), Bar("x", "b", "a")]),
-        ("log(x) + (1 + log(x) | g)", "log(x)", [Bar("1 + log(x)", "g")]),
-        ("x*z + (1 + (x + z)**2 | g)", "x*z", [Bar("1 + (x + z)**2", "g")]),
-        ("(1 | `my col`)", "1", [Bar("1", "my col")]),
-        ("(1 | `a/b:c`/`d|e`)", "1", [Bar("1", "a/b:c"), Bar("1", "d|e", "a/b:c")]),
-        ("`p|q` + (1 + `p|q` | g)", "`p|q`", [Bar("1 + `p|q`", "g")]),
-        ("`+(` + (`+(` | g)", "`+(`", [Bar("`+(`", "g")]),
-        ("(1 | site.id)", "1", [Bar("1", "site.id")]),
-        ("x\n+ (1\n| g)", "x", [Bar("1", "g")]),
+        ("x + (1 + x | g)", "x", [bar("1 + x", "g")]),
+        ("x + (1 + x || g)", "x", [bar("1 + x", "g", None, True)]),
+        ("(1|g)", "1", [bar("1", "g")]),
+        ("0 + (1|g)", "0", [bar("1", "g")]),
+        ("(1|g) + x", "x", [bar("1", "g")]),
+        ("+ (1|g) + x", "x", [bar("1", "g")]),
+        ("(1|g) - 1 + x", "- 1 + x", [bar("1", "g")]),
+        ("x - 1 + (0 + x | g)", "x - 1", [bar("0 + x", "g")]),
+        ("x + (-1 + x | g) - z", "x - z", [bar("-1 + x", "g")]),
+        ("x + (x | g) + z", "x + z", [bar("x", "g")]),
+        ("(1 | a/b)", "1", [bar("1", "a"), bar("1", "b", "a")]),
+        ("(x || a / b)", "1", [bar("x", "a", None, True), bar("x", "b", "a", True)]),
+        ("(1 | a:b)", "1", [bar("1", "b", "a")]),
+        ("(1 | a) + (x | a:b)", "1", [bar("1", "a"), bar("x", "b", "a")]),
+        ("log(x) + (1 + log(x) | g)", "log(x)", [bar("1 + log(x)", "g")]),
+        ("x*z + (1 + (x + z)**2 | g)", "x*z", [bar("1 + (x + z)**2", "g")]),
+        ("(1 | `my col`)", "1", [bar("1", "my col")]),
+        ("(1 | `a/b:c`/`d|e`)", "1", [bar("1", "a/b:c"), bar("1", "d|e", "a/b:c")]),
+        ("`p|q` + (1 + `p|q` | g)", "`p|q`", [bar("1 + `p|q`", "g")]),
+        ("`+(` + (`+(` | g)", "`+(`", [bar("`+(`", "g")]),
+        ("(1 | site.id)", "1", [bar("1", "site.id")]),
+        ("x\n+ (1\n| g)", "x", [bar("1", "g")]),
     ],
 )
 def test_bars_are_split_off(rhs, fixed, bars):
@@ -92,11 +98,8 @@ def test_a_formula_without_bars_comes_back_as_it_is(rhs):
     assert split_bars(rhs) == (rhs, ())
 
 
-def test_a_formula_without_bars_needs_no_formulaic():
-    code = (
-        "import sys; from covey.tables.bars import split_bars; split_bars('x + z'); split_bars('x + (1 | g)');"
-        "print('formulaic' in sys.modules)"
-    )
+def test_formulaic_loads_when_a_formula_is_parsed():
+    code = "import sys; from covey.tables.formula import parse_formula; print('formulaic' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "False", done.stderr
 
@@ -179,7 +182,7 @@ def test_split_gives_back_the_pieces(fixed, bars, diagonal, data):
     kept, found = split_bars(rhs)
     assert kept == (" + ".join(text for text, is_bar in order if not is_bar) or ("1" if bars else ""))
     expected = {
-        Bar(" + ".join(terms), name.strip("`"), groups[0].strip("`") if at else None, diagonal)
+        bar(" + ".join(terms), name.strip("`"), groups[0].strip("`") if at else None, diagonal)
         for terms, groups, _ in bars
         for at, name in enumerate(groups)
     }
@@ -360,8 +363,8 @@ def test_a_bar_cannot_run_code(terms):
 
 
 def test_the_categories_come_from_the_design_and_not_from_data():
-    design = Formula("zone", ("Intercept", "zone[T.2]", "zone[T.3]"), ("zone",), {"zone": [1, 2, 3]})
-    vary = vary_from_bars([Bar("zone", "g")], Grouping("g", None), design)
+    design = Formula.of(Terms.parse("zone"), ["zone"], {"zone": [1, 2, 3]})
+    vary = vary_from_bars([bar("zone", "g")], Grouping("g", None), design)
     assert vary.client == design.terms
 
 

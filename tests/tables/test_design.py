@@ -9,11 +9,17 @@ import numpy as np
 import polars as pl
 import pytest
 
-from covey.tables.design import Formula, design_from_json, response, split_formula
+from covey.tables.design import Formula, design_from_json, inspect, response
+from covey.tables.formula import Terms, parse_formula
 
 FRAME = nw.from_native(
     pl.DataFrame({"g": ["a", "b", "a", "c"], "x": [1.0, 2.0, 3.0, 4.0], "h": [1, 2, 1, 3], "my col": [1, 2, 3, 4]})
 )
+
+
+def learn(text, frame=FRAME):
+    terms = Terms.parse(text)
+    return Formula.of(terms, *inspect(terms, frame))
 
 
 @pytest.mark.parametrize(
@@ -31,16 +37,16 @@ FRAME = nw.from_native(
     ],
 )
 def test_terms(formula, terms):
-    assert Formula.learn(formula, FRAME).terms == terms
+    assert learn(formula, FRAME).terms == terms
 
 
 def test_values():
-    matrix = np.column_stack(Formula.learn("log(x) + x:h + g", FRAME).blocks(FRAME))
+    matrix = np.column_stack(learn("log(x) + x:h + g", FRAME).blocks(FRAME))
     np.testing.assert_allclose(matrix[1], [1, np.log(2), 1, 0, 4])
 
 
 def test_categories_are_remembered_through_json():
-    design = Formula.learn("g * x", FRAME)
+    design = learn("g * x", FRAME)
     again = design_from_json(json.loads(json.dumps(design.to_json())))
     one_row = nw.from_native(pl.DataFrame({"x": [2.0], "g": ["b"]}))
     np.testing.assert_array_equal(np.column_stack(again.blocks(one_row)), [[1, 1, 0, 2, 2, 0]])
@@ -50,11 +56,11 @@ def test_pandas_categories_keep_their_order():
     import pandas as pd
 
     frame = nw.from_native(pd.DataFrame({"z": pd.Categorical(["a", "b", "c"], categories=["c", "b", "a"])}), eager_only=True)
-    assert Formula.learn("z", frame).terms == ("Intercept", "z[T.b]", "z[T.a]")
+    assert learn("z", frame).terms == ("Intercept", "z[T.b]", "z[T.a]")
 
 
 def test_an_unknown_category_is_named():
-    design = Formula.learn("g", FRAME)
+    design = learn("g", FRAME)
     with pytest.raises(ValueError, match=r"Column 'g' has the category 'z' in row 0.*known ones are 'a', 'b', 'c'"):
         design.blocks(nw.from_native(pl.DataFrame({"g": ["z"]})))
     with pytest.raises(ValueError, match=r"Column 'g' has no category in row 1"):
@@ -80,7 +86,7 @@ def test_an_unknown_category_is_named():
 )
 def test_a_formula_cannot_run_code(code):
     with pytest.raises(ValueError, match=r"is not supported|cannot be read|is not a number|There is no column"):
-        Formula.learn(code, FRAME)
+        learn(code, FRAME)
     document = {"kind": "formula", "rhs": code, "terms": ["t"], "columns": ["x"], "levels": {}}
     with pytest.raises(ValueError, match=r"."):
         design_from_json(document).blocks(FRAME)
@@ -100,12 +106,12 @@ def test_a_formula_cannot_run_code(code):
 )
 def test_mistakes_in_formulas(formula, message):
     with pytest.raises(ValueError, match=message):
-        Formula.learn(formula, FRAME)
+        learn(formula, FRAME)
 
 
 def test_response_may_be_an_expression():
-    np.testing.assert_allclose(response("log(x)", FRAME), np.log([1, 2, 3, 4]))
+    np.testing.assert_allclose(response(parse_formula("log(x) ~ 1"), FRAME), np.log([1, 2, 3, 4]))
     with pytest.raises(ValueError, match="There is no column 'z'"):
-        response("z", FRAME)
+        response(parse_formula("z ~ 1"), FRAME)
     with pytest.raises(ValueError, match="must read 'response ~ terms'"):
-        split_formula("y ~ x ~ z")
+        parse_formula("y ~ x ~ z")

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 
 from covey import GroupedData, read_table
-from covey.model.model import read_frame
+from covey.problem.problem import resolve
+from covey.problem.reading import read_rows
 from covey.problem.spec import Spec
 from covey.tree.hierarchy import segment_sum
 from covey.tree.ids import as_labels, encode, lookup
@@ -45,8 +46,8 @@ def test_rows_are_sorted_by_cluster_then_client(seed):
 def test_any_frame_gives_the_same_data(library):
     frame = LIBRARIES[library](TABLE)
     spec = Spec(client="who", cluster="group", formula="y ~ x * zone + log(x)")
-    data, design, *_ = read_frame(frame, spec)
-    assert design.terms == ("Intercept", "x", "zone[T.u]", "log(x)", "x:zone[T.u]")
+    data, problem = read_rows(frame, resolve(spec))
+    assert problem.terms == ("Intercept", "x", "zone[T.u]", "log(x)", "x:zone[T.u]")
     assert data.hierarchy.clients.tolist() == ["b", "c", "a"]
     np.testing.assert_array_equal(data.y, [0.1, 0.4, 0.3, 0.6, 0.2, 0.5])
     np.testing.assert_allclose(data.X[0], [1, 1, 1, 0, 1])

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from covey import GroupedData
 from covey.datasets import load_radon
 from covey.errors import ConvergenceWarning, DataError, PenaltyError, SolverError
-from covey.fitting.learning import fit_across, fit_data
+from covey.fitting.fit import learn
 from covey.losses import Bernoulli, Gaussian, loss_of
 from covey.model.inference import Posterior
+from covey.nodes.network import InMemory
+from covey.problem.problem import resolve
 from covey.problem.spec import Spec
 from covey.records import decode, encode
-from covey.tables.bars import vary_from_setting
 from covey.variance.estimate import estimate
 from covey.variance.frame import node_learned
 from covey.variance.ratio import likelihood_ratios
@@ -304,10 +305,9 @@ NAMED = {"client": "client", "cluster": "cluster"}
 )
 def test_a_specification_gives_what_it_gives_in_memory(family, asked):
     data, spec = table(8, family, weighted=False), Spec(family, **NAMED, **asked)
-    vary = vary_from_setting(spec.vary, data.terms)
-    whole = fit_data(data, spec, vary)
+    whole = learn(InMemory.of(data, spec.loss), resolve(spec))
     network = Sharded.of(data, spec.loss, dealt(data, 8))
-    across = fit_across(network, spec, vary)
+    across = learn(network, resolve(spec))
     for ours, theirs in ((across.fit.w, whole.fit.w), (across.fit.wbar, whole.fit.wbar), (network.gathered(), whole.fit.theta)):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-8)
     assert (across.penalty is None) == (whole.penalty is None)
@@ -333,7 +333,7 @@ def test_a_specification_gives_what_it_gives_in_memory(family, asked):
 def test_what_is_not_done_across_sites_is_said(asked, error, sentence):
     data = table(8, "gaussian")
     with pytest.raises(error, match=sentence) as caught:
-        fit_across(Sharded.of(data, Gaussian(), dealt(data, 8)), Spec(**NAMED, **asked))
+        learn(Sharded.of(data, Gaussian(), dealt(data, 8)), resolve(Spec(**NAMED, **asked)))
     assert len(str(caught.value)) < 260
     assert str(caught.value).endswith(".")
 

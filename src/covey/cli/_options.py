@@ -1,39 +1,80 @@
-"""The options that several commands share, each said once."""
+"""Options of the commands, made of the settings that :mod:`covey.problem.settings` declares.
+
+A command that takes settings has a parameter ``spec``; :func:`from_settings` puts an option in its place for each setting::
+
+    @from_settings("formula", "client", "gamma", "seed", seed="Seed of the split.")
+    def fit(data: Annotated[Path, typer.Argument()], spec: Any, as_json: AsJson = False) -> None:
+        ...                      # spec is a covey.problem.spec.Spec
+
+Typer reads the signature that this makes. ``formula`` is an argument, everything else an option with the default and the help
+of its declaration; a keyword gives another help to one of them. ``options`` is ``--option name=value``, which may be repeated.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
-from covey.solvers.registry import choices, randomised
+from covey.problem.settings import declared
 
-Client = Annotated[str | None, typer.Option(help="Column with the clients' ids, unless the formula names it.")]
-Cluster = Annotated[str | None, typer.Option(help="Column with the clusters' ids.")]
-Family = Annotated[str, typer.Option(help="gaussian, bernoulli (two classes), poisson (counts) or gamma (positive).")]
-Vary = Annotated[list[str] | None, typer.Option(help="A term that varies; all by default. Repeat it.")]
-Covariance = Annotated[str | None, typer.Option(help="isotropic, diagonal or full; diagonal by default.")]
-PerCluster = Annotated[bool, typer.Option("--per-cluster", help="Learn each cluster's own spread of clients.")]
-Tests = Annotated[bool, typer.Option("--tests/--no-tests", help="Test whether clients differ and clusters matter.")]
-Gamma = Annotated[float | None, typer.Option(help="Pull of clients to their cluster, if not to be learned.")]
-Lam = Annotated[float | None, typer.Option(help="Pull of clusters to the global model (1 with --gamma).")]
-Alpha = Annotated[float | None, typer.Option(help="In place of --lam: 0 independent clusters, 1 one cluster.")]
-Reduction = Annotated[str, typer.Option(help="'sum' or 'mean' of the loss over a client's rows.")]
-Weights = Annotated[str | None, typer.Option(help="Column with row weights.")]
-Offset = Annotated[str | None, typer.Option(help="Column with a known part of the linear predictor.")]
-Standardize = Annotated[
-    bool, typer.Option("--standardize", help="Put terms about their mean, in units of their standard deviation.")
-]
-Ridge = Annotated[float, typer.Option(help="Pull of every client's coefficients to zero.")]
-JamesStein = Annotated[
-    bool,
-    typer.Option("--james-stein", help="Shrink the global model towards zero by its uncertainty (more than two terms)."),
-]
-Solver = Annotated[str, typer.Option(help=f"One of {', '.join(choices())}.")]
-Option = Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(randomised())}, as name=value: p0=0.1.")]
-Tol = Annotated[float, typer.Option(help="Gradient norm at which Newton stops; certified gap for these.")]
-MaxIter = Annotated[int | None, typer.Option(help="Most iterations.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+FITTING = (
+    "client", "cluster", "family", "penalty", "vary", "covariance", "per_cluster", "tests", "gamma", "lam", "alpha",
+    "reduction", "weights", "offset", "standardize", "ridge", "james_stein", "solver", "options", "tol", "max_iter", "seed",
+)  # fmt: skip
+"""The settings of every command that fits, in the order of their help."""
+
+
+def from_settings(*names: str, **helps: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command an option for each of these settings; it gets them together, as its parameter ``spec``."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        parameters = []
+        for each in inspect.signature(command, eval_str=True).parameters.values():
+            made = [_parameter(name, helps.get(name)) for name in names] if each.name == "spec" else [each]
+            parameters += [part.replace(kind=inspect.Parameter.KEYWORD_ONLY) for part in made]
+
+        def run(**given: Any) -> None:
+            from covey.problem.spec import Spec
+
+            chosen = {name: given.pop(_shown(name)) for name in names}
+            if "options" in chosen:
+                chosen["options"] = settings_of(chosen["options"]) or None
+            command(spec=Spec(**chosen), **given)
+
+        run.__name__, run.__doc__, run.__module__ = command.__name__, command.__doc__, command.__module__
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        return run
+
+    return decorate
+
+
+def _shown(name: str) -> str:
+    """The name of a setting on the command line."""
+    return "option" if name == "options" else name
+
+
+def _parameter(name: str, help: str | None) -> inspect.Parameter:
+    part = declared()[name]
+    kind: Any = part.metadata["shell"]
+    default, shown = part.default, _shown(name)
+    help = part.metadata["help"] if help is None else help
+    if name == "formula":
+        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=_annotated(kind, typer.Argument(help=help)))
+    flag = f"--{shown.replace('_', '-')}"
+    if kind is bool and default:
+        flag = f"{flag}/--no-{shown.replace('_', '-')}"
+    annotation = _annotated(kind, typer.Option(flag, help=help))
+    return inspect.Parameter(shown, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _annotated(kind: Any, about: Any) -> Any:
+    return Annotated.__class_getitem__((kind, about))  # type: ignore[attr-defined]
 
 
 def settings_of(given: list[str] | None) -> dict[str, object]:
@@ -49,7 +90,7 @@ def settings_of(given: list[str] | None) -> dict[str, object]:
             raise SolverError(f"The option --option must be name=value, such as p0=0.1. Got {pair!r} instead.")
         if name in options or name == "checkpoint":
             twice = "is given twice; leave out one"
-            own = "is no --option; covey fit has --checkpoint, and covey federate --out resumes by itself"
+            own = "is not an --option; covey fit has --checkpoint, and covey federate --out resumes by itself"
             raise SolverError(f"The setting {name!r} {twice if name in options else own}.")
         try:
             options[name] = json.loads(text)

@@ -26,8 +26,9 @@ def demo(
     from covey.federation.simulate import simulate
     from covey.fitting.comparison import compare
     from covey.model.files import check_target, save_model
-    from covey.model.model import read_frame
     from covey.model.summary import describe, summary
+    from covey.problem.problem import resolve
+    from covey.problem.reading import read_rows
     from covey.problem.spec import Spec
     from covey.report.plots import shrinkage_figure
     from covey.report.tables import comparison_table, shrinkage_table
@@ -38,7 +39,6 @@ def demo(
     out.mkdir(parents=True, exist_ok=True)
     homes.write_parquet(out / "homes.parquet")
     spec = Spec(client="county", cluster="state", formula="log_radon ~ floor", seed=seed)
-    spec.check()
     screen = console()
     if not as_json:
         clients, clusters = homes["county"].n_unique(), homes["state"].n_unique()
@@ -46,10 +46,10 @@ def demo(
             f"Radon in {len(homes):,} homes of {clients} counties (the clients) in {clusters} states (the clusters).\n"
         )
     with working("reading") as say:
-        data, design, *_ = read_frame(homes, spec)
-        comparison = compare(data, spec, design, progress=lambda name: say(f"fitting {name}"))
+        data, problem = read_rows(homes, resolve(spec))
+        comparison = compare(data, problem, progress=lambda name: say(f"fitting {name}"))
         say("fitting all homes")
-        model, local = fit_all(data, design, spec)
+        model, local = fit_all(data, problem)
         save_model(model, out / "model")
         say("fitting across three sites")
         across = simulate(homes, spec, sites=3, say=say)

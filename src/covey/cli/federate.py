@@ -82,34 +82,14 @@ class RunOptions:
 
 
 @group(RunOptions, "run")
+@_options.from_settings(*_options.FITTING, penalty="How to learn penalties: reml or ml.", seed="Seed of random choices.")
 def federate(
     words: Annotated[
         list[str],
         typer.Argument(metavar="[DATA] FORMULA", help="Response and terms; before them, only to simulate, the table."),
     ],
     run: RunOptions,
-    client: _options.Client = None,
-    cluster: _options.Cluster = None,
-    family: _options.Family = "gaussian",
-    penalty: Annotated[str, typer.Option(help="How to learn penalties: reml or ml.")] = "auto",
-    vary: _options.Vary = None,
-    covariance: _options.Covariance = None,
-    per_cluster: _options.PerCluster = False,
-    tests: _options.Tests = True,
-    gamma: _options.Gamma = None,
-    lam: _options.Lam = None,
-    alpha: _options.Alpha = None,
-    reduction: _options.Reduction = "sum",
-    weights: _options.Weights = None,
-    offset: _options.Offset = None,
-    standardize: _options.Standardize = False,
-    ridge: _options.Ridge = 0.0,
-    james_stein: _options.JamesStein = False,
-    solver: _options.Solver = "auto",
-    option: _options.Option = None,
-    tol: _options.Tol = 1e-8,
-    max_iter: _options.MaxIter = None,
-    seed: Annotated[int, typer.Option(help="Seed of random choices.")] = 0,
+    spec: Any = None,
     as_json: _options.AsJson = False,
 ) -> None:
     """Fit every client's, every cluster's and the global model across sites; clients' models stay at their sites.
@@ -119,28 +99,7 @@ def federate(
     run.check(words, as_json)
     settings: dict[str, Any] = {
         "formula": words[-1],
-        "client": client,
-        "cluster": cluster,
-        "family": family,
-        "penalty": penalty,
-        "vary": vary,
-        "covariance": covariance,
-        "per_cluster": per_cluster,
-        "tests": tests,
-        "gamma": gamma,
-        "lam": lam,
-        "alpha": alpha,
-        "reduction": reduction,
-        "weights": weights,
-        "offset": offset,
-        "standardize": standardize,
-        "ridge": ridge,
-        "james_stein": james_stein,
-        "solver": solver,
-        "options": _options.settings_of(option) or None,
-        "tol": tol,
-        "max_iter": max_iter,
-        "seed": seed,
+        **{name: getattr(spec, name) for name in _options.FITTING},
         **run.settings(),
     }
     if run.link is not None:
@@ -162,13 +121,14 @@ def _simulate(data: str, settings: dict[str, Any], options: RunOptions, as_json:
     from covey.federation.simulate import simulate
     from covey.model.files import check_target, is_model
     from covey.model.summary import summary
+    from covey.problem.problem import resolve
     from covey.tables.rows import read_table
 
     spec, out = spec_of(settings), options.out
     sites = options.by if options.by is not None else options.simulate or 0
     place = None if out is None else check_target(out / "operator")
     with working("reading the table") as say:
-        settled = spec.settled()
+        settled = resolve(spec).spec
         table = read_table(data, ids=[settled.client, settled.cluster])
         run = simulate(
             table,

@@ -193,7 +193,7 @@ def load(path: str | Path) -> Any:
     """
     model, extra = load_model(path)
     spec = model.spec
-    names = {name: getattr(spec, name) for name in ("client", "cluster", "weights", "offset", *SETTINGS)}
+    names = {name: getattr(spec, name) for name in SETTINGS}
     loss = family_of(spec.family)
     kind = _ESTIMATORS.get(spec.family, HierarchicalClassifier if loss.two_classes else HierarchicalRegressor)
     estimator = kind(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,21 +15,29 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from covey._typing import Anything, Floats
 from covey.errors import DataError, SolverError, listing, one_of
 from covey.estimators.uncertainty import Uncertain
-from covey.losses import Loss, Reduction, family_of
+from covey.fitting.fit import fit
+from covey.losses import Loss, family_of
 from covey.model.files import save_model
-from covey.model.model import Model, fit_matrix, fit_table
+from covey.model.model import Model
 from covey.model.summary import describe
-from covey.problem.spec import Penalties, Spec
-from covey.solvers import Convergence, Solver
+from covey.nodes.network import InMemory
+from covey.problem.problem import resolve
+from covey.problem.reading import Arrays, as_frame, read_rows
+from covey.problem.settings import COLUMNS, declared
+from covey.problem.spec import Spec
+from covey.solvers import Convergence
 from covey.solvers.ledger import Ledger
 from covey.tree.hierarchy import UNSEEN, Level, Unseen
 from covey.tree.ids import to_array
 
-# What an estimator and a specification say in the same words.
-SETTINGS = (
-    "formula", "fit_intercept", "standardize", "penalty", "vary", "covariance", "per_cluster", "tests", "gamma", "lam", "alpha",
-    "reduction", "ridge", "james_stein", "baseline", "solver", "options", "tol", "max_iter",
-)  # fmt: skip
+# Settings that an estimator has under the same name; it has ``random_state`` for the seed, and a family of its own.
+SETTINGS = tuple(name for name in declared() if name not in ("family", "nested", "seed"))
+DEFAULTS: dict[str, Any] = {
+    **{name: declared()[name].default for name in SETTINGS},
+    "loss": None,
+    "unseen": "parent",
+    "random_state": 0,
+}
 
 PARAMETERS = """
     Parameters
@@ -83,19 +91,19 @@ PARAMETERS = """
         coefficients whose true values are near zero, the intercept among them, if the penalties are about right; row
         weights count as precisions. For the Gaussian loss it costs a network no further exchange.
     solver : {"auto", "sweep", "newton", "l2gd", "al2sgd_plus", "one_coin"}
-        ``sweep`` is exact for the Gaussian loss, ``newton`` serves any; the others are the paper's algorithms by coins.
+        ``sweep`` is exact for the Gaussian loss, ``newton`` serves any; the others are the paper's randomised algorithms.
         ``auto`` takes what a network would finish first; ``covey.plan`` shows what each would cost.
     options : mapping or None
-        Keywords of the algorithms by coins: ``steps``, ``eta``, ``p0``, ``p``, ``tau``, ``rho``, ``mu``, ``L``, ``vote``,
+        Keywords of the randomised algorithms: ``steps``, ``eta``, ``p0``, ``p``, ``tau``, ``rho``, ``mu``, ``L``, ``vote``,
         ``every``, ``checkpoint``, ``minimum``; see the functions in ``covey.solvers``.
     unseen : {"parent", "raise"}
         What ``predict`` does for a client or cluster that training did not see: use the model one level up, or raise.
     tol, max_iter : float, int or None
-        With given penalties: Newton stops when the gradient norm is below ``tol``; the algorithms by coins when the objective
+        With given penalties: Newton stops when the gradient norm is below ``tol``; the randomised algorithms when the objective
         is certified to be within ``tol`` (relative) of its minimum. ``max_iter`` is 100 for Newton by default, for the others
         twice the theorem's number but at most a million; a warning says when that was not enough.
     random_state : int
-        Seed of the coins, and of the folds by which the single-cluster baseline chooses its penalty.
+        Seed of the randomised algorithms, and of the folds by which the single-cluster baseline chooses its penalty.
 
     Attributes
     ----------
@@ -112,63 +120,19 @@ class Hierarchical(Uncertain, BaseEstimator):
     """The estimator of any family."""
 
     _family: ClassVar[str]
+    client: Any
+    cluster: Any
+    formula: str | None
+    loss: str | Loss | None
+    unseen: Unseen
+    random_state: int
 
-    def __init__(
-        self,
-        *,
-        client: str | int | None = None,
-        cluster: str | int | None = None,
-        formula: str | None = None,
-        loss: str | Loss | None = None,
-        penalty: Penalties = "auto",
-        vary: Any = None,
-        covariance: Any = None,
-        per_cluster: bool = False,
-        tests: bool = True,
-        gamma: Any = None,
-        lam: Any = None,
-        alpha: Any = None,
-        reduction: Reduction = "sum",
-        ridge: float = 0.0,
-        james_stein: bool = False,
-        fit_intercept: bool = True,
-        standardize: bool = False,
-        weights: str | int | None = None,
-        offset: str | int | None = None,
-        baseline: str | None = None,
-        solver: Solver = "auto",
-        options: Mapping[str, Any] | None = None,
-        unseen: Unseen = "parent",
-        tol: float = 1e-8,
-        max_iter: int | None = None,
-        random_state: int = 0,
-    ) -> None:
-        self.client = client
-        self.cluster = cluster
-        self.formula = formula
-        self.loss = loss
-        self.penalty = penalty
-        self.vary = vary
-        self.covariance = covariance
-        self.per_cluster = per_cluster
-        self.tests = tests
-        self.gamma = gamma
-        self.lam = lam
-        self.alpha = alpha
-        self.reduction = reduction
-        self.ridge = ridge
-        self.james_stein = james_stein
-        self.fit_intercept = fit_intercept
-        self.standardize = standardize
-        self.weights = weights
-        self.offset = offset
-        self.baseline = baseline
-        self.solver = solver
-        self.options = options
-        self.unseen = unseen
-        self.tol = tol
-        self.max_iter = max_iter
-        self.random_state = random_state
+    def __init__(self, **settings: Any) -> None:
+        odd = [name for name in settings if name not in DEFAULTS]
+        if odd:
+            raise TypeError(f"{type(self).__name__} has no parameter {odd[0]!r}; it takes {listing(DEFAULTS, 40)}.")
+        for name, default in DEFAULTS.items():
+            setattr(self, name, settings.get(name, default))
 
     def fit(
         self,
@@ -187,29 +151,30 @@ class Hierarchical(Uncertain, BaseEstimator):
         y : (n_rows,) response; None if the formula names it
         client, cluster, sample_weight, offset : (n_rows,) arrays, where they are not columns of ``X``
         """
-        spec = self._spec().settled()
-        if y is None and (self.formula is None or "~" not in self.formula):
+        draft = resolve(self._spec())
+        if y is None and (draft.formula is None or draft.formula.response is None):
             raise DataError(f"{type(self).__name__} requires y to be passed, but the target y is None.")
-        if spec.client is None and client is None and self.client is None and self.cluster is None and cluster is None:
+        if draft.spec.client is None and client is None and self.client is None and self.cluster is None and cluster is None:
             warnings.warn(
                 "No clients were named, so all rows count as one client's and there is one model; name a column with client=, "
                 "or pass client= to fit.",
                 UserWarning,
                 stacklevel=2,
             )
-        if spec.named:
-            model = fit_table(X, spec, y, client=client, cluster=cluster, weights=sample_weight, offset=offset)
-            frame = nw.from_native(X, eager_only=True)
+        columns = None
+        if draft.spec.named:
+            frame = as_frame(X)
             self.feature_names_in_ = np.array(frame.columns, dtype=object)
             self.n_features_in_ = len(frame.columns)
             self._library_ = frame.implementation
+            given = {"client": client, "cluster": cluster, "weights": sample_weight, "offset": offset}
         else:
             X, given = self._split_off(X, client=client, cluster=cluster, weights=sample_weight, offset=offset)
             X, y = self._validate(X, y)
             kept = [at for at in range(X.shape[1] + len(self._positions())) if at not in self._positions().values()]
             columns = getattr(self, "feature_names_in_", [f"x{at}" for at in kept])
-            model = fit_matrix(X, columns, y, spec, **given)
-        return self._adopt(model)
+        data, problem = read_rows(X, draft, Arrays(y, **given), columns)
+        return self._adopt(fit(InMemory.of(data, problem.loss), problem))
 
     def predict(self, X: Any, client: Any = None, cluster: Any = None, offset: Any = None, level: Level = "client") -> Anything:
         """The expected response of each row, by the client's own model or by that of a coarser ``level``."""
@@ -276,12 +241,6 @@ class Hierarchical(Uncertain, BaseEstimator):
     def n_iter_(self) -> int:
         return max(1, self._fitted.convergence.iterations)
 
-    @property
-    def _fitted(self) -> Model:
-        if "model_" not in self.__dict__:
-            raise AttributeError(f"This {type(self).__name__} is not fitted yet; call fit first.")
-        return self.__dict__["model_"]  # type: ignore[no-any-return]
-
     def _spec(self) -> Spec:
         if self.unseen not in UNSEEN:
             raise one_of("unseen", self.unseen, UNSEEN)
@@ -291,7 +250,7 @@ class Hierarchical(Uncertain, BaseEstimator):
         if len(set(positions.values())) < len(positions):
             raise DataError(f"The parameters {listing(positions)} name the same column; each needs its own.")
         names: dict[str, Any] = {name: value for name, value in self._named_columns().items() if isinstance(value, str)}
-        settings: dict[str, Any] = {name: _plain(getattr(self, name)) for name in SETTINGS}
+        settings: dict[str, Any] = {name: _plain(getattr(self, name)) for name in SETTINGS if name not in COLUMNS}
         return Spec(family=self._loss_name(), seed=_plain(self.random_state), **settings, **names)
 
     def _loss_name(self) -> str:
@@ -303,7 +262,7 @@ class Hierarchical(Uncertain, BaseEstimator):
         return family.name
 
     def _named_columns(self) -> dict[str, Any]:
-        return {"client": self.client, "cluster": self.cluster, "weights": self.weights, "offset": self.offset}
+        return {name: getattr(self, name) for name in COLUMNS}
 
     def _positions(self) -> dict[str, int]:
         return {name: int(value) for name, value in self._named_columns().items() if isinstance(value, int | np.integer)}
@@ -351,6 +310,13 @@ class Hierarchical(Uncertain, BaseEstimator):
         check_is_fitted(self, "model_")
         X, client, cluster, offset, _ = self._plain_rows(X, client, cluster, offset)
         return self.model_.margin(X, client=client, cluster=cluster, offset=offset, level=level, unseen=self.unseen)[0]
+
+
+# scikit-learn reads the parameters from the signature; they are those of the settings.
+_SELF = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+Hierarchical.__init__.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [_SELF, *(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value) for name, value in DEFAULTS.items())]
+)
 
 
 def _plain(value: Any) -> Any:

@@ -11,7 +11,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from covey._typing import Floats
 from covey.errors import DataError, SolverError, one_of
-from covey.fitting.learning import shape_of
+from covey.fitting.fit import shape_of
 from covey.model.inference import quantile
 from covey.model.model import Model, group_rows
 from covey.model.summary import Summary, summary
@@ -20,6 +20,10 @@ from covey.tables.rows import GroupedData
 from covey.tree.hierarchy import Level, Unseen
 from covey.variance.bootstrap import bootstrap
 from covey.variance.components import Components, LikelihoodRatio
+
+
+class NoComponentsError(AttributeError, SolverError):
+    """A model with given penalties has no variance components: a missing attribute, with the sentence that says why."""
 
 
 class Uncertain:
@@ -33,10 +37,18 @@ class Uncertain:
     _spec: Callable[[], Any]
 
     @property
+    def _fitted(self) -> Model:
+        if "model_" not in self.__dict__:
+            raise AttributeError(f"This {type(self).__name__} is not fitted yet; call fit first.")
+        return self.__dict__["model_"]  # type: ignore[no-any-return]
+
+    @property
     def components_(self) -> Components:
         """The variance components: how clients and clusters vary, the log-likelihood, what is singular."""
-        check_is_fitted(self, "model_")
-        return self.model_.posterior.learned.components
+        try:
+            return self._fitted.posterior.learned.components
+        except SolverError as problem:
+            raise NoComponentsError(str(problem)) from None
 
     def summary(self, coverage: float = 0.95) -> Summary:
         """The model in words, for ``print``, and in numbers, by ``to_json()``.
@@ -133,9 +145,9 @@ class Uncertain:
                 raise DataError("The bootstrap of counts or classes needs the rows: pass X and y as to fit.")
             X, client, cluster, offset, weights = self._plain_rows(X, client, cluster, offset, sample_weight)
             data = self._same_rows(X, y, client=client, cluster=cluster, weights=weights, offset=offset)
-        shape = shape_of(model.hierarchy, model.terms, model.spec, model.spec.varying(model.design))
+        shape = shape_of(model.hierarchy, model.terms, model.spec, model.problem.vary)
         drawn = bootstrap(
-            learned, shape, model.hierarchy, model.terms, model.wbar, data=data, loss=model.spec.loss, draws=draws,
+            learned, shape, model.hierarchy, model.terms, model.wbar, data=data, loss=model.problem.loss, draws=draws,
             seed=self.random_state, progress=progress,
         )  # fmt: skip
         ids = model.hierarchy.cluster_ids

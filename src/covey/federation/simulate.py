@@ -17,10 +17,11 @@ from covey.federation.operator.settings import RunSettings
 from covey.federation.privacy.sweeps import seeded_normal
 from covey.federation.site.policy import Policy
 from covey.federation.site.site import Site
-from covey.federation.site.table import profile_of
 from covey.federation.wire.checks import check_number
 from covey.federation.wire.transport import InProcess
-from covey.model.model import Model, as_frame
+from covey.model.model import Model
+from covey.problem.problem import Problem, resolve
+from covey.problem.reading import as_frame, read_rows
 from covey.problem.spec import Spec
 from covey.tables.design import column
 from covey.tree.ids import encode, lookup
@@ -79,10 +80,10 @@ def simulate(
     >>> run.outcome.roster, [exchange.label for exchange in run.outcome.exchanges]
     (('site1', 'site2', 'site3'), ['hello', 'agree', 'sweep up', 'sweep down', 'deliver'])
     """
-    spec.check()
+    draft = resolve(spec)
     check_number("'minimum' of clients in a sum", minimum, least=1, whole=True, error=DataError)
     settings = RunSettings() if settings is None else settings
-    parts = split_among_sites(table, spec, sites)
+    parts = split_among_sites(table, draft.spec, sites)
     absent = [name for name in settings.members.sites if name not in parts]
     if absent:
         raise FederationError(
@@ -102,23 +103,23 @@ def simulate(
     try:
         outcome = run_fit(InProcess(at), list(at), spec, settings, journal=kept, out=out, on_loss=on_loss, say=say)
     except CoveyError:
-        _check_whole(table, spec)
+        _check_whole(table, draft)
         raise
     return SimulatedRun(outcome, at)
 
 
-def _check_whole(table: Any, spec: Spec) -> None:
+def _check_whole(table: Any, draft: Problem) -> None:
     """Refuse rows by their numbers in the whole table: a site knows those of its own part only."""
     try:
-        profile_of(table, spec)
+        read_rows(table, draft)
     except CoveyError as problem:
         raise problem from None
 
 
 def split_among_sites(table: Any, spec: Spec, sites: int | str) -> dict[str, Any]:
     """The rows of each site, by name."""
-    frame, settled = as_frame(table), spec.settled()
-    if settled.client is None:
+    frame = as_frame(table)
+    if spec.client is None:
         raise DataError("Say which column holds the clients: client=, or a formula with (terms | cluster/client).")
     if isinstance(sites, str):
         names, codes = encode(column(frame, sites), "site")
@@ -126,7 +127,7 @@ def split_among_sites(table: Any, spec: Spec, sites: int | str) -> dict[str, Any
         if odd:
             raise DataError(f"The site {odd[0]!r} cannot be the name of a site and its folder; rename it in column {sites!r}.")
         return {str(name): _rows(frame, codes == at) for at, name in enumerate(names.to_list())}
-    _, codes = encode(column(frame, settled.client), "client")
+    _, codes = encode(column(frame, spec.client), "client")
     if not 1 <= sites <= int(codes.max()) + 1:
         raise DataError(f"{sites!r} sites cannot share {int(codes.max()) + 1} clients; give from 1 to that many.")
     width = len(str(sites))

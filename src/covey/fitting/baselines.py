@@ -16,11 +16,10 @@ from covey.errors import one_of
 from covey.fitting.selection import GAMMAS, cross_validate
 from covey.losses import Loss
 from covey.objective.penalty import Penalty
+from covey.problem.settings import BASELINES
 from covey.solvers import Fit, Progress, minimise
 from covey.tables.rows import GroupedData
 from covey.tree.hierarchy import Hierarchy
-
-BASELINES = ("single-model", "locally-trained", "single-cluster")
 
 # Alone, a client whose classes are separable has no finite optimum; this little pull to zero gives it one.
 LOCAL_RIDGE = 1e-3

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from covey.errors import ConvergenceWarning, DataError
-from covey.fitting.baselines import BASELINES
-from covey.fitting.learning import fit_data
+from covey.fitting.fit import learn
 from covey.fitting.selection import held_out_loss
+from covey.nodes.network import InMemory
+from covey.problem.problem import Problem
+from covey.problem.settings import BASELINES
 from covey.problem.spec import Spec
 from covey.solvers import Fit
-from covey.tables.design import Design
 from covey.tables.rows import GroupedData
 
 TEST_SHARE = 0.2
@@ -29,38 +30,35 @@ class Comparison:
 
 def compare(
     data: GroupedData,
-    spec: Spec,
-    design: Design | None = None,
+    problem: Problem,
     *,
     test: float = TEST_SHARE,
     progress: Callable[[str], None] | None = None,
 ) -> Comparison:
-    """Fit the specification and the three baselines to a share of each client's rows, and score the rest.
+    """Fit the problem and the three baselines to a share of each client's rows, and score the rest.
 
     Models are compared, not solvers: each is fitted to its minimum. Penalties that are to be learned are learned from the rows
     that are fitted, and from no others.
     """
-    spec = replace(spec.settled(), solver="auto", options=None, tests=False)
+    spec = problem.spec
     train, held = data.split(test, spec.seed)
     if held.n_rows == 0:
         raise DataError(
             f"Holding out {test:g} of each client's rows leaves none to test on; raise the share or skip it with 0."
         )
-    vary = None if design is None else spec.varying(design)
+    plain = Spec(family=spec.family, reduction=spec.reduction, ridge=spec.ridge, seed=spec.seed)
+    trials = {name: replace(plain, baseline=name) for name in BASELINES}
+    trials["hierarchical"] = replace(spec, solver="auto", options=None, tests=False)
     errors = {}
-    for name in (*BASELINES, "hierarchical"):
+    for name, trial in trials.items():
         if progress is not None:
             progress(name)
-        own = name == "hierarchical"
-        trial = (
-            spec if own else Spec(family=spec.family, reduction=spec.reduction, ridge=spec.ridge, baseline=name, seed=spec.seed)
-        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # of a trial; the fit that is kept speaks for itself
             try:
-                fit = fit_data(train, trial, vary).fit
-            except DataError as problem:
-                raise DataError(f"With {test:g} of the rows held out: {problem}") from None
+                fit = learn(InMemory.of(train, spec.loss), replace(problem, spec=trial)).fit
+            except DataError as mistake:
+                raise DataError(f"With {test:g} of the rows held out: {mistake}") from None
         errors[name] = held_out_error(fit, held, spec)
     return Comparison(errors, train.n_rows, held.n_rows)
 

@@ -12,16 +12,19 @@ import numpy as np
 import polars as pl
 
 from covey.errors import ConvergenceWarning, SolverError, listing
-from covey.fitting.learning import penalty_for
+from covey.fitting.fit import penalty_for
 from covey.losses import Loss, family_of
-from covey.model.model import read_frame
+from covey.nodes.network import InMemory
 from covey.objective.objective import Objective
 from covey.objective.theory import Constants
+from covey.problem.problem import Problem, resolve
+from covey.problem.reading import read_rows
 from covey.problem.spec import Spec
 from covey.solvers import Fit, minimise
 from covey.solvers.costs import BANDWIDTH, LATENCY, Cost, check_network, costs
 from covey.solvers.registry import direct, find, randomised
 from covey.tables.rows import GroupedData
+from covey.text import counted, duration, large, size
 
 RACE_ITERATIONS = 20_000
 
@@ -65,8 +68,8 @@ class Plan:
             if math.isinf(cost.seconds):
                 lines.append(f"{mark}{cost.solver:12}{'':>3}does not fit: {cost.note}")
                 continue
-            counts = "".join(f"{_count(number):>13}" for number in (cost.iterations, cost.within, cost.between))
-            lines.append(f"{mark}{cost.solver:12}{counts}{in_bytes(cost.bytes):>11}{_time(cost.seconds):>11}  {cost.note}")
+            counts = "".join(f"{large(number):>13}" for number in (cost.iterations, cost.within, cost.between))
+            lines.append(f"{mark}{cost.solver:12}{counts}{size(cost.bytes):>11}{duration(cost.seconds):>11}  {cost.note}")
         lines.append("* waits least; exchanges are those of the client that has most")
         return "\n".join(lines)
 
@@ -96,28 +99,32 @@ def plan(
     >>> told.cheapest, told.frame["solver"].to_list()
     ('sweep', ['sweep', 'newton', 'l2gd', 'one_coin', 'al2sgd_plus'])
     """
-    check_network(accuracy, latency, bandwidth)
     known_names = _SETTINGS[len(_COLUMNS) :] if isinstance(data, GroupedData) else _SETTINGS
     for name in settings:
         if name not in known_names:
             raise SolverError(f"The plan has no setting {name!r} here; it takes {listing(known_names, 20)}.")
-    spec = Spec(family=family_of(family).name, **settings)
-    spec.check()
-    if spec.bars:
+    draft = resolve(Spec(family=family_of(family).name, **settings))
+    return plan_for(data, draft, accuracy=accuracy, latency=latency, bandwidth=bandwidth)
+
+
+def plan_for(data: Any, problem: Problem, *, accuracy: float, latency: float, bandwidth: float) -> Plan:
+    """The plan of a problem, which may be a draft: for a data frame, or for rows that are grouped already."""
+    check_network(accuracy, latency, bandwidth)
+    if problem.has_bars:
         raise SolverError("A plan is for solvers that let every term vary; leave out the bars, and name client= and cluster=.")
-    grouped = data if isinstance(data, GroupedData) else read_frame(data, spec)[0]
-    spec.loss.check(grouped.y, lambda row: f"row {row}")
-    objective = _objective(grouped, spec)
+    grouped, problem = (data, problem) if isinstance(data, GroupedData) else read_rows(data, problem)
+    problem.loss.check(grouped.y, lambda row: f"row {row}")
+    objective = _objective(grouped, problem)
     trials = _direct(objective)
     found, known = costs(objective, trials, accuracy=accuracy, latency=latency, bandwidth=bandwidth)
     sizes = ((grouped.n_clients, "client"), (grouped.n_clusters, "cluster"), (grouped.n_terms, "coefficient"))
-    shape = "{} in {}, {} each".format(*(f"{count:,} {noun}" + ("" if count == 1 else "s") for count, noun in sizes))
+    shape = "{} in {}, {} each".format(*(counted(count, noun) for count, noun in sizes))
     return Plan(tuple(found), known, accuracy, latency, bandwidth, shape)
 
 
 def race(
     data: GroupedData,
-    spec: Spec,
+    problem: Problem,
     *,
     accuracy: float = 1e-6,
     max_iter: int = RACE_ITERATIONS,
@@ -128,7 +135,7 @@ def race(
     The gap is relative to that at zero. Randomised algorithms stop when theirs is certified to be below ``accuracy``, or after
     ``max_iter`` iterations; those that do not fit the problem are left out.
     """
-    objective = _objective(data, spec)
+    objective = _objective(data, problem)
     trials = _direct(objective)
     minimum = min(fit.convergence.objective for fit in trials)
     start = objective.value(np.zeros((data.n_clients, data.n_terms)))
@@ -141,8 +148,8 @@ def race(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # a race shows where a solver stalls
             try:
-                limits: dict[str, Any] = {"seed": spec.seed, "tol": tol, "max_iter": max_iter}
-                fit = minimise(data, spec.loss, objective.penalty, solver=solver, options=options, **limits)
+                limits: dict[str, Any] = {"seed": problem.spec.seed, "tol": tol, "max_iter": max_iter}
+                fit = minimise(data, problem.loss, objective.penalty, solver=solver, options=options, **limits)
             except SolverError:
                 continue  # the plan says why
         told[name] = _history(fit)
@@ -150,9 +157,8 @@ def race(
     return {name: path.with_columns(gap=gap) for name, path in told.items()}
 
 
-def _objective(data: GroupedData, spec: Spec) -> Objective:
-    penalty = penalty_for(data, spec)
-    return Objective(data, spec.loss, penalty)
+def _objective(data: GroupedData, problem: Problem) -> Objective:
+    return Objective(data, problem.loss, penalty_for(InMemory.of(data, problem.loss), problem))
 
 
 def _direct(objective: Objective) -> list[Fit]:
@@ -172,22 +178,3 @@ def _racers() -> list[tuple[str, str, Mapping[str, Any]]]:
         for name in randomised()
         for variant, options in {"": {}, **find(name).variants}.items()
     ]
-
-
-def _count(number: float) -> str:
-    return f"{number:,.0f}" if number < 1e7 else f"{number:.1e}"
-
-
-def in_bytes(number: float) -> str:
-    """Bytes, with a unit."""
-    return _in_units(number, (("B", 1.0), ("kB", 1e3), ("MB", 1e6), ("GB", 1e9), ("TB", 1e12)), 1000)
-
-
-def _time(seconds: float) -> str:
-    return _in_units(seconds, (("s", 1.0), ("min", 60.0), ("h", 3600.0), ("d", 86400.0), ("y", 3.156e7)), 120)
-
-
-def _in_units(number: float, units: tuple[tuple[str, float], ...], most: float) -> str:
-    """Three digits in the first unit that keeps the number below ``most``, or in the last."""
-    unit, size = next(((unit, size) for unit, size in units if number < most * size), units[-1])
-    return f"{number / size:.3g} {unit}" if number / size < 1000 else f"{number / size:.0e} {unit}"

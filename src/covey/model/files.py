@@ -14,8 +14,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
-from datetime import date
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,12 @@ from covey._typing import Floats
 from covey._version import __version__
 from covey.errors import CoveyError, ModelError
 from covey.losses import FAMILIES
-from covey.model.model import Elsewhere, Model
+from covey.model.model import Elsewhere, Fitted, Model, assemble
 from covey.objective.penalty import Penalty
+from covey.problem.problem import Classes, resolve
 from covey.problem.spec import Spec
-from covey.solvers import Convergence
 from covey.solvers.direct.elimination import Quadratic
+from covey.solvers.result import Convergence, Fit
 from covey.tables.design import design_from_json
 from covey.tree.hierarchy import Hierarchy
 from covey.variance.components import Components, Learned, Whole
@@ -38,7 +38,6 @@ from covey.variance.components import Components, Learned, Whole
 FORMAT = 2
 _TABLES = ("clusters", "clients")
 _SUMS = "sums"
-_PENALTIES = ("gamma", "lam", "alpha")
 
 
 def save_model(model: Model, path: str | Path, *, sums: bool = True, extra: Mapping[str, Any] | None = None) -> Path:
@@ -119,19 +118,13 @@ def load_model(path: str | Path) -> tuple[Model, dict[str, Any]]:
 
 
 def _document(model: Model, extra: dict[str, Any]) -> dict[str, Any]:
-    classes = None
-    if model.classes is not None:
-        if model.classes.dtype.kind not in "OUSbiuf" or not all(
-            isinstance(c, str | int | float) for c in model.classes.tolist()
-        ):
-            raise ModelError(f"Classes of type {model.classes.dtype} cannot be saved; use text, numbers or booleans.")
-        classes = {"dtype": str(model.classes.dtype), "values": model.classes.tolist()}
+    classes = model.problem.classes
     return {
         "format": FORMAT,
         "covey": __version__,
-        "spec": spec_to_json(model.spec),
+        "spec": model.spec.to_json(),
         "design": model.design.to_json(),
-        "classes": classes,
+        "classes": None if classes is None else classes.to_json(),
         "has_offset": model.has_offset,
         "global": dict(zip(model.terms, model.wbar.tolist(), strict=True)),
         "convergence": _plain_convergence(model.convergence),
@@ -165,21 +158,6 @@ def _elsewhere(plain: Mapping[str, Any] | None, clusters: int) -> Elsewhere | No
     if any(each.shape != (clusters,) for each in counts):
         raise ModelError("The model is damaged: what it says of clients elsewhere does not fit its clusters; fit it again.")
     return Elsewhere(tuple(plain["sites"]), *counts)
-
-
-def spec_to_json(spec: Spec) -> dict[str, Any]:
-    """A specification as JSON has it."""
-    plain = {part.name: getattr(spec, part.name) for part in fields(spec)}
-    penalties = {name: _plain_penalty(plain[name]) for name in _PENALTIES}
-    return {**plain, **penalties, "vary": _plain_vary(spec.vary), "options": _plain_options(spec.options)}
-
-
-def spec_from_json(plain: Mapping[str, Any]) -> Spec:
-    """The specification that JSON stands for, checked."""
-    # What an older covey did not write takes its default.
-    spec = Spec(**{**plain, **{name: _penalty_from_plain(plain.get(name)) for name in _PENALTIES}})
-    spec.check()
-    return spec
 
 
 def learned_to_json(learned: Learned) -> dict[str, Any]:
@@ -263,8 +241,10 @@ def _rebuild(document: Mapping[str, Any], tables: Mapping[str, pl.DataFrame]) ->
             f"The model has the loss {family!r}, which is not registered here and is not saved with it; call "
             f"covey.losses.from_functions({family!r}, ...) before loading the model, or upgrade covey."
         )
-    restored = spec_from_json(document["spec"])
-    design = design_from_json(document["design"])
+    draft = resolve(Spec.from_json(document["spec"]))
+    design = design_from_json(document["design"], None if draft.formula is None else draft.formula.common)
+    classes = None if document["classes"] is None else Classes.from_json(document["classes"])
+    problem = draft.of_design(design, classes, bool(document["has_offset"]), draft.spec.nested)
     clusters, clients = tables["clusters"], tables["clients"]
     cluster_ptr = np.concatenate([[0], np.cumsum(clusters["clients"].to_numpy())]).astype(np.int64)
     tree = Hierarchy(cluster_ptr, clients["client"].rename(""), clusters["cluster"].rename(""))
@@ -278,24 +258,14 @@ def _rebuild(document: Mapping[str, Any], tables: Mapping[str, pl.DataFrame]) ->
     wbar = [document["global"][term] for term in design.terms]
     if not all(isinstance(value, float) for value in wbar):
         raise ModelError("The model is damaged: its global coefficients are not numbers; fit it again.")
-    classes = document["classes"]
     coefficients = [f"coef.{term}" for term in design.terms]
-    model = Model(
-        restored,
-        design,
-        tree,
-        _matrix(clients, coefficients),
-        _matrix(clusters, coefficients),
-        np.array(wbar),
-        clients["rows"].to_numpy().astype(np.int64),
-        _convergence(document["convergence"]),
-        penalty,
-        None if classes is None else np.array(classes["values"], dtype=np.dtype(classes["dtype"])),
-        bool(document["has_offset"]),
-        learned=_learned(document.get("learned"), tables.get(_SUMS), design.terms, tree),
-        elsewhere=_elsewhere(document.get("elsewhere"), tree.n_clusters),
+    fit = Fit(
+        _matrix(clients, coefficients), _matrix(clusters, coefficients), np.array(wbar), _convergence(document["convergence"])
     )
-    return model, dict(document["extra"])
+    learned = _learned(document.get("learned"), tables.get(_SUMS), design.terms, tree)
+    rows = clients["rows"].to_numpy().astype(np.int64)
+    elsewhere = _elsewhere(document.get("elsewhere"), tree.n_clusters)
+    return assemble(problem, Fitted(fit, penalty, learned), tree, rows, elsewhere), dict(document["extra"])
 
 
 def _matrix(table: pl.DataFrame, columns: list[str]) -> Floats:
@@ -335,56 +305,3 @@ def _read_table(path: Path, name: str, document: Mapping[str, Any]) -> pl.DataFr
 
 def _checksum(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-def _plain_penalty(value: Any) -> Any:
-    """A penalty as JSON: a number, a list, or pairs of id and value; infinity, which JSON lacks, as text."""
-    if isinstance(value, Mapping):
-        return {"pairs": [[_plain_id(key), _plain_penalty(item)] for key, item in value.items()]}
-    if not isinstance(value, Mapping) and np.ndim(value) == 1:
-        return [_plain_penalty(item) for item in value]
-    if value is None:
-        return None
-    number = float(value)
-    return "inf" if math.isinf(number) else number
-
-
-def _plain_options(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """A solver's settings as JSON; a checkpoint is a file of the machine that fitted, and stays behind."""
-    if options is None:
-        return None
-    kept = {name: value for name, value in options.items() if name != "checkpoint"}
-    return {name: _plain_option(value) for name, value in kept.items()}
-
-
-def _plain_vary(vary: Any) -> Any:
-    """Terms as text: one, a list, or lists by level, whatever held them."""
-    if vary is None or isinstance(vary, str):
-        return vary
-    if isinstance(vary, Mapping):
-        return {level: _plain_vary(names) for level, names in vary.items()}
-    return [str(name) for name in vary]
-
-
-def _plain_option(value: Any) -> Any:
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    return [_plain_option(each) for each in value] if isinstance(value, list | tuple) else value
-
-
-def _plain_id(key: Any) -> Any:
-    """An id as JSON: a date, which JSON lacks, as an object."""
-    plain = key.item() if isinstance(key, np.generic) else key
-    return {"date": plain.isoformat()} if isinstance(plain, date) else plain
-
-
-def _id_from_plain(plain: Any) -> Any:
-    return date.fromisoformat(plain["date"]) if isinstance(plain, Mapping) else plain
-
-
-def _penalty_from_plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {_id_from_plain(key): _penalty_from_plain(item) for key, item in value["pairs"]}
-    if isinstance(value, list | tuple):  # the latter if it came in a letter
-        return [_penalty_from_plain(item) for item in value]
-    return math.inf if value == "inf" else value

@@ -147,12 +147,10 @@ class Posterior:
         if level == "global":
             return self.whole[None], np.zeros(len(chosen.client), dtype=np.int64)
         if level == "cluster":
-            return np.concatenate([self.clusters, self._new_cluster()]), chosen.cluster
-        known = chosen.client >= 0
-        if not known.any():
-            return self.new_clients, chosen.cluster
-        table = np.concatenate([self.clients, self.new_clients])
-        return table, np.where(known, chosen.client, np.where(chosen.cluster >= 0, chosen.cluster + self.tree.n_clients, -1))
+            return np.concatenate([self.clusters, self._new_cluster()]), chosen.index(0)
+        if not (chosen.client >= 0).any():
+            return self.new_clients, chosen.index(0)
+        return np.concatenate([self.clients, self.new_clients]), chosen.index(self.tree.n_clients)
 
     def _new_cluster(self) -> Floats:
         return np.asarray(self.whole + self.learned.dispersion * self.learned.cluster.shape[0])[None]

@@ -10,6 +10,7 @@ import numpy as np
 from covey._typing import Floats
 from covey.model.inference import quantile
 from covey.model.model import Model
+from covey.text import counted, table
 from covey.tree.hierarchy import Hierarchy
 from covey.variance.components import Components, LevelComponents
 
@@ -109,10 +110,10 @@ def facts(model: Model) -> list[str]:
     client = f" ({spec.client})" if spec.client else ""
     cluster = f" ({spec.cluster})" if spec.cluster else ""
     number = int(model.clients_of_cluster.sum())
-    clients = f"{_count(number, 'client')}{client} in {_count(tree.n_clusters, 'cluster')}{cluster}"
-    away = "" if model.elsewhere is None else f", at {_count(len(model.elsewhere.sites), 'site')} with the clients' models"
+    clients = f"{counted(number, 'client')}{client} in {counted(tree.n_clusters, 'cluster')}{cluster}"
+    away = "" if model.elsewhere is None else f", at {counted(len(model.elsewhere.sites), 'site')} with the clients' models"
     # Of a private fit across sites nobody knows how many rows there are.
-    rows = "" if model.elsewhere is not None and model.n_rows == 0 else f"{_count(model.n_rows, 'row')} of "
+    rows = "" if model.elsewhere is not None and model.n_rows == 0 else f"{counted(model.n_rows, 'row')} of "
     said = [f"{rows}{clients}{away}"]
     if spec.standardize:
         said.append("terms are standardised: coefficients are per standard deviation")
@@ -122,7 +123,7 @@ def facts(model: Model) -> list[str]:
     if model.learned is not None:
         found = model.learned.components
         # A site has some of the rows only, and a model to which clients were added has others.
-        of = "" if found.rows == model.n_rows else f", learned from {_count(int(found.rows), 'row')}"
+        of = "" if found.rows == model.n_rows else f", learned from {counted(int(found.rows), 'row')}"
         said.append(
             f"{found.method}: log-likelihood {found.log_likelihood:.2f}, AIC {found.aic:.1f}, BIC {found.bic:.1f}, "
             f"{found.parameters} parameters{of}"
@@ -158,7 +159,7 @@ _QUESTIONS = {"client": "clients differ", "cluster": "clusters matter"}
 def _tested(found: Components) -> list[str]:
     """A sentence for each level that was tested."""
     return [
-        f"{_QUESTIONS[test.level]}: likelihood ratio {test.statistic:.1f} for {_count(test.parameters, 'parameter')}, "
+        f"{_QUESTIONS[test.level]}: likelihood ratio {test.statistic:.1f} for {counted(test.parameters, 'parameter')}, "
         f"p {_p_value(test.p_value)}"
         for test in found.tests
     ]
@@ -171,16 +172,14 @@ def _p_value(p: float) -> str:
 def _learned_tables(model: Model, coverage: float) -> list[str]:
     """Each term: the global coefficient with its interval, and how it varies at each level; then the shares of variance."""
     found = model.posterior.learned.components
-    width = max(8, *(len(term) for term in model.terms))
     levels = {"sd of clusters (se)": found.cluster, "sd of clients (se)": found.client}
     levels = {head: level for head, level in levels.items() if level.terms}
-    heads = " ".join(f"{head:>19}" for head in levels)
-    interval = f"{100 * coverage:g}% interval"
-    lines = [f"{'':{width}}  {'global':>10} {'std. error':>11} {interval:>22}  {heads}"]
+    rows = [["", "global", "std. error", f"{100 * coverage:g}% interval", *levels]]
     for row in model.coefficients("global", coverage).iter_rows(named=True):
-        term, interval = row["term"], f"{row['lower']:.4g} to {row['upper']:.4g}"
-        spreads = " ".join(f"{_sd(level, term):>19}" for level in levels.values())
-        lines.append(f"{term:{width}}  {row['estimate']:>10.4g} {row['std_error']:>11.3g} {interval:>22}  {spreads}")
+        interval = f"{row['lower']:.4g} to {row['upper']:.4g}"
+        spreads = [_sd(level, row["term"]) for level in levels.values()]
+        rows.append([row["term"], f"{row['estimate']:.4g}", f"{row['std_error']:.3g}", interval, *spreads])
+    lines = table(rows, [_first(model), 11, 11, 22, 20, 19])
     sd = "" if found.residual is None else f" ({model.spec.loss.dispersion_text(found.residual)})"
     shares = zip(("clusters", "clients"), (found.cluster, found.client), found.shares[:2], strict=True)
     parts = [f"{100 * share:.1f}% between {name}" for name, level, share in shares if level.terms]
@@ -205,21 +204,21 @@ def _sd(level: LevelComponents, term: str) -> str:
 
 def _table(model: Model) -> list[str]:
     """Each term: the global coefficient, and how clusters and clients spread about it."""
-    width = max(8, *(len(term) for term in model.terms))
-    head = (
-        f"{'':{width}}  {'global':>10}  {'clusters: sd':>12} {'min':>9} {'max':>9}  {'clients: sd':>12} {'min':>9} {'max':>9}"
-    )
-    rows = []
+    rows = [["", "global", "clusters: sd", "min", "max", "clients: sd", "min", "max"]]
     for at, term in enumerate(model.terms):
-        clusters, clients = _spread(model.w[:, at]), _spread(model.theta[:, at])
-        rows.append(f"{term:{width}}  {model.wbar[at]:>10.4g}  {clusters}  {clients}")
-    return [head, *rows]
+        rows.append([term, f"{model.wbar[at]:.4g}", *_spread(model.w[:, at]), *_spread(model.theta[:, at])])
+    return table(rows, [_first(model), 11, 13, 9, 9, 13, 9, 9])
 
 
-def _spread(values: Floats) -> str:
+def _first(model: Model) -> int:
+    """The width of the column of terms, which stand at the left."""
+    return -max(8, *(len(term) for term in model.terms))
+
+
+def _spread(values: Floats) -> list[str]:
     if not len(values):
-        return f"{'at sites':>12} {'':>9} {'':>9}"
-    return f"{values.std():>12.4g} {values.min():>9.4g} {values.max():>9.4g}"
+        return ["at sites", "", ""]
+    return [f"{values.std():.4g}", f"{values.min():.4g}", f"{values.max():.4g}"]
 
 
 def _ends(values: Floats) -> list[float | str]:
@@ -230,7 +229,3 @@ def _ends(values: Floats) -> list[float | str]:
 def _range(values: Floats) -> str:
     low, high = (f"{end:.4g}" for end in (float(np.min(values)), float(np.max(values))))
     return low if low == high else f"{low} to {high}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")

@@ -16,9 +16,10 @@ import polars as pl
 
 from covey._typing import Floats, Ints
 from covey.errors import DataError, listing, warn
-from covey.model.model import Model
+from covey.model.model import Fitted, Model, assemble
 from covey.solvers.direct.elimination import Quadratic, descend, eliminate
 from covey.solvers.direct.sweep import solve_top
+from covey.solvers.result import Fit
 from covey.tables.rows import GroupedData
 from covey.tree.hierarchy import Hierarchy
 from covey.tree.ids import as_labels, lookup
@@ -38,7 +39,7 @@ def add_clients(model: Model, data: GroupedData) -> Model:
     kept = model.hierarchy.n_clients
     old = _placed(learned.units, places[:kept], n)
     rows = np.bincount(places, np.concatenate([model.rows, data.rows_per_client]), n).astype(np.int64)
-    loss, at = model.spec.loss, np.tile(learned.origin, (data.n_clients, 1))
+    loss, at = model.problem.loss, np.tile(learned.origin, (data.n_clients, 1))
     exact = loss.quadratic
     if not exact:
         at = at + _start(model, data)
@@ -99,10 +100,8 @@ def _solved(model: Model, learned: Learned, tree: Hierarchy, rows: Ints) -> Mode
         components = replace(components, notes=(*components.notes, _LATER))
     learned = replace(learned, covariance=covariance, components=components)
     shift = learned.origin
-    return replace(
-        model, hierarchy=tree, theta=shift + theta, w=shift + w, wbar=shift + wbar, rows=rows, learned=learned,
-        history=None, ledger=None,
-    )  # fmt: skip
+    fit = Fit(shift + theta, shift + w, shift + wbar, model.convergence)
+    return assemble(model.problem, Fitted(fit, None, learned), tree, rows)
 
 
 def _top(learned: Learned, tree: Hierarchy) -> tuple[Quadratic, Quadratic]:
@@ -114,11 +113,9 @@ def _top(learned: Learned, tree: Hierarchy) -> tuple[Quadratic, Quadratic]:
 def _start(model: Model, data: GroupedData) -> Floats:
     """Where Newton begins for new rows: the model that would have answered for them."""
     tree = data.hierarchy
-    cluster = lookup(tree.cluster_ids, model.hierarchy.cluster_ids, "cluster")[tree.parent]
-    client = lookup(tree.client_ids, model.hierarchy.client_ids, "client")
-    table = np.concatenate([model.theta, model.w, model.wbar[None]])
-    which = np.where(client >= 0, client, np.where(cluster >= 0, cluster + len(model.theta), -1))
-    return np.asarray(table[which])
+    ids = tree.client_ids, tree.cluster_ids.gather(tree.parent)
+    chosen = model.hierarchy.resolve(*ids, n_rows=tree.n_clients)
+    return np.asarray(model.coefficient_table[chosen.index(len(model.theta))])
 
 
 def _joined(old: Hierarchy, new: Hierarchy) -> tuple[Hierarchy, Ints]:
@@ -136,7 +133,7 @@ def _joined(old: Hierarchy, new: Hierarchy) -> tuple[Hierarchy, Ints]:
         at = int(moved[0])
         raise DataError(
             f"Client {new.client_ids[at]!r} is in cluster {old.cluster_ids[int(old.parent[client[at]])]!r} in the model but in "
-            f"{new.cluster_ids[int(new.parent[at])]!r} in the new rows; mend the cluster, or give the client a new id."
+            f"{new.cluster_ids[int(new.parent[at])]!r} in the new rows; correct the cluster, or give the client a new id."
         )
     strange = np.flatnonzero(client < 0)
     client[strange] = old.n_clients + np.arange(len(strange))

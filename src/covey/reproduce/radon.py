@@ -6,17 +6,18 @@ import numpy as np
 
 from covey._typing import Floats
 from covey.fitting.baselines import locally_trained
-from covey.model.model import Model, fit_grouped
-from covey.problem.spec import Spec
-from covey.tables.design import Design
+from covey.fitting.fit import fit
+from covey.model.model import Model
+from covey.nodes.network import InMemory
+from covey.problem.problem import Problem
 from covey.tables.rows import GroupedData
 
 
-def fit_all(data: GroupedData, design: Design, spec: Spec) -> tuple[Model, Floats]:
+def fit_all(data: GroupedData, problem: Problem) -> tuple[Model, Floats]:
     """The model on all rows, and each client's estimate alone: NaN where its rows do not determine every term."""
-    model = fit_grouped(data, design, None, spec)
-    local = locally_trained(data, spec.loss).theta
-    determined = spec.loss.strong_convexity(data) > 0
+    model = fit(InMemory.of(data, problem.loss), problem)
+    local = locally_trained(data, problem.loss).theta
+    determined = problem.loss.strong_convexity(data) > 0
     return model, np.where(determined[:, None], local, np.nan)
 
 

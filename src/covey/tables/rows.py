@@ -20,7 +20,7 @@ from covey.errors import DataError
 from covey.tree.hierarchy import Hierarchy, segment_sum
 from covey.tree.ids import encode
 
-Place = Callable[[int], str]  # names a row for the person who has to mend it
+Place = Callable[[int], str]  # names a row for the person who has to correct it
 Check = Callable[[Floats, Place], None]
 
 _CHUNK = 1 << 18  # rows gathered at a time: bounds the temporary memory of a sort
@@ -221,7 +221,7 @@ class GroupedData:
 
     def _refuse_bad_values(self, place: Place) -> None:
         refuse_infinite(self.X, self.terms, place)
-        for name, values in (("the response", self.y), ("the weights", self.weights), ("the offset", self.offset)):
+        for name, values in (("the response", self.y), ("the weight", self.weights), ("the offset", self.offset)):
             if values is not None and not np.isfinite(values).all():
                 row = int(np.flatnonzero(~np.isfinite(values))[0])
                 raise _bad_value(name, values[row], place(row))
@@ -302,7 +302,7 @@ def _vector(values: Any, name: str, n_rows: int) -> Floats:
     if vector.ndim != 1:
         raise DataError(f"{what.capitalize()} must be one column; got shape {vector.shape}.")
     if len(vector) != n_rows:
-        raise DataError(f"{what.capitalize()} has {len(vector)} values for {n_rows} rows of X; they must match.")
+        raise DataError(f"There are {len(vector)} values of {what} for {n_rows} rows of X; they must match.")
     return vector
 
 
@@ -318,8 +318,8 @@ def _group(client: Any, cluster: Any, n_rows: int) -> tuple[Anything | None, Int
     if row >= 0:
         raise DataError(
             f"Client {client_ids[int(i[row])]!r} is in clusters {cluster_ids[int(j[row])]!r} and "
-            f"{cluster_ids[int(parent[i[row]])]!r}; a client belongs to one cluster: mend the column, or make the client ids "
-            "unique, for example by joining cluster and client."
+            f"{cluster_ids[int(parent[i[row]])]!r}; a client belongs to one cluster: correct the column, or make the "
+            "client ids unique, for example by joining cluster and client."
         )
     del j
     by_cluster = np.argsort(parent, kind="stable")

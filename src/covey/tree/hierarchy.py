@@ -35,6 +35,14 @@ class Resolved:
         """For each row ``"client"``, ``"cluster"`` or ``"global"``: the finest level with a model for it."""
         return np.where(self.client >= 0, "client", np.where(self.cluster >= 0, "cluster", "global"))
 
+    def index(self, n_clients: int) -> Ints:
+        """For each row the place of its model in a table of ``n_clients`` clients, then all clusters, the global model last.
+
+        >>> Resolved(np.array([1, -1, -1]), np.array([0, 2, -1])).index(5).tolist()
+        [1, 7, -1]
+        """
+        return np.where(self.client >= 0, self.client, np.where(self.cluster >= 0, self.cluster + n_clients, -1))
+
 
 @dataclass(frozen=True)
 class Hierarchy:
@@ -130,7 +138,7 @@ class Hierarchy:
             row = int(moved[0])
             raise DataError(
                 f"Client {as_labels(client, 'client')[row]!r} was in cluster {self.cluster_ids[int(self.parent[i[row]])]!r} in "
-                f"training but row {row} puts it in {named[row]!r}; mend the cluster column, or give the client a new id."
+                f"training but row {row} puts it in {named[row]!r}; correct the cluster column, or give the client a new id."
             )
 
 

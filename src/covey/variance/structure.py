@@ -12,8 +12,6 @@ from covey._typing import Ints
 Kind = Literal["isotropic", "diagonal", "full"]
 """Of a covariance: one variance for all terms (as in the paper, arXiv:2204.13619), one for each, or with correlations."""
 
-KINDS = ("isotropic", "diagonal", "full")
-
 
 @dataclass(frozen=True)
 class Shape:

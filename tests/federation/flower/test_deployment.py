@@ -12,8 +12,8 @@ import polars as pl
 import pytest
 
 from covey.model.files import load_model
-from covey.model.model import fit_table
 from covey.problem.spec import Spec
+from tests.fits import fit_table
 
 from .conftest import deployed
 from .deployment import hear

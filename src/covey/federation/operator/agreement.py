@@ -13,22 +13,19 @@ from covey._typing import Anything
 from covey._version import __version__
 from covey.errors import DataError, FederationError, listing
 from covey.federation.operator.members import Members
-from covey.federation.wire.agreement import Agree, Privacy, Profile, SiteTotals, sides_of
+from covey.federation.wire.agreement import Agree, Privacy, Profile, SiteTotals, formula_of
 from covey.federation.wire.ids import in_order, plain_ids, revive
 from covey.losses import Loss
-from covey.model.files import spec_to_json
-from covey.problem.spec import Spec
-from covey.tables.bars import split_bars
-from covey.tables.design import Formula
+from covey.problem.problem import Classes, Problem, Schema
 
 
 def agree(
     profiles: Mapping[str, Profile],
-    spec: Spec,
+    draft: Problem,
     categories: Mapping[str, Iterable[Any]],
     members: Members,
     private: Privacy | None = None,
-) -> Agree:
+) -> tuple[Problem, Agree]:
     """What sites have in common; one that does not fit the others, or the operator's list, is refused by name.
 
     In a private run sites do not say which categories and classes they have: the operator's lists are all there is.
@@ -40,32 +37,21 @@ def agree(
             )
         members.check_clusters(site, profile.clusters)
     _check_kinds(profiles)
-    settled = spec.settled()
-    lhs, rhs = sides_of(settled)
-    first = next(iter(profiles.values()))
-    columns = list(first.kinds)
+    spec, (_, response) = draft.spec, formula_of(draft)
+    first, two_classes = next(iter(profiles.values())), draft.loss.two_classes
+    columns = tuple(first.kinds)
     if private is not None:
-        _check_listed([lhs] * spec.loss.two_classes + [c for c in columns if first.kinds[c] == "categories"], categories)
+        _check_listed([response] * two_classes + [c for c in columns if first.kinds[c] == "categories"], categories)
     levels = {name: _levels(name, profiles, categories) for name in columns if first.kinds[name] == "categories"}
-    design = Formula.of(split_bars(rhs)[0], columns, levels)
+    classes = None
+    if two_classes:
+        listed = {"the operator": replace(first, classes=tuple(categories.get(response, ())))}
+        classes = Classes.of(np.array(_classes(profiles if private is None else listed)))
+    nested = any(profile.repeated for profile in profiles.values()) if spec.nested else spec.nested
+    problem = draft.agree(Schema(columns, levels, classes, nested, spec.offset is not None))
     clusters = revive({each for profile in profiles.values() for each in profile.clusters}, first.ids["cluster"]).sort()
-    if settled.nested:
-        settled = replace(settled, nested=any(profile.repeated for profile in profiles.values()))
-    classes = _classes(
-        profiles if private is None else {"the operator": replace(first, classes=tuple(categories.get(lhs, ())))}
-    )
-    return Agree(
-        spec_to_json(settled),
-        design.to_json(),
-        tuple(plain_ids(clusters)),
-        first.ids["cluster"],
-        classes if spec.loss.two_classes else None,
-        tuple(sorted(profiles)),
-        {},
-        "",
-        private,
-        bool(members.clients),
-    )
+    ids, sites = tuple(plain_ids(clusters)), tuple(sorted(profiles))
+    return problem, Agree(problem.to_json(), ids, first.ids["cluster"], sites, {}, "", private, bool(members.clients))
 
 
 def owners(profiles: Mapping[str, Profile]) -> dict[tuple[str, Any], list[str]]:

@@ -16,7 +16,7 @@ from covey.federation.wire.transport import Transport
 from covey.losses import Loss
 from covey.nodes.messages import Batch, Message, Phase, Standardise
 from covey.nodes.network import Arrived, Network
-from covey.problem.spec import Spec
+from covey.problem.problem import Problem
 from covey.tables.scaling import Scale
 from covey.tree.hierarchy import Hierarchy
 
@@ -32,7 +32,7 @@ class Federation(Network):
     ----------
     transport : the way to the sites
     roster : who takes part
-    spec : what is fitted
+    draft : what is fitted
     journal : where exchanges are written down
     settings : what the operator decides
     say : called with what is being done, for a live line
@@ -42,14 +42,14 @@ class Federation(Network):
         self,
         transport: Transport,
         roster: Sequence[str],
-        spec: Spec,
+        draft: Problem,
         journal: Journal,
         settings: RunSettings,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self.spec, self.settings, self.journal = spec, settings, journal
+        self.draft, self.settings, self.journal = draft, settings, journal
         self._exchanges = Exchanges(transport, roster, journal, settings, say)
-        self._opening = Opening(self._exchanges, spec, settings)
+        self._opening = Opening(self._exchanges, draft, settings)
         self._opened: Opened
         self._queue: list[Message[Any]] = []
         self._held: tuple[Message[Any], ...] = ()
@@ -63,11 +63,11 @@ class Federation(Network):
 
     @property
     def terms(self) -> tuple[str, ...]:
-        return tuple(self.agreed.design["terms"])
+        return self.problem.terms
 
     @property
     def loss(self) -> Loss:
-        return self.spec.loss
+        return self.draft.loss
 
     def send(self, message: Message[Any]) -> None:
         self._queue.append(message)
@@ -85,6 +85,11 @@ class Federation(Network):
             self._phase = before
 
     # As a run
+
+    @property
+    def problem(self) -> Problem:
+        """What all sites agreed to solve."""
+        return self._opened.problem
 
     @property
     def agreed(self) -> Agree:

@@ -20,8 +20,7 @@ from covey.federation.privacy.accounting import check_delta
 from covey.federation.privacy.masking import check_roster
 from covey.federation.wire.agreement import Agree, DrawSalt, Hello, Joined, Profile, SealedSalts, SiteTotals
 from covey.federation.wire.ids import tags_of
-from covey.model.files import spec_to_json
-from covey.problem.spec import Spec
+from covey.problem.problem import Problem
 from covey.tables.scaling import Scale
 from covey.tree.hierarchy import Hierarchy
 
@@ -32,12 +31,14 @@ class Opened:
 
     Attributes
     ----------
-    agreed : the design, the clusters, the classes
+    problem : the problem that all sites solve, for rows as they are
+    agreed : what was sent to them
     totals : clients and rows of each cluster, over all sites
     tree : the clusters; clients have numbers in place of ids
     scale : how terms are standardised, if they are
     """
 
+    problem: Problem
     agreed: Agree
     totals: SiteTotals
     tree: Hierarchy
@@ -50,23 +51,23 @@ class Opening:
     Parameters
     ----------
     exchanges : with the sites
-    spec : what is fitted
+    draft : what is fitted
     settings : what the operator decides
     """
 
-    def __init__(self, exchanges: Exchanges, spec: Spec, settings: RunSettings) -> None:
+    def __init__(self, exchanges: Exchanges, draft: Problem, settings: RunSettings) -> None:
         self.profiles: dict[str, Profile] = {}  # also of sites that were lost: their sums are in earlier totals
-        self._exchanges, self._spec, self._settings = exchanges, spec, settings
+        self._exchanges, self._draft, self._settings = exchanges, draft, settings
         self._rosters: list[tuple[str, ...]] = []
 
     def open(self) -> Opened:
         """Let all sites of the roster agree; a new epoch of the run, if there was one before."""
-        spec, settings, exchanges = self._spec, self._settings, self._exchanges
+        draft, settings, exchanges = self._draft, self._settings, self._exchanges
         exchanges.begin_epoch()
-        hello = Hello(__version__, spec_to_json(spec), settings.secure, settings.private)
+        hello = Hello(__version__, draft.to_json(), settings.secure, settings.private)
         profiles: dict[str, Profile] = exchanges.ask(hello, _profiles, changes=False)
         self.profiles |= profiles
-        agreed = agree(profiles, spec, settings.categories or {}, settings.members, settings.private)
+        problem, agreed = agree(profiles, draft, settings.categories or {}, settings.members, settings.private)
         if settings.secure:
             check_spread(profiles)
             agreed = replace(agreed, keys={site: profile.key for site, profile in profiles.items()})
@@ -74,14 +75,15 @@ class Opening:
             agreed = replace(agreed, salt=exchanges.journal.head["salt"])
         seals = self._sealed_salts(agreed)
         joined, totals = self._join(agreed, seals)
-        if shared(_tags(joined)) and spec.settled().nested and not agreed.spec["nested"]:
+        if shared(_tags(joined)) and draft.spec.nested and not problem.spec.nested:
             # The same ids at two sites, in different clusters: the formula says that they are different clients.
-            agreed = replace(agreed, spec={**agreed.spec, "nested": True})
+            problem = replace(problem, spec=replace(problem.spec, nested=True))
+            agreed = replace(agreed, problem=problem.to_json())
             exchanges.begin_epoch()
             joined, totals = self._join(agreed, seals)
         check_tags(_tags(joined))
-        self._check_members(agreed, joined)
-        return self._opened(agreed, totals)
+        self._check_members(problem, joined)
+        return self._opened(problem, agreed, totals)
 
     def check_left(self, left: tuple[str, ...]) -> None:
         """Under masks, refuse to go on if totals of this start and of those before would show one site's part.
@@ -124,24 +126,25 @@ class Opening:
         totals: SiteTotals = total_of(sums, self._exchanges.roster, secure=self._settings.secure)
         return {site: body[0] for site, body in replies.items()}, totals
 
-    def _check_members(self, agreed: Agree, joined: Mapping[str, Joined]) -> None:
-        salt, nested = self._exchanges.journal.head["salt"], bool(agreed.spec["nested"])
+    def _check_members(self, problem: Problem, joined: Mapping[str, Joined]) -> None:
+        salt, nested = self._exchanges.journal.head["salt"], bool(problem.spec.nested)
         for site, shown in joined.items():
             if shown.pairs is not None:
                 self._settings.members.check_clients(site, shown.pairs, nested, lambda ids: tags_of(ids, salt))
 
-    def _opened(self, agreed: Agree, totals: SiteTotals) -> Opened:
+    def _opened(self, problem: Problem, agreed: Agree, totals: SiteTotals) -> Opened:
         clients = int(totals.clients.sum())
         if self._settings.private is None:
-            check_totals(totals, self._spec.loss)
+            check_totals(totals, problem.loss)
         else:
             check_delta(self._settings.delta, clients)
         ptr = np.concatenate([[0], np.cumsum(totals.clients)])
         tree = Hierarchy(ptr, pl.Series(np.arange(clients)), agreed.cluster_ids())
         scale = None
         if totals.moments is not None:
-            scale = Scale.of(totals.moments, int(totals.rows.sum()), tuple(agreed.design["terms"]))
-        return Opened(agreed, totals, tree, scale)
+            scale = Scale.of(totals.moments, int(totals.rows.sum()), problem.terms)
+            problem = problem.scaled(scale)
+        return Opened(problem, agreed, totals, tree, scale)
 
 
 def _check_named(site: str, agreed: Agree, profile: Profile, found: Any) -> None:

@@ -13,18 +13,17 @@ from covey.errors import CoveyError, FederationError, ModelError, one_of
 from covey.federation.operator.coordinator import Federation
 from covey.federation.operator.exchanges import Halted
 from covey.federation.operator.journal import Exchange, ForeignJournal, Journal
-from covey.federation.operator.models import operator_model
 from covey.federation.operator.replies import SiteLost
 from covey.federation.operator.report import report
-from covey.federation.operator.settings import RunSettings, named, roster_of, run_settings_of, spec_of
+from covey.federation.operator.settings import RunSettings, check_categories, named, roster_of, run_settings_of, spec_of
 from covey.federation.privacy.accounting import check_spec, fit_privately, promised, statement
 from covey.federation.wire.agreement import Deliver
 from covey.federation.wire.transport import Transport
-from covey.fitting.learning import Fitted, check_across, fit_across
-from covey.model.files import check_target, learned_to_json, save_model, spec_to_json
-from covey.model.model import Model
+from covey.fitting.fit import check_elsewhere, check_solver, fit, model_without_clients
+from covey.model.files import check_target, learned_to_json, save_model
+from covey.model.model import Elsewhere, Model
+from covey.problem.problem import resolve
 from covey.problem.spec import Spec
-from covey.tables.design import design_from_json
 
 OnLoss = Literal["stop", "continue"]
 ON_LOSS = ("stop", "continue")
@@ -76,8 +75,10 @@ def run_fit(
     on_loss : what to do when a site is lost: "stop", to go on later from the journal, or "continue" without it, from the start
     say : called with what is being done, for a live line
     """
-    spec.check()
-    check_across(spec)
+    draft = resolve(spec)
+    check_solver(draft.spec)
+    check_elsewhere(draft.spec)
+    check_categories(settings.categories, draft)
     if settings.secure and settings.members.clients:
         raise FederationError(
             "Under masks the coordinator cannot check clients' ids against its list; leave the column client out of it, or "
@@ -86,29 +87,28 @@ def run_fit(
     if on_loss not in ON_LOSS:
         raise one_of("on_loss", on_loss, ON_LOSS)
     if settings.private is not None:
-        check_spec(spec)
+        check_spec(draft.spec)
     about = {
         "covey": __version__,
-        "spec": spec_to_json(spec),
+        "spec": draft.spec.to_json(),
         "roster": tuple(sorted(roster)),
         "secure": settings.secure,
         "private": settings.private,
     }
     book = Journal(journal, about, _new_run())
-    federation = Federation(transport, roster, spec, book, settings, say)
+    federation = Federation(transport, roster, draft, book, settings, say)
     without: dict[str, str] = {}
     try:
-        fitted = _fit_with_sites_left(federation, spec, on_loss, without)
+        model = _fit_with_sites_left(federation, on_loss, without)
         about_run = {
             "run": federation.journal.head["run"],
             "sites": list(federation.roster),
             "without": without,
             "privacy": _promise(federation),
         }
-        model = operator_model(federation, fitted)
         if out is not None:
             save_model(model, out, extra={"federation": about_run})
-        missed = _deliver(federation, _delivered(fitted, about_run), on_loss)
+        missed = _deliver(federation, _delivered(model, about_run), on_loss)
     except SiteLost as lost:
         raise FederationError(f"{str(lost).rstrip('.')}; the run has stopped.{_kept(book)}") from None
     except KeyboardInterrupt:
@@ -121,11 +121,11 @@ def run_fit(
     return Outcome(model, federation.exchanges, federation.roster, without, missed, run, settings.secure, private)
 
 
-def _fit_with_sites_left(federation: Federation, spec: Spec, on_loss: OnLoss, without: dict[str, str]) -> Fitted:
+def _fit_with_sites_left(federation: Federation, on_loss: OnLoss, without: dict[str, str]) -> Model:
     """Fit; with ``on_loss="continue"`` anew without the sites that are lost, which go into ``without``."""
     while True:
         try:
-            return _fit(federation, spec)
+            return _fit(federation)
         except SiteLost as lost:
             if on_loss == "stop" and not lost.in_journal:
                 raise
@@ -153,12 +153,14 @@ def _is_useless(book: Journal, problem: BaseException) -> bool:
     return not book.begun or not isinstance(problem, Halted)
 
 
-def _fit(federation: Federation, spec: Spec) -> Fitted:
+def _fit(federation: Federation) -> Model:
     federation.open()
-    settled, private, promise = spec.settled(), federation.settings.private, _promise(federation)
-    if private is not None and promise is not None:
-        return promised(fit_privately(federation, settled, private), promise)
-    return fit_across(federation, settled, settled.varying(design_from_json(federation.agreed.design)))
+    problem, private, promise = federation.problem, federation.settings.private, _promise(federation)
+    elsewhere = Elsewhere(federation.roster, federation.totals.clients, federation.totals.rows)
+    if private is None or promise is None:
+        return fit(federation, problem, elsewhere=elsewhere)
+    fitted = promised(fit_privately(federation, problem.spec, private), promise)
+    return model_without_clients(problem, fitted, federation.tree, elsewhere)
 
 
 def _promise(federation: Federation) -> dict[str, Any] | None:
@@ -179,11 +181,10 @@ def _kept(book: Journal) -> str:
     return kept if book.begun and book.path is not None else ""
 
 
-def _delivered(fitted: Fitted, about: Mapping[str, Any]) -> Deliver:
-    fit, penalty = fitted.fit, fitted.penalty
-    learned = None if fitted.learned is None else learned_to_json(fitted.learned)
-    lam = None if penalty is None else penalty.lam
-    return Deliver(fit.w, fit.wbar, lam, asdict(fit.convergence), learned, dict(about))
+def _delivered(model: Model, about: Mapping[str, Any]) -> Deliver:
+    learned = None if model.learned is None else learned_to_json(model.learned)
+    lam = None if model.penalty is None else model.penalty.lam
+    return Deliver(model.w, model.wbar, lam, asdict(model.convergence), learned, dict(about))
 
 
 def operate(transport: Transport, settings: Mapping[str, Any], say: Callable[[str], None]) -> str:

@@ -9,11 +9,11 @@ import numpy as np
 
 from covey.exact import LIMBS, WIDE
 from covey.federation.operator.journal import Exchange
-from covey.fitting.planning import in_bytes
 from covey.model.summary import describe
 from covey.solvers.costs import BANDWIDTH, LATENCY
 from covey.solvers.ledger import links, quadratic_links
 from covey.solvers.registry import direct, randomised
+from covey.text import size
 
 if TYPE_CHECKING:
     from covey.federation.operator.operate import Outcome
@@ -79,7 +79,7 @@ def _spent(part: Sequence[Exchange]) -> str:
 
 
 def _costs(count: int, bytes_: float, seconds: float) -> str:
-    return f"{count:,}, {in_bytes(bytes_)}, {seconds:.2f} s"
+    return f"{count:,}, {size(bytes_)}, {seconds:.2f} s"
 
 
 def agreement(outcome: Outcome, apart: float) -> str:
@@ -113,4 +113,4 @@ def costs(exchanges: Sequence[Exchange]) -> list[str]:
 def _row(name: str, part: Sequence[Exchange]) -> str:
     down, up, seconds = sum(e.down for e in part), sum(e.up for e in part), sum(e.seconds for e in part)
     sites = max((e.sites for e in part), default=0)
-    return f"{name:{_WIDTH}}{len(part):>7}{sites:>7}{in_bytes(down):>12}{in_bytes(up):>12}{seconds:>10.2f}"
+    return f"{name:{_WIDTH}}{len(part):>7}{sites:>7}{size(down):>12}{size(up):>12}{seconds:>10.2f}"

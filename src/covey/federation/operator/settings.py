@@ -14,9 +14,9 @@ from covey.federation.privacy.accounting import DELTA, privacy_of
 from covey.federation.wire.agreement import Privacy
 from covey.federation.wire.checks import check_number
 from covey.federation.wire.transport import Transport
+from covey.fitting.fit import check_solver
+from covey.problem.problem import Problem, resolve
 from covey.problem.spec import Spec
-from covey.tables.bars import split_bars
-from covey.tables.design import check_formula, split_formula
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,9 @@ _BOOLEAN = ("secure", "fit_intercept", "standardize", "per_cluster", "tests", "n
 
 def awaited(settings: Mapping[str, Any]) -> tuple[tuple[str, ...] | int, float]:
     """Whom a run waits for, by name or by number, and for how many seconds; wrong settings are refused before it does."""
-    given, _, run = named(settings), spec_of(settings), run_settings_of(settings)
+    given, run, draft = named(settings), run_settings_of(settings), resolve(spec_of(settings))
+    check_solver(draft.spec)
+    check_categories(run.categories, draft)
     return expected_of(given, run.members), float(given.get("wait", DEFAULTS["wait"]))
 
 
@@ -88,9 +90,7 @@ def spec_of(settings: Mapping[str, Any]) -> Spec:
     chosen = {name: value for name, value in named(settings).items() if name in known}
     if isinstance(chosen.get("vary"), str):
         chosen["vary"] = [each.strip() for each in chosen["vary"].split(",")]
-    spec = Spec(**chosen)
-    spec.check()
-    return spec
+    return Spec(**chosen)
 
 
 def run_settings_of(settings: Mapping[str, Any]) -> RunSettings:
@@ -121,21 +121,19 @@ def categories_of(settings: Mapping[str, Any]) -> Mapping[str, Any] | None:
         raise FederationError(
             f'The \'categories\' must be lists by column, as {{"zone": ["a", "b"]}}. Got {str(given)[:80]!r} instead.'
         )
-    columns = _columns_of(str(settings["formula"])) if settings.get("formula") else [*found]
-    for name in found:
+    return found
+
+
+def check_categories(categories: Mapping[str, Any] | None, draft: Problem) -> None:
+    """Refuse categories of a column that the formula does not name."""
+    factors = [] if draft.formula is None else draft.formula.factors
+    words = [[each.expression] if each.kind == "lookup" else re.findall(r"[^\W\d]\w*", each.expression) for each in factors]
+    columns = [name for found in words for name in found]
+    for name in categories or {}:
         if name not in columns:
             raise FederationError(
                 f"The 'categories' name a column {name!r} that is not in the formula; {did_you_mean(name, columns)}"
             )
-    return found
-
-
-def _columns_of(formula: str) -> list[str]:
-    """The columns on both sides of a formula, and perhaps the names of functions of them."""
-    response, terms = split_formula(formula)
-    sides = [split_bars(terms)[0], *([] if response is None else [f"0 + {response}"])]
-    factors = [factor for side in sides for factor in check_formula(side)]
-    return [name for text, plain in factors for name in ([text] if plain else re.findall(r"[^\W\d]\w*", text))]
 
 
 def expected_of(settings: Mapping[str, Any], members: Members) -> tuple[str, ...] | int:

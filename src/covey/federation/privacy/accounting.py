@@ -27,8 +27,8 @@ from covey.errors import SolverError
 from covey.federation.privacy.sweeps import cluster_gammas, private_across
 from covey.federation.wire.agreement import Privacy
 from covey.federation.wire.checks import check_number
-from covey.fitting.learning import Fitted
 from covey.losses import FAMILIES
+from covey.model.model import Fitted
 from covey.nodes.messages import SetGamma
 from covey.nodes.network import Network
 from covey.objective.penalty import Penalty

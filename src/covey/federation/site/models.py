@@ -6,18 +6,19 @@ from pathlib import Path
 
 import numpy as np
 
-from covey.federation.wire.agreement import Agree, Deliver
-from covey.model.files import save_model, spec_from_json
-from covey.model.model import Model
+from covey.federation.wire.agreement import Deliver
+from covey.model.files import save_model
+from covey.model.model import Fitted, Model, assemble
 from covey.nodes.node import Node
 from covey.objective.penalty import Penalty
-from covey.solvers.result import Convergence
+from covey.problem.problem import Problem
+from covey.solvers.result import Convergence, Fit
 from covey.tables.scaling import Scale
 from covey.variance.components import Components, Whole
 from covey.variance.frame import node_learned
 
 
-def site_model(node: Node, agreed: Agree, delivered: Deliver) -> Model:
+def site_model(node: Node, problem: Problem, delivered: Deliver) -> Model:
     """A site's own clients under the clusters of all: what predicts, and gives intervals, at the site."""
     data, tree = node.data, node.data.hierarchy
     penalty = None if delivered.lam is None else Penalty(node.gamma, delivered.lam, tree.sum_up(node.gamma))
@@ -25,22 +26,12 @@ def site_model(node: Node, agreed: Agree, delivered: Deliver) -> Model:
     if upper is not None:
         whole = Whole.from_json(upper["whole"])
         learned = node_learned(node, Components.from_json(upper["components"]), np.array(upper["covariance"]), whole)
-    return Model(
-        spec_from_json(agreed.spec),
-        agreed.design_for(node.find(Scale)),
-        tree,
-        node.coefficients(),
-        delivered.w,
-        delivered.wbar,
-        data.rows_per_client,
-        Convergence(**delivered.convergence),
-        penalty,
-        None if agreed.classes is None else np.array(agreed.classes),
-        data.offset is not None,
-        learned=learned,
-    )
+    scale = node.find(Scale)
+    fit = Fit(node.coefficients(), delivered.w, delivered.wbar, Convergence(**delivered.convergence))
+    fitted = Fitted(fit, penalty, learned)
+    return assemble(problem if scale is None else problem.scaled(scale), fitted, tree, data.rows_per_client)
 
 
-def keep_model(node: Node, agreed: Agree, delivered: Deliver, path: Path) -> None:
+def keep_model(node: Node, problem: Problem, delivered: Deliver, path: Path) -> None:
     """Write a site's model to its own disk."""
-    save_model(site_model(node, agreed, delivered), path, extra=delivered.about)
+    save_model(site_model(node, problem, delivered), path, extra=delivered.about)

@@ -10,11 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from covey.errors import CoveyError, FederationError, FormulaError, ModelError, PenaltyError, SolverError, listing
-from covey.federation.wire.agreement import sides_of
+from covey.federation.wire.agreement import formula_of
 from covey.model.files import check_target
-from covey.problem.spec import Spec
-from covey.tables.bars import split_bars
-from covey.tables.design import check_formula
+from covey.problem.problem import Problem
 from covey.tables.rows import GroupedData
 
 MINIMUM = 3  # clients in a sum, unless the site says otherwise
@@ -40,22 +38,21 @@ class Policy:
     secure: bool = False
     share_row_errors: bool = False
 
-    def check_spec(self, spec: Spec) -> None:
+    def check_problem(self, problem: Problem) -> None:
         """Refuse columns that the site does not let be asked about, and other clients than it has."""
-        settled = spec.settled()
-        if self.client is not None and settled.client != self.client:
-            raise FederationError(f"The clients of this site are in column {self.client!r}, not {settled.client!r}.")
+        spec, (formula, _) = problem.spec, formula_of(problem)
+        if self.client is not None and spec.client != self.client:
+            raise FederationError(f"The clients of this site are in column {self.client!r}, not {spec.client!r}.")
         if self.columns is None:
             return
-        lhs, rhs = sides_of(spec)
-        factors = [each for side in (f"0 + {lhs}", split_bars(rhs)[0]) for each in check_formula(side)]
-        for name, plain in factors:
-            if not plain:  # an expression could pick out single rows
-                raise FederationError(f"This site answers about columns as they are, not about {name!r}; leave it out.")
-        others = {settled.client, settled.cluster, settled.weights, settled.offset} - {None}
-        foreign = sorted(
-            str(name) for name in {name for name, _ in factors} | others if name not in {*self.columns, self.client}
-        )
+        for factor in formula.factors:
+            if factor.kind != "lookup":  # an expression could pick out single rows
+                raise FederationError(
+                    f"This site answers about columns as they are, not about {factor.expression!r}; leave it out."
+                )
+        named = {factor.expression for factor in formula.factors}
+        named |= {name for name in (spec.client, spec.cluster, spec.weights, spec.offset) if name is not None}
+        foreign = sorted(named - {*self.columns, self.client})
         if foreign:
             raise FederationError(
                 f"This site does not answer about column {foreign[0]!r}; ask about {listing(self.columns, 8)}."

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-import covey.fitting.learning  # noqa: F401 - registers the messages of all solvers
+import covey.fitting.fit  # noqa: F401 - registers the messages of all solvers
 from covey import __version__
 from covey.errors import CoveyError, FederationError, did_you_mean
 from covey.federation.privacy.sweeps import Draw
@@ -32,9 +32,9 @@ from covey.federation.site.table import check_design, counts, grouped, joined, p
 from covey.federation.wire.agreement import Agree, Deliver, DrawSalt, Hello, Joined, Profile, SealedSalts, SiteMessage
 from covey.federation.wire.checks import check_number
 from covey.federation.wire.letters import Letter, Refusal
-from covey.model.files import spec_from_json
 from covey.nodes.messages import Batch, Message
 from covey.nodes.node import Node
+from covey.problem.problem import Problem
 from covey.problem.spec import Spec
 from covey.records import decode, encode
 from covey.solvers.threads import threads_for
@@ -129,15 +129,16 @@ class Site:
         if hello.version != __version__:
             raise FederationError(f"This site runs covey {__version__}, the coordinator {hello.version}; install the same.")
         self.budget.admit(hello.private, asked.run, asked.epoch)
-        spec = spec_from_json(hello.spec)
-        self.policy.check_spec(spec)
+        draft = Problem.from_json(hello.problem)
+        self.policy.check_problem(draft)
         check_models(self.models)  # before the fit, not after it
         self.policy.check_secure(hello.secure)
         run = self._runs.load(asked.run)
         if hello.secure:
             run = with_key(run)
             self._runs.save(asked.run, run)
-        profile = profile_of(self._table(spec), spec, public_key(run) if hello.secure else "", self.policy.minimum)
+        key = public_key(run) if hello.secure else ""
+        profile = profile_of(self._read(draft.spec), draft, key, self.policy.minimum)
         return profile if hello.private is None else redacted(profile)
 
     def _draw_salt(self, asked: Letter, wanted: DrawSalt) -> SealedSalts:
@@ -149,20 +150,20 @@ class Site:
         if self.name not in agreed.roster:
             raise FederationError(f"Site {self.name!r} is not on the roster of this run.")
         self.budget.admit(agreed.private, asked.run, asked.epoch)
-        spec = spec_from_json(agreed.spec)
-        self.policy.check_spec(spec)
-        check_design(agreed)
+        problem = Problem.from_json(agreed.problem)
+        self.policy.check_problem(problem)
+        check_design(problem)
         if (run.key or self.policy.secure) and not agreed.keys:
             raise FederationError("This run began under masks, and goes on under masks or not at all; start a new run.")
         if agreed.keys:
             run = joined_under_masks(self.name, asked.run, run, agreed)
-        data = grouped(self._table(spec), agreed)
+        data = grouped(self._read(problem.spec), problem, agreed.cluster_ids())
         self.policy.check_clusters(data)
         run = replace(run, agreed=agreed, rows=rows_digest(data), node=None, rosters=(*run.rosters, agreed.roster))
         if agreed.private is not None:
             self.budget.remember(agreed.private, asked.run, asked.epoch, run.rows, again=asked.mute)
-        self._nodes[asked.run] = self._fresh_node(data, spec)
-        first = totals(data, standardize=spec.standardize) if agreed.private is None else counts(data)
+        self._nodes[asked.run] = self._fresh_node(data, problem)
+        first = totals(data, standardize=problem.spec.standardize) if agreed.private is None else counts(data)
         shown = joined(data, run.salt if agreed.keys else agreed.salt, agreed, run.rows)
         return run, (shown, masked(self.name, asked, run, first))
 
@@ -191,27 +192,24 @@ class Site:
         node = self._node(asked.run, run)
         if self.models is not None and run.agreed is not None:
             check_models(self.models)
-            keep_model(node, run.agreed, delivered, self.models)
+            keep_model(node, Problem.from_json(run.agreed.problem), delivered, self.models)
         return replace(run, key="", salt="", node=None), None
 
     # Its rows
 
-    def _table(self, spec: Spec) -> Any:
-        return self._read(spec.settled())
-
-    def _fresh_node(self, data: GroupedData, spec: Spec) -> Node:
-        return Node(data, spec.loss, np.ones(data.n_clients), draw=self._draw)
+    def _fresh_node(self, data: GroupedData, problem: Problem) -> Node:
+        return Node(data, problem.loss, np.ones(data.n_clients), draw=self._draw)
 
     def _node(self, name: str, run: SiteRun) -> Node:
         """The node of a run; if this process has none, from the table and what was remembered."""
         if run.agreed is None:
             raise FederationError("This site has not joined the run.")
         if name not in self._nodes:
-            spec = spec_from_json(run.agreed.spec)
-            data = grouped(self._table(spec), run.agreed)
+            problem = Problem.from_json(run.agreed.problem)
+            data = grouped(self._read(problem.spec), problem, run.agreed.cluster_ids())
             if rows_digest(data) != run.rows:
                 raise FederationError("The table has changed since the run began; put it back, or start a new run.")
-            node = self._nodes[name] = self._fresh_node(data, spec)
+            node = self._nodes[name] = self._fresh_node(data, problem)
             if run.node is not None:
                 node.restore(run.node)
                 scale = node.find(Scale)

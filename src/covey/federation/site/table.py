@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,51 +13,46 @@ from covey._typing import Anything
 from covey._version import __version__
 from covey.errors import DataError, FederationError, FormulaError
 from covey.exact import Exact, segment_sum
-from covey.federation.wire.agreement import Agree, Joined, Profile, SiteTotals, sides_of
+from covey.federation.wire.agreement import Agree, Joined, Profile, SiteTotals, formula_of
 from covey.federation.wire.ids import in_order, keyed_hash, plain_ids, tags_of
-from covey.model.files import spec_from_json
-from covey.model.model import as_frame, encode_known, series_values
-from covey.problem.spec import Spec
+from covey.problem.problem import Problem
+from covey.problem.reading import as_frame, encode_known, series_values
 from covey.records import digest
-from covey.tables.bars import compose, repeats, split_bars
-from covey.tables.design import Formula, column, design_from_json, numeric, response
+from covey.tables.bars import compose, repeats
+from covey.tables.design import Formula, column, inspect, numeric, response
 from covey.tables.rows import GroupedData
 from covey.tables.scaling import moments
 from covey.tree.hierarchy import Hierarchy
 from covey.tree.ids import as_labels, encode, is_missing, kind, lookup
 
 
-def profile_of(table: Any, spec: Spec, key: str = "", minimum: int = 1) -> Profile:
-    """What a site says of its table; what cannot be used is refused here, by column and row.
+def profile_of(table: Any, draft: Problem, key: str = "", minimum: int = 1) -> Profile:
+    """What a site says of its table; columns that cannot be used are refused here.
 
     What fewer than ``minimum`` clients have, a cluster, a category or a class, is not sent either.
     """
-    frame, spec = as_frame(table), spec.settled()
-    lhs, rhs = sides_of(spec)
+    frame, spec, (formula, lhs) = as_frame(table), draft.spec, formula_of(draft)
     if len(frame) == 0:
         raise DataError("The table has no rows.")
-    design = Formula.learn(split_bars(rhs)[0], frame)
-    if lhs in design.columns:
+    columns, levels = inspect(formula.common, frame)
+    if lhs in columns:
         raise FormulaError(f"The response {lhs!r} is also on the right of '~'; a model that knows the answer is of no use.")
-    y = series_values(response(lhs, frame))
-    classes = _classes_of(y) if spec.loss.two_classes else None
+    y = series_values(response(formula, frame))
+    classes = _classes_of(y) if draft.loss.two_classes else None
     clusters, _ = encode(column(frame, spec.cluster), "cluster") if spec.cluster else (pl.Series(["all"]), None)
     client = as_labels(column(frame, spec.client), "client") if spec.client else pl.Series(["all"])
-    kinds = {name: "categories" if name in design.levels else "numbers" for name in design.columns}
+    kinds = {name: "categories" if name in levels else "numbers" for name in columns}
     ids = {"client": kind(client), "cluster": kind(clusters), "response": _kind_of(y)}
     for name in (spec.weights, spec.offset):
         if name is not None:
             numeric(frame, name)
-    # The rows themselves are grouped once, to refuse what is wrong with them before anything is agreed on.
-    outcome = y if classes is None else (y == classes[0]).astype(np.float64)
     repeated = bool(spec.nested) and repeats(column(frame, spec.cluster), column(frame, spec.client))
-    _group(frame, replace(spec, nested=repeated), design, outcome)
-    levels = {name: tuple(values) for name, values in design.levels.items()}
     for name in [each for each in (spec.cluster, *levels) if each is not None]:
         check_shared(column(frame, name).to_list(), client, minimum, name)
     if classes is not None and len(client) == len(y):
         classes = tuple(each for each in classes if client.filter(pl.Series(y == each)).n_unique() >= minimum)
-    return Profile(__version__, kinds, ids, levels, tuple(plain_ids(clusters)), classes, key, repeated)
+    categories = {name: tuple(values) for name, values in levels.items()}
+    return Profile(__version__, kinds, ids, categories, tuple(plain_ids(clusters)), classes, key, repeated)
 
 
 def _classes_of(y: Anything) -> tuple[Any, ...]:
@@ -91,23 +85,32 @@ def check_shared(values: Sequence[Any], client: pl.Series, minimum: int, name: s
         )
 
 
-def check_design(agreed: Agree) -> None:
-    """Refuse a design that is not the one of the specification: it says which columns are read, and how."""
-    spec, design = spec_from_json(agreed.spec), agreed.design
-    rhs = split_bars(sides_of(spec)[1])[0]
-    own = Formula.of(rhs, design["columns"], design["levels"]).to_json()
-    if json.dumps(own, sort_keys=True) != json.dumps(design, sort_keys=True):
-        raise FederationError(f"The design that was agreed on is not that of the formula {spec.formula!r}; start a new run.")
+def check_design(problem: Problem) -> None:
+    """Refuse a design that is not the one of the formula: it says which columns are read, and how."""
+    formula, _ = formula_of(problem)
+    design = problem.design
+    if not isinstance(design, Formula) or Formula.of(formula.common, design.columns, design.levels).terms != design.terms:
+        text = problem.spec.formula
+        raise FederationError(f"The design that was agreed on is not that of the formula {text!r}; start a new run.")
 
 
-def grouped(table: Any, agreed: Agree) -> GroupedData:
+def grouped(table: Any, problem: Problem, clusters: pl.Series) -> GroupedData:
     """A site's rows, coded as all sites agreed, under the clusters of all of them."""
-    frame, spec = as_frame(table), spec_from_json(agreed.spec)
-    lhs, _ = sides_of(spec)
-    classes = None if agreed.classes is None else np.array(agreed.classes)
-    outcome = encode_known(response(lhs, frame), classes)
-    data = _group(frame, spec, design_from_json(agreed.design), outcome)
-    tree, clusters = data.hierarchy, agreed.cluster_ids()
+    frame, spec, (formula, _) = as_frame(table), problem.spec, formula_of(problem)
+    client = column(frame, spec.client) if spec.client else None
+    cluster = column(frame, spec.cluster) if spec.cluster else None
+    data = GroupedData.from_blocks(
+        problem.design.blocks(frame),
+        len(frame),
+        encode_known(response(formula, frame), None if problem.classes is None else problem.classes.array),
+        compose(cluster, client) if spec.nested else client,
+        cluster,
+        weights=numeric(frame, spec.weights) if spec.weights else None,
+        offset=numeric(frame, spec.offset) if spec.offset else None,
+        terms=problem.terms,
+        check=problem.loss.check_values,
+    )
+    tree = data.hierarchy
     place = lookup(tree.cluster_ids, clusters, "cluster")
     if (place < 0).any():
         raise FederationError("The table has a cluster that it had not when the run began; put it back, or start a new run.")
@@ -115,22 +118,6 @@ def grouped(table: Any, agreed: Agree) -> GroupedData:
     sizes[place] = tree.sizes
     whole = Hierarchy(np.concatenate([[0], np.cumsum(sizes)]), tree.client_ids, clusters)
     return GroupedData(data.X, data.y, data.client_ptr, whole, data.terms, data.weights, data.offset)
-
-
-def _group(frame: Any, spec: Spec, design: Any, outcome: Any) -> GroupedData:
-    client = column(frame, spec.client) if spec.client else None
-    cluster = column(frame, spec.cluster) if spec.cluster else None
-    return GroupedData.from_blocks(
-        design.blocks(frame),
-        len(frame),
-        outcome,
-        compose(cluster, client) if spec.nested else client,
-        cluster,
-        weights=numeric(frame, spec.weights) if spec.weights else None,
-        offset=numeric(frame, spec.offset) if spec.offset else None,
-        terms=design.terms,
-        check=spec.loss.check_values,
-    )
 
 
 def rows_digest(data: GroupedData) -> str:

@@ -1,9 +1,9 @@
 """The messages to a site itself: what all sites agree on before the fit, and what each gets at its end.
 
-    Hello      coordinator   sends   the specification and its own version
+    Hello      coordinator   sends   the draft of the problem and its own version
                site          sends   Profile: kinds of its columns, the categories and clusters it has; no counts, no clients
     DrawSalt   one site      draws   the key of the tags, sealed for each other site; only if sums are masked
-    Agree      coordinator   sends   what all have in common: the design with all categories, all clusters in order
+    Agree      coordinator   sends   the agreed problem, with all categories, and all clusters in order
                site          sends   Joined: tags of its clients, by which two sites with the same client are found; SiteTotals
     Deliver    coordinator   sends   the upper levels; each site writes its clients' models
 
@@ -24,10 +24,9 @@ from covey.exact import Exact
 from covey.federation.wire.checks import check_number
 from covey.federation.wire.ids import revive
 from covey.nodes.messages import Message
-from covey.problem.spec import Spec
+from covey.problem.problem import Problem
 from covey.records import Record, Reply
-from covey.tables.design import Design, plain_design_from_json, split_formula
-from covey.tables.scaling import Scale
+from covey.tables.formula import ParsedFormula
 
 R = TypeVar("R")
 
@@ -89,10 +88,10 @@ class Profile(Record):
 
 @dataclass(frozen=True)
 class Hello(SiteMessage[Profile], label="hello", phase="set-up"):
-    """What is to be fitted, and by which version."""
+    """The draft of the problem, before categories and clusters are agreed on, and the coordinator's version."""
 
     version: str
-    spec: dict[str, Any]
+    problem: dict[str, Any]
     secure: bool = False
     private: Privacy | None = None
 
@@ -146,9 +145,8 @@ class Agree(SiteMessage[tuple[Joined, SiteTotals]], label="agree", phase="set-up
 
     Attributes
     ----------
-    spec, design : as a model on disk has them
+    problem : the agreed problem, as JSON has it
     clusters, cluster_kind : ids of all clusters, in order, and what kind they are
-    classes : the two of a binary response
     roster : all sites
     keys : their public keys, if sums are to be masked
     salt : the key of the clients' tags; sealed for this site, if sums are to be masked
@@ -156,11 +154,9 @@ class Agree(SiteMessage[tuple[Joined, SiteTotals]], label="agree", phase="set-up
     listed : whether tags of clients and their clusters together are wanted too, for the operator's list
     """
 
-    spec: dict[str, Any]
-    design: dict[str, Any]
+    problem: dict[str, Any]
     clusters: tuple[Any, ...]
     cluster_kind: str
-    classes: tuple[Any, ...] | None
     roster: tuple[str, ...]
     keys: dict[str, str]
     salt: str
@@ -170,11 +166,6 @@ class Agree(SiteMessage[tuple[Joined, SiteTotals]], label="agree", phase="set-up
     def cluster_ids(self) -> pl.Series:
         """The ids of all clusters, of their kind."""
         return revive(self.clusters, self.cluster_kind)
-
-    def design_for(self, scale: Scale | None) -> Design:
-        """The design for rows as they are, standardised or not."""
-        design = plain_design_from_json(self.design)
-        return design if scale is None else scale.design(design)
 
 
 @dataclass(frozen=True)
@@ -196,9 +187,9 @@ class Deliver(SiteMessage[None], label="deliver", phase="finish"):
     about: dict[str, Any]
 
 
-def sides_of(spec: Spec) -> tuple[str, str]:
-    """The response and the terms of a formula, both of which it must name."""
-    lhs, rhs = split_formula(spec.formula) if spec.formula is not None else (None, "")
-    if lhs is None:
+def formula_of(problem: Problem) -> tuple[ParsedFormula, str]:
+    """The formula and its response, which across sites it must name."""
+    formula = problem.formula
+    if formula is None or formula.response is None:
         raise FormulaError("Across sites a formula names the response and the terms: write 'response ~ terms'.")
-    return lhs, rhs
+    return formula, formula.response

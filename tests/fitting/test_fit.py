@@ -51,7 +51,7 @@ def test_given_penalties_are_taken_as_they_are():
 
 def test_cross_validation_is_the_search(monkeypatch):
     few = partial(search, gammas=np.array([0.1, 1.0, 10.0]), lams=np.array([0.5, 5.0]))
-    monkeypatch.setattr("covey.fitting.learning.search", few)
+    monkeypatch.setattr("covey.fitting.fit.search", few)
     drawn = simulate(clusters=3, clients=3, rows=6, d=1, seed=0)
     frame, settings = drawn.frame(), {"client": "client", "cluster": "cluster", "formula": "y ~ 0 + x0"}
     model = HierarchicalRegressor(**settings, penalty="cv", random_state=4).fit(frame)
