@@ -53,7 +53,7 @@ def from_functions(
     Loss, summed over rows and without a ridge; ``dataclasses.replace(loss, reduction="mean", ridge=0.1)`` has another.
 
     >>> import numpy as np
-    >>> from covey import GroupedData, Penalty, newton
+    >>> from covey import GroupedData, Penalty, minimise
     >>> huber = from_functions(
     ...     "huber",
     ...     value=lambda m, y: np.where(abs(m - y) < 1, 0.5 * (m - y) ** 2, abs(m - y) - 0.5),
@@ -63,7 +63,7 @@ def from_functions(
     ...     start=lambda y: y,
     ... )
     >>> data = GroupedData.from_arrays([[1.0]] * 5, [0.1, 0.2, 0.3, 0.4, 90.0])
-    >>> newton(data, huber, Penalty.of(data.hierarchy)).wbar.round(3).tolist()
+    >>> minimise(data, huber, Penalty.of(data.hierarchy)).wbar.round(3).tolist()
     [0.5]
     """
     if not (isinstance(name, str) and name):
