@@ -24,6 +24,7 @@ from covey.problem.problem import resolve
 from covey.records import Record, RecordError, decode, encode
 from covey.solvers.direct.sweep import SweepUp
 from covey.tables.design import Formula
+from covey.tables.formula import Terms
 from tests.federation.sites import (
     Meddling,
     assert_same,
@@ -79,9 +80,14 @@ def test_a_site_answers_about_its_own_columns_and_clients_only():
     assert "under masks only" in greeted(spec(), secure=True).body.sentence
 
 
-def test_a_design_of_other_columns_than_the_formula_is_refused():
+@pytest.mark.parametrize(
+    ("with_formula", "sentence"),
+    [(False, "'x . I.weight..2.' of a design are not those of the formula, 'x'"), (True, "not about 'I.weight .. 2.'")],
+)
+def test_a_design_of_other_columns_than_the_formula_is_refused(with_formula, sentence):
     """A coordinator that deviates: it asks about columns that the site lets be asked about, and reads others."""
-    other = Formula.of("x + I(weight**2)", ["x", "weight"], {}).to_json()
+    terms = Terms.parse("x + I(weight**2)")
+    design = Formula.of(terms, ["x", "weight"], {}).to_json()
     own = {"client": "client", "columns": ["y", "x", "cluster"]}
     sites = sites_of(by_turns(FRAME, 3), **own)
 
@@ -89,11 +95,14 @@ def test_a_design_of_other_columns_than_the_formula_is_refused():
         read = decode(letter)
         if kind(read) != "agree":
             return reply
-        return sites[site].answer(encode(replace(read, epoch=read.epoch + 1, body=replace(read.body, design=other))))
+        problem = {**read.body.problem, "design": design}
+        if with_formula:
+            problem["formula"] = {**problem["formula"], "common": terms.to_json()}
+        return sites[site].answer(encode(replace(read, epoch=read.epoch + 1, body=replace(read.body, problem=problem))))
 
     asked = spec(formula="y ~ x")
     assert fit(sites_of(by_turns(FRAME, 3), **own), asked).model.terms == ("Intercept", "x")
-    with pytest.raises(FederationError, match="The design that was agreed on is not that of the formula 'y ~ x'"):
+    with pytest.raises(FederationError, match=sentence):
         fit(sites, asked, Meddling(sites, cheat))
 
 

@@ -10,7 +10,7 @@ import polars as pl
 import pytest
 
 from covey import HierarchicalClassifier, HierarchicalRegressor
-from covey.errors import CoveyError, ModelError
+from covey.errors import CoveyError, FormulaError, ModelError
 from covey.problem.problem import Problem, Schema, resolve
 from covey.problem.reading import read_rows
 from covey.problem.settings import Settings, declared
@@ -58,7 +58,7 @@ def test_a_problem_from_elsewhere_is_checked():
     plain = problem.to_json()
     with pytest.raises(CoveyError, match="'tol' parameter must be a positive number"):
         Problem.from_json({**plain, "spec": {**plain["spec"], "tol": -1.0}})
-    with pytest.raises(ModelError, match="not those of the formula"):
+    with pytest.raises(FormulaError, match="not those of the formula"):
         Problem.from_json({**plain, "design": {**plain["design"], "rhs": "x + exp(x)"}})
     with pytest.raises(ModelError, match="categories of column 'zone' are listed twice"):
         Problem.from_json({**plain, "design": {**plain["design"], "levels": {"zone": ["u", "u"]}}})

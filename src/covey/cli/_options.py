@@ -18,7 +18,9 @@ from typing import Annotated, Any
 
 import typer
 
+from covey.cli._groups import option, together
 from covey.problem.settings import declared
+from covey.solvers.registry import choices, randomised
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -32,26 +34,15 @@ FITTING = (
 def from_settings(*names: str, **helps: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command an option for each of these settings; it gets them together, as its parameter ``spec``."""
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        parameters = []
-        for each in inspect.signature(command, eval_str=True).parameters.values():
-            made = [_parameter(name, helps.get(name)) for name in names] if each.name == "spec" else [each]
-            parameters += [part.replace(kind=inspect.Parameter.KEYWORD_ONLY) for part in made]
+    def make(given: dict[str, Any]) -> Any:
+        from covey.problem.spec import Spec
 
-        def run(**given: Any) -> None:
-            from covey.problem.spec import Spec
+        chosen = {name: given[_shown(name)] for name in names}
+        if "options" in chosen:
+            chosen["options"] = settings_of(chosen["options"]) or None
+        return Spec(**chosen)
 
-            chosen = {name: given.pop(_shown(name)) for name in names}
-            if "options" in chosen:
-                chosen["options"] = settings_of(chosen["options"]) or None
-            command(spec=Spec(**chosen), **given)
-
-        run.__name__, run.__doc__, run.__module__ = command.__name__, command.__doc__, command.__module__
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {each.name: each.annotation for each in parameters}
-        return run
-
-    return decorate
+    return together("spec", [_parameter(name, helps.get(name)) for name in names], make)
 
 
 def _shown(name: str) -> str:
@@ -64,13 +55,13 @@ def _parameter(name: str, help: str | None) -> inspect.Parameter:
     kind: Any = part.metadata["shell"]
     default, shown = part.default, _shown(name)
     help = part.metadata["help"] if help is None else help
+    help = help.format(choices=", ".join(choices()), randomised=", ".join(randomised()))
     if name == "formula":
-        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=_annotated(kind, typer.Argument(help=help)))
+        return option(name, _annotated(kind, typer.Argument(help=help)))
     flag = f"--{shown.replace('_', '-')}"
     if kind is bool and default:
         flag = f"{flag}/--no-{shown.replace('_', '-')}"
-    annotation = _annotated(kind, typer.Option(flag, help=help))
-    return inspect.Parameter(shown, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    return option(shown, _annotated(kind, typer.Option(flag, help=help)), default)
 
 
 def _annotated(kind: Any, about: Any) -> Any:

@@ -82,14 +82,14 @@ class RunOptions:
 
 
 @group(RunOptions, "run")
-@_options.from_settings(*_options.FITTING, penalty="How to learn penalties: reml or ml.", seed="Seed of random choices.")
+@_options.from_settings(*_options.FITTING, penalty="How to learn penalties: reml or ml.")
 def federate(
     words: Annotated[
         list[str],
         typer.Argument(metavar="[DATA] FORMULA", help="Response and terms; before them, only to simulate, the table."),
     ],
     run: RunOptions,
-    spec: Any = None,
+    spec: Any,
     as_json: _options.AsJson = False,
 ) -> None:
     """Fit every client's, every cluster's and the global model across sites; clients' models stay at their sites.

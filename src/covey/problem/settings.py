@@ -19,7 +19,10 @@ COLUMNS = ("client", "cluster", "weights", "offset")  # settings that name a col
 
 
 def setting(default: Any, help: str = "", shell: Any = None) -> Any:
-    """A field of :class:`Settings`: its default, its help on a command line, and its type there (None: no option)."""
+    """A field of :class:`Settings`: its default, its help on a command line, and its type there (None: no option).
+
+    ``{choices}`` and ``{randomised}`` in the help stand for the names of all solvers, and of the randomised algorithms.
+    """
     return field(default=default, metadata={"help": help, "shell": shell})
 
 
@@ -48,10 +51,8 @@ class Settings:
     ridge: float = setting(0.0, "Pull of every client's coefficients to zero.", float)
     james_stein: bool = setting(False, "Shrink the global model towards zero by its uncertainty (more than two terms).", bool)
     baseline: str | None = setting(None, "single-model, locally-trained or single-cluster.", str | None)
-    solver: str = setting("auto", "auto, sweep, newton, l2gd, al2sgd_plus or one_coin.", str)
-    options: Mapping[str, Any] | None = setting(
-        None, "Of l2gd, al2sgd_plus or one_coin, as name=value: p0=0.1.", list[str] | None
-    )
+    solver: str = setting("auto", "One of {choices}.", str)
+    options: Mapping[str, Any] | None = setting(None, "Of {randomised}, as name=value: p0=0.1.", list[str] | None)
     tol: float = setting(1e-8, "Gradient norm at which Newton stops; certified gap for these.", float)
     max_iter: int | None = setting(None, "Most iterations.", int | None)
     seed: int = setting(0, "Seed of random choices.", int)

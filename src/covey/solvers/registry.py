@@ -90,6 +90,12 @@ def find(name: str) -> Algorithm:
     return _registered[name]
 
 
+def load_all() -> None:
+    """Import every solver, so that a process that only answers messages knows those of all of them."""
+    for name in names():
+        find(name)
+
+
 def names() -> tuple[str, ...]:
     """All solvers, in their order."""
     return tuple(sorted(_declarations(), key=lambda name: (_declarations()[name]["place"], name)))

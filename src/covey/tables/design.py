@@ -189,7 +189,9 @@ def plain_design_from_json(document: Mapping[str, Any], rhs: Terms | None = None
     if rhs is None:
         rhs = Terms.parse(document["rhs"])
     if rhs.text != document["rhs"]:
-        raise ModelError(f"The terms {document['rhs']!r} of a design are not those of the formula, {rhs.text!r}; fit it again.")
+        raise FormulaError(
+            f"The terms {document['rhs']!r} of a design are not those of the formula, {rhs.text!r}; fit it again."
+        )
     for name, levels in document["levels"].items():
         if len(set(levels)) < len(levels):
             raise ModelError(f"The categories of column {name!r} are listed twice; fit the model again.")

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-import covey.fitting.fit  # noqa: F401 - registers the messages of all solvers
+import covey.fitting.fit  # noqa: F401 - registers the messages of the likelihood
 from covey import __version__
 from covey.errors import CoveyError, FederationError, did_you_mean
 from covey.federation.privacy.sweeps import Draw
@@ -37,9 +37,12 @@ from covey.nodes.node import Node
 from covey.problem.problem import Problem
 from covey.problem.spec import Spec
 from covey.records import decode, encode
+from covey.solvers.registry import load_all
 from covey.solvers.threads import threads_for
 from covey.tables.rows import GroupedData, read_table
 from covey.tables.scaling import Scale
+
+load_all()  # registers the messages of all solvers
 
 Read = Callable[[Spec], Any]
 """How a site reads its table, once it knows which columns hold ids."""
