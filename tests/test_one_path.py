@@ -66,3 +66,14 @@ def test_the_shell_takes_it(homes, calls, tmp_path):
     fit(**arguments)
     assert calls.pop("texts") == 2
     assert dict(calls) == ONCE
+
+
+def test_sites_take_it(homes, calls):
+    """The operator parses and checks; a site groups its rows once, and checks what it receives: the draft and the agreement."""
+    from covey.federation.simulate import simulate
+
+    sites = 3
+    simulate(homes, Spec(formula=FORMULA, tests=False), sites)
+    assert calls.pop("texts") == 2
+    expected = {**ONCE, "check": 1 + 2 * sites, "from_blocks": sites, "assemble": 1, "Model": 1}
+    assert dict(calls) == expected

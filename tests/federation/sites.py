@@ -16,6 +16,7 @@ from covey.federation.wire.agreement import SiteMessage
 from covey.federation.wire.letters import Letter, Refusal
 from covey.federation.wire.transport import InProcess
 from covey.nodes.messages import Message
+from covey.problem.problem import resolve
 from covey.problem.spec import Spec
 from tests.fits import fit_table
 
@@ -87,7 +88,7 @@ def kind(letter: Letter) -> str:
 
 def fit(sites: dict[str, Site], asked: Spec, transport=None, settings: RunSettings | None = None, **more):
     carrier = InProcess(sites) if transport is None else transport
-    return run_fit(carrier, list(sites), asked, settings or RunSettings(retries=1, timeout=1.0), **more)
+    return run_fit(carrier, list(sites), resolve(asked), settings or RunSettings(retries=1, timeout=1.0), **more)
 
 
 def in_memory(frame: pl.DataFrame, asked: Spec):

@@ -294,9 +294,9 @@ def test_a_model_that_cannot_be_written_leaves_the_run_to_be_taken_up(tmp_path, 
     with monkeypatch.context() as patch:
         patch.setattr("covey.federation.operator.operate.save_model", full)
         with pytest.raises(OSError, match="No space"):
-            run_fit(InProcess(sites), list(sites), spec(), RunSettings(), **places)
+            run_fit(InProcess(sites), list(sites), resolve(spec()), RunSettings(), **places)
     carrier = Meddling(sites)
-    run_fit(carrier, list(sites), spec(), RunSettings(), **places)
+    run_fit(carrier, list(sites), resolve(spec()), RunSettings(), **places)
     assert {kind(decode(letter)) for _, letter in carrier.letters} == {"deliver"}
     assert (tmp_path / "model" / "model.json").exists()
     assert not (tmp_path / "journal").exists()

@@ -101,7 +101,7 @@ def simulate(
     }
     kept = None if settings.secure or settings.private is not None else journal
     try:
-        outcome = run_fit(InProcess(at), list(at), spec, settings, journal=kept, out=out, on_loss=on_loss, say=say)
+        outcome = run_fit(InProcess(at), list(at), draft, settings, journal=kept, out=out, on_loss=on_loss, say=say)
     except CoveyError:
         _check_whole(table, draft)
         raise

@@ -22,8 +22,7 @@ from covey.federation.wire.transport import Transport
 from covey.fitting.fit import check_elsewhere, check_solver, fit, model_without_clients
 from covey.model.files import check_target, learned_to_json, save_model
 from covey.model.model import Elsewhere, Model
-from covey.problem.problem import resolve
-from covey.problem.spec import Spec
+from covey.problem.problem import Problem, resolve
 
 OnLoss = Literal["stop", "continue"]
 ON_LOSS = ("stop", "continue")
@@ -58,7 +57,7 @@ class Outcome:
 def run_fit(
     transport: Transport,
     roster: Sequence[str],
-    spec: Spec,
+    draft: Problem,
     settings: RunSettings,
     *,
     journal: Path | None = None,
@@ -66,7 +65,7 @@ def run_fit(
     on_loss: OnLoss = "stop",
     say: Callable[[str], None] = lambda _: None,
 ) -> Outcome:
-    """Fit a specification across the sites of a roster.
+    """Fit a problem, whose categories and clusters the sites are still to agree on, across the sites of a roster.
 
     Parameters
     ----------
@@ -75,7 +74,6 @@ def run_fit(
     on_loss : what to do when a site is lost: "stop", to go on later from the journal, or "continue" without it, from the start
     say : called with what is being done, for a live line
     """
-    draft = resolve(spec)
     check_solver(draft.spec)
     check_elsewhere(draft.spec)
     check_categories(settings.categories, draft)
@@ -189,13 +187,13 @@ def _delivered(model: Model, about: Mapping[str, Any]) -> Deliver:
 
 def operate(transport: Transport, settings: Mapping[str, Any], say: Callable[[str], None]) -> str:
     """Run a fit from plain settings, as a command line or a Flower run has them; the text to print at its end."""
-    given, spec, run = named(settings), spec_of(settings), run_settings_of(settings)
+    given, draft, run = named(settings), resolve(spec_of(settings)), run_settings_of(settings)
     out = Path(str(given["out"])) if "out" in given else None
     if out is not None:
         check_target(out)
     roster = roster_of(transport, given, run.members)
     journal = None if out is None else out.with_name(f"{out.name}.journal")
     on_loss = given.get("on_loss", "stop")
-    outcome = run_fit(transport, roster, spec, run, journal=journal, out=out, on_loss=on_loss, say=say)
+    outcome = run_fit(transport, roster, draft, run, journal=journal, out=out, on_loss=on_loss, say=say)
     text = report(outcome)
     return text if out is None else f"{text}\n\nmodel of clusters and of the whole written to {out}"

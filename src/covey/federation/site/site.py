@@ -82,6 +82,7 @@ class Site:
         self._read, self._draw = read, draw
         self._runs = RunStore(home)
         self._nodes: dict[str, Node] = {}
+        self._problems: dict[str, Problem] = {}
 
     def answer(self, letter: bytes) -> bytes:
         """The reply to one letter; what goes wrong is in it, in words that hold no data."""
@@ -165,7 +166,7 @@ class Site:
         run = replace(run, agreed=agreed, rows=rows_digest(data), node=None, rosters=(*run.rosters, agreed.roster))
         if agreed.private is not None:
             self.budget.remember(agreed.private, asked.run, asked.epoch, run.rows, again=asked.mute)
-        self._nodes[asked.run] = self._fresh_node(data, problem)
+        self._nodes[asked.run], self._problems[asked.run] = self._fresh_node(data, problem), problem
         first = totals(data, standardize=problem.spec.standardize) if agreed.private is None else counts(data)
         shown = joined(data, run.salt if agreed.keys else agreed.salt, agreed, run.rows)
         return run, (shown, masked(self.name, asked, run, first))
@@ -195,10 +196,16 @@ class Site:
         node = self._node(asked.run, run)
         if self.models is not None and run.agreed is not None:
             check_models(self.models)
-            keep_model(node, Problem.from_json(run.agreed.problem), delivered, self.models)
+            keep_model(node, self._problem(asked.run, run.agreed), delivered, self.models)
         return replace(run, key="", salt="", node=None), None
 
     # Its rows
+
+    def _problem(self, name: str, agreed: Agree) -> Problem:
+        """What was agreed on, read and checked once in a process."""
+        if name not in self._problems:
+            self._problems[name] = Problem.from_json(agreed.problem)
+        return self._problems[name]
 
     def _fresh_node(self, data: GroupedData, problem: Problem) -> Node:
         return Node(data, problem.loss, np.ones(data.n_clients), draw=self._draw)
@@ -208,7 +215,7 @@ class Site:
         if run.agreed is None:
             raise FederationError("This site has not joined the run.")
         if name not in self._nodes:
-            problem = Problem.from_json(run.agreed.problem)
+            problem = self._problem(name, run.agreed)
             data = grouped(self._read(problem.spec), problem, run.agreed.cluster_ids())
             if rows_digest(data) != run.rows:
                 raise FederationError("The table has changed since the run began; put it back, or start a new run.")
