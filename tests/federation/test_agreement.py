@@ -13,6 +13,7 @@ from covey.federation.operator.settings import RunSettings
 from covey.federation.site.table import profile_of
 from covey.federation.wire.agreement import Profile
 from covey.federation.wire.ids import tags_of
+from covey.problem.problem import resolve
 from covey.records import decode, encode
 from tests.federation.sites import Meddling, by_turns, fit, kind, sites_of, spec, split_by, table
 from tests.fits import fit_table
@@ -61,7 +62,7 @@ def test_a_missing_column():
         ),
         ({"cluster": pl.lit(3)}, r"At site 's1' the ids of clusters are integers, at the other sites text"),
         ({"x": pl.lit(None, dtype=pl.Float64)}, OWN_LOG),
-        ({"y": pl.lit("word")}, OWN_LOG),
+        ({"y": pl.lit("word")}, r"At site 's1' the response is text, at the other sites numbers"),
         ({"client": pl.lit(None, dtype=pl.String)}, OWN_LOG),
     ],
 )
@@ -195,7 +196,7 @@ def test_a_formula_is_needed():
 
 
 def test_a_formula_that_cannot_be_read_is_the_operators_own_mistake():
-    refused(by_turns(FRAME, 3), "Site 's0': ", asked=spec(formula="y ~ x +"))
+    refused(by_turns(FRAME, 3), "The formula 'x \\+' cannot be read", asked=spec(formula="y ~ x +"))
 
 
 def test_of_two_sites_of_different_kinds_both_are_named():
@@ -231,7 +232,7 @@ def test_a_response_of_another_kind():
 def test_a_class_that_few_clients_have_is_not_told():
     frame = table(11, "bernoulli").with_columns(y=pl.when(pl.col("y") == 1).then(pl.lit("yes")).otherwise(pl.lit("no")))
     rare = frame.with_columns(y=pl.when(pl.col("client") == "c0").then(pl.col("y")).otherwise(pl.lit("no")))
-    asked = spec("bernoulli")
+    asked = resolve(spec("bernoulli"))
     assert profile_of(rare, asked, minimum=2).classes == ("no",)
     assert profile_of(rare, asked, minimum=1).classes == profile_of(frame, asked, minimum=2).classes == ("no", "yes")
 

@@ -16,6 +16,7 @@ from covey.federation.simulate import simulate
 from covey.model.files import load_model
 from covey.model.summary import describe
 from covey.nodes.messages import SetGamma
+from covey.problem.problem import resolve
 from covey.problem.spec import Spec
 from covey.solvers.direct.sweep import SweepUp
 from tests.federation.sites import (
@@ -229,7 +230,7 @@ def test_sites_are_a_network_like_any_other():
     sites = sites_of(by_turns(frame, 3))
     carrier = Meddling(sites)
     about = {"run": "aa", "salt": "00" * 16}
-    federation = Federation(carrier, list(sites), asked, Journal(None, {}, about), RunSettings())
+    federation = Federation(carrier, list(sites), resolve(asked), Journal(None, {}, about), RunSettings())
     federation.open()
     before = len(carrier.letters)
     gamma = SetGamma(np.full(3, 2.0))

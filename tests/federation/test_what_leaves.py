@@ -19,8 +19,8 @@ from covey.federation.wire.agreement import SiteMessage
 from covey.federation.wire.letters import Hole
 from covey.nodes.messages import Batch, Message
 from covey.records import Record, decode
-from covey.variance.gaussian import IntegrateClients, LikelihoodSlope
 from covey.variance.identify import CountUnlike
+from covey.variance.linear_likelihood import IntegrateClients, LikelihoodSlope
 from tests.federation.sites import Meddling, fit, kind, sites_of, spec, split_by, table
 
 DOCS = Path(__file__).parents[2] / "docs" / "privacy.md"

@@ -122,7 +122,7 @@ def test_the_constant_completes_the_likelihood(loss):
         values = np.arange(2.0 if loss.two_classes else 60.0)
         step = 1.0
     elif loss.reml:
-        return  # the linear model's likelihood is in variance/gaussian.py
+        return  # the linear model's likelihood is in variance/linear_likelihood.py
     else:
         values, step = np.linspace(1e-4, 60.0, 600_001), 60.0 / 600_000
     at = GroupedData.from_arrays(np.ones((1, 1)), [1.0])

@@ -37,7 +37,7 @@ def test_what_files_say_is_what_is_registered():
         declared = registry.find(name)
         assert declared.name == name == declared.run.__name__
         assert getattr(covey.solvers, name) is declared.run
-        assert (name in registry.randomised()) is declared.randomised is not (name in registry.direct())
+        assert (name in registry.first_order()) is declared.first_order is not (name in registry.direct())
         assert list(inspect.signature(declared.run).parameters)[:2] == ["network", "penalty"]
         assert not set(declared.options) & set(registry.COMMON)
     assert registry.find("l2gd").options["steps"] == "constant"

@@ -13,7 +13,7 @@ from covey.losses import Gaussian as Squares
 from covey.solvers.direct.elimination import Quadratic, Spread, marginalise, sensitivity
 from covey.variance.criterion import LinearCriterion
 from covey.variance.frame import ClientSums, TermOrder, client_losses
-from covey.variance.gaussian import GaussianLikelihood, cluster_covariances, invert, upper
+from covey.variance.linear_likelihood import GaussianLikelihood, cluster_covariances, invert, upper
 from covey.variance.structure import Shape
 from tests.conftest import random_problem, seeds
 from tests.networks import surveyed

@@ -15,8 +15,8 @@ from covey.solvers.direct.elimination import Spread
 from covey.solvers.direct.newton import LocalProblem, node_start
 from covey.variance.criterion import LaplaceCriterion
 from covey.variance.frame import TermOrder
-from covey.variance.gaussian import cluster_covariances
-from covey.variance.laplace import LaplaceLikelihood, ModeState, node_bends, node_curvature, node_slopes
+from covey.variance.laplace_likelihood import LaplaceLikelihood, ModeState, node_bends, node_curvature, node_slopes
+from covey.variance.linear_likelihood import cluster_covariances
 from covey.variance.structure import Shape
 from covey.variance.survey import survey
 from tests.conftest import random_problem, seeds

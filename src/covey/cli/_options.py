@@ -20,7 +20,7 @@ import typer
 
 from covey.cli._groups import option, together
 from covey.problem.settings import declared
-from covey.solvers.registry import choices, randomised
+from covey.solvers.registry import choices, first_order
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -55,7 +55,7 @@ def _parameter(name: str, help: str | None) -> inspect.Parameter:
     kind: Any = part.metadata["shell"]
     default, shown = part.default, _shown(name)
     help = part.metadata["help"] if help is None else help
-    help = help.format(choices=", ".join(choices()), randomised=", ".join(randomised()))
+    help = help.format(choices=", ".join(choices()), first_order=", ".join(first_order()))
     if name == "formula":
         return option(name, _annotated(kind, typer.Argument(help=help)))
     flag = f"--{shown.replace('_', '-')}"

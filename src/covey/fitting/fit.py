@@ -22,7 +22,7 @@ from covey.objective.penalty import Penalty
 from covey.problem.problem import Problem
 from covey.problem.spec import Spec
 from covey.solvers import Fit, Progress, solve
-from covey.solvers.registry import check_options, randomised
+from covey.solvers.registry import check_options, first_order
 from covey.tables.bars import Vary, vary_from_setting
 from covey.tree.hierarchy import Hierarchy
 from covey.variance.components import LikelihoodRatio
@@ -116,7 +116,7 @@ def penalty_for(network: Network, problem: Problem, *, progress: Progress | None
 def check_solver(spec: Spec) -> None:
     """Refuse a solver that is not there, options it does not have, and what it cannot be combined with."""
     check_options(spec.solver, spec.options)
-    if spec.solver not in randomised():
+    if spec.solver not in first_order():
         return
     if spec.baseline is not None:
         raise SolverError(f"A baseline is solved exactly; leave out solver={spec.solver!r} and its options.")
@@ -203,7 +203,7 @@ def _vary(problem: Problem, terms: Sequence[str]) -> Vary:
 
 def _in_two_steps(spec: Spec) -> bool:
     """Whether learned penalties go to a solver that knows only numbers, not the likelihood's own fit."""
-    return spec.solver in randomised() or bool(spec.james_stein)
+    return spec.solver in first_order() or bool(spec.james_stein)
 
 
 def _isotropic(network: Network, problem: Problem, progress: Progress | None) -> tuple[Any, float]:
@@ -212,7 +212,7 @@ def _isotropic(network: Network, problem: Problem, progress: Progress | None) ->
     vary = _vary(problem, terms)
     for level, varying in (("client", vary.client), ("cluster", vary.cluster if tree.n_clusters > 1 else terms)):
         if set(varying) != set(terms):
-            why = f"solver={spec.solver!r}" if spec.solver in randomised() else "james_stein=True"
+            why = f"solver={spec.solver!r}" if spec.solver in first_order() else "james_stein=True"
             raise PenaltyError(f"{why} lets every term vary; let all vary by {level}, or leave it out.")
     shape = shape_of(tree, terms, replace(spec, covariance="isotropic"), vary)
     learned = estimate(network, shape, reml=spec.learns == "reml", progress=progress)[1]

@@ -22,7 +22,7 @@ from covey.problem.reading import read_rows
 from covey.problem.spec import Spec
 from covey.solvers import Fit, minimise
 from covey.solvers.costs import BANDWIDTH, LATENCY, Cost, check_network, costs
-from covey.solvers.registry import direct, find, randomised
+from covey.solvers.registry import direct, find, first_order
 from covey.tables.rows import GroupedData
 from covey.text import counted, duration, large, size
 
@@ -55,7 +55,8 @@ class Plan:
 
     def __str__(self) -> str:
         known = self.known
-        head = f"{'':14}{'iterations':>13}{'exchanges':>13}{'between':>13}{'bytes':>11}{'time':>11}"
+        width = max(12, *(len(cost.solver) + 1 for cost in self.costs))
+        head = f"{'':{width + 2}}{'iterations':>13}{'exchanges':>13}{'between':>13}{'bytes':>11}{'time':>11}"
         lines = [
             f"{self.shape}; squared distance to the minimiser down to {self.accuracy:g} of what it is at zero",
             f"latency {1000 * self.latency:g} ms one way, bandwidth {self.bandwidth:g} MB/s",
@@ -66,10 +67,10 @@ class Plan:
         for cost in self.costs:
             mark = "* " if cost.solver == self.cheapest else "  "
             if math.isinf(cost.seconds):
-                lines.append(f"{mark}{cost.solver:12}{'':>3}does not fit: {cost.note}")
+                lines.append(f"{mark}{cost.solver:{width}}{'':>3}does not fit: {cost.note}")
                 continue
             counts = "".join(f"{large(number):>13}" for number in (cost.iterations, cost.within, cost.between))
-            lines.append(f"{mark}{cost.solver:12}{counts}{size(cost.bytes):>11}{duration(cost.seconds):>11}  {cost.note}")
+            lines.append(f"{mark}{cost.solver:{width}}{counts}{size(cost.bytes):>11}{duration(cost.seconds):>11}  {cost.note}")
         lines.append("* waits least; exchanges are those of the client that has most")
         return "\n".join(lines)
 
@@ -96,8 +97,8 @@ def plan(
 
     >>> from covey.datasets import load_radon
     >>> told = plan(load_radon(), formula="log_radon ~ floor", client="county", cluster="state", gamma=10.0)
-    >>> told.cheapest, told.frame["solver"].to_list()
-    ('sweep', ['sweep', 'newton', 'l2gd', 'one_coin', 'al2sgd_plus'])
+    >>> told.cheapest, told.frame["solver"].to_list()[:2]
+    ('sweep', ['sweep', 'newton'])
     """
     known_names = _SETTINGS[len(_COLUMNS) :] if isinstance(data, GroupedData) else _SETTINGS
     for name in settings:
@@ -175,6 +176,6 @@ def _racers() -> list[tuple[str, str, Mapping[str, Any]]]:
     """The randomised algorithms and the variants they declare: the name in the race, the solver, its options."""
     return [
         (f"{name} {variant}".strip(), name, options)
-        for name in randomised()
+        for name in first_order()
         for variant, options in {"": {}, **find(name).variants}.items()
     ]

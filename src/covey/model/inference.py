@@ -24,7 +24,7 @@ from covey.errors import SolverError
 from covey.solvers.direct.elimination import eliminate, posterior
 from covey.tree.hierarchy import Hierarchy, Level, Resolved, segment_sum
 from covey.variance.components import Learned
-from covey.variance.gaussian import cluster_covariances
+from covey.variance.linear_likelihood import cluster_covariances
 
 _ROWS = 1 << 16  # rows whose covariances exist at the same time
 

@@ -24,8 +24,8 @@ from covey.tables.rows import GroupedData
 from covey.tree.hierarchy import Hierarchy
 from covey.tree.ids import as_labels, lookup
 from covey.variance.components import Learned
-from covey.variance.gaussian import invert
 from covey.variance.identify import check_rank
+from covey.variance.linear_likelihood import invert
 
 _STEPS, _CLOSE, _REACH = 100, 1e-10, 2.0
 _LATER = "clients came or went since: variances, log-likelihood and tests are those of the fit before"

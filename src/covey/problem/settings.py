@@ -21,7 +21,7 @@ COLUMNS = ("client", "cluster", "weights", "offset")  # settings that name a col
 def setting(default: Any, help: str = "", shell: Any = None) -> Any:
     """A field of :class:`Settings`: its default, its help on a command line, and its type there (None: no option).
 
-    ``{choices}`` and ``{randomised}`` in the help stand for the names of all solvers, and of the randomised algorithms.
+    ``{choices}`` and ``{first_order}`` in the help stand for the names of all solvers, and of the randomised algorithms.
     """
     return field(default=default, metadata={"help": help, "shell": shell})
 
@@ -52,7 +52,7 @@ class Settings:
     james_stein: bool = setting(False, "Shrink the global model towards zero by its uncertainty (more than two terms).", bool)
     baseline: str | None = setting(None, "single-model, locally-trained or single-cluster.", str | None)
     solver: str = setting("auto", "One of {choices}.", str)
-    options: Mapping[str, Any] | None = setting(None, "Of {randomised}, as name=value: p0=0.1.", list[str] | None)
+    options: Mapping[str, Any] | None = setting(None, "Of {first_order}, as name=value: p0=0.1.", list[str] | None)
     tol: float = setting(1e-8, "Gradient norm at which Newton stops; certified gap for these.", float)
     max_iter: int | None = setting(None, "Most iterations.", int | None)
     seed: int = setting(0, "Seed of random choices.", int)

@@ -122,7 +122,7 @@ def costs(
         known = constants(network, objective.penalty)
     setting = Setting(objective, known, trials[0], accuracy, latency, bandwidth)
     found = [setting.counted(fit) for fit in trials]
-    for solver in map(registry.find, registry.randomised()):
+    for solver in map(registry.find, registry.first_order()):
         if solver.cost is None:
             continue
         try:

@@ -1,6 +1,6 @@
 """The solvers covey has. Each is declared once, in its own file, by the decorator :func:`algorithm`.
 
-    @algorithm(place=3, randomised=True, shared=Control, reference=reference, cost=cost)
+    @algorithm(place=3, first_order=True, shared=Control, reference=reference, cost=cost)
     def l2gd(network, penalty, *, eta=None, **watch) -> Fit: ...
 
 Whatever needs to know solvers (``solve``, options, the plan, races, the command line) reads these declarations. The names are
@@ -35,7 +35,7 @@ class Algorithm:
     name : that of its function
     run : ``run(network, penalty, *, ...) -> Fit``; what it takes by keyword only are its options
     place : where it stands in tables; ``auto`` takes the first that fits
-    randomised : whether it chooses at random between local steps and exchanges; the others are direct, and find the minimiser
+    first_order : whether it takes gradient steps and exchanges vectors only; the others are direct, and exchange matrices
     quadratic : whether it needs a quadratic loss
     shared : a dataclass whose fields are further options
     reference : the algorithm written out, for tests and readers
@@ -46,7 +46,7 @@ class Algorithm:
     name: str
     run: Callable[..., Any]
     place: int
-    randomised: bool = False
+    first_order: bool = False
     quadratic: bool = False
     shared: type | None = None
     reference: Callable[..., Any] | None = None
@@ -106,14 +106,14 @@ def choices() -> tuple[str, ...]:
     return ("auto", *names())
 
 
-def randomised() -> tuple[str, ...]:
-    """The randomised algorithms."""
-    return tuple(name for name in names() if _declarations()[name].get("randomised", False))
+def first_order() -> tuple[str, ...]:
+    """The solvers that take gradient steps and exchange vectors only."""
+    return tuple(name for name in names() if _declarations()[name].get("first_order", False))
 
 
 def direct() -> tuple[str, ...]:
     """The solvers that go straight to the minimiser."""
-    return tuple(name for name in names() if name not in randomised())
+    return tuple(name for name in names() if name not in first_order())
 
 
 def check_options(solver: str, options: Mapping[str, Any] | None) -> None:
@@ -140,7 +140,7 @@ def unknown_option(solver: str, name: str) -> SolverError:
 
 
 def _declarations() -> dict[str, dict[str, Any]]:
-    here = {each.name: {"place": each.place, "randomised": each.randomised} for each in _registered.values()}
+    here = {each.name: {"place": each.place, "first_order": each.first_order} for each in _registered.values()}
     return {**_in_files(), **here}
 
 

@@ -1,4 +1,7 @@
-"""The criterion: twice the negative log-likelihood, and its gradient, as a function of one vector of parameters.
+"""The criterion that the search minimises: a likelihood as a function of one vector of parameters, with its gradient.
+
+The likelihoods themselves, and what nodes are asked for them, are in :mod:`.linear_likelihood` and
+:mod:`.laplace_likelihood`; the value here is twice their negative logarithm.
 
 A vector begins with the parameters of the clients' and the clusters' covariances (:class:`.Parameters`). A linear model needs
 no others: its global model and its residual variance are profiled out, as in lme4 (Bates et al. 2015). For counts and
@@ -16,8 +19,8 @@ import numpy as np
 from covey._typing import Floats, Ints
 from covey.errors import SolverError
 from covey.variance.frame import TermOrder
-from covey.variance.gaussian import Evaluation, GaussianLikelihood, invert
-from covey.variance.laplace import LaplaceLikelihood
+from covey.variance.laplace_likelihood import LaplaceLikelihood
+from covey.variance.linear_likelihood import Evaluation, GaussianLikelihood, invert
 from covey.variance.parameters import Parameters
 from covey.variance.structure import Shape
 from covey.variance.survey import Survey

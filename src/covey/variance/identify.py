@@ -27,7 +27,7 @@ from covey.records import Count, Reply
 from covey.solvers.direct.elimination import Quadratic, solve_symmetric
 from covey.tree.hierarchy import segment_sum
 from covey.variance.frame import WorkingColumns, client_losses, client_rows
-from covey.variance.gaussian import invert
+from covey.variance.linear_likelihood import invert
 from covey.variance.structure import Shape
 
 _ROUNDING = 1e-13

@@ -12,7 +12,7 @@ import numpy as np
 
 from covey._typing import Floats
 from covey.variance.criterion import Criterion
-from covey.variance.gaussian import Evaluation
+from covey.variance.linear_likelihood import Evaluation
 from covey.variance.parameters import Variation
 
 

@@ -17,8 +17,8 @@ from covey.solvers.result import Convergence, Fit
 from covey.variance.components import Components, Learned, LevelComponents, Method, Whole
 from covey.variance.criterion import Criterion, LaplaceCriterion, LinearCriterion
 from covey.variance.frame import NonFiniteClients
-from covey.variance.gaussian import Evaluation, FinishLinear, UpperPosterior, cluster_covariances, invert
-from covey.variance.laplace import FinishMode
+from covey.variance.laplace_likelihood import FinishMode
+from covey.variance.linear_likelihood import Evaluation, FinishLinear, UpperPosterior, cluster_covariances, invert
 from covey.variance.search import MANY, Optimum
 
 NOT_FINITE = "The coefficients are not finite; the columns are probably on extreme scales: standardise them."

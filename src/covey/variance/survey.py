@@ -17,7 +17,6 @@ from covey.tables.rows import GroupedData
 from covey.tree.hierarchy import Hierarchy
 from covey.variance.centring import RowTotals, choose_columns
 from covey.variance.frame import ClientSums, CountingNetwork, WorkingColumns, threads_of, use_sums
-from covey.variance.gaussian import invert
 from covey.variance.identify import (
     PROPORTIONAL,
     Evidence,
@@ -27,7 +26,8 @@ from covey.variance.identify import (
     check_rank,
     n_not_proportional,
 )
-from covey.variance.laplace import pooled
+from covey.variance.laplace_likelihood import pooled
+from covey.variance.linear_likelihood import invert
 from covey.variance.structure import Shape
 
 

@@ -21,7 +21,7 @@ from covey.solvers.first_order.protocol import Centres
 from covey.solvers.first_order.schedule import Flips, Schedule
 from covey.solvers.threads import threads_for
 
-SOLVERS = registry.randomised()
+SOLVERS = registry.first_order()
 
 
 NOWHERE = np.zeros((1, 1))  # the anchor of an algorithm that has none

@@ -94,7 +94,7 @@ def test_al2sgd_plus_is_algorithm_2(family, reduction):
 
 
 def test_every_randomised_algorithm_has_a_reference():
-    assert set(reference) == set(registry.randomised())
+    assert set(reference) == set(registry.first_order())
 
 
 def test_one_coin_is_algorithm_1_with_one_probability():

@@ -12,7 +12,7 @@ from covey.federation.operator.journal import Exchange
 from covey.model.summary import describe
 from covey.solvers.costs import BANDWIDTH, LATENCY
 from covey.solvers.ledger import links, quadratic_links
-from covey.solvers.registry import direct, randomised
+from covey.solvers.registry import direct, first_order
 from covey.text import size
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def planned(outcome: Outcome) -> list[str]:
     How many these are follows from the steps and the random choices of the run itself: ``covey plan`` has a bound before it.
     """
     model, solver = outcome.model, outcome.model.convergence.solver
-    if solver not in (*direct(), *randomised()) or (model.spec.learns is not None and solver in direct()):
+    if solver not in (*direct(), *first_order()) or (model.spec.learns is not None and solver in direct()):
         return []
     made = _since_agreed(outcome.exchanges)
     fit = [each for each in made if each.phase == "fit"]
@@ -51,7 +51,7 @@ def planned(outcome: Outcome) -> list[str]:
 def _plan(outcome: Outcome, fit: Sequence[Exchange]) -> tuple[str, str]:
     """Exchanges, bytes over all sites and seconds, as the plan counts them; and what it takes numbers and messages to cost."""
     end, (k, d), sites = outcome.model.convergence, outcome.model.w.shape, len(outcome.roster)
-    by_chance = end.solver in randomised()
+    by_chance = end.solver in first_order()
     link = (links if by_chance else quadratic_links)(np.ones(k, dtype=np.int64), d)
     second = sum(each.second for each in fit)  # the second halves of a sweep and of a check, which the plan counts once
     checks = second if by_chance else 0

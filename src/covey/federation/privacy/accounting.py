@@ -33,7 +33,7 @@ from covey.nodes.messages import SetGamma
 from covey.nodes.network import Network
 from covey.objective.penalty import Penalty
 from covey.problem.spec import Spec
-from covey.solvers.registry import randomised
+from covey.solvers.registry import first_order
 
 DELTA = 1e-6
 CLIP = 1.0
@@ -104,7 +104,7 @@ def check_spec(spec: Spec) -> None:
     if spec.learns is not None:
         raise SolverError("Differential privacy needs given penalties, since learning them sends more; give gamma and lam.")
     other = f"baseline={spec.baseline!r}" if spec.baseline is not None else f"solver={spec.solver!r}"
-    if spec.baseline is not None or spec.solver in randomised():
+    if spec.baseline is not None or spec.solver in first_order():
         raise SolverError(f"Differential privacy goes with solver 'auto', 'sweep' or 'newton'; leave out {other}.")
     if spec.standardize:
         raise SolverError("Differential privacy does not go with standardize=True, whose sums have no noise; scale columns.")

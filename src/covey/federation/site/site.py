@@ -133,7 +133,7 @@ class Site:
         if hello.version != __version__:
             raise FederationError(f"This site runs covey {__version__}, the coordinator {hello.version}; install the same.")
         self.budget.admit(hello.private, asked.run, asked.epoch)
-        draft = Problem.from_json(hello.problem)
+        draft = _received(hello.problem)
         self.policy.check_problem(draft)
         check_models(self.models)  # before the fit, not after it
         self.policy.check_secure(hello.secure)
@@ -154,7 +154,7 @@ class Site:
         if self.name not in agreed.roster:
             raise FederationError(f"Site {self.name!r} is not on the roster of this run.")
         self.budget.admit(agreed.private, asked.run, asked.epoch)
-        problem = Problem.from_json(agreed.problem)
+        problem = _received(agreed.problem)
         self.policy.check_problem(problem)
         check_design(problem)
         if (run.key or self.policy.secure) and not agreed.keys:
@@ -204,7 +204,7 @@ class Site:
     def _problem(self, name: str, agreed: Agree) -> Problem:
         """What was agreed on, read and checked once in a process."""
         if name not in self._problems:
-            self._problems[name] = Problem.from_json(agreed.problem)
+            self._problems[name] = _received(agreed.problem)
         return self._problems[name]
 
     def _fresh_node(self, data: GroupedData, problem: Problem) -> Node:
@@ -225,6 +225,16 @@ class Site:
                 scale = node.find(Scale)
                 node.data = data if scale is None else scale.rows(data)
         return self._nodes[name]
+
+
+def _received(plain: Mapping[str, Any]) -> Problem:
+    """The problem of a message; its settings and every piece of its formula are checked."""
+    try:
+        return Problem.from_json(plain)
+    except (AttributeError, KeyError, TypeError, ValueError) as problem:
+        if isinstance(problem, CoveyError):
+            raise
+        raise FederationError("The problem that came with this message cannot be read; start a new run.") from None
 
 
 def open_site(name: str, settings: Mapping[str, Any]) -> Site:

@@ -297,7 +297,7 @@ class KatyushaGuide:
 # The solver
 
 
-@algorithm(place=5, randomised=True, shared=Control, reference=reference, cost=cost)
+@algorithm(place=5, first_order=True, shared=Control, reference=reference, cost=cost)
 def al2sgd_plus(
     network: Network,
     penalty: Penalty,

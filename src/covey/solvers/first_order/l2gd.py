@@ -297,7 +297,7 @@ class L2gdGuide:
 
 
 @algorithm(
-    place=3, randomised=True, shared=Control, reference=reference, cost=cost, variants={"switching": {"steps": "switching"}}
+    place=3, first_order=True, shared=Control, reference=reference, cost=cost, variants={"switching": {"steps": "switching"}}
 )
 def l2gd(
     network: Network,

@@ -89,7 +89,7 @@ def cost(setting: Setting) -> Cost:
 # The solver
 
 
-@algorithm(place=4, randomised=True, shared=Control, reference=reference, cost=cost)
+@algorithm(place=4, first_order=True, shared=Control, reference=reference, cost=cost)
 def one_coin(
     network: Network,
     penalty: Penalty,
