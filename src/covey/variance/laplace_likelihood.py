@@ -8,11 +8,11 @@ the mode,
 
 This is what glmer computes with nAGQ = 1: ``wbar`` is a parameter like the covariances (Bates et al. 2015; Pinheiro and Chao
 2006). A family with a dispersion ``phi`` has ``F / phi`` for ``F`` and covariances relative to ``phi``: the mode and the
-determinants do not depend on it, and its best value follows from ``F`` (``Loss.profile``). The gradient has two parts: that of
-a linear model (:mod:`.linear_likelihood`) with the mode held fixed, and one because the mode moves. Let ``P_i`` be the
-posterior covariance of ``theta_i``, and ``g_i = sum_l f'''(margin_l) (x_l'P_i x_l) x_l`` the gradient of the
-log-determinants in ``theta_i``. The second part takes one more sweep, for the loss ``1/2 t'H_i t - g_i't``. With ``q_i`` and ``p_j`` the forces in
-its solution, and ``u_i`` and ``v_j`` those at the mode, the gradient is
+determinants do not depend on it, and its best value follows from ``F`` (``Loss.profile``). The gradient has two parts: that
+of a linear model (:mod:`.linear_likelihood`) with the mode held fixed, and one because the mode moves. Let ``P_i`` be the
+posterior covariance of ``theta_i``, and ``g_i = sum_l f'''(margin_l) (x_l'P_i x_l) x_l`` the gradient of the log-determinants
+in ``theta_i``. The second part takes one more sweep, for the loss ``1/2 t'H_i t - g_i't``. With ``q_i`` and ``p_j`` the
+forces in its solution, and ``u_i`` and ``v_j`` those at the mode, the gradient is
 
     S_j:  sum_i (C_i - C_i P_j C_i - u_i u_i' + (q_i u_i' + u_i q_i') / 2)   wbar:  sum_j (p_j - 2 v_j)
     S:    sum_j (D_j - v_j v_j' + (p_j v_j' + v_j p_j') / 2)
