@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import subprocess
 import sys
 import tomllib
@@ -125,3 +126,12 @@ def test_one_version():
     files = SOURCE.parents[1] / "pyproject.toml", SOURCE / "federation" / "flower" / "app" / "pyproject.toml"
     told = [tomllib.loads(path.read_text())["project"]["version"] for path in files]
     assert told == [covey.__version__] * 2
+
+
+def test_files_that_the_documentation_names_exist():
+    root = SOURCE.parents[1]
+    pages = [*root.glob("*.md"), *(root / "docs").glob("*.md")]
+    named = {(page.name, name) for page in pages for name in re.findall(r"`((?:\w+/)*\w+\.py)`", page.read_text())}
+    assert named
+    missing = [each for each in named if not any((place / each[1]).exists() for place in (root, SOURCE))]
+    assert missing == []
