@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import warnings
 
 import numpy as np
@@ -20,6 +22,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from covey import HierarchicalClassifier, HierarchicalPoissonRegressor, HierarchicalRegressor, load
 from covey.datasets import load_radon, simulate
+from covey.estimators import base
 
 ESTIMATORS = (HierarchicalRegressor, HierarchicalClassifier, HierarchicalPoissonRegressor)
 
@@ -286,3 +289,15 @@ def test_looking_at_an_estimator_raises_nothing(settings):
             why = "need penalties that were learned" if fitted else "not fitted yet"
             with pytest.raises(AttributeError, match=why):
                 model.components_  # noqa: B018
+
+
+def test_editors_see_the_parameters_that_there_are():
+    """The constructor that type checkers read has the names and defaults of the declared settings."""
+    (shown,) = (
+        node
+        for node in ast.walk(ast.parse(inspect.getsource(base)))
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__" and node.args.kwonlyargs
+    )
+    pairs = zip(shown.args.kwonlyargs, shown.args.kw_defaults, strict=True)
+    defaults = {each.arg: ast.literal_eval(value) for each, value in pairs}
+    assert defaults == base.DEFAULTS

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import narwhals as nw
 import numpy as np
@@ -16,14 +17,14 @@ from covey._typing import Anything, Floats
 from covey.errors import DataError, SolverError, listing, one_of
 from covey.estimators.uncertainty import Uncertain
 from covey.fitting.fit import fit
-from covey.losses import Loss, family_of
+from covey.losses import Loss, Reduction, family_of
 from covey.model.files import save_model
 from covey.model.model import Model
 from covey.model.summary import describe
 from covey.nodes.network import InMemory
 from covey.problem.problem import resolve
 from covey.problem.reading import Arrays, as_frame, read_rows
-from covey.problem.settings import COLUMNS, declared
+from covey.problem.settings import COLUMNS, Penalties, declared
 from covey.problem.spec import Spec
 from covey.solvers import Convergence
 from covey.solvers.ledger import Ledger
@@ -120,19 +121,50 @@ class Hierarchical(Uncertain, BaseEstimator):
     """The estimator of any family."""
 
     _family: ClassVar[str]
-    client: Any
-    cluster: Any
-    formula: str | None
-    loss: str | Loss | None
-    unseen: Unseen
-    random_state: int
 
-    def __init__(self, **settings: Any) -> None:
-        odd = [name for name in settings if name not in DEFAULTS]
-        if odd:
-            raise TypeError(f"{type(self).__name__} has no parameter {odd[0]!r}; it takes {listing(DEFAULTS, 40)}.")
-        for name, default in DEFAULTS.items():
-            setattr(self, name, settings.get(name, default))
+    if TYPE_CHECKING:  # for editors and type checkers; at run time the parameters are the settings, and a test compares them
+
+        def __init__(
+            self,
+            *,
+            client: str | int | None = None,
+            cluster: str | int | None = None,
+            weights: str | int | None = None,
+            offset: str | int | None = None,
+            formula: str | None = None,
+            fit_intercept: bool = True,
+            standardize: bool = False,
+            gamma: Any = None,
+            lam: Any = None,
+            alpha: Any = None,
+            penalty: Penalties = "auto",
+            vary: Any = None,
+            covariance: Any = None,
+            per_cluster: bool = False,
+            tests: bool = True,
+            reduction: Reduction = "sum",
+            ridge: float = 0.0,
+            james_stein: bool = False,
+            baseline: str | None = None,
+            solver: str = "auto",
+            options: Mapping[str, Any] | None = None,
+            tol: float = 1e-8,
+            max_iter: int | None = None,
+            loss: str | Loss | None = None,
+            unseen: Unseen = "parent",
+            random_state: int = 0,
+        ) -> None:
+            self.client, self.cluster, self.weights, self.offset = client, cluster, weights, offset
+            self.formula, self.loss, self.unseen, self.random_state = formula, loss, unseen, random_state
+
+    else:
+
+        def __init__(self, **settings: Any) -> None:
+            odd = [name for name in settings if name not in DEFAULTS]
+            if odd:
+                raise TypeError(f"{type(self).__name__} has no parameter {odd[0]!r}; it takes {listing(DEFAULTS, 40)}.")
+            for name, default in DEFAULTS.items():
+                setattr(self, name, settings.get(name, default))
 
     def fit(
         self,
