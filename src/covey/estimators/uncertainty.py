@@ -13,7 +13,8 @@ from covey._typing import Floats
 from covey.errors import DataError, SolverError, one_of
 from covey.fitting.fit import shape_of
 from covey.model.inference import quantile
-from covey.model.model import Model, group_rows
+from covey.model.model import Model
+from covey.model.new_rows import group_rows
 from covey.model.summary import Summary, summary
 from covey.model.updates import add_clients, remove_clients
 from covey.tables.rows import GroupedData

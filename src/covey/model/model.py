@@ -13,17 +13,16 @@ import numpy as np
 import polars as pl
 
 from covey._typing import Anything, Floats, Ints
-from covey.errors import DataError, ModelError, SolverError, one_of
+from covey.errors import ModelError, SolverError, one_of
 from covey.model.inference import Posterior, quantile
+from covey.model.new_rows import new_rows
 from covey.objective.penalty import Penalty
 from covey.problem.problem import Problem
-from covey.problem.reading import as_frame, blocks_of, encode_known
+from covey.problem.reading import as_frame
 from covey.problem.spec import Spec
 from covey.solvers.ledger import Ledger
 from covey.solvers.result import Convergence, Fit
-from covey.tables.bars import compose
-from covey.tables.design import Design, Frame, column, numeric, response
-from covey.tables.rows import GroupedData, refuse_infinite, side_by_side
+from covey.tables.design import Design, numeric
 from covey.tree.hierarchy import Hierarchy, Level, Resolved, Unseen
 from covey.variance.components import Learned
 
@@ -144,7 +143,7 @@ class Model:
         if self.learned is None:
             raise SolverError(
                 "Standard errors and intervals need penalties that were learned from the data of several clients; leave out "
-                "gamma, lam, alpha, baseline, penalty='cv', james_stein and solvers by coins."
+                "gamma, lam, alpha, baseline, penalty='cv', james_stein and first-order solvers."
             )
         return Posterior(self.learned, self.hierarchy, self.terms)
 
@@ -159,34 +158,12 @@ class Model:
         unseen: Unseen = "parent",
     ) -> tuple[Floats, Resolved]:
         """``x'theta + offset`` of each row by the model that answers for it, and which one that is."""
-        rows, chosen, shift = self.rows_of(X, client=client, cluster=cluster, offset=offset, level=level, unseen=unseen)
+        rows, chosen, shift = new_rows(self, X, client=client, cluster=cluster, offset=offset, level=level, unseen=unseen)
         return self._margin(rows, chosen, shift), chosen
 
     def _margin(self, rows: Floats, chosen: Resolved, shift: Floats | None) -> Floats:
         margin: Floats = np.einsum("ld,ld->l", rows, self.coefficient_table[chosen.index(len(self.theta))])
         return margin if shift is None else margin + shift
-
-    def rows_of(
-        self, X: Any, *, client: Any, cluster: Any, offset: Any, level: Level, unseen: Unseen
-    ) -> tuple[Floats, Resolved, Floats | None]:
-        """The terms of new rows, which model answers for each, and its offset."""
-        frame = as_frame(X) if self.spec.named else None
-        blocks, n_rows = self.blocks(X, frame)
-        client, cluster = self.ids_of(frame, client, cluster, level)
-        self._refuse_forgotten(client, cluster, level)
-        chosen = self.hierarchy.resolve(client, cluster, n_rows=n_rows, unseen=unseen, level=level)
-        rows = side_by_side(blocks)
-        refuse_infinite(rows, self.terms, lambda row: f"row {row}")
-        return rows, chosen, self.offset_of(offset, frame, n_rows)
-
-    def ids_of(self, frame: Frame | None, client: Any, cluster: Any, level: Level) -> tuple[Any, Any]:
-        """The clients and clusters of new rows: as given, or from the table's columns."""
-        client = self._ids(client, frame, self.spec.client, needed=level == "client" and self.elsewhere is None)
-        needed = level != "global" and (client is None or bool(self.spec.nested))
-        cluster = self._ids(cluster, frame, self.spec.cluster, needed=needed)
-        if self.spec.nested and client is not None and cluster is not None:
-            client = compose(cluster, client)
-        return client, cluster
 
     def intervals(
         self,
@@ -204,7 +181,7 @@ class Model:
         where: dict[str, Any] = {"client": client, "cluster": cluster, "offset": offset, "level": level, "unseen": unseen}
         quantile(coverage)
         posterior = self.posterior
-        rows, chosen, shift = self.rows_of(X, **where)
+        rows, chosen, shift = new_rows(self, X, **where)
         margin, variance = self._margin(rows, chosen, shift), posterior.margin_variance(rows, chosen, level)
         reach = posterior.reach(coverage, chosen, level)
         if noise:
@@ -261,53 +238,6 @@ class Model:
             term=pl.Series(list(self.terms) * len(values), dtype=pl.String), estimate=pl.Series(values.ravel())
         )
 
-    def blocks(self, X: Any, frame: Frame | None) -> tuple[list[Anything], int]:
-        """The columns of new rows, and how many rows there are."""
-        if frame is not None and len(frame) == 0:
-            raise DataError("The table has no rows to predict.")
-        return blocks_of(self.problem, X, frame), len(X if frame is None else frame)
-
-    def response_of(self, frame: Frame | None, y: Any, weights: Any) -> tuple[Any, Any]:
-        """The response and weights of new rows: as given, or from the table's columns."""
-        formula = self.problem.formula
-        if y is None:
-            if frame is None or formula is None or formula.response is None:
-                raise DataError("There is no response: pass y, or the column to the left of '~' in the formula.")
-            y = response(formula, frame)
-        if weights is None and frame is not None and self.spec.weights is not None:
-            weights = numeric(frame, self.spec.weights)
-        return y, weights
-
-    def _ids(self, given: Any, frame: Frame | None, name: str | None, needed: bool) -> Any:
-        if given is not None or frame is None or name is None:
-            return given
-        if name not in frame.columns and not needed:
-            return None
-        return column(frame, name)
-
-    def _refuse_forgotten(self, client: Any, cluster: Any, level: Level) -> None:
-        """A model of many clients cannot guess whose row it sees; falling back in silence would hide the mistake."""
-        if level == "client" and client is None and cluster is None and self.hierarchy.n_clients > 1:
-            raise DataError(
-                "This model was fitted to several clients: pass client= (and cluster=) to predict, or level='global'."
-            )
-        if level == "cluster" and client is None and cluster is None and self.hierarchy.n_clusters > 1:
-            raise DataError("This model was fitted to several clusters: pass cluster= to predict, or level='global'.")
-
-    def offset_of(self, given: Any, frame: Frame | None, n_rows: int) -> Floats | None:
-        """The known part of new rows' margins."""
-        if given is None and frame is not None and self.spec.offset is not None:
-            given = numeric(frame, self.spec.offset)
-        if given is None:
-            if self.has_offset:
-                raise DataError("This model was fitted with an offset: pass offset= to predict, zeros if there is none.")
-            return None
-        offset = np.asarray(given, dtype=np.float64)
-        if offset.shape != (n_rows,):
-            raise DataError(f"The offset has shape {offset.shape} for {n_rows} rows; give one value a row.")
-        refuse_infinite(offset[:, None], ["offset"], lambda row: f"row {row}")
-        return offset
-
 
 def assemble(problem: Problem, fitted: Fitted, hierarchy: Hierarchy, rows: Ints, elsewhere: Elsewhere | None = None) -> Model:
     """The one way to a :class:`Model`: of a fit in memory, at a site, at an operator's, or from disk."""
@@ -317,30 +247,3 @@ def assemble(problem: Problem, fitted: Fitted, hierarchy: Hierarchy, rows: Ints,
     if shapes != ((n, d), (k, d), (d,), (n,)):
         raise ModelError("The model is damaged: its coefficients do not fit its clients, clusters and terms; fit it again.")
     return Model(problem, hierarchy, fitted, rows, elsewhere)
-
-
-def group_rows(
-    model: Model, X: Any, y: Any = None, *, client: Any = None, cluster: Any = None, weights: Any = None, offset: Any = None
-) -> GroupedData:
-    """New rows, coded as the model's own."""
-    frame = as_frame(X) if model.spec.named else None
-    blocks, n_rows = model.blocks(X, frame)
-    client, cluster = model.ids_of(frame, client, cluster, "client")
-    if client is None:
-        raise DataError("New rows need the ids of their clients; pass client=, or the column that the model knows.")
-    if cluster is None and model.hierarchy.n_clusters > 1:
-        raise DataError("New rows need the ids of their clusters; pass cluster=, or the column that the model knows.")
-    if cluster is None:
-        cluster = pl.Series(model.hierarchy.cluster_ids.to_list() * n_rows)
-    y, weights = model.response_of(frame, y, weights)
-    return GroupedData.from_blocks(
-        blocks,
-        n_rows,
-        encode_known(y, model.classes),
-        client,
-        cluster,
-        weights=weights,
-        offset=model.offset_of(offset, frame, n_rows),
-        terms=model.terms,
-        check=model.problem.loss.check_values,
-    )

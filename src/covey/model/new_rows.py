@@ -1,0 +1,120 @@
+"""New rows for a fitted model: coded as its own were, each with the client or cluster whose model answers for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import polars as pl
+
+from covey._typing import Anything, Floats
+from covey.errors import DataError
+from covey.problem.reading import as_frame, blocks_of, encode_known
+from covey.tables.bars import compose
+from covey.tables.design import Frame, column, numeric, response
+from covey.tables.rows import GroupedData, refuse_infinite, side_by_side
+from covey.tree.hierarchy import Level, Resolved, Unseen
+
+if TYPE_CHECKING:
+    from covey.model.model import Model
+
+
+def new_rows(
+    model: Model, X: Any, *, client: Any, cluster: Any, offset: Any, level: Level, unseen: Unseen
+) -> tuple[Floats, Resolved, Floats | None]:
+    """The terms of new rows, which model answers for each, and its offset."""
+    frame = as_frame(X) if model.spec.named else None
+    blocks, n_rows = _blocks(model, X, frame)
+    client, cluster = _ids_of(model, frame, client, cluster, level)
+    _refuse_forgotten(model, client, cluster, level)
+    chosen = model.hierarchy.resolve(client, cluster, n_rows=n_rows, unseen=unseen, level=level)
+    rows = side_by_side(blocks)
+    refuse_infinite(rows, model.terms, lambda row: f"row {row}")
+    return rows, chosen, _offset_of(model, offset, frame, n_rows)
+
+
+def group_rows(
+    model: Model, X: Any, y: Any = None, *, client: Any = None, cluster: Any = None, weights: Any = None, offset: Any = None
+) -> GroupedData:
+    """New rows, coded as the model's own."""
+    frame = as_frame(X) if model.spec.named else None
+    blocks, n_rows = _blocks(model, X, frame)
+    client, cluster = _ids_of(model, frame, client, cluster, "client")
+    if client is None:
+        raise DataError("New rows need the ids of their clients; pass client=, or the column that the model knows.")
+    if cluster is None and model.hierarchy.n_clusters > 1:
+        raise DataError("New rows need the ids of their clusters; pass cluster=, or the column that the model knows.")
+    if cluster is None:
+        cluster = pl.Series(model.hierarchy.cluster_ids.to_list() * n_rows)
+    y, weights = _response_of(model, frame, y, weights)
+    return GroupedData.from_blocks(
+        blocks,
+        n_rows,
+        encode_known(y, model.classes),
+        client,
+        cluster,
+        weights=weights,
+        offset=_offset_of(model, offset, frame, n_rows),
+        terms=model.terms,
+        check=model.problem.loss.check_values,
+    )
+
+
+def _blocks(model: Model, X: Any, frame: Frame | None) -> tuple[list[Anything], int]:
+    """The columns of new rows, and how many rows there are."""
+    if frame is not None and len(frame) == 0:
+        raise DataError("The table has no rows to predict.")
+    return blocks_of(model.problem, X, frame), len(X if frame is None else frame)
+
+
+def _ids_of(model: Model, frame: Frame | None, client: Any, cluster: Any, level: Level) -> tuple[Any, Any]:
+    """The clients and clusters of new rows: as given, or from the table's columns."""
+    client = _ids(client, frame, model.spec.client, needed=level == "client" and model.elsewhere is None)
+    needed = level != "global" and (client is None or bool(model.spec.nested))
+    cluster = _ids(cluster, frame, model.spec.cluster, needed=needed)
+    if model.spec.nested and client is not None and cluster is not None:
+        client = compose(cluster, client)
+    return client, cluster
+
+
+def _ids(given: Any, frame: Frame | None, name: str | None, needed: bool) -> Any:
+    if given is not None or frame is None or name is None:
+        return given
+    if name not in frame.columns and not needed:
+        return None
+    return column(frame, name)
+
+
+def _refuse_forgotten(model: Model, client: Any, cluster: Any, level: Level) -> None:
+    """A model of many clients cannot guess whose row it sees; falling back in silence would hide the mistake."""
+    if level == "client" and client is None and cluster is None and model.hierarchy.n_clients > 1:
+        raise DataError("This model was fitted to several clients: pass client= (and cluster=) to predict, or level='global'.")
+    if level == "cluster" and client is None and cluster is None and model.hierarchy.n_clusters > 1:
+        raise DataError("This model was fitted to several clusters: pass cluster= to predict, or level='global'.")
+
+
+def _response_of(model: Model, frame: Frame | None, y: Any, weights: Any) -> tuple[Any, Any]:
+    """The response and weights of new rows: as given, or from the table's columns."""
+    formula = model.problem.formula
+    if y is None:
+        if frame is None or formula is None or formula.response is None:
+            raise DataError("There is no response: pass y, or the column to the left of '~' in the formula.")
+        y = response(formula, frame)
+    if weights is None and frame is not None and model.spec.weights is not None:
+        weights = numeric(frame, model.spec.weights)
+    return y, weights
+
+
+def _offset_of(model: Model, given: Any, frame: Frame | None, n_rows: int) -> Floats | None:
+    """The known part of new rows' margins."""
+    if given is None and frame is not None and model.spec.offset is not None:
+        given = numeric(frame, model.spec.offset)
+    if given is None:
+        if model.has_offset:
+            raise DataError("This model was fitted with an offset: pass offset= to predict, zeros if there is none.")
+        return None
+    offset = np.asarray(given, dtype=np.float64)
+    if offset.shape != (n_rows,):
+        raise DataError(f"The offset has shape {offset.shape} for {n_rows} rows; give one value a row.")
+    refuse_infinite(offset[:, None], ["offset"], lambda row: f"row {row}")
+    return offset
