@@ -99,8 +99,8 @@ def test_a_second_process_compiles_nothing():
 import sys
 from covey.solvers.first_order import kernels as randomised
 from covey import datasets, minimise, GroupedData, Penalty
-from covey.tables.rows import _counting_sort, _find_parents
-from covey.tree.ids import _rank_in_table
+from covey.tables.kernels import counting_sort, find_parents
+from covey.tree.kernels import rank_in_table
 from covey.losses import Gaussian, Bernoulli, kernels
 from covey.solvers.direct import kernels as direct
 homes = datasets.load_radon().sample(fraction=1.0, shuffle=True, seed=0)
@@ -112,7 +112,7 @@ for solver in ("l2gd", "al2sgd_plus"):
     minimise(data, Gaussian(ridge=0.1), Penalty.of(data.hierarchy), solver=solver, max_iter=20)
     minimise(data, Bernoulli(ridge=0.1), Penalty.of(data.hierarchy), solver=solver, max_iter=20)
 moves = (randomised.group, randomised.l2gd_move, randomised.al2sgd_plus_move)
-of_data = (_counting_sort, _find_parents, _rank_in_table)
+of_data = (counting_sort, find_parents, rank_in_table)
 kernels_used = (kernels.expand, kernels.curvature_floor, direct.eliminate, direct.descend, *of_data, *moves)
 assert all(sum(k.stats.cache_hits.values()) for k in kernels_used)
 print(sum(sum(k.stats.cache_misses.values()) for k in kernels_used))

@@ -93,7 +93,7 @@ PARAMETERS = """
         weights count as precisions. For the Gaussian loss it costs a network no further exchange.
     solver : {"auto", "sweep", "newton", "l2gd", "al2sgd_plus", "one_coin"}
         ``sweep`` is exact for the Gaussian loss, ``newton`` serves any; the others are the paper's randomised algorithms.
-        ``auto`` takes what a network would finish first; ``covey.plan`` shows what each would cost.
+        ``auto`` takes ``sweep`` for a quadratic loss and ``newton`` for any other; ``covey.plan`` shows what each would cost.
     options : mapping or None
         Keywords of the randomised algorithms: ``steps``, ``eta``, ``p0``, ``p``, ``tau``, ``rho``, ``mu``, ``L``, ``vote``,
         ``every``, ``checkpoint``, ``minimum``; see the functions in ``covey.solvers``.

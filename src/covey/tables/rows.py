@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
 import polars as pl
 
 from covey._typing import Anything, Floats, Ints
 from covey.errors import DataError
+from covey.tables import kernels
 from covey.tree.hierarchy import Hierarchy, segment_sum
 from covey.tree.ids import encode
 
@@ -314,7 +314,7 @@ def _group(client: Any, cluster: Any, n_rows: int) -> tuple[Anything | None, Int
     cluster_ids, j = _codes(cluster, "cluster", n_rows)
     parent = np.full(len(client_ids), -1, dtype=np.int64)
     counts = np.zeros(len(client_ids), dtype=np.int64)
-    row = _find_parents(i, j, parent, counts)
+    row = kernels.find_parents(i, j, parent, counts)
     if row >= 0:
         raise DataError(
             f"Client {client_ids[int(i[row])]!r} is in clusters {cluster_ids[int(j[row])]!r} and "
@@ -328,7 +328,7 @@ def _group(client: Any, cluster: Any, n_rows: int) -> tuple[Anything | None, Int
     client_ptr = np.concatenate([[0], np.cumsum(counts[by_cluster])])
     cluster_ptr = np.concatenate([[0], np.cumsum(np.bincount(parent, minlength=len(cluster_ids)))])
     order = np.empty(n_rows, dtype=np.int32 if n_rows < 2**31 else np.int64)
-    moved = _counting_sort(i, rank, client_ptr, order)
+    moved = kernels.counting_sort(i, rank, client_ptr, order)
     return order if moved else None, client_ptr, Hierarchy(cluster_ptr, client_ids.gather(by_cluster), cluster_ids)
 
 
@@ -339,31 +339,6 @@ def _codes(ids: Any, what: str, n_rows: int) -> tuple[pl.Series, Ints]:
     if len(codes) != n_rows:
         raise DataError(f"There are {len(codes)} {what} ids for {n_rows} rows; give one id a row.")
     return distinct, codes
-
-
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
-def _find_parents(client: Ints, cluster: Ints, parent: Ints, counts: Ints) -> int:
-    """Fill each client's cluster and number of rows; the first row that puts a client in a second cluster, or -1."""
-    for row in range(len(client)):
-        i = client[row]
-        if parent[i] >= 0 and parent[i] != cluster[row]:
-            return row
-        parent[i] = cluster[row]
-        counts[i] += 1
-    return -1
-
-
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
-def _counting_sort(client: Ints, rank: Ints, ptr: Ints, order: Anything) -> bool:
-    """Fill ``order`` with the rows by rank of their client, first come first; whether that moves any row."""
-    place = ptr[:-1].copy()
-    moved = False
-    for row in range(len(client)):
-        at = rank[client[row]]
-        order[place[at]] = row
-        moved |= place[at] != row
-        place[at] += 1
-    return moved
 
 
 def side_by_side(blocks: Sequence[Anything], order: Anything | None = None) -> Floats:
@@ -389,13 +364,6 @@ def side_by_side(blocks: Sequence[Anything], order: Anything | None = None) -> F
 def _take_rows(source: Anything, rows: Anything, target: Floats) -> None:
     """``target[:] = source[rows]``; for plain matrices on all cores, since far-off rows cost a wait for memory each."""
     if source.dtype == np.float64 and source.flags.c_contiguous and target.flags.c_contiguous:
-        _take_in_parallel(source, rows, target)
+        kernels.take_rows(source, rows, target)
     else:
         target[:] = source[rows]
-
-
-@numba.njit(parallel=True, cache=True)  # type: ignore[untyped-decorator]
-def _take_in_parallel(source: Floats, rows: Anything, target: Floats) -> None:
-    for at in numba.prange(len(rows)):
-        for a in range(source.shape[1]):
-            target[at, a] = source[rows[at], a]

@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import Any, cast
 
 import narwhals as nw
-import numba
 import numpy as np
 import polars as pl
 
 from covey._typing import Anything, Ints
 from covey.errors import DataError
+from covey.tree import kernels
 
 _KINDS = {
     pl.Int64: "integers",
@@ -72,24 +72,10 @@ def _encode_integers(values: Ints) -> tuple[pl.Series, Ints]:
         # A table over a compact range costs two passes; sorting millions of rows costs seconds.
         place = np.zeros(high - low + 1, dtype=np.int64)
         codes = np.empty(len(values), dtype=np.int64)
-        _rank_in_table(values, low, place, codes)
+        kernels.rank_in_table(values, low, place, codes)
         return pl.Series(np.flatnonzero(place) + low), codes
     ids, inverse = np.unique(values, return_inverse=True)
     return pl.Series(ids), inverse.astype(np.int64, copy=False)
-
-
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
-def _rank_in_table(values: Ints, low: int, place: Ints, codes: Ints) -> None:
-    """Leaves each row's rank in ``codes``, and in ``place`` the rank of each value, from 1; 0 if it does not occur."""
-    for row in range(len(values)):
-        place[values[row] - low] = 1
-    rank = 0
-    for at in range(len(place)):
-        if place[at]:
-            rank += 1
-            place[at] = rank
-    for row in range(len(values)):
-        codes[row] = place[values[row] - low] - 1
 
 
 def lookup(labels: pl.Series, known: pl.Series, what: str) -> Ints:
