@@ -1,11 +1,12 @@
 # make demo   fits the bundled data and shows the result        make test   lint, types and tests
 # make test-federation  the deployments that take minutes
-# make bench  the speed benchmarks                              make clean  removes the environment
+# make bench  the speed benchmarks                              make clean  removes the environments
+# make bench-report  runs them beside other programs and writes docs/benchmarks (needs Rscript with lme4 and glmmTMB for these)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-federation bench clean
+.PHONY: demo test test-federation bench bench-report clean
 
 demo: $(VENV)/.installed
 	$(BIN)/covey demo
@@ -22,8 +23,11 @@ test-federation: $(VENV)/.installed-simulation
 bench: $(VENV)/.installed-dev
 	for script in benchmarks/bench_*.py; do $(BIN)/python $$script || exit 1; done
 
+bench-report: $(VENV)/.installed-dev $(VENV)-peers/.installed
+	COVEY_PEERS_PYTHON=$(CURDIR)/$(VENV)-peers/bin/python $(BIN)/python benchmarks/report.py
+
 clean:
-	rm -rf $(VENV) covey-demo covey-results
+	rm -rf $(VENV) $(VENV)-peers covey-demo covey-results
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "covey needs Python 3.11 or newer; run 'make PYTHON=/path/to/python3.11'"; exit 2; }
@@ -39,4 +43,9 @@ $(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
 
 $(VENV)/.installed-simulation: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e ".[simulation]"
+	@touch $@
+
+$(VENV)-peers/.installed: benchmarks/peers/requirements.txt
+	$(PYTHON) -m venv $(VENV)-peers
+	$(VENV)-peers/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r $<
 	@touch $@

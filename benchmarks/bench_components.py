@@ -1,125 +1,183 @@
-"""Variance components against lme4 and GPBoost, on the same rows in the same run.
+"""covey's public ``fit`` beside other programs for mixed models: the same rows, formula and number of threads, one run.
 
-Needs ``Rscript`` with lme4, and a Python with GPBoost: this one, or the one that ``COVEY_GPBOOST_PYTHON`` names; a peer that
-is not there is left out. ``--quick`` leaves out lme4's fit of 30,000 clients, which takes minutes. Targets, peer's time over
-covey's: linear, 30,000 clients: lmer 20, GPBoost 5; logistic: GPBoost 3; the paper's simulation: GPBoost 1; radon: lmer 1.
+    python benchmarks/bench_components.py [--only TEXT] [--limit SECONDS] [--json FILE]
+
+Every program runs in a process of its own with two threads: covey in this Python, the other Python programs in the one that
+``COVEY_PEERS_PYTHON`` names (``make bench-report`` makes it), lme4 and glmmTMB through ``Rscript``. A program that is not
+installed, refuses the model, needs more than 20 GB or takes longer than the limit is listed with that reason. The last
+lines are the ratios: seconds of the fastest other program over covey's. Above 1, covey is faster.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import polars as pl
-from _timing import seconds
+from peers.fit import PROGRAMS, bars
 
-from covey import GroupedData
-from covey.datasets import load_radon, simulate
-from covey.losses import loss_of
-from covey.nodes.network import InMemory
-from covey.variance.estimate import estimate
-from covey.variance.structure import Shape
+from covey.datasets import load_radon
 
-PEERS = Path(__file__).parent / "peers"
-GPBOOST = os.environ.get("COVEY_GPBOOST_PYTHON", sys.executable)
-QUICK = "--quick" in sys.argv[1:]
+HERE = Path(__file__).parent
+PEERS_PYTHON = os.environ.get("COVEY_PEERS_PYTHON", sys.executable)
+THREADS = dict.fromkeys(("OMP_NUM_THREADS", "NUMBA_NUM_THREADS", "RAYON_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "2")
 
 
-def thirty_thousand(family: str) -> dict[str, np.ndarray]:
-    """30,000 clients in 50 clusters, 20 rows each, three columns that vary at both levels, by different amounts."""
+@dataclass(frozen=True)
+class Level:
+    """A grouping: its column, and the terms whose coefficients differ between its groups."""
+
+    column: str
+    terms: tuple[str, ...] = ("1",)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and the function that makes its rows."""
+
+    title: str
+    rows: Callable[[], pl.DataFrame]
+    terms: tuple[str, ...]
+    levels: tuple[Level, ...]
+    family: str = "gaussian"
+    independent: bool = False
+
+
+def nested(groups: int, clients: int, rows: int, terms: int, *, varying: int, family: str = "gaussian") -> pl.DataFrame:
+    """Clients in groups; the intercept and the first ``varying`` terms differ by group and by client."""
     rng = np.random.default_rng(0)
-    w = np.array([1.0, -0.5, 0.25]) + np.array([0.5, 0.3, 0.2]) * rng.standard_normal((50, 3))
-    parent = np.repeat(np.arange(50), 600)
-    theta = w[parent] + np.array([0.6, 0.4, 0.3]) * rng.standard_normal((30_000, 3))
-    client = np.repeat(np.arange(30_000), 20)
-    X = rng.standard_normal((600_000, 3))
-    X[:, 0] = 1.0
-    y = loss_of(family).draw(np.einsum("la,la->l", X, theta[client]), rng)
-    return {"X": X, "y": y, "client": client, "cluster": parent[client]}
+    group = np.repeat(np.arange(groups), clients * rows)
+    client = np.repeat(np.arange(groups * clients), rows)
+    X = rng.standard_normal((len(group), terms))
+    margin = X @ np.linspace(0.5, -0.5, terms) + 0.5
+    for column, count, sd in ((group, groups, 0.4), (client, groups * clients, 0.6)):
+        effect = sd * rng.standard_normal((count, varying + 1))
+        margin += effect[column, 0] + np.einsum("la,la->l", X[:, :varying], effect[column, 1:])
+    chance = rng.random(len(group))
+    y = margin + rng.standard_normal(len(group)) if family == "gaussian" else (chance < 1 / (1 + np.exp(-margin))) * 1.0
+    columns = {f"x{place + 1}": X[:, place] for place in range(terms)}
+    return pl.DataFrame({"g": group, "i": client, "y": y, **columns}).with_columns(pl.col("g", "i").cast(pl.String))
 
 
-def ours(rows: dict[str, np.ndarray], family: str, *, reml: bool) -> tuple[float, float]:
-    """Seconds of the best of three fits, and the log-likelihood."""
-    data = GroupedData.from_arrays(rows["X"], rows["y"], rows["client"], rows["cluster"])
-    every = tuple(range(data.n_terms))
-    found = []
-    best = min(
-        seconds(lambda: found.append(estimate(InMemory.of(data, loss_of(family)), Shape(every, every), reml=reml)))
-        for _ in range(3)
-    )
-    fit, learned = found[-1]
-    print(f"  covey   {best:8.3f} s  log-likelihood {learned.components.log_likelihood:.4f}  ({fit.convergence.message})")
-    return best, learned.components.log_likelihood
+SHARED = tuple(f"x{place + 1}" for place in range(40))
+CASES = (
+    Case(
+        "radon survey: 11,929 homes, 470 counties in 9 states, (1 + floor | state/county)",
+        lambda: load_radon().select("state", "county", "floor", y="log_radon"),
+        ("floor",),
+        (Level("state", ("1", "floor")), Level("county", ("1", "floor"))),
+    ),
+    Case(
+        "one grouping with 125,066 groups, 1,000,528 rows, (1 | i): the shape of statsmodels issue 9097",
+        lambda: nested(1, 125_066, 8, 2, varying=0),
+        ("x1", "x2"),
+        (Level("i"),),
+    ),
+    Case(
+        "30,000 clients, 600,000 rows, (1 + x1 | i)",
+        lambda: nested(1, 30_000, 20, 1, varying=1),
+        ("x1",),
+        (Level("i", ("1", "x1")),),
+    ),
+    Case(
+        "30,000 clients in 50 groups, 600,000 rows, (1 + x1 + x2 || g/i)",
+        lambda: nested(50, 600, 20, 2, varying=2),
+        ("x1", "x2"),
+        (Level("g", ("1", "x1", "x2")), Level("i", ("1", "x1", "x2"))),
+        independent=True,
+    ),
+    Case(
+        "logistic, 5,000 clients in 50 groups, 100,000 rows, (1 | g/i)",
+        lambda: nested(50, 100, 20, 2, varying=0, family="binomial"),
+        ("x1", "x2"),
+        (Level("g"), Level("i")),
+        family="binomial",
+    ),
+    Case(
+        "40 common terms, 2,000 clients of 5 rows in 20 groups, (1 | g/i)",
+        lambda: nested(20, 100, 5, 40, varying=0),
+        SHARED,
+        (Level("g"), Level("i")),
+    ),
+    Case(
+        "logistic, 40 common terms, 2,000 clients of 5 rows in 20 groups, (1 | g/i)",
+        lambda: nested(20, 100, 5, 40, varying=0, family="binomial"),
+        SHARED,
+        (Level("g"), Level("i")),
+        family="binomial",
+    ),
+)
 
 
-def gpboost(rows: dict[str, np.ndarray], family: str, method: str) -> float | None:
-    if subprocess.run([GPBOOST, "-c", "import gpboost"], capture_output=True).returncode:
-        print("  GPBoost is not installed")
-        return None
-    with tempfile.TemporaryDirectory() as folder:
-        np.savez(f"{folder}/rows.npz", **rows)
-        command = [GPBOOST, str(PEERS / "gpboost_fit.py"), f"{folder}/rows.npz", family, method]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    told = json.loads(done.stdout.strip().splitlines()[-1])
-    said = f"log-likelihood {told['log_likelihood']:.4f} ({method}), peak {told['megabytes']:.0f} MB"
-    print(f"  GPBoost {told['seconds']:8.3f} s  {said}")
-    return float(told["seconds"])
+def run(program: str, case: Case, folder: Path, limit: float) -> dict[str, object]:
+    """What the program printed, or the reason why it printed nothing."""
+    if program in ("lme4", "glmmTMB"):
+        command = ["Rscript", str(HERE / "peers" / "fit.R"), program, str(folder / "rows.csv"), bars(asdict(case)), case.family]
+    else:
+        python = sys.executable if program == "covey" else PEERS_PYTHON
+        command = [python, str(HERE / "peers" / "fit.py"), program, str(folder / "case.json"), str(folder / "rows.parquet")]
+    if shutil.which(command[0]) is None:
+        return {"reason": "not installed"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, env={**os.environ, **THREADS})
+    except subprocess.TimeoutExpired:
+        return {"reason": f"no answer in {limit:.0f} s"}
+    if done.returncode == 0:
+        return dict(json.loads(done.stdout.strip().splitlines()[-1]))
+    lines = [line for line in done.stderr.strip().splitlines() if line.strip()] or ["ended without a message"]
+    return {"reason": lines[-1].removeprefix("NotImplementedError: ")[:160]}
 
 
-def lmer(table: pl.DataFrame, formula: str, family: str = "gaussian") -> float | None:
-    if shutil.which("Rscript") is None:
-        print("  R is not installed")
-        return None
-    with tempfile.TemporaryDirectory() as folder:
-        table.write_csv(f"{folder}/rows.csv")
-        command = ["Rscript", str(PEERS / "lmer.R"), f"{folder}/rows.csv", formula, family]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    told = json.loads(done.stdout.strip().splitlines()[-1])
-    print(f"  lme4    {told['seconds']:8.3f} s  log-likelihood {told['log_likelihood']:.4f}")
-    return float(told["seconds"])
+def compare(case: Case, programs: list[str], limit: float) -> dict[str, dict[str, object]]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        rows = case.rows()
+        rows.write_parquet(folder / "rows.parquet")
+        rows.write_csv(folder / "rows.csv")
+        described = {key: value for key, value in asdict(case).items() if key != "rows"}
+        (folder / "case.json").write_text(json.dumps(described))
+        results = {}
+        for program in programs:
+            results[program] = result = run(program, case, folder, limit)
+            if "seconds" in result:
+                print(f"  {program:12s} {result['seconds']:9.3f} s   log-likelihood {result['log_likelihood']:.3f}", flush=True)
+            else:
+                print(f"  {program:12s}         -     {result['reason']}", flush=True)
+    return results
 
 
-def ratio(name: str, theirs: float | None, mine: float, target: float) -> None:
-    if theirs is not None:
-        print(f"ratio {name} {theirs / mine:.1f} (target >= {target:g})")
+def ratio(results: dict[str, dict[str, object]]) -> float | None:
+    others = [float(str(result["seconds"])) for name, result in results.items() if name != "covey" and "seconds" in result]
+    return min(others) / float(str(results["covey"]["seconds"])) if others and "seconds" in results["covey"] else None
 
 
-print("radon, floor and intercept by county in state, diagonal, REML")
-homes = load_radon()
-plain = {"X": np.column_stack([np.ones(len(homes)), homes["floor"].to_numpy()]), "y": homes["log_radon"].to_numpy()}
-radon = {**plain, "client": homes["county"].to_numpy(), "cluster": homes["state"].to_numpy()}
-mine, _ = ours(radon, "gaussian", reml=True)
-table = homes.select(client="county", cluster="state", y="log_radon", floor="floor")
-theirs = lmer(table, "y ~ floor + (1|cluster) + (0+floor|cluster) + (1|client) + (0+floor|client)")
-ratio("radon, lmer", theirs, mine, 1)
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds that a program may take for a case")
+    parser.add_argument("--only", default="", help="cases whose title has this text")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    given = parser.parse_args()
+    programs = ["covey", "lme4", "glmmTMB", *(name for name in PROGRAMS if name != "covey")]
+    kept = {}
+    for case in CASES:
+        if given.only in case.title:
+            print(case.title, flush=True)
+            kept[case.title] = compare(case, programs, given.limit)
+    if given.json:
+        given.json.write_text(json.dumps(kept, indent=1) + "\n")
+    for title, results in kept.items():
+        value = ratio(results)
+        print(f"ratio {'-' if value is None else f'{value:.2f}'}  {title}")
 
-print("the paper's simulation, m = 10, d = 20, diagonal, ML")
-drawn = simulate(clusters=20, clients=20, rows=10, d=20, seed=0)
-paper = {"X": drawn.X, "y": drawn.y, "client": drawn.client, "cluster": drawn.cluster}
-mine, _ = ours(paper, "gaussian", reml=False)
-ratio("simulation, GPBoost", gpboost(paper, "gaussian", "cholesky"), mine, 1)
 
-print("30,000 clients, 600,000 rows, d = 3, diagonal, linear")
-rows = thirty_thousand("gaussian")
-mine, _ = ours(rows, "gaussian", reml=False)
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-print(f"  covey's process so far, rows included: peak {peak:.0f} MB (target < 500)")
-ratio("linear, GPBoost", gpboost(rows, "gaussian", "default"), mine, 5)
-if not QUICK:
-    mine, _ = ours(rows, "gaussian", reml=True)
-    columns = {"client": rows["client"], "cluster": rows["cluster"], "y": rows["y"]}
-    table = pl.DataFrame({**columns, "a": rows["X"][:, 1], "b": rows["X"][:, 2]})
-    terms = " + ".join(f"({term}|{level})" for level in ("cluster", "client") for term in ("1", "0+a", "0+b"))
-    ratio("linear, lmer", lmer(table, f"y ~ a + b + {terms}"), mine, 20)
-
-print("the same, logistic, Laplace")
-rows = thirty_thousand("bernoulli")
-mine, _ = ours(rows, "bernoulli", reml=False)
-ratio("logistic, GPBoost", gpboost(rows, "bernoulli_logit", "cholesky"), mine, 3)
+if __name__ == "__main__":
+    main()
