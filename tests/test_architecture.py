@@ -130,7 +130,7 @@ def test_one_version():
 
 def test_files_that_the_documentation_names_exist():
     root = SOURCE.parents[1]
-    pages = [*root.glob("*.md"), *(root / "docs").glob("*.md")]
+    pages = [*root.glob("*.md"), *(root / "docs").rglob("*.md")]
     named = {(page.name, name) for page in pages for name in re.findall(r"`((?:\w+/)*\w+\.py)`", page.read_text())}
     assert named
     missing = [each for each in named if not any((place / each[1]).exists() for place in (root, SOURCE))]

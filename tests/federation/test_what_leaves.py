@@ -1,4 +1,4 @@
-"""Every letter of every solver is opened: only sums leave a site, and docs/privacy.md lists them all."""
+"""Every letter of every solver is opened: only sums leave a site, and docs/reference/messages.md lists them all."""
 
 import re
 import warnings
@@ -23,7 +23,7 @@ from covey.variance.identify import CountUnlike
 from covey.variance.linear_likelihood import IntegrateClients, LikelihoodSlope
 from tests.federation.sites import Meddling, fit, kind, sites_of, spec, split_by, table
 
-DOCS = Path(__file__).parents[2] / "docs" / "privacy.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "messages.md"
 CLIENTS, CLUSTERS = 21, 5  # clients of one site: 7, 6 and 8; no two sizes here are equal, and none is that of the terms
 LEARNED = spec(gamma=None, lam=None, vary=["Intercept", "x"], tests=False)
 RUNS = {
@@ -148,9 +148,9 @@ def page(heading):
 
 @pytest.mark.parametrize("message", [each for each in messages() if each.reply and not issubclass(each, SiteMessage)])
 def test_the_page_has_every_message_with_what_it_declares(message):
-    """A new message fails here until docs/privacy.md has a row for it; running this file fills in what its reply holds."""
+    """A new message fails here until docs/reference/messages.md has a row for it; running this file fills in what its reply holds."""
     rows = [cells for cells in page("In the fit") if cells[1] == message.label]
-    assert rows, f"docs/privacy.md has no row for the exchange {message.label!r} ({message.__name__})"
+    assert rows, f"docs/reference/messages.md has no row for the exchange {message.label!r} ({message.__name__})"
     (reply,) = reply_of(message)
     for cells in rows:
         assert cells[2] == message.phase
@@ -171,7 +171,7 @@ def names_of(reply):
 
 
 def test_the_page_has_every_message_without_a_reply():
-    (line,) = [line for line in DOCS.read_text().split("\n\n") if line.startswith("Some messages have no reply")]
+    (line,) = [line for line in DOCS.read_text().split("\n\n") if line.startswith("Messages without a reply")]
     assert set(re.findall(r"`([^`]+)`", line)) == {each.label for each in messages() if not each.reply}
 
 

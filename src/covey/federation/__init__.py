@@ -6,5 +6,5 @@ whole run), ``simulate`` (all sites on this machine), ``flower`` (the only impor
 
 What a site computes and sends during a fit is not declared here but beside the mathematics: the messages of a linear
 likelihood are in ``variance/linear_likelihood.py``, those of Newton in ``solvers/direct/newton.py``, and so on.
-``docs/privacy.md`` lists all of them.
+``docs/reference/messages.md`` lists all of them.
 """

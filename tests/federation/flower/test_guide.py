@@ -1,4 +1,4 @@
-"""docs/federation.md, typed word by word into a shell, with real programs; only the port is another."""
+"""docs/how-to/deploy.md, typed word by word into a shell, with real programs; only the port is another."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from covey.model.files import load_model
 from .conftest import deployed, needs_programs
 from .deployment import Processes, free_port, until
 
-GUIDE = Path(__file__).parents[3] / "docs" / "federation.md"
+GUIDE = Path(__file__).parents[3] / "docs" / "how-to" / "deploy.md"
 
 
 def commands():

@@ -1,4 +1,4 @@
-"""Async-AL2SGD+, Algorithm 2 of the paper (arXiv:2204.13619), with its oracle corrected (docs/errata.md, 2 and 3).
+"""Async-AL2SGD+, Algorithm 2 of the paper (arXiv:2204.13619), with its oracle corrected (docs/explanation/errata.md, 2 and 3).
 
 L-Katyusha with this estimate of the gradient, unbiased by the term with ``tau_j`` that the paper leaves out:
 
