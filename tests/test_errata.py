@@ -1,16 +1,31 @@
-"""The paper's slips that no other test shows (docs/errata.md): numbers 4, 6, 7, 8 and 9 of that page."""
+"""Slips in the paper that no other test shows, numbered as in docs/explanation/errata.md."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from scipy.stats import multivariate_normal
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import binom, multivariate_normal
 
 from covey import GroupedData, Penalty, minimise
 from covey.datasets import simulate
 from covey.fitting.baselines import locally_trained
 from covey.losses import Gaussian
+from covey.objective.objective import Objective
+from covey.objective.theory import (
+    Constants,
+    Probabilities,
+    best_probabilities,
+    best_tau,
+    expected_smoothness,
+    noise,
+    probabilities,
+)
 from covey.reproduce.simulation import GRID, as_published, draw, measure
+from covey.solvers.first_order import one_coin
+from covey.solvers.first_order.schedule import Schedule, majority, server_probability
+from covey.solvers.ledger import links, rates
 
 S2, S2_J, SIGMA2 = 0.7, 0.4, 2.5  # variances of clusters, clients and noise
 
@@ -108,3 +123,58 @@ def test_9_the_minimiser_is_closer_and_its_worst_client_far_closer_than_printed(
         )
     assert 3.3 < np.mean([each["average"] for each in told]) < 3.46
     assert max(each["max"] for each in told) < 7.0, "the paper prints 8.676"
+
+
+def test_12_refreshes_are_exchanges_between_clusters():
+    """Corollary 4.4 counts ``p0 (1 - p0) T``; a refresh with probability ``rho`` is a round of all clusters as well."""
+    p0, rho, T = 0.01, 0.1, 100_000
+    p = np.full(3, 0.2)
+    schedule = Schedule(Probabilities(p0, p, best_tau(p0, p), rho), seed=0)
+    counted = links(np.array([4, 4, 4]), d=2).of(schedule.rounds(0, T), T).between
+    assert counted == pytest.approx((p0 + rho) * T, rel=0.03)
+    assert counted > 10 * p0 * (1 - p0) * T
+    assert rates(schedule)[1] == pytest.approx(p0 + rho)
+
+
+def test_13_a_majority_of_fair_copies_has_another_probability():
+    assert binom.sf(2, 5, 0.1) == pytest.approx(0.0086, abs=5e-5), "at least three of five"
+    votes = np.random.default_rng(0).random((200_000, 5))
+    assert majority(votes < 0.1).mean() == pytest.approx(0.0086, abs=0.001)
+    assert majority(votes < server_probability(0.1, 5)).mean() == pytest.approx(0.1, abs=0.003)
+
+
+weights = st.lists(st.floats(0.01, 10), min_size=4, max_size=4)
+
+
+@given(gamma=weights, alpha=st.floats(0.01, 0.99), L=st.floats(0.1, 10), p0=st.floats(0.01, 0.95), p=st.data())
+def test_14_no_choice_of_probabilities_has_a_smaller_expected_smoothness(gamma, alpha, L, p0, p):
+    """Corollary 3.6 minimises the constant itself, and a cluster with a weaker penalty may exchange less at the same one."""
+    known = Constants(L, L, 0.1, np.array(gamma), np.full(4, alpha))
+    best = probabilities(known, L)
+    least = expected_smoothness(known, best, L)
+    within = np.array([p.draw(st.floats(0.0, 0.95)) for _ in gamma])
+    assert expected_smoothness(known, Probabilities(p0, within, best_tau(p0, within)), L) >= least * (1 - 1e-9)
+    assert (best.p0, best.p[0]) == best_probabilities(known.C1, known.C2, L)
+    pull = (1 - known.alpha) * known.gamma
+    rare = np.minimum(best.p, np.maximum(0.0, (2 * pull / least - best.p0) / (2 * (1 - best.p0))))
+    assert expected_smoothness(known, Probabilities(best.p0, rare, best_tau(best.p0, rare)), L) == pytest.approx(least)
+
+
+def test_the_plans_noise_of_one_coin_is_a_bound():
+    """At the minimiser the penalty's gradient is minus the loss's, so the exact noise is ``|grad f|^2 (1/p + 1/(1 - p))``."""
+    drawn = simulate(clusters=4, clients=5, rows=8, d=3, seed=0)
+    penalty = Penalty.of(drawn.data.hierarchy)
+    objective = Objective(drawn.data, Gaussian(), penalty)
+    theta = minimise(drawn.data, Gaussian(), penalty, solver="sweep").theta
+    chances = one_coin.recipe(Constants.of(drawn.data, Gaussian(), penalty)).probabilities
+    squared = (Gaussian().gradient(drawn.data, theta) ** 2).sum()
+    exact = squared * (1 / chances.p0 + 1 / (1 - chances.p0))
+    assert 1 < noise(objective, theta, chances) / exact <= 2
+
+
+def test_a_cluster_of_one_client_counts_in_c2():
+    """Its penalty is zero wherever it is, but its ``gamma`` raises ``C2`` and with it the probability of an exchange."""
+    data = GroupedData.from_arrays(np.ones((5, 1)), np.arange(5.0), ["a", "b", "c", "d", "e"], ["x", "x", "y", "y", "z"])
+    gamma = {"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0, "e": 9.0}
+    known = Constants.of(data, Gaussian(), Penalty.of(data.hierarchy, gamma=gamma, alpha=0.1))
+    assert pytest.approx(0.9 * 9.0) == known.C2

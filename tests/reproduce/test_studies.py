@@ -286,7 +286,7 @@ def test_the_grid_is_the_papers():
     assert donors.GRID[0] == pytest.approx(1e-2)
     assert donors.GRID[-1] == pytest.approx(1e2)
     apart = np.abs(donors.GRID / paper.GAMMA - 1)
-    assert 0.015 < apart.min() < 0.03, "errata 12: the paper's choice, 1.360, lies between 1.334 and 1.778"
+    assert 0.015 < apart.min() < 0.03, "errata, small ones: the paper's choice, 1.360, lies between 1.334 and 1.778"
 
 
 def test_scores_of_each_client_by_hand():
