@@ -1,4 +1,4 @@
-"""docs/paper.md names modules, tests, commands and errata: everything named exists."""
+"""What the pages about the paper and its notation name exists: modules, tests, commands, errata, identifiers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import typer
 
+import covey
 from covey.cli import app
 
 ROOT = Path(__file__).parents[1]
@@ -89,3 +90,20 @@ def test_every_command_parses():
             assert any(f"{each} ".startswith(f"{command} ") for each in full), (
                 f"docs/paper.md does not show {command!r} in full"
             )
+
+
+def test_identifiers_of_the_notation_are_in_the_source():
+    """The column "in the code" of docs/reference/notation.md."""
+    page = (ROOT / "docs" / "reference" / "notation.md").read_text()
+    source = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    words = set(re.findall(r"\w+", source))
+    named = [line.split("|")[4] for line in page.splitlines() if line.startswith("| `") and line.count("|") == 6]
+    assert len(named) > 20
+    missing = {word for cell in named for name in quoted(cell) for word in re.findall(r"[A-Za-z_]\w*", name)} - words
+    assert not missing, f"docs/reference/notation.md names {sorted(missing)}, which are not in the source"
+
+
+def test_the_citation_has_the_version_and_the_paper():
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"version: {covey.__version__}\n" in citation
+    assert "arxiv.org/abs/2204.13619" in citation

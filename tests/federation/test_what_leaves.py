@@ -148,7 +148,7 @@ def page(heading):
 
 @pytest.mark.parametrize("message", [each for each in messages() if each.reply and not issubclass(each, SiteMessage)])
 def test_the_page_has_every_message_with_what_it_declares(message):
-    """A new message fails here until docs/reference/messages.md has a row for it; running this file fills in what its reply holds."""
+    """A new message fails here until the page has a row for it; running this file as a module fills in its reply."""
     rows = [cells for cells in page("In the fit") if cells[1] == message.label]
     assert rows, f"docs/reference/messages.md has no row for the exchange {message.label!r} ({message.__name__})"
     (reply,) = reply_of(message)
