@@ -136,7 +136,7 @@ def test_12_refreshes_are_exchanges_between_clusters():
     assert rates(schedule)[1] == pytest.approx(p0 + rho)
 
 
-def test_13_a_majority_of_fair_copies_has_another_probability():
+def test_13_a_majority_vote_has_another_probability():
     assert binom.sf(2, 5, 0.1) == pytest.approx(0.0086, abs=5e-5), "at least three of five"
     votes = np.random.default_rng(0).random((200_000, 5))
     assert majority(votes < 0.1).mean() == pytest.approx(0.0086, abs=0.001)
