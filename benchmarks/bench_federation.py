@@ -18,7 +18,7 @@ from covey.federation.operator.settings import RunSettings
 from covey.federation.site.policy import Policy
 from covey.federation.site.site import Site
 from covey.federation.wire.transport import InProcess
-from covey.problem.spec import Spec
+from covey.problem.problem import Spec
 
 CLUSTERS, ROWS, SITES = 100, 20, 10
 

@@ -15,7 +15,7 @@ from covey.datasets import load_radon
 from covey.federation.operator.settings import RunSettings
 from covey.federation.privacy.accounting import privacy_of
 from covey.federation.simulate import simulate
-from covey.problem.spec import Spec
+from covey.problem.problem import Spec
 
 DRAWS = 30
 ASKED = {"formula": "log_radon ~ floor", "client": "fips", "cluster": "state", "gamma": 10.0, "lam": 100.0}

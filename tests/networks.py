@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from covey.nodes.network import InMemory
-from covey.nodes.node import Node
+from covey.nodes.network import InMemory, Node
 from covey.tree.hierarchy import Hierarchy
-from covey.variance.structure import Shape
-from covey.variance.survey import survey
+from covey.variance.components import Shape
+from covey.variance.identify import survey
 
 
 def in_memory(data, loss):

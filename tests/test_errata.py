@@ -10,7 +10,7 @@ from scipy.stats import binom, multivariate_normal
 
 from covey import GroupedData, Penalty, minimise
 from covey.datasets import simulate
-from covey.fitting.baselines import locally_trained
+from covey.fitting.selection import locally_trained
 from covey.losses import Gaussian
 from covey.objective.objective import Objective
 from covey.objective.theory import (

@@ -10,7 +10,7 @@ from covey import HierarchicalRegressor
 from covey.fitting import fit as fitting
 from covey.model import model as models
 from covey.problem import problem as problems
-from covey.problem.spec import Spec
+from covey.problem.problem import Spec
 from covey.tables.rows import GroupedData
 
 FORMULA = "log_radon ~ floor + (1 + floor | state/county)"

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
         load,
     )
     from covey.nodes.network import InMemory
-    from covey.objective.objective import Objective
-    from covey.objective.penalty import Penalty
+    from covey.objective.objective import Objective, Penalty
     from covey.solvers import al2sgd_plus, l2gd, minimise, newton, one_coin, solve, sweep
     from covey.tables.rows import GroupedData, read_table
 
@@ -36,7 +35,7 @@ _HOMES = {
     "HierarchicalRegressor": "covey.estimators",
     "InMemory": "covey.nodes.network",
     "Objective": "covey.objective.objective",
-    "Penalty": "covey.objective.penalty",
+    "Penalty": "covey.objective.objective",
     "al2sgd_plus": "covey.solvers",
     "l2gd": "covey.solvers",
     "load": "covey.estimators",

@@ -18,7 +18,7 @@ import pytest
 
 from covey.cli.federate import RunOptions
 from covey.datasets import load_radon
-from covey.errors import CoveyError, DataError, FederationError
+from covey.errors import CoveyError, DataError, FederationError, size
 from covey.exact import LIMBS, WIDE
 from covey.federation.operator.journal import _complete
 from covey.federation.operator.members import Members
@@ -27,12 +27,11 @@ from covey.federation.operator.settings import DEFAULTS, RunSettings
 from covey.federation.simulate import simulate
 from covey.federation.wire.agreement import Privacy
 from covey.model.files import load_model
-from covey.problem.spec import Spec
+from covey.problem.problem import Spec
 from covey.records import decode, encode
 from covey.solvers.costs import BANDWIDTH, LATENCY
 from covey.solvers.direct.newton import NewtonStep
 from covey.solvers.first_order.protocol import AskMeans, CheckGap
-from covey.text import size
 
 from .shell import COVEY, PLAIN, inside
 from .shell import run as typed

@@ -15,9 +15,8 @@ from covey.federation.site.site import Site
 from covey.federation.wire.agreement import SiteMessage
 from covey.federation.wire.letters import Letter, Refusal
 from covey.federation.wire.transport import InProcess
-from covey.nodes.messages import Message
-from covey.problem.problem import resolve
-from covey.problem.spec import Spec
+from covey.nodes.network import Message
+from covey.problem.problem import Spec, resolve
 from tests.fits import fit_table
 
 FAMILIES = ("gaussian", "bernoulli", "poisson")

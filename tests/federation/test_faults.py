@@ -13,7 +13,7 @@ from covey.federation.site.policy import Policy
 from covey.federation.site.site import Site
 from covey.federation.wire.letters import Letter, Refusal
 from covey.federation.wire.transport import Failure
-from covey.nodes.messages import Batch
+from covey.nodes.network import Batch
 from covey.records import decode, encode
 from covey.solvers.first_order.l2gd import L2gdMove
 from tests.federation.sites import Meddling, assert_same, by_turns, fit, in_memory, kind, sites_of, spec, split_by, table

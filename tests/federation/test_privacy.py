@@ -24,7 +24,7 @@ from covey.federation.site.site import Site, open_site
 from covey.federation.wire.agreement import Joined, Privacy, SiteTotals
 from covey.federation.wire.transport import Failure, InProcess
 from covey.model.files import load_model
-from covey.nodes.messages import Batch
+from covey.nodes.network import Batch
 from covey.records import decode, encode
 from covey.solvers.direct.sweep import SweepUp
 from tests.federation.sites import (

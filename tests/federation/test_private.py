@@ -26,9 +26,7 @@ from covey.federation.privacy.sweeps import (
     system_normal,
 )
 from covey.losses import Bernoulli, Gaussian, Poisson
-from covey.nodes.network import InMemory
-from covey.nodes.node import Node
-from covey.solvers.threads import threads_for
+from covey.nodes.network import InMemory, Node, threads_for
 
 LOSSES = {loss.name: loss for loss in (Gaussian(), Bernoulli(), Poisson())}
 UNITS = 2.0**36

@@ -15,9 +15,8 @@ from covey.federation.operator.settings import RunSettings
 from covey.federation.simulate import simulate
 from covey.model.files import load_model
 from covey.model.summary import describe
-from covey.nodes.messages import SetGamma
-from covey.problem.problem import resolve
-from covey.problem.spec import Spec
+from covey.nodes.network import SetGamma
+from covey.problem.problem import Spec, resolve
 from covey.solvers.direct.sweep import SweepUp
 from tests.federation.sites import (
     FAMILIES,

@@ -25,7 +25,7 @@ from covey.federation.operator.settings import (
     spec_of,
 )
 from covey.federation.wire.transport import InProcess
-from covey.problem.spec import Spec
+from covey.problem.problem import Spec
 
 from .sites import by_turns, sites_of, table
 

@@ -15,7 +15,7 @@ from covey.federation.site.site import Site
 from covey.federation.wire.agreement import SiteTotals
 from covey.federation.wire.transport import Failure
 from covey.model.files import load_model
-from covey.nodes.messages import Batch, Standardise
+from covey.nodes.network import Batch, Standardise
 from covey.records import decode
 from covey.tables.scaling import Scale
 from tests.federation.sites import FAMILIES, Meddling, assert_same, by_turns, fit, in_memory, sites_of, spec, split_by, table

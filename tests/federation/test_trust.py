@@ -18,8 +18,7 @@ from covey.federation.site.site import Site, open_site
 from covey.federation.wire.agreement import Hello
 from covey.federation.wire.letters import Letter
 from covey.federation.wire.transport import InProcess
-from covey.nodes.messages import Batch
-from covey.nodes.node import Snapshot
+from covey.nodes.network import Batch, Snapshot
 from covey.problem.problem import resolve
 from covey.records import Record, RecordError, decode, encode
 from covey.solvers.direct.sweep import SweepUp
@@ -182,7 +181,7 @@ def test_a_cluster_that_one_site_has_alone_cannot_be_masked():
 
 
 def test_only_records_are_built():
-    for name in ("Node", "InMemory", "GroupedData", "covey.nodes.messages.Batch"):
+    for name in ("Node", "InMemory", "GroupedData", "covey.nodes.network.Batch"):
         with pytest.raises(RecordError, match=f"'{name}'"):
             decode(encode_as(name))
     with pytest.raises(RecordError):
@@ -235,7 +234,7 @@ import importlib, pkgutil, covey
 for module in pkgutil.walk_packages(covey.__path__, "covey."):
     if not module.name.startswith(("covey.federation.flower", "covey.__main__")):
         importlib.import_module(module.name)
-from covey.nodes.messages import Message
+from covey.nodes.network import Message
 print(sorted(name for name, each in Record.registered.items() if issubclass(each, Message) and name not in before))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

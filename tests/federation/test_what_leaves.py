@@ -17,7 +17,7 @@ from covey.federation.operator.settings import RunSettings
 from covey.federation.privacy.accounting import privacy_of
 from covey.federation.wire.agreement import SiteMessage
 from covey.federation.wire.letters import Hole
-from covey.nodes.messages import Batch, Message
+from covey.nodes.network import Batch, Message
 from covey.records import Record, decode
 from covey.variance.identify import CountUnlike
 from covey.variance.linear_likelihood import IntegrateClients, LikelihoodSlope

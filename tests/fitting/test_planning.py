@@ -14,8 +14,7 @@ from covey.datasets import simulate
 from covey.errors import CoveyError, SolverError
 from covey.fitting.planning import race
 from covey.losses import Gaussian, loss_of
-from covey.problem.problem import resolve
-from covey.problem.spec import Spec
+from covey.problem.problem import Spec, resolve
 from covey.solvers.costs import costs
 
 SOLVERS = ["newton", "l2gd", "one_coin", "al2sgd_plus"]

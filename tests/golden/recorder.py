@@ -42,7 +42,7 @@ ESTIMATORS = {
 }
 
 _PLACES = {
-    "Spec": ("covey.spec.Spec", "covey.problem.spec.Spec"),
+    "Spec": ("covey.spec.Spec", "covey.problem.problem.Spec"),
     "Terms": ("covey.federation.coordinator.Terms", "covey.federation.operator.settings.RunSettings"),
     "Privacy": ("covey.solvers.private.Privacy", "covey.federation.wire.agreement.Privacy"),
     "simulate": ("covey.federation.simulate.simulate",),

@@ -15,7 +15,7 @@ from covey import GroupedData, HierarchicalClassifier, HierarchicalRegressor, Pe
 from covey.errors import ConvergenceWarning, CoveyError, ModelError, PenaltyError, SolverError
 from covey.federation.simulate import simulate as simulate_sites
 from covey.losses import FAMILIES, Gamma, Gaussian, from_functions, kernels, loss_of, plain
-from covey.problem.spec import Spec
+from covey.problem.problem import Spec
 from tests.conftest import random_problem
 from tests.fits import fit_table
 

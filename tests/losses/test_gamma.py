@@ -11,10 +11,10 @@ from covey import GroupedData, HierarchicalGammaRegressor, Penalty, load, minimi
 from covey.datasets import simulate
 from covey.errors import CoveyError
 from covey.losses import Gamma
+from covey.variance.components import Shape
 from covey.variance.criterion import criterion_for
 from covey.variance.estimate import estimate
-from covey.variance.structure import Shape
-from covey.variance.survey import survey
+from covey.variance.identify import survey
 from tests.conftest import random_problem
 from tests.networks import Sharded, in_memory
 

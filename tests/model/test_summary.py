@@ -12,7 +12,7 @@ from covey import HierarchicalClassifier, HierarchicalRegressor
 from covey.datasets import load_radon, simulate
 from covey.federation.simulate import simulate as across_sites
 from covey.model.summary import describe, summary
-from covey.problem.spec import Spec
+from covey.problem.problem import Spec
 
 DRAWN = simulate(clusters=7, clients=5, rows=6, d=2, wbar=0.5, intercept=True, cluster_sd=0.8, client_sd=0.5, seed=3)
 FRAME = DRAWN.frame().drop("x0").rename({"x1": "x"})

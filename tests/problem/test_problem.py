@@ -11,10 +11,9 @@ import pytest
 
 from covey import HierarchicalClassifier, HierarchicalRegressor
 from covey.errors import CoveyError, FormulaError, ModelError
-from covey.problem.problem import Problem, Schema, resolve
+from covey.problem.problem import Problem, Schema, Spec, resolve
 from covey.problem.reading import read_rows
 from covey.problem.settings import Settings, declared
-from covey.problem.spec import Spec
 
 FRAME = pl.DataFrame(
     {

@@ -9,8 +9,7 @@ from covey import HierarchicalRegressor
 from covey.datasets import simulate
 from covey.errors import CoveyError
 from covey.fitting.fit import check_solver
-from covey.problem.problem import resolve
-from covey.problem.spec import Spec
+from covey.problem.problem import Spec, resolve
 
 DRAWN = simulate(clusters=6, clients=5, rows=8, d=2, intercept=True, cluster_sd=0.8, client_sd=0.5, seed=3)
 FRAME = DRAWN.frame().drop("x0").rename({"x1": "x0"})

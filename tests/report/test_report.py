@@ -8,9 +8,8 @@ import polars as pl
 from rich.console import Console
 
 from covey.fitting import comparison
-from covey.problem.problem import resolve
+from covey.problem.problem import Spec, resolve
 from covey.problem.reading import read_rows
-from covey.problem.spec import Spec
 from covey.report import plots
 from covey.report.plots import shrinkage_figure
 from covey.report.tables import coefficient_table, comparison_table, shrinkage_table

@@ -17,8 +17,7 @@ from covey import GroupedData, Objective, Penalty, minimise
 from covey.datasets import simulate
 from covey.errors import ConvergenceWarning, SolverError
 from covey.losses import loss_of
-from covey.nodes.network import Arrived, Network
-from covey.nodes.node import Node
+from covey.nodes.network import Arrived, Network, Node, threads_for
 from covey.objective.theory import Probabilities
 from covey.records import decode, encode
 from covey.solvers import solve
@@ -26,7 +25,6 @@ from covey.solvers.first_order.curvature import constants
 from covey.solvers.first_order.l2gd import L2gdMove, StepSizes
 from covey.solvers.first_order.lanczos import rounded_down
 from covey.solvers.first_order.protocol import AskMeans, Centres, Move, Pull
-from covey.solvers.threads import threads_for
 from covey.tree.hierarchy import Hierarchy
 from tests.conftest import seeds
 from tests.solvers.first_order.shared import begun, constants_of, quietly

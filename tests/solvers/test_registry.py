@@ -14,8 +14,7 @@ from covey import GroupedData, InMemory, Penalty, minimise, solve
 from covey.errors import CoveyError, SolverError
 from covey.losses import Bernoulli, Gaussian
 from covey.solvers import registry
-from covey.solvers.clients import begin_at, coefficients
-from covey.solvers.result import Fit
+from covey.solvers.result import Fit, begin_at, coefficients
 from tests.solvers.first_order.shared import quietly
 
 

@@ -10,11 +10,9 @@ import pytest
 from hypothesis import given
 
 from covey import GroupedData, read_table
-from covey.problem.problem import resolve
+from covey.problem.problem import Spec, resolve
 from covey.problem.reading import read_rows
-from covey.problem.spec import Spec
-from covey.tree.hierarchy import segment_sum
-from covey.tree.ids import as_labels, encode, lookup
+from covey.tree.hierarchy import as_labels, encode, lookup, segment_sum
 from tests.conftest import random_problem, seeds
 
 TABLE = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from covey.solvers.threads import threads_for
+from covey.nodes.network import threads_for
 
 
 @pytest.fixture(autouse=True, scope="package")

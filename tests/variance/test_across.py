@@ -17,14 +17,12 @@ from covey.fitting.fit import learn
 from covey.losses import Bernoulli, Gaussian, loss_of
 from covey.model.inference import Posterior
 from covey.nodes.network import InMemory
-from covey.problem.problem import resolve
-from covey.problem.spec import Spec
+from covey.problem.problem import Spec, resolve
 from covey.records import decode, encode
-from covey.variance.estimate import estimate
-from covey.variance.frame import node_learned
-from covey.variance.ratio import likelihood_ratios
-from covey.variance.structure import Shape
-from covey.variance.survey import survey
+from covey.variance.columns import node_learned
+from covey.variance.components import Shape
+from covey.variance.estimate import estimate, likelihood_ratios
+from covey.variance.identify import survey
 from tests.conftest import seeds
 from tests.networks import Sharded, in_memory, leaves
 

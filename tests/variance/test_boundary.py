@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from covey import GroupedData
 from covey.datasets import simulate
 from covey.losses import Bernoulli, Gaussian
-from covey.variance.boundary import resolve_boundary, singular_notes
+from covey.variance.components import Shape
 from covey.variance.criterion import LaplaceCriterion, LinearCriterion
 from covey.variance.estimate import estimate, search
-from covey.variance.search import Optimum, minimise
-from covey.variance.structure import Shape
+from covey.variance.search import Optimum, minimise, resolve_boundary, singular_notes
 from tests.conftest import seeds
 from tests.networks import in_memory, surveyed
 

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 from covey.datasets import simulate
 from covey.losses import Gaussian
+from covey.variance.components import Parameters, Shape, Variation
 from covey.variance.criterion import LinearCriterion
-from covey.variance.mm import approach, mm_step
-from covey.variance.parameters import Parameters, Variation
-from covey.variance.structure import Shape
+from covey.variance.search import approach, mm_step
 from tests.conftest import random_problem, seeds
 from tests.networks import surveyed
 from tests.variance.dense import random_covariances, slopes

@@ -8,8 +8,8 @@ import pytest
 from covey import Penalty, minimise
 from covey.datasets import simulate
 from covey.losses import Gaussian
+from covey.variance.components import Shape
 from covey.variance.estimate import estimate
-from covey.variance.structure import Shape
 from tests.networks import in_memory
 
 ALL = tuple(range(20))

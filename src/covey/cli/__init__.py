@@ -14,7 +14,7 @@ from typing import Any
 
 import typer
 
-from covey.cli import demo, federate, fit, link, node, plan, predict, reproduce, show
+from covey.cli import demo, federate, fit, node, plan, predict, reproduce, show
 from covey.errors import CoveyError
 
 app = typer.Typer(
@@ -49,7 +49,7 @@ app.command("plan")(_stoppable(plan.plan))
 app.command("demo")(_stoppable(demo.demo))
 app.command("reproduce")(_stoppable(reproduce.reproduce))
 app.command("federate")(_stoppable(federate.federate))
-app.command("link")(_stoppable(link.link))
+app.command("link")(_stoppable(node.link))
 app.command("node")(_stoppable(node.node))
 
 _ClickError: Any = typer.BadParameter.__mro__[2]  # the base of all usage errors; click or typer's own copy of it

@@ -20,16 +20,15 @@ def demo(
     """
     from dataclasses import asdict
 
-    from covey.cli._console import console, print_json, working
+    from covey.cli._options import console, print_json, working
     from covey.datasets import load_radon
     from covey.federation.operator.report import agreement
     from covey.federation.simulate import simulate
     from covey.fitting.comparison import compare
     from covey.model.files import check_target, save_model
     from covey.model.summary import describe, summary
-    from covey.problem.problem import resolve
+    from covey.problem.problem import Spec, resolve
     from covey.problem.reading import read_rows
-    from covey.problem.spec import Spec
     from covey.report.plots import shrinkage_figure
     from covey.report.tables import comparison_table, shrinkage_table
     from covey.reproduce.radon import fit_all, typical_clients

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from covey.cli import _options
-from covey.cli._groups import group
+from covey.cli._options import group
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def _simulate(data: str, settings: dict[str, Any], options: RunOptions, as_json:
     import shutil
     from dataclasses import asdict
 
-    from covey.cli._console import console, print_json, working
+    from covey.cli._options import console, print_json, working
     from covey.federation.operator.report import report
     from covey.federation.operator.settings import run_settings_of, spec_of
     from covey.federation.simulate import simulate

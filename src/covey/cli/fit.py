@@ -30,7 +30,7 @@ def fit(
     """
     from dataclasses import replace
 
-    from covey.cli._console import console, print_json, working
+    from covey.cli._options import console, print_json, working
     from covey.errors import DataError
     from covey.fitting.comparison import compare
     from covey.fitting.fit import check_solver

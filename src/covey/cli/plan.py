@@ -28,7 +28,7 @@ def plan(
 
     [bold]Example[/bold]   covey plan homes.parquet "log_radon ~ floor" --client county --cluster state --latency 0.05
     """
-    from covey.cli._console import console, print_json, working
+    from covey.cli._options import console, print_json, working
     from covey.errors import DataError
     from covey.fitting.planning import plan_for, race
     from covey.problem.problem import resolve

@@ -31,7 +31,7 @@ def predict(
     """
     import polars as pl
 
-    from covey.cli._console import working
+    from covey.cli._options import working
     from covey.errors import DataError
     from covey.model.files import load_model
     from covey.tables.rows import read_table

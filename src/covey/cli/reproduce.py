@@ -27,7 +27,7 @@ def reproduce(
 
     [bold]Example[/bold]   covey reproduce simulation --out results
     """
-    from covey.cli._console import bars, console
+    from covey.cli._options import bars, console
     from covey.errors import DataError, one_of
     from covey.report.results import check_folder, save, summary
     from covey.reproduce.catalogue import STUDIES, run

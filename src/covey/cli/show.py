@@ -18,7 +18,7 @@ def show(
 
     [bold]Example[/bold]   covey show model --level client --limit 40
     """
-    from covey.cli._console import console, print_json
+    from covey.cli._options import console, print_json
     from covey.errors import ModelError, listing, one_of
     from covey.model.files import load_model
     from covey.model.summary import describe, facts, summary, title

@@ -22,14 +22,12 @@ from covey.model.files import save_model
 from covey.model.model import Model
 from covey.model.summary import describe
 from covey.nodes.network import InMemory
-from covey.problem.problem import resolve
+from covey.problem.problem import Spec, resolve
 from covey.problem.reading import Arrays, as_frame, read_rows
 from covey.problem.settings import COLUMNS, Penalties, declared
-from covey.problem.spec import Spec
 from covey.solvers import Convergence
 from covey.solvers.ledger import Ledger
-from covey.tree.hierarchy import UNSEEN, Level, Unseen
-from covey.tree.ids import to_array
+from covey.tree.hierarchy import UNSEEN, Level, Unseen, to_array
 
 # Settings that an estimator has under the same name; it has ``random_state`` for the seed, and a family of its own.
 SETTINGS = tuple(name for name in declared() if name not in ("family", "nested", "seed"))

@@ -10,9 +10,8 @@ from covey.errors import ConvergenceWarning, DataError
 from covey.fitting.fit import learn
 from covey.fitting.selection import held_out_loss
 from covey.nodes.network import InMemory
-from covey.problem.problem import Problem
+from covey.problem.problem import Problem, Spec
 from covey.problem.settings import BASELINES
-from covey.problem.spec import Spec
 from covey.solvers import Fit
 from covey.tables.rows import GroupedData
 

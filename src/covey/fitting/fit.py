@@ -13,24 +13,19 @@ import numpy as np
 
 from covey._typing import Floats
 from covey.errors import CoveyError, DataError, PenaltyError, SolverError, warn
-from covey.fitting.baselines import fit_baseline
-from covey.fitting.selection import Count, search
+from covey.fitting.selection import Count, fit_baseline, search
 from covey.model.model import Elsewhere, Fitted, Model, assemble
-from covey.nodes.messages import SetGamma
-from covey.nodes.network import Network
-from covey.objective.penalty import Penalty
-from covey.problem.problem import Problem
-from covey.problem.spec import Spec
+from covey.nodes.network import Network, SetGamma
+from covey.objective.objective import Penalty
+from covey.problem.problem import Problem, Spec
 from covey.solvers import Fit, Progress, solve
 from covey.solvers.registry import check_options, first_order
 from covey.tables.bars import Vary, vary_from_setting
 from covey.tree.hierarchy import Hierarchy
-from covey.variance.components import LikelihoodRatio
-from covey.variance.estimate import estimate
-from covey.variance.frame import ForgetCovariances
-from covey.variance.ratio import likelihood_ratios
-from covey.variance.structure import Shape
-from covey.variance.survey import survey
+from covey.variance.columns import ForgetCovariances
+from covey.variance.components import LikelihoodRatio, Shape
+from covey.variance.estimate import estimate, likelihood_ratios
+from covey.variance.identify import survey
 
 _EXTREME = "The coefficients are not finite; the columns are probably on extreme scales: standardise them."
 
@@ -57,7 +52,7 @@ def fit(
     >>> from covey.nodes.network import InMemory
     >>> from covey.problem.problem import resolve
     >>> from covey.problem.reading import read_rows
-    >>> from covey.problem.spec import Spec
+    >>> from covey.problem.problem import Spec
     >>> data, problem = read_rows(load_radon(), resolve(Spec(formula="log_radon ~ floor + (1 | state/county)")))
     >>> fit(InMemory.of(data, problem.loss), problem).wbar.round(3).tolist()
     [0.941, -0.712]

@@ -11,20 +11,18 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from covey.errors import ConvergenceWarning, SolverError, listing
+from covey.errors import ConvergenceWarning, SolverError, counted, duration, large, listing, size
 from covey.fitting.fit import penalty_for
 from covey.losses import Loss, family_of
 from covey.nodes.network import InMemory
 from covey.objective.objective import Objective
 from covey.objective.theory import Constants
-from covey.problem.problem import Problem, resolve
+from covey.problem.problem import Problem, Spec, resolve
 from covey.problem.reading import read_rows
-from covey.problem.spec import Spec
 from covey.solvers import Fit, minimise
 from covey.solvers.costs import BANDWIDTH, LATENCY, Cost, check_network, costs
 from covey.solvers.registry import direct, find, first_order
 from covey.tables.rows import GroupedData
-from covey.text import counted, duration, large, size
 
 RACE_ITERATIONS = 20_000
 

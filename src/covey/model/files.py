@@ -26,9 +26,8 @@ from covey._version import __version__
 from covey.errors import CoveyError, ModelError
 from covey.losses import FAMILIES
 from covey.model.model import Elsewhere, Fitted, Model, assemble
-from covey.objective.penalty import Penalty
-from covey.problem.problem import Classes, resolve
-from covey.problem.spec import Spec
+from covey.objective.objective import Penalty
+from covey.problem.problem import Classes, Spec, resolve
 from covey.solvers.direct.elimination import Quadratic
 from covey.solvers.result import Convergence, Fit
 from covey.tables.design import design_from_json

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from covey._typing import Floats
+from covey.errors import counted, table
 from covey.model.inference import quantile
 from covey.model.model import Model
-from covey.text import counted, table
 from covey.tree.hierarchy import Hierarchy
 from covey.variance.components import Components, LevelComponents
 

@@ -21,8 +21,7 @@ from covey.solvers.direct.elimination import Quadratic, descend, eliminate
 from covey.solvers.direct.sweep import solve_top
 from covey.solvers.result import Fit
 from covey.tables.rows import GroupedData
-from covey.tree.hierarchy import Hierarchy
-from covey.tree.ids import as_labels, lookup
+from covey.tree.hierarchy import Hierarchy, as_labels, lookup
 from covey.variance.components import Learned
 from covey.variance.identify import check_rank
 from covey.variance.linear_likelihood import invert

@@ -20,11 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from covey._typing import Floats
-from covey.checks import number, probability
-from covey.errors import SolverError, warn
+from covey.errors import SolverError, number, probability, warn
 from covey.losses import Loss
-from covey.objective.objective import Objective
-from covey.objective.penalty import Penalty
+from covey.objective.objective import Objective, Penalty
 from covey.tables.rows import GroupedData
 from covey.tree.hierarchy import Hierarchy
 

@@ -12,13 +12,12 @@ import numpy as np
 from covey._typing import Anything
 from covey.errors import DataError, FormulaError, listing
 from covey.losses import Loss
-from covey.problem.problem import Classes, Problem, Schema
-from covey.problem.spec import Spec
+from covey.problem.problem import Classes, Problem, Schema, Spec
 from covey.tables.bars import compose, repeats
 from covey.tables.design import Columns, Frame, Scaled, column, inspect, numeric, response, unscaled
 from covey.tables.rows import GroupedData
 from covey.tables.scaling import Scale, moments
-from covey.tree.ids import is_missing
+from covey.tree.hierarchy import is_missing
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from covey.datasets import simulate
 from covey.errors import ConvergenceWarning
 from covey.losses import loss_of
 from covey.nodes.network import InMemory
-from covey.objective.objective import Objective
-from covey.objective.penalty import Penalty
+from covey.objective.objective import Objective, Penalty
 from covey.objective.theory import (
     Constants,
     Recipe,

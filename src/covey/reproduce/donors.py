@@ -14,10 +14,9 @@ import polars as pl
 
 from covey._typing import Floats
 from covey.errors import ConvergenceWarning, DataError
-from covey.fitting.baselines import LOCAL_RIDGE, locally_trained, single_model
-from covey.fitting.selection import Search, client_losses, search
+from covey.fitting.selection import LOCAL_RIDGE, Search, client_losses, locally_trained, search, single_model
 from covey.losses import Bernoulli, loss_of
-from covey.objective.penalty import Penalty
+from covey.objective.objective import Penalty
 from covey.reproduce import paper
 from covey.reproduce.mailings import Mailing
 from covey.reproduce.study import Claim, Say, Study, Table, generator, silent, whole

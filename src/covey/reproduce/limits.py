@@ -16,7 +16,7 @@ import polars as pl
 from covey._typing import Floats
 from covey.datasets import simulate
 from covey.losses import Gaussian
-from covey.objective.penalty import Penalty
+from covey.objective.objective import Penalty
 from covey.reproduce.study import Say, Study, Table, generator, silent
 from covey.solvers import minimise
 from covey.tables.rows import GroupedData

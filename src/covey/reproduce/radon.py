@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from covey._typing import Floats
-from covey.fitting.baselines import locally_trained
 from covey.fitting.fit import fit
+from covey.fitting.selection import locally_trained
 from covey.model.model import Model
 from covey.nodes.network import InMemory
 from covey.problem.problem import Problem

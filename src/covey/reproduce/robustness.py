@@ -10,10 +10,9 @@ import polars as pl
 
 from covey._typing import Floats, Ints
 from covey.datasets import Simulation
-from covey.fitting.baselines import locally_trained, single_cluster
-from covey.fitting.selection import search
+from covey.fitting.selection import locally_trained, search, single_cluster
 from covey.losses import Gaussian
-from covey.objective.penalty import Penalty
+from covey.objective.objective import Penalty
 from covey.reproduce.simulation import GRID, draw, measure
 from covey.reproduce.study import Say, Study, Table, generator, silent, whole
 from covey.solvers import minimise

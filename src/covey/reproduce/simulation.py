@@ -17,10 +17,10 @@ import polars as pl
 from covey._typing import Floats
 from covey.datasets import Simulation, simulate
 from covey.errors import ConvergenceWarning
-from covey.fitting.baselines import locally_trained, single_cluster, single_model
+from covey.fitting.selection import locally_trained, single_cluster, single_model
 from covey.losses import Gaussian
 from covey.nodes.network import InMemory
-from covey.objective.penalty import Penalty
+from covey.objective.objective import Penalty
 from covey.reproduce import paper
 from covey.reproduce.study import Claim, Say, Study, Table, generator, silent, whole
 from covey.solvers import minimise, sweep

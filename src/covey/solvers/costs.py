@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from covey.checks import number
-from covey.errors import SolverError
-from covey.nodes.network import InMemory
+from covey.errors import SolverError, number
+from covey.nodes.network import InMemory, threads_for
 from covey.objective.objective import Objective
 from covey.objective.theory import Constants
 from covey.solvers import registry
@@ -25,7 +24,6 @@ from covey.solvers.first_order.loop import spacing
 from covey.solvers.first_order.schedule import Schedule
 from covey.solvers.ledger import Links, links, quadratic_links, rates
 from covey.solvers.result import Fit
-from covey.solvers.threads import threads_for
 
 LATENCY = 0.05
 BANDWIDTH = 10.0

@@ -8,13 +8,12 @@ from typing import Any
 
 from covey.errors import SolverError
 from covey.losses import Loss
-from covey.nodes.network import InMemory, Network
-from covey.objective.penalty import Penalty
+from covey.nodes.network import InMemory, Network, threads_for
+from covey.objective.objective import Penalty
 from covey.solvers import registry
 from covey.solvers.direct import james_stein as js
 from covey.solvers.registry import Algorithm, check_options
 from covey.solvers.result import Fit, Progress
-from covey.solvers.threads import threads_for
 from covey.tables.rows import GroupedData
 
 

@@ -18,7 +18,7 @@ import polars as pl
 from covey.errors import DataError, FormulaError, listing
 from covey.tables.design import Formula
 from covey.tables.formula import Bar, Terms, show
-from covey.tree.ids import as_labels
+from covey.tree.hierarchy import as_labels
 
 _LEVEL = r"(?:\[(?:(?!\]:).)*\])?"  # the category in a column's name, such as [T.b], up to the next factor
 

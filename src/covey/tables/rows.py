@@ -17,8 +17,7 @@ import polars as pl
 from covey._typing import Anything, Floats, Ints
 from covey.errors import DataError
 from covey.tables import kernels
-from covey.tree.hierarchy import Hierarchy, segment_sum
-from covey.tree.ids import encode
+from covey.tree.hierarchy import Hierarchy, encode, segment_sum
 
 Place = Callable[[int], str]  # names a row for the person who has to correct it
 Check = Callable[[Floats, Place], None]

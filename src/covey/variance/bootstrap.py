@@ -16,18 +16,15 @@ import polars as pl
 from covey._typing import Floats
 from covey.errors import ConvergenceWarning, SolverError
 from covey.losses import Loss
-from covey.nodes.network import InMemory
+from covey.nodes.network import InMemory, threads_for
 from covey.solvers.direct.elimination import Quadratic, Spread
-from covey.solvers.threads import threads_for
 from covey.tables.rows import GroupedData
 from covey.tree.hierarchy import Hierarchy
-from covey.variance.components import Components, Learned
+from covey.variance.columns import ClientSums
+from covey.variance.components import Components, Learned, Shape
 from covey.variance.criterion import LinearCriterion
-from covey.variance.estimate import estimate, search
-from covey.variance.frame import ClientSums
-from covey.variance.results import finish
-from covey.variance.structure import Shape
-from covey.variance.survey import Survey
+from covey.variance.estimate import estimate, finish, search
+from covey.variance.identify import Survey
 
 Count = Callable[[int, int], None]
 

@@ -18,12 +18,11 @@ import numpy as np
 
 from covey._typing import Floats, Ints
 from covey.errors import SolverError
-from covey.variance.frame import TermOrder
+from covey.variance.columns import TermOrder
+from covey.variance.components import Parameters, Shape
+from covey.variance.identify import Survey
 from covey.variance.laplace_likelihood import LaplaceLikelihood
 from covey.variance.linear_likelihood import Evaluation, GaussianLikelihood, invert
-from covey.variance.parameters import Parameters
-from covey.variance.structure import Shape
-from covey.variance.survey import Survey
 
 _LOST_DIGITS = 1e-7  # share of the sum of squares about the pooled fit
 _LARGE = 3.0  # standard deviation of log-odds or log-means

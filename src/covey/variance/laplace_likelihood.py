@@ -35,9 +35,7 @@ import numpy as np
 from covey._typing import Floats
 from covey.errors import DataError, SolverError, listing
 from covey.losses import loss_of
-from covey.nodes.messages import Message
-from covey.nodes.network import Network
-from covey.nodes.node import Node
+from covey.nodes.network import Message, Network, Node
 from covey.records import Record, Reply
 from covey.solvers.direct.elimination import (
     Marginal,
@@ -63,7 +61,7 @@ from covey.solvers.direct.newton import (
     node_start,
 )
 from covey.solvers.direct.sweep import solve_top
-from covey.variance.frame import LearningState, NonFiniteClients, TermOrder, cached, client_rows, client_spread, keep_results
+from covey.variance.columns import LearningState, NonFiniteClients, TermOrder, cached, client_rows, client_spread, keep_results
 from covey.variance.linear_likelihood import Evaluation, Slopes, UpperPosterior, cluster_covariances
 
 _STEPS = 60  # of Newton to a mode, at most; a few suffice from the mode at a nearby point

@@ -32,12 +32,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from covey._typing import Floats
-from covey.nodes.messages import Message
-from covey.nodes.network import Network
-from covey.nodes.node import Node
+from covey.nodes.network import Message, Network, Node
 from covey.records import Reply
 from covey.solvers.direct.elimination import Marginal, Quadratic, descend, marginalise, sensitivity, solve_symmetric
-from covey.variance.frame import (
+from covey.variance.columns import (
     LearningState,
     NonFiniteClients,
     TermOrder,

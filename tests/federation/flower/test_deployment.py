@@ -12,7 +12,7 @@ import polars as pl
 import pytest
 
 from covey.model.files import load_model
-from covey.problem.spec import Spec
+from covey.problem.problem import Spec
 from tests.fits import fit_table
 
 from .conftest import deployed

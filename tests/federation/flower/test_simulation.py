@@ -15,7 +15,7 @@ from covey.federation.flower.transport import FlowerTransport
 from covey.federation.operator.operate import operate
 from covey.federation.simulate import split_among_sites
 from covey.model import files as persist
-from covey.problem.spec import Spec
+from covey.problem.problem import Spec
 from tests.fits import fit_table
 
 ASKED = {"formula": "log_radon ~ floor", "client": "county", "cluster": "state", "gamma": 10.0, "lam": 5.0}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from covey.solvers.blocks import BLOCK, Blocks
+from covey.nodes.network import BLOCK, Blocks
 from covey.solvers.direct import kernels
 
 D = 3

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from covey import GroupedData, Objective, Penalty, minimise
 from covey.datasets import simulate
-from covey.fitting.baselines import single_cluster, single_model
+from covey.fitting.selection import single_cluster, single_model
 from covey.losses import loss_of
 from tests.conftest import Problem, random_problem, seeds
 

@@ -11,7 +11,7 @@ import pytest
 from covey import GroupedData, Penalty
 from covey.datasets import simulate
 from covey.losses import Gaussian
-from covey.nodes.network import InMemory
+from covey.nodes.network import InMemory, threads_for
 from covey.objective.theory import Probabilities
 from covey.solvers import registry
 from covey.solvers.first_order.curvature import constants
@@ -19,7 +19,6 @@ from covey.solvers.first_order.l2gd import L2gdBegin, L2gdGuide, L2gdMove, StepS
 from covey.solvers.first_order.loop import play
 from covey.solvers.first_order.protocol import Centres
 from covey.solvers.first_order.schedule import Flips, Schedule
-from covey.solvers.threads import threads_for
 
 SOLVERS = registry.first_order()
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from covey.exact import WIDE_DIGITS, from_digits
 from covey.losses import loss_of
-from covey.nodes.node import Node
-from covey.solvers.blocks import BLOCK, Blocks
+from covey.nodes.network import BLOCK, Blocks, Node
 from covey.solvers.first_order import kernels, l2gd
 from covey.solvers.first_order.protocol import empty_digits, summed
 from covey.solvers.first_order.schedule import streams, uniforms

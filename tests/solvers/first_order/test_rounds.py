@@ -14,8 +14,8 @@ from covey import GroupedData, Objective, Penalty, minimise
 from covey.datasets import simulate
 from covey.errors import ConvergenceWarning, DataError, PenaltyError, SolverError
 from covey.losses import Gaussian, loss_of
+from covey.nodes import network
 from covey.records import decode
-from covey.solvers import threads
 from tests.conftest import random_problem
 from tests.solvers.first_order.shared import (
     SOLVERS,
@@ -68,7 +68,7 @@ def test_the_number_of_threads_changes_no_bit(solver, family):
     fits, before = [], numba.get_num_threads()
     if before < 2:
         pytest.skip("this machine has one core only")
-    assert data.n_rows * data.n_terms >= threads._WORTH_SHARING
+    assert data.n_rows * data.n_terms >= network._WORTH_SHARING
     try:
         for count in (1, 2):
             numba.set_num_threads(count)

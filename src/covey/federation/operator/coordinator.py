@@ -14,8 +14,7 @@ from covey.federation.operator.settings import RunSettings
 from covey.federation.wire.agreement import Agree, Deliver, SiteTotals
 from covey.federation.wire.transport import Transport
 from covey.losses import Loss
-from covey.nodes.messages import Batch, Message, Phase, Standardise
-from covey.nodes.network import Arrived, Network
+from covey.nodes.network import Arrived, Batch, Message, Network, Phase, Standardise
 from covey.problem.problem import Problem
 from covey.tables.scaling import Scale
 from covey.tree.hierarchy import Hierarchy

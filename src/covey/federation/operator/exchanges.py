@@ -24,7 +24,7 @@ from covey.federation.operator.settings import RunSettings
 from covey.federation.wire.agreement import Agree
 from covey.federation.wire.letters import Letter
 from covey.federation.wire.transport import Failure, Transport
-from covey.nodes.messages import Batch, Message, Phase
+from covey.nodes.network import Batch, Message, Phase
 from covey.records import decode, encode
 
 Gather = Callable[[dict[str, Any]], Any]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from covey.errors import FederationError
-from covey.nodes.messages import Phase
+from covey.nodes.network import Phase
 from covey.records import Record, RecordError, decode, encode
 
 _LENGTH, _CHECKSUM = 8, 16  # bytes before each record

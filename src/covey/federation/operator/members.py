@@ -18,7 +18,7 @@ from covey.errors import DataError, FederationError, listing
 from covey.federation.wire.ids import plain_ids
 from covey.tables.bars import compose
 from covey.tables.rows import read_table
-from covey.tree.ids import as_labels
+from covey.tree.hierarchy import as_labels
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from covey.errors import size
 from covey.exact import LIMBS, WIDE
 from covey.federation.operator.journal import Exchange
 from covey.model.summary import describe
 from covey.solvers.costs import BANDWIDTH, LATENCY
 from covey.solvers.ledger import links, quadratic_links
 from covey.solvers.registry import direct, first_order
-from covey.text import size
 
 if TYPE_CHECKING:
     from covey.federation.operator.operate import Outcome

@@ -15,8 +15,7 @@ from covey.federation.wire.agreement import Privacy
 from covey.federation.wire.checks import check_number
 from covey.federation.wire.transport import Transport
 from covey.fitting.fit import check_solver
-from covey.problem.problem import Problem, resolve
-from covey.problem.spec import Spec
+from covey.problem.problem import Problem, Spec, resolve
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,9 @@ from covey.federation.wire.agreement import Privacy
 from covey.federation.wire.checks import check_number
 from covey.losses import FAMILIES
 from covey.model.model import Fitted
-from covey.nodes.messages import SetGamma
-from covey.nodes.network import Network
-from covey.objective.penalty import Penalty
-from covey.problem.spec import Spec
+from covey.nodes.network import Network, SetGamma
+from covey.objective.objective import Penalty
+from covey.problem.problem import Spec
 from covey.solvers.registry import first_order
 
 DELTA = 1e-6

@@ -39,10 +39,8 @@ from covey._typing import Floats, Ints
 from covey.errors import PenaltyError
 from covey.federation.wire.agreement import Privacy
 from covey.losses import Gaussian
-from covey.nodes.messages import Message
-from covey.nodes.network import Network
-from covey.nodes.node import Node
-from covey.objective.penalty import Penalty
+from covey.nodes.network import Message, Network, Node
+from covey.objective.objective import Penalty
 from covey.records import Reply
 from covey.solvers.direct.elimination import Quadratic, Spread, descend, marginalise
 from covey.solvers.direct.newton import LocalProblem

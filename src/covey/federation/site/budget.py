@@ -19,7 +19,7 @@ from covey.federation.privacy.sweeps import PlaceClients, ReleaseSums
 from covey.federation.site.files import alone, own_folder, write_whole
 from covey.federation.wire.agreement import Privacy
 from covey.federation.wire.checks import check_number
-from covey.nodes.messages import Batch, Message, SetGamma
+from covey.nodes.network import Batch, Message, SetGamma
 
 
 @dataclass

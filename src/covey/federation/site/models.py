@@ -9,13 +9,13 @@ import numpy as np
 from covey.federation.wire.agreement import Deliver
 from covey.model.files import save_model
 from covey.model.model import Fitted, Model, assemble
-from covey.nodes.node import Node
-from covey.objective.penalty import Penalty
+from covey.nodes.network import Node
+from covey.objective.objective import Penalty
 from covey.problem.problem import Problem
 from covey.solvers.result import Convergence, Fit
 from covey.tables.scaling import Scale
 from covey.variance.components import Components, Whole
-from covey.variance.frame import node_learned
+from covey.variance.columns import node_learned
 
 
 def site_model(node: Node, problem: Problem, delivered: Deliver) -> Model:

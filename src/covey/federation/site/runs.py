@@ -9,7 +9,7 @@ from pathlib import Path
 from covey.errors import FederationError
 from covey.federation.site.files import alone, own_folder, write_whole
 from covey.federation.wire.agreement import Agree
-from covey.nodes.node import Snapshot
+from covey.nodes.network import Snapshot
 from covey.records import Record, decode, encode
 
 

@@ -23,7 +23,7 @@ from covey.tables.design import Formula, column, inspect, numeric, response
 from covey.tables.rows import GroupedData
 from covey.tables.scaling import moments
 from covey.tree.hierarchy import Hierarchy
-from covey.tree.ids import as_labels, encode, is_missing, kind, lookup
+from covey.tree.hierarchy import as_labels, encode, is_missing, kind, lookup
 
 
 def profile_of(table: Any, draft: Problem, key: str = "", minimum: int = 1) -> Profile:

@@ -23,7 +23,7 @@ from covey.errors import FormulaError, SolverError
 from covey.exact import Exact
 from covey.federation.wire.checks import check_number
 from covey.federation.wire.ids import revive
-from covey.nodes.messages import Message
+from covey.nodes.network import Message
 from covey.problem.problem import Problem
 from covey.records import Record, Reply
 from covey.tables.formula import ParsedFormula

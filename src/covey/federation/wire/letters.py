@@ -31,7 +31,7 @@ class Letter(Record):
     Attributes
     ----------
     run, epoch, exchange, after : see the head of this module
-    body : a :class:`~covey.nodes.messages.Message` to a site; its reply, or a :class:`Refusal`, to the coordinator
+    body : a :class:`~covey.nodes.network.Message` to a site; its reply, or a :class:`Refusal`, to the coordinator
     mute : whether only a receipt is wanted: a site that catches up sends no sum a second time
     """
 

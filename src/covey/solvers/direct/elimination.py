@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 
 from covey._typing import Anything, Floats, Ints
+from covey.nodes.network import Blocks
 from covey.records import Reply
-from covey.solvers.blocks import Blocks
 from covey.solvers.direct import kernels
 from covey.tree.hierarchy import segment_sum
 

@@ -24,10 +24,8 @@ import numpy as np
 from covey._typing import Floats
 from covey.errors import SolverError
 from covey.losses import Loss
-from covey.nodes.messages import Message
-from covey.nodes.network import Network
-from covey.nodes.node import Node
-from covey.objective.penalty import Penalty
+from covey.nodes.network import Message, Network, Node
+from covey.objective.objective import Penalty
 from covey.solvers.direct.elimination import Quadratic, Spread, eliminate
 from covey.solvers.result import Fit
 from covey.tree.hierarchy import Hierarchy

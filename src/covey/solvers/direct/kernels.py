@@ -8,7 +8,7 @@ import numpy as np
 from numba import njit, prange
 
 from covey._typing import Floats, Ints
-from covey.solvers.blocks import BLOCK
+from covey.nodes.network import BLOCK
 
 
 @njit(inline="always", error_model="numpy")  # type: ignore[untyped-decorator]

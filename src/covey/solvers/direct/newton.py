@@ -31,19 +31,26 @@ import polars as pl
 from covey._typing import Anything, Floats
 from covey.errors import SolverError, listing, warn
 from covey.losses import Expansion, Loss
-from covey.nodes.messages import Message
-from covey.nodes.network import Network
-from covey.nodes.node import Node
-from covey.objective.penalty import Penalty
+from covey.nodes.network import Message, Network, Node
+from covey.objective.objective import Penalty
 from covey.records import Record, Reply
-from covey.solvers.checkpoint import Checkpoint
-from covey.solvers.clients import begin_at, coefficients
 from covey.solvers.direct.elimination import Quadratic, Spread, descend, eliminate
 from covey.solvers.direct.james_stein import factor_of, shrunk
 from covey.solvers.direct.sweep import one_sweep, solve_top
 from covey.solvers.ledger import Ledger, quadratic_links
 from covey.solvers.registry import algorithm
-from covey.solvers.result import HISTORY, Convergence, Fit, Progress, after, certified_gap, entry
+from covey.solvers.result import (
+    HISTORY,
+    Checkpoint,
+    Convergence,
+    Fit,
+    Progress,
+    after,
+    begin_at,
+    certified_gap,
+    coefficients,
+    entry,
+)
 from covey.tables.rows import GroupedData
 
 _ARMIJO = 1e-4

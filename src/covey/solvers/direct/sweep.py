@@ -23,17 +23,14 @@ import polars as pl
 from covey._typing import Floats
 from covey.errors import ConvergenceWarning, SolverError, warn
 from covey.losses import Gaussian, Loss
-from covey.nodes.messages import Message
-from covey.nodes.network import Network
-from covey.nodes.node import Node
-from covey.objective.penalty import Penalty
+from covey.nodes.network import Message, Network, Node
+from covey.objective.objective import Penalty
 from covey.records import Reply
-from covey.solvers.clients import coefficients
 from covey.solvers.direct.elimination import Quadratic, Spread, descend, eliminate, solve_symmetric
 from covey.solvers.direct.james_stein import Shrink, shrunk
 from covey.solvers.ledger import quadratic_links
 from covey.solvers.registry import algorithm
-from covey.solvers.result import HISTORY, Convergence, Fit, after, certified_gap, entry
+from covey.solvers.result import HISTORY, Convergence, Fit, after, certified_gap, coefficients, entry
 from covey.tables.rows import GroupedData
 
 _CHUNK = 1 << 15  # clients whose matrices exist at the same time: a million clients need no more memory than this

@@ -27,16 +27,12 @@ from typing import Any, Unpack
 import numpy as np
 
 from covey._typing import Anything, Floats
-from covey.checks import probability
-from covey.errors import SolverError
+from covey.errors import SolverError, probability
 from covey.losses import Loss
-from covey.nodes.messages import Message
-from covey.nodes.network import Network
-from covey.nodes.node import Node
-from covey.objective.penalty import Penalty
+from covey.nodes.network import Blocks, Message, Network, Node
+from covey.objective.objective import Penalty
 from covey.objective.theory import Constants, Probabilities, Recipe, expected_smoothness, mixing, probabilities
 from covey.records import Record
-from covey.solvers.blocks import Blocks
 from covey.solvers.costs import Cost, Setting
 from covey.solvers.first_order import kernels, plain
 from covey.solvers.first_order.curvature import constants

@@ -16,12 +16,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from covey._typing import Anything, Floats, Ints
-from covey.checks import number
-from covey.errors import ConvergenceWarning, DataError, SolverError
-from covey.nodes.messages import Message
-from covey.nodes.network import Network
-from covey.nodes.node import Node
-from covey.objective.penalty import Penalty
+from covey.errors import ConvergenceWarning, DataError, SolverError, number
+from covey.nodes.network import Message, Network, Node
+from covey.objective.objective import Penalty
 from covey.objective.theory import Constants, largest_gamma, mixing
 from covey.records import Record, Reply
 from covey.solvers.direct.newton import NewtonState, newton

@@ -15,7 +15,7 @@ from numba import njit, prange
 from covey._typing import Anything, Floats, Ints
 from covey.exact import accumulate_in, accumulate_rows
 from covey.losses.kernels import FASTMATH, GAUSSIAN, exponent, exponentials, slope
-from covey.solvers.blocks import BLOCK
+from covey.nodes.network import BLOCK
 
 _ROOM = 1024  # rows worked on together: they stay in the second-level cache through a local run
 

@@ -25,10 +25,8 @@ import numpy as np
 from covey._typing import Anything, Floats, Ints
 from covey.errors import one_of
 from covey.losses import Loss
-from covey.nodes.messages import Message
-from covey.nodes.network import Network
-from covey.nodes.node import Node
-from covey.objective.penalty import Penalty
+from covey.nodes.network import Blocks, Message, Network, Node
+from covey.objective.objective import Penalty
 from covey.objective.theory import (
     Constants,
     Probabilities,
@@ -44,7 +42,6 @@ from covey.objective.theory import (
     switching_steps,
 )
 from covey.records import Count, Record
-from covey.solvers.blocks import Blocks
 from covey.solvers.costs import Cost, Setting
 from covey.solvers.first_order import kernels, plain
 from covey.solvers.first_order.curvature import constants

@@ -20,10 +20,8 @@ import numpy as np
 
 from covey._typing import Floats
 from covey.exact import Exact, segment_sum, total
-from covey.nodes.messages import Message
-from covey.nodes.network import Network
-from covey.nodes.node import Node
-from covey.objective.penalty import Penalty
+from covey.nodes.network import Message, Network, Node
+from covey.objective.objective import Penalty
 from covey.records import Record, Reply
 from covey.solvers.direct.elimination import Quadratic, Spread, descend, marginalise
 from covey.solvers.direct.sweep import solve_top

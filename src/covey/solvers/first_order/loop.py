@@ -17,21 +17,17 @@ import numpy as np
 import polars as pl
 
 from covey._typing import Floats
-from covey.checks import number, whole
-from covey.errors import SolverError, warn
-from covey.nodes.messages import Message
-from covey.nodes.network import Network
-from covey.objective.penalty import Penalty
+from covey.errors import SolverError, number, warn, whole
+from covey.nodes.network import Message, Network
+from covey.objective.objective import Penalty
 from covey.objective.theory import Constants, Recipe
 from covey.records import Record
-from covey.solvers.checkpoint import Checkpoint
-from covey.solvers.clients import begin_at, coefficients
 from covey.solvers.first_order.curvature import certificate
 from covey.solvers.first_order.protocol import AskMeans, Centres, CheckGap, ClusterSums, Guide, Move, PerfectFit, Pull
 from covey.solvers.first_order.schedule import Rounds, Schedule, Vote
 from covey.solvers.ledger import Ledger, Links, expected, links
 from covey.solvers.registry import unknown_option
-from covey.solvers.result import HISTORY, Convergence, Fit, Progress, certified_gap, entry
+from covey.solvers.result import HISTORY, Checkpoint, Convergence, Fit, Progress, begin_at, certified_gap, coefficients, entry
 
 _STRETCH = 1 << 20  # random choices grouped at a time, over all clusters
 _MOST_ITERATIONS = 1_000_000  # unless max_iter says more

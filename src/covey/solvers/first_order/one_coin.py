@@ -16,11 +16,10 @@ from typing import Any, Unpack
 import numpy as np
 
 from covey._typing import Floats
-from covey.checks import probability
-from covey.errors import SolverError
+from covey.errors import SolverError, probability
 from covey.losses import Loss
 from covey.nodes.network import Network
-from covey.objective.penalty import Penalty
+from covey.objective.objective import Penalty
 from covey.objective.theory import Constants, Probabilities, Recipe, mixing
 from covey.solvers.costs import Cost, Setting
 from covey.solvers.first_order.curvature import constants

@@ -16,12 +16,10 @@ import numpy as np
 
 from covey._typing import Anything, Floats, Ints
 from covey.exact import DIGITS, WIDE_DIGITS, Exact, from_digits, segment_sum, total
-from covey.nodes.messages import Message
-from covey.nodes.node import Node
-from covey.objective.penalty import Penalty
+from covey.nodes.network import BLOCK, Blocks, Message, Node
+from covey.objective.objective import Penalty
 from covey.objective.theory import mixing
 from covey.records import Record, Reply
-from covey.solvers.blocks import BLOCK, Blocks
 from covey.solvers.first_order import kernels
 from covey.solvers.first_order.schedule import Round
 from covey.tree.hierarchy import Hierarchy
