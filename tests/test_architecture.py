@@ -100,7 +100,7 @@ import sys
 from covey.solvers.first_order import kernels as randomised
 from covey import datasets, minimise, GroupedData, Penalty
 from covey.tables.kernels import counting_sort, find_parents
-from covey.tree.kernels import rank_in_table
+from covey.tree.hierarchy import rank_in_table
 from covey.losses import Gaussian, Bernoulli, kernels
 from covey.solvers.direct import kernels as direct
 homes = datasets.load_radon().sample(fraction=1.0, shuffle=True, seed=0)

@@ -27,11 +27,14 @@ from covey.exact import (
     accumulate_in,
     accumulate_moments,
     accumulate_rows,
+    carry_digits,
     from_digits,
+    round_limbs,
     segment_sum,
+    sum_segments,
+    sum_segments_serially,
     total,
 )
-from covey.exact.kernels import carry_digits, round_limbs, sum_segments, sum_segments_serially
 
 QUANTA = 2**96
 

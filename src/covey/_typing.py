@@ -1,4 +1,4 @@
-"""Array types used across the package."""
+"""Array types of the package."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Records: frozen values that travel between nodes or are kept on disk, written as bytes.
+"""Records: immutable values that are sent between nodes or stored on disk, and their encoding as bytes.
 
-A record is a frozen dataclass whose fields are records, arrays, bytes, numbers, text, tuples, dictionaries or None. Every
-subclass of :class:`Record` registers itself by its name, which is unique in the whole tree. Written, a record is a header in
-JSON (the tree of values, with a number in place of each array) followed by the arrays. Reading builds registered classes and
-nothing else: no code comes with the bytes.
+A record is a frozen dataclass. Its fields are records, arrays, bytes, numbers, text, tuples, dictionaries or None. Every
+subclass of :class:`Record` registers itself under its class name, which is unique in covey. The encoding is a JSON header (the
+tree of values, with a number in place of each array) followed by the arrays. Decoding only builds registered classes, so the
+bytes cannot contain code.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _DTYPES = ("<f8", "<i8", "<u8", "|b1", "|u1")
 
 
 class RecordError(CoveyError):
-    """Bytes that are not a record of covey's."""
+    """The bytes are not a record of covey."""
 
 
 class Record:
-    """Base class of everything that travels or is kept; a subclass is a frozen dataclass."""
+    """Base class of everything that is sent or stored. Subclasses are frozen dataclasses."""
 
     registered: ClassVar[dict[str, type[Record]]] = {}
 
@@ -36,41 +36,34 @@ class Record:
         super().__init_subclass__(**settings)
         other = Record.registered.setdefault(cls.__name__, cls)
         if other.__module__ != cls.__module__:
-            raise TypeError(f"There are two records {cls.__name__!r}, in {other.__module__} and {cls.__module__}; rename one.")
+            raise TypeError(f"Both {other.__module__} and {cls.__module__} define a record {cls.__name__!r}; rename one.")
         Record.registered[cls.__name__] = cls
 
 
 class Reply(Record):
-    """A record that adds, field by field: the reply of several nodes together is the sum of theirs.
+    """A reply of a node. Replies of several nodes are added field by field.
 
-    A field whose metadata say ``least`` is a lower bound: the sum has the smaller of the two.
+    A field whose metadata contain ``least`` is a lower bound: the sum has the smaller of the two values.
     """
 
     def __add__(self, other: Self) -> Self:
-        return type(self)(
-            *(_added(part.metadata, getattr(self, part.name), getattr(other, part.name)) for part in _parts(self))
-        )
-
-
-def _added(metadata: Any, one: Any, two: Any) -> Any:
-    if metadata.get("least"):
-        return min(one, two)
-    return None if one is None or two is None else one + two
-
-
-def _parts(record: Any) -> Any:
-    return fields(record)
+        values = []
+        for part in fields(self):  # type: ignore[arg-type]
+            one, two = getattr(self, part.name), getattr(other, part.name)
+            added = None if one is None or two is None else one + two
+            values.append(min(one, two) if part.metadata.get("least") else added)
+        return type(self)(*values)
 
 
 @dataclass(frozen=True)
 class Count(Reply):
-    """How many of something nodes have."""
+    """A count, summed over nodes."""
 
     number: int
 
 
 def encode(value: Any) -> bytes:
-    """A record, or a plain value, as bytes.
+    """Encode a record, or a plain value, as bytes.
 
     >>> decode(encode(Count(3)))
     Count(number=3)
@@ -83,19 +76,19 @@ def encode(value: Any) -> bytes:
 
 
 def decode(text: bytes) -> Any:
-    """The value that some bytes stand for."""
+    """Decode the bytes that :func:`encode` returned."""
     try:
         if text[:6] != _MAGIC:
-            raise ValueError("they do not begin like one")
+            raise ValueError("they do not start with its signature")
         size = int.from_bytes(text[6:10], "little")
         head = json.loads(text[10 : 10 + size])
         return _built(head["tree"], list(_arrays(text, 10 + size, head["arrays"])))
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as problem:
-        raise RecordError(f"These {len(text)} bytes are not a message of covey's: {problem}.") from None
+        raise RecordError(f"These {len(text)} bytes are not a message of covey: {problem}.") from None
 
 
 def outline(value: Any) -> Any:
-    """What a value looks like without its numbers: classes, kinds and shapes."""
+    """Return the structure of a value without its numbers: classes, types and shapes."""
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape
     if isinstance(value, Record):
@@ -106,31 +99,31 @@ def outline(value: Any) -> Any:
 
 
 def digest(*arrays: Anything | None) -> str:
-    """A hash of some arrays, by which the same ones are known again."""
-    found = hashlib.sha256()
+    """Return a checksum of some arrays."""
+    checksum = hashlib.sha256()
     for array in arrays:
-        found.update(b"none" if array is None else np.ascontiguousarray(array).tobytes())
-    return found.hexdigest()
+        checksum.update(b"none" if array is None else np.ascontiguousarray(array).tobytes())
+    return checksum.hexdigest()
 
 
 def names(record: Record) -> list[str]:
-    """The fields of a record."""
-    return [part.name for part in _parts(record) if part.init]
+    """Return the names of the fields of a record."""
+    return [part.name for part in fields(record) if part.init]  # type: ignore[arg-type]
 
 
 def build(name: str, values: dict[str, Any]) -> Record:
-    """The record of a registered class."""
+    """Build a record, given the name of its class."""
     return Record.registered[name](**values)
 
 
 def _flat(value: Any, arrays: list[Anything]) -> Any:
-    """A value as JSON has it; arrays are put aside."""
+    """Turn a value into JSON types; append its arrays to ``arrays``."""
     if value is None or isinstance(value, bool | str | int | float):
         return value
     if isinstance(value, np.ndarray):
         array = np.ascontiguousarray(value).reshape(value.shape)
         if array.dtype.str not in _DTYPES:
-            raise TypeError(f"arrays of {array.dtype} do not travel")
+            raise TypeError(f"arrays of {array.dtype} cannot be sent")
         arrays.append(array)
         return {"array": len(arrays) - 1}
     if isinstance(value, bytes):
@@ -144,7 +137,7 @@ def _flat(value: Any, arrays: list[Anything]) -> Any:
         return {"all": [_flat(each, arrays) for each in value]}
     if isinstance(value, dict):
         return {"by": [[name, _flat(each, arrays)] for name, each in value.items()]}
-    raise TypeError(f"a {type(value).__name__} does not travel")
+    raise TypeError(f"a {type(value).__name__} cannot be sent")
 
 
 def _built(tree: Any, arrays: list[Anything]) -> Any:
@@ -170,4 +163,4 @@ def _arrays(text: bytes, at: int, described: list[Any]) -> Iterator[Anything]:
         at += array.nbytes
         yield array.copy()
     if at != len(text):
-        raise ValueError("their number is not what their head says")
+        raise ValueError("their number differs from what the header says")

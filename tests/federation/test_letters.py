@@ -48,19 +48,19 @@ def test_any_cut_or_changed_length_is_refused():
     for cut in range(len(letter)):
         with pytest.raises(RecordError):
             decode(letter[:cut])
-    with pytest.raises(RecordError, match="number is not"):
+    with pytest.raises(RecordError, match="number differs"):
         decode(letter + b"x")
 
 
 @pytest.mark.parametrize("name", ["eval", "os.system", "Model", "Site", "covey.records.Count"])
 def test_other_classes_are_not_built(name):
     head = json.dumps({"tree": {"is": name, "has": {}}, "arrays": []}).encode()
-    with pytest.raises(RecordError, match=f"not a message of covey's: '{name}'"):
+    with pytest.raises(RecordError, match=f"not a message of covey.*'{name}'"):
         decode(b"covey\x02" + len(head).to_bytes(4, "little") + head)
 
 
 def test_arrays_of_objects_neither_leave_nor_enter():
-    with pytest.raises(TypeError, match="do not travel"):
+    with pytest.raises(TypeError, match="arrays of"):
         encode(np.array([{}], dtype=object))
     head = json.dumps({"tree": {"array": 0}, "arrays": [["|O", [1]]]}).encode()
     with pytest.raises(RecordError):

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 
 from covey.tables import kernels
-from covey.tree.kernels import rank_in_table
+from covey.tree.hierarchy import rank_in_table
 from tests.conftest import seeds
 
 

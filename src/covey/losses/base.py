@@ -1,11 +1,12 @@
-"""The base class of all losses: the negative log-likelihood of a client's rows (up to a constant), summed or averaged.
+"""The base class of all losses: the negative log-likelihood of a client's rows, up to a constant.
 
-``f_i(theta_i) = scale_i * sum_l weight_l * loss(x_l' theta_i + offset_l, y_l)`` with ``scale_i = 1`` for ``sum`` and
-``1 / sum_l weight_l`` for ``mean``. A ``ridge`` adds ``ridge/2 |theta_i|^2``: it pulls each client to zero, where the
-penalties of the hierarchy pull it to its cluster.
+Client ``i`` has the loss ``f_i(theta_i) = scale_i * sum_l weight_l * loss(margin_l, y_l)`` with the linear predictor
+``margin_l = x_l' theta_i + offset_l`` (Assumption 4.1 (strong_conv_smooth_ae) of arXiv:2204.13619 with weights and offsets).
+``scale_i`` is 1 for ``reduction="sum"`` and ``1 / sum_l weight_l`` for ``"mean"``. A ``ridge`` adds
+``ridge/2 |theta_i|^2``: it pulls every client towards zero, while the penalties of the hierarchy pull it towards its cluster.
 
-A family is one subclass in one file of this package. It registers itself when the class is made, and states what other
-parts of covey need to know of it as traits (class variables) and methods; nothing outside this package asks for its name.
+A family is one subclass in one file of this package, and registers itself. Class variables (traits) and methods state what
+the rest of covey needs to know about it. No code outside this package compares family names.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
+import numpy.typing as npt
 
-from covey._typing import Floats
-from covey.errors import PenaltyError, SolverError, one_of
+from covey._typing import Floats, Ints
+from covey.errors import CoveyError, DataError, PenaltyError, SolverError, one_of
 from covey.losses import kernels, plain
 from covey.records import Record
 from covey.tables.rows import GroupedData, Place
@@ -26,14 +28,39 @@ from covey.tree.hierarchy import segment_sum
 Reduction = Literal["sum", "mean"]
 
 FAMILIES: dict[str, type[Loss]] = {}
-"""Every family by its name, in the order in which they were registered."""
+"""All families by name, in order of registration."""
 
 _NONE = np.empty(0)
 
 
+def family_of(family: str | Loss) -> type[Loss]:
+    """Return the class of a family, given its name or one of its losses.
+
+    >>> family_of("poisson").title
+    'Poisson'
+    """
+    if isinstance(family, Loss):
+        return type(family)
+    if family not in FAMILIES:
+        raise CoveyError(
+            f"The 'family' parameter must be one of {', '.join(map(repr, FAMILIES))}. Got {family!r} instead. Register your "
+            "own loss with covey.losses.from_functions in every process that uses it."
+        )
+    return FAMILIES[family]
+
+
+def loss_of(family: str, reduction: Reduction = "sum", ridge: float = 0.0) -> Loss:
+    """Return a loss, given the name of its family.
+
+    >>> loss_of("poisson").name
+    'poisson'
+    """
+    return family_of(family)(reduction, ridge)
+
+
 @dataclass(frozen=True)
 class Expansion(Record):
-    """Value ``(n,)``, gradient ``(n, d)`` and Hessian ``(n, d, d)`` of every client's loss."""
+    """Value ``(n,)``, gradient ``(n, d)`` and Hessian ``(n, d, d)`` of the loss of every client."""
 
     value: Floats
     gradient: Floats
@@ -42,9 +69,17 @@ class Expansion(Record):
 
 @dataclass(frozen=True)
 class Loss(ABC):
-    """A family of responses: its loss in the margin, and how responses are checked, drawn, scored and described.
+    """Base class of the families.
 
-    A subclass with a ``name`` is registered under it. Functions of ``(margin, y)`` take and return arrays of one number a row.
+    A subclass states the loss as a function of the linear predictor, and how responses are checked, drawn and scored. It is
+    registered under its ``name``. Methods that take ``margin`` and ``y`` take and return arrays ``(rows,)``.
+
+    Parameters
+    ----------
+    reduction : "sum" or "mean", optional
+        Whether the loss of a client is the sum (default) or the weighted mean over its rows.
+    ridge : float, optional
+        Adds ``ridge/2 |theta_i|^2`` to the loss of every client. The default is 0.
     """
 
     reduction: Reduction = "sum"
@@ -52,25 +87,29 @@ class Loss(ABC):
 
     name: ClassVar[str]
     title: ClassVar[str]
-    """As in "Hierarchical linear model"."""
+    """Name of the model in reports, as in "Hierarchical linear model"."""
     error_name: ClassVar[str]
-    """What :meth:`error` measures."""
+    """Name of the quantity that :meth:`error` returns."""
     code: ClassVar[int | None] = None
-    """Of the compiled kernels; None if the loss is known to numpy only."""
+    """Number of the family in the compiled kernels. None: the loss is evaluated with numpy."""
     curvature: ClassVar[tuple[float, float]]
-    """Bounds of the second derivative in the margin, over all margins and responses."""
+    """Lower and upper bound of the second derivative in the margin, over all margins and responses."""
     third_per_second: ClassVar[float]
-    """A bound of the third derivative in the margin as a multiple of the second, over all margins; infinite if unknown."""
+    """Upper bound of ``|third derivative| / second derivative`` in the margin; infinite if unknown."""
     likelihood: ClassVar[bool] = True
-    """Whether ``exp(-loss)`` is a density, up to ``constant``, so that penalties can be learned from it."""
+    """Whether ``exp(-loss - constant)`` is a density. Only then can penalties be learned from the likelihood."""
     reml: ClassVar[bool] = False
-    """Whether responses are normal about the margin: the likelihood then has a closed form, and REML exists."""
+    """Whether responses are normal about the margin. The likelihood then has a closed form, and REML exists."""
     dispersion: ClassVar[bool] = False
-    """Whether the loss is that of a dispersion of 1, and the dispersion is estimated with the penalties."""
+    """Whether the family has a dispersion, which is estimated with the penalties. The loss is then for dispersion 1."""
+    dispersion_name: ClassVar[str] = "sd"
+    """Name of the square root of the dispersion in reports."""
+    responses: ClassVar[str] = "numbers"
+    """The responses that the family accepts, for error messages."""
     two_classes: ClassVar[bool] = False
-    """Whether responses are one of two classes, coded 0 and 1."""
+    """Whether responses are two classes, coded 0 and 1."""
     private_rounds: ClassVar[int] = 3
-    """Releases of a fit with differential privacy, unless it says otherwise."""
+    """Default number of releases of a fit with differential privacy."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -84,94 +123,104 @@ class Loss(ABC):
             raise PenaltyError(f"The 'ridge' parameter must lie in [0, inf). Got {self.ridge!r} instead.")
         if self.code is not None and self.code not in kernels.CODES:
             raise SolverError(
-                f"The loss {self.name!r} has the code {self.code!r}, which no compiled kernel knows; leave the code out and "
-                "the loss is evaluated with numpy."
+                f"The loss {self.name!r} has the code {self.code!r}, but no compiled kernel has that code. Remove the code; "
+                "the loss is then evaluated with numpy."
             )
 
-    # What a family has to state
+    # Every family defines these methods.
 
     @abstractmethod
     def mean(self, margin: Floats) -> Floats:
-        """The expected response at a margin."""
+        """Return the expected response."""
 
     @abstractmethod
     def values(self, margin: Floats, y: Floats) -> Floats:
-        """The loss of each row."""
+        """Return the loss of each row."""
 
     @abstractmethod
     def slopes(self, margin: Floats, y: Floats) -> Floats:
-        """Its first derivative in the margin."""
+        """Return the first derivative in the margin."""
 
     @abstractmethod
     def curvatures(self, margin: Floats, y: Floats) -> Floats:
-        """Its second derivative in the margin."""
+        """Return the second derivative in the margin."""
 
     @abstractmethod
     def thirds(self, margin: Floats, y: Floats) -> Floats:
-        """Its third derivative in the margin."""
+        """Return the third derivative in the margin."""
 
     @abstractmethod
     def residual(self, y: Floats, dispersion: float = 1.0) -> float:
-        """The variance of a response about its mean, on the scale of the margin."""
+        """Return the variance of a response about its mean, on the scale of the margin."""
 
     @abstractmethod
     def draw(self, margin: Floats, rng: np.random.Generator, dispersion: float = 1.0) -> Floats:
-        """Responses at given margins."""
+        """Draw random responses."""
 
-    @abstractmethod
+    # A family may override these methods.
+
+    def impossible(self, y: Floats) -> npt.NDArray[np.bool_]:
+        """Return which responses the family cannot have, ``(rows,)``."""
+        return np.zeros(len(y), dtype=np.bool_)
+
     def check_values(self, y: Floats, place: Place) -> None:
-        """Refuse responses that the family cannot have; ``place`` names a row."""
-
-    # What a family may state
+        """Raise an error if a response is impossible; ``place`` turns a row number into a name for the message."""
+        bad = self.impossible(y)
+        if bad.any():
+            row = int(bad.argmax())
+            raise DataError(f"The response is {y[row]:g} in {place(row)}; the {self.name} family takes {self.responses}.")
 
     def check(self, y: Floats, place: Place) -> None:
-        """Refuse those, and responses from which nothing can be learned."""
+        """Raise an error if a response is impossible, or if all responses together do not determine a model."""
         self.check_values(y, place)
 
     def check_total(self, total: float) -> None:  # noqa: B027
-        """Refuse responses from which nothing can be learned, given their sum over the rows of all sites."""
+        """Raise an error if the sum of the responses of all sites shows that they do not determine a model."""
 
     def working_response(self, data: GroupedData) -> GroupedData | None:
-        """The rows of a linear problem whose solution is near that of the loss, where Newton begins; None: it begins at 0."""
+        """Return rows of a linear problem whose solution is a good starting point for Newton; None: it starts at zero."""
         return None
 
-    def constant(self, data: GroupedData) -> float:
-        """What the losses of all rows leave out of the negative log-likelihood, whatever coefficients and dispersion."""
-        return 0.0
+    def lowest(self, y: Floats) -> Floats:
+        """Return the lowest loss that a row can have at any margin, ``(rows,)``."""
+        return np.zeros(len(y))
 
-    def perfect(self, data: GroupedData) -> Floats:
-        """The lowest value that each client's loss could have, whatever the margins, ``(n,)``: that of a perfect fit."""
-        return np.zeros(data.n_clients)
+    def constants(self, y: Floats) -> Floats:
+        """Return the part of each row's negative log-likelihood that the loss leaves out, ``(rows,)``.
+
+        It depends neither on the margin nor on the dispersion.
+        """
+        return np.zeros(len(y))
 
     def profile(self, objective: float, weight: float, perfect: float) -> tuple[float, float]:
-        """The negative log-likelihood, but for ``constant``, at the best dispersion; and that dispersion.
+        """Return the negative log-likelihood at the best dispersion, without ``constant``, and that dispersion.
 
-        ``objective`` is the loss of all rows with its penalties, at a dispersion of 1; ``weight`` the sum of the rows'
-        weights and ``perfect`` the lowest loss that they could have.
+        ``objective`` is the loss of all rows with its penalties at dispersion 1, ``weight`` is the sum of the weights of the
+        rows, and ``perfect`` is the lowest loss that the rows can have.
         """
         return objective, 1.0
 
     def dispersion_text(self, dispersion: float) -> str:
-        """An estimated dispersion in words."""
-        return f"dispersion {dispersion:.4g}"
+        """Describe an estimated dispersion in words."""
+        return f"{self.dispersion_name} {np.sqrt(dispersion):.4g}"
 
     def error(self, mean_loss: float, data: GroupedData) -> float:
-        """The error of predictions by :attr:`error_name`, zero if perfect, given their mean loss on the rows of ``data``."""
+        """Return the error :attr:`error_name` of predictions, given their mean loss on ``data``; 0 for perfect predictions."""
         return mean_loss
 
     def response_interval(self, margin: Floats, variance: Floats, reach: Floats, coverage: float, noise: Floats) -> Floats:
-        """Where new responses lie, ``(rows, 2)``.
+        """Return prediction intervals for new responses, ``(rows, 2)``.
 
-        Margins are normal with a ``variance``, intervals for them reach ``reach`` standard errors to either side; ``noise`` is
-        the dispersion of each response.
+        Margins are normal with the given ``variance``. Their confidence intervals extend ``reach`` standard errors to either
+        side. ``noise`` is the dispersion of each response.
         """
-        raise SolverError(f"There is no interval for a new response of the {self.name} loss; leave noise=True out.")
+        raise SolverError(f"The {self.name} loss has no prediction interval for a new response; leave noise=True out.")
 
-    # What follows from that
+    # The rest follows from the methods above.
 
     @property
     def quadratic(self) -> bool:
-        """Whether the loss is its own expansion to second order."""
+        """Whether the loss is quadratic in the margin."""
         return self.curvature[0] == self.curvature[1]
 
     @property
@@ -181,40 +230,65 @@ class Loss(ABC):
 
     @property
     def compiled(self) -> bool:
-        """Whether compiled kernels know the loss."""
+        """Whether compiled kernels evaluate the loss."""
         return self.code is not None
 
     @property
     def linear_start(self) -> bool:
-        """Whether Newton begins at the solution of a linear problem (:meth:`working_response`)."""
+        """Whether Newton starts at the solution of a linear problem (:meth:`working_response`)."""
         return type(self).working_response is not Loss.working_response
 
+    def constant(self, data: GroupedData) -> float:
+        """Return the part of the negative log-likelihood of all rows that their losses leave out."""
+        return float(_weighted(self.constants(data.y), data).sum())
+
+    def perfect(self, data: GroupedData) -> Floats:
+        """Return the lowest loss that each client can have with any margins, ``(n,)``."""
+        return self.scale(data) * segment_sum(_weighted(self.lowest(data.y), data), data.client_ptr)
+
     def expand(self, data: GroupedData, theta: Floats, order: int = 2) -> Expansion:
-        """Value, gradient and Hessian at ``theta (n, d)`` in one pass; what lies above ``order`` stays empty."""
+        """Return value, gradient and Hessian at ``theta (n, d)``, computed in one pass over the rows.
+
+        Derivatives above ``order`` are not computed; their arrays are empty.
+        """
         if self.code is None:
             value, gradient, hessian = plain.expand(self, data, self.scale(data), theta, order)
         else:
-            value, gradient, hessian = _expand(self.code, data, self.scale(data), theta, order)
+            value, gradient, hessian = self._expand(self.code, data, theta, order)
         if self.ridge:
             value += 0.5 * self.ridge * (theta**2).sum(axis=1)
             gradient += self.ridge * theta[: len(gradient)]
             hessian += self.ridge * np.eye(data.n_terms)
         return Expansion(value, gradient, hessian)
 
+    def _expand(self, code: int, data: GroupedData, theta: Floats, order: int) -> tuple[Floats, Floats, Floats]:
+        """Call the compiled kernel of a family; without the ridge."""
+        _, X, y, weights, offset, scale, _, ptr = self.operands(data)
+        n, d = theta.shape
+        value = np.empty(n)
+        gradient = np.empty((n if order >= 1 else 0, d))
+        hessian = np.empty((n if order >= 2 else 0, d, d))
+        at = np.ascontiguousarray(theta)
+        kernels.expand(code, order, X, y, weights, offset, scale, ptr, at, value, gradient, hessian)
+        return value, gradient, hessian
+
     def value(self, data: GroupedData, theta: Floats) -> Floats:
-        """Each client's loss, ``(n,)``."""
+        """Return the loss of each client, ``(n,)``."""
         return self.expand(data, theta, order=0).value
 
     def gradient(self, data: GroupedData, theta: Floats) -> Floats:
-        """Each client's gradient, ``(n, d)``."""
+        """Return the gradient of each client's loss, ``(n, d)``."""
         return self.expand(data, theta, order=1).gradient
 
     def hessian(self, data: GroupedData, theta: Floats) -> Floats:
-        """Each client's Hessian, ``(n, d, d)``."""
+        """Return the Hessian of each client's loss, ``(n, d, d)``."""
         return self.expand(data, theta, order=2).hessian
 
     def bend(self, data: GroupedData, theta: Floats, P: Floats) -> Floats:
-        """The gradient in ``theta`` of each client's ``trace(P_i H_i(theta_i))``, ``(n, d)``; of a sum over rows only."""
+        """Return the gradient in ``theta_i`` of ``trace(P_i H_i(theta_i))`` of each client, ``(n, d)``.
+
+        ``H_i`` is the Hessian of the sum over the client's rows, whatever the reduction.
+        """
         if self.quadratic:
             return np.zeros_like(theta)
         if self.code is None:
@@ -225,14 +299,14 @@ class Loss(ABC):
         return out
 
     def scale(self, data: GroupedData) -> Floats:
-        """What each client's sum is multiplied by."""
+        """Return the factor of each client's sum over rows, ``(n,)``."""
         if self.reduction == "sum":
             return np.ones(data.n_clients)
         rows = data.rows_per_client if data.weights is None else segment_sum(data.weights, data.client_ptr)
         return 1.0 / np.where(rows > 0, rows, 1.0)
 
-    def operands(self, data: GroupedData) -> tuple[Any, ...]:
-        """What a kernel needs to know of the rows: family, ``X``, ``y``, weights, offset, scale, ridge, ``client_ptr``.
+    def operands(self, data: GroupedData) -> tuple[Any, Floats, Floats, Floats, Floats, Floats, float, Ints]:
+        """Return the arguments of a kernel: family, ``X``, ``y``, weights, offset, scale, ridge, ``client_ptr``.
 
         The family is a code, or the loss itself if it is not compiled.
         """
@@ -241,64 +315,45 @@ class Loss(ABC):
         return family, data.X, data.y, weights, offset, self.scale(data), float(self.ridge), data.client_ptr
 
     def smoothness(self, data: GroupedData) -> Floats:
-        """An upper bound ``L_i`` on the curvature of each client's loss, at any point."""
+        """Return an upper bound ``L_i`` on the curvature of each client's loss at any point, ``(n,)``."""
         if not self.bounded:
             return np.full(data.n_clients, np.inf)
-        return self.curvature[1] * _gram_eigenvalues(self, data)[:, -1] + self.ridge
+        return self.curvature[1] * self._gram_eigenvalues(data)[:, -1] + self.ridge
 
-    def row_smoothness(self, data: GroupedData, bend: Floats | float | None = None) -> Floats:
-        """For each row an upper bound on the curvature of ``f_il``, where ``f_i = 1/m_i sum_l f_il`` over a client's rows.
+    def row_smoothness(self, data: GroupedData, second: Floats | float | None = None) -> Floats:
+        """Return an upper bound on the curvature of each ``f_il``, where ``f_i = 1/m_i sum_l f_il`` over a client's rows.
 
-        ``bend`` is the second derivative in the margin; by default its upper bound.
+        ``second`` is the second derivative in the margin; the default is its upper bound.
         """
         size = np.einsum("la,la->l", data.X, data.X) * (1.0 if data.weights is None else data.weights)
         share = self.scale(data) * data.rows_per_client
-        bound: Floats = (self.curvature[1] if bend is None else bend) * size * share[data.client_of_row] + self.ridge
+        bound: Floats = (self.curvature[1] if second is None else second) * size * share[data.client_of_row] + self.ridge
         return bound
 
     def strong_convexity(self, data: GroupedData) -> Floats:
-        """A lower bound ``mu_i`` on the curvature of each client's loss, at any point; 0 where there is none."""
+        """Return a lower bound ``mu_i >= 0`` on the curvature of each client's loss at any point, ``(n,)``."""
         if self.curvature[0] == 0.0:
             return np.full(data.n_clients, self.ridge)
-        eigenvalues = _gram_eigenvalues(self, data)
-        # A rank-deficient client shows rounding instead of zero; only what is clear of that is claimed.
+        eigenvalues = self._gram_eigenvalues(data)
+        # Rounding gives a rank-deficient client a small eigenvalue instead of zero; the bound is zero at that size.
         floor = 8 * data.n_terms * np.finfo(float).eps * eigenvalues[:, -1]
         lowest = eigenvalues[:, 0] - floor
         return self.curvature[0] * np.where(lowest > floor, lowest, 0.0) + self.ridge
 
     def smallest_curvature(self, hessian: Floats) -> float:
-        """A lower bound ``mu`` on the curvature of all clients' losses at any point, given their Hessians at some point."""
+        """Return a lower bound ``mu`` on the curvature of all clients' losses at any point, given their Hessians at one."""
         if not self.quadratic:
             return self.ridge
         floor = np.empty(len(hessian))
         kernels.curvature_floor(hessian, floor)
         return float(floor.min(initial=np.inf))
 
+    def _gram_eigenvalues(self, data: GroupedData) -> Floats:
+        """Eigenvalues of ``scale_i X_i' W_i X_i``, the Hessian of a Gaussian loss, in ascending order, ``(n, d)``."""
+        gram = self._expand(kernels.GAUSSIAN, data, np.zeros((data.n_clients, data.n_terms)), 2)[2]
+        eigenvalues: Floats = np.maximum(np.linalg.eigvalsh(gram), 0.0)
+        return eigenvalues
 
-def _gram_eigenvalues(loss: Loss, data: GroupedData) -> Floats:
-    """Eigenvalues of ``scale_i X_i' W_i X_i`` in ascending order, ``(n, d)``: the Hessian of a quadratic loss."""
-    gram = _expand(kernels.GAUSSIAN, data, loss.scale(data), np.zeros((data.n_clients, data.n_terms)), 2)[2]
-    eigenvalues: Floats = np.maximum(np.linalg.eigvalsh(gram), 0.0)
-    return eigenvalues
 
-
-def _expand(code: int, data: GroupedData, scale: Floats, theta: Floats, order: int) -> tuple[Floats, Floats, Floats]:
-    n, d = theta.shape
-    value = np.empty(n)
-    gradient = np.empty((n if order >= 1 else 0, d))
-    hessian = np.empty((n if order >= 2 else 0, d, d))
-    kernels.expand(
-        code,
-        order,
-        data.X,
-        data.y,
-        _NONE if data.weights is None else data.weights,
-        _NONE if data.offset is None else data.offset,
-        scale,
-        data.client_ptr,
-        np.ascontiguousarray(theta),
-        value,
-        gradient,
-        hessian,
-    )
-    return value, gradient, hessian
+def _weighted(values: Floats, data: GroupedData) -> Floats:
+    return values if data.weights is None else data.weights * values

@@ -1,10 +1,11 @@
-"""Binary responses with the logit link: ``loss = log(1 + exp(margin)) - y margin``, y in {0, 1}."""
+"""Binary responses with the logit link: ``loss = log(1 + exp(margin)) - y margin`` with ``y`` in {0, 1}."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 from scipy.special import expit
 
 from covey._typing import Floats
@@ -15,7 +16,23 @@ from covey.tables.rows import Place
 
 
 class Bernoulli(Loss):
-    """Logistic regression. The curvature ``p (1 - p)`` is at most 1/4 and has no positive lower bound."""
+    """Logistic regression. The curvature ``p (1 - p)`` is at most 1/4 and has no positive lower bound.
+
+    Parameters
+    ----------
+    reduction : "sum" or "mean", optional
+        Whether the loss of a client is the sum (default) or the weighted mean over its rows.
+    ridge : float, optional
+        Adds ``ridge/2 |theta_i|^2`` to the loss of every client. The default is 0.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from covey import GroupedData
+    >>> data = GroupedData.from_arrays([[1.0], [1.0]], [1.0, 1.0])
+    >>> Bernoulli().gradient(data, theta=np.zeros((1, 1))).tolist()
+    [[-1.0]]
+    """
 
     name: ClassVar[str] = "bernoulli"
     title: ClassVar[str] = "logistic"
@@ -23,6 +40,7 @@ class Bernoulli(Loss):
     code: ClassVar[int | None] = kernels.BERNOULLI
     curvature: ClassVar[tuple[float, float]] = (0.0, 0.25)
     third_per_second: ClassVar[float] = 1.0
+    responses: ClassVar[str] = "0 and 1"
     two_classes: ClassVar[bool] = True
 
     def mean(self, margin: Floats) -> Floats:
@@ -41,21 +59,18 @@ class Bernoulli(Loss):
         return np.asarray(expit(margin) * expit(-margin) * -np.tanh(margin / 2))
 
     def residual(self, y: Floats, dispersion: float = 1.0) -> float:
-        return float(np.pi**2 / 3)  # of the logistic distribution behind the classes
+        return float(np.pi**2 / 3)  # variance of the latent logistic variable
 
     def draw(self, margin: Floats, rng: np.random.Generator, dispersion: float = 1.0) -> Floats:
         return (rng.random(len(margin)) < self.mean(margin)).astype(np.float64)
 
-    def check_values(self, y: Floats, place: Place) -> None:
-        bad = (y != 0) & (y != 1)
-        if bad.any():
-            row = int(bad.argmax())
-            raise DataError(f"The response is {y[row]:g} in {place(row)}; the bernoulli family takes 0 and 1.")
+    def impossible(self, y: Floats) -> npt.NDArray[np.bool_]:
+        return np.asarray((y != 0) & (y != 1))
 
     def check(self, y: Floats, place: Place) -> None:
         self.check_values(y, place)
         if (y == y[0]).all():
-            raise DataError(f"The response is {y[0]:g} in every row, one class only; a classifier needs rows of two classes.")
+            raise DataError(f"The response is {y[0]:g} in every row. A classifier needs rows of both classes.")
 
     def response_interval(self, margin: Floats, variance: Floats, reach: Floats, coverage: float, noise: Floats) -> Floats:
-        raise SolverError("A class is one of two, so there is no interval for it with noise=True; leave noise out.")
+        raise SolverError("A binary response has no prediction interval; leave noise=True out.")

@@ -1,21 +1,22 @@
-"""Losses of one's own, given by functions of ``(margin, y)`` on numpy arrays."""
+"""User-defined losses, given by functions of ``(margin, y)`` on numpy arrays."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from covey._typing import Floats
-from covey.errors import DataError, SolverError
+from covey.errors import SolverError
 from covey.losses.base import FAMILIES, Loss
-from covey.tables.rows import GroupedData, Place
+from covey.tables.rows import GroupedData
 
 _SECANT = 1e-3
 
-Function = Callable[[Floats, Floats], Any]
+Function = Callable[..., npt.ArrayLike]
 
 
 def from_functions(
@@ -25,33 +26,42 @@ def from_functions(
     curvature: Function,
     bounds: tuple[float, float],
     *,
-    mean: Callable[[Floats], Any] | None = None,
-    start: Callable[[Floats], Any] | None = None,
+    mean: Function | None = None,
+    start: Function | None = None,
     two_classes: bool = False,
 ) -> Loss:
-    """Register a convex loss under a name, and return it; solvers, estimators and ``covey.plan`` then take the name too.
+    """Register a convex loss under a name and return it.
 
-    No code is saved with a model nor sent to a site: a process that reads the model, and every site of a fit across sites,
-    registers the loss under the same name itself. Such a loss is no likelihood, so penalties are given, or chosen by
-    ``penalty="cv"``.
+    Solvers, estimators and :func:`covey.plan` then accept the loss, or its name. Models and messages contain only the name,
+    never code. A process that loads a model with this loss has to register the loss first, and so does every site of a fit
+    across sites. Such a loss has no likelihood: give the penalties, or choose them with ``penalty="cv"``.
 
     Parameters
     ----------
-    name : what models and specifications call it; a loss registered under this name before is replaced
-    value, slope, curvature : functions of arrays ``(margin, y)``, one number a row
-        The loss and its first and second derivative in the margin ``x'theta + offset``.
-    bounds : the least and the largest value of the second derivative, over all margins and responses
-        The latter may be infinite; step sizes are then measured near the minimiser.
-    mean : function of the margin, the prediction; the margin itself by default
-    start : function of ``y``, a margin that suits each response
-        Newton begins at the least-squares fit to these instead of at zero. A loss whose slope is constant far from its minimum
-        needs it.
-    two_classes : whether responses are one of two classes, coded 0 and 1; a classifier's ``predict_proba`` needs ``mean``
+    name : str
+        Name in models and specifications. It replaces an earlier user-defined loss with the same name.
+    value, slope, curvature : callable
+        Functions of arrays ``(margin, y)``, both ``(rows,)``, that return ``(rows,)``: the loss and its first and second
+        derivative in the margin ``x'theta + offset``.
+    bounds : (float, float)
+        Smallest and largest value of the second derivative over all margins and responses. The largest may be infinite;
+        step sizes are then measured near the minimiser.
+    mean : callable, optional
+        Prediction as a function of the margin. The default is the margin itself.
+    start : callable, optional
+        A suitable margin as a function of ``y``. Newton then starts at the least-squares fit to these margins instead of at
+        zero. A loss with a constant slope far from its minimum, such as Huber's, needs it.
+    two_classes : bool, optional
+        Whether responses are two classes, coded 0 and 1. ``predict_proba`` of a classifier also needs ``mean``.
 
     Returns
     -------
-    Loss, summed over rows and without a ridge; ``dataclasses.replace(loss, reduction="mean", ridge=0.1)`` has another.
+    Loss
+        The loss, summed over rows and without a ridge. ``dataclasses.replace(loss, reduction="mean", ridge=0.1)`` changes
+        both.
 
+    Examples
+    --------
     >>> import numpy as np
     >>> from covey import GroupedData, Penalty, minimise
     >>> huber = from_functions(
@@ -68,43 +78,43 @@ def from_functions(
     """
     if not (isinstance(name, str) and name):
         raise SolverError(f"The name of a loss must be text. Got {name!r} instead.")
-    if name in FAMILIES and not issubclass(FAMILIES[name], _Functions):
-        raise SolverError(f"The name {name!r} is that of a family that comes with covey; choose another for your loss.")
+    if name in FAMILIES and not issubclass(FAMILIES[name], FunctionLoss):
+        raise SolverError(f"The family {name!r} comes with covey; choose another name for your loss.")
     low, high = (float(bound) for bound in bounds)
     if not 0 <= low <= high or not high > 0 or np.isinf(low):
         raise SolverError(
             f"The bounds of the curvature of {name!r} must be 0 <= low <= high, high > 0. Got {bounds!r} instead."
         )
-    functions = {"value": value, "slope": slope, "curvature": curvature, "mean": mean, "start": start}
-    body: dict[str, Any] = {
-        "__doc__": f"The loss {name!r}, by functions.",
+    body = {
+        "__doc__": f"The user-defined loss {name!r}.",
         "name": name,
         "title": name,
         "error_name": f"mean {name} loss",
         "curvature": (low, high),
         "two_classes": bool(two_classes),
-        "functions": functions,
+        "functions": {"value": value, "slope": slope, "curvature": curvature, "mean": mean, "start": start},
     }
-    base = _Functions if start is None else _FunctionsWithStart
-    made: type[Loss] = type(name, (base,), body)
+    made: type[Loss] = type(name, (FunctionLoss,), body)
     return made()
 
 
-class _Functions(Loss):
-    """What all losses by functions share."""
+class FunctionLoss(Loss):
+    """Base class of the user-defined losses."""
 
     likelihood: ClassVar[bool] = False
     third_per_second: ClassVar[float] = np.inf
-    functions: ClassVar[dict[str, Any]]
+    responses: ClassVar[str] = "0 and 1"  # of two classes; any number otherwise
+    functions: ClassVar[dict[str, Function | None]]
 
     def mean(self, margin: Floats) -> Floats:
-        mean = self.functions["mean"]
-        if mean is None and self.two_classes:
+        if self.functions["mean"] is not None:
+            return self._call("mean", margin)
+        if self.two_classes:
             raise SolverError(
-                f"The loss {self.name!r} says nothing of probabilities; give from_functions a mean=, or use predict and "
+                f"The loss {self.name!r} has no probabilities; give from_functions a mean=, or use predict and "
                 "decision_function."
             )
-        return margin if mean is None else _rows(mean(margin), margin, f"mean of {self.name!r}")
+        return margin
 
     def values(self, margin: Floats, y: Floats) -> Floats:
         return self._call("value", margin, y)
@@ -113,54 +123,46 @@ class _Functions(Loss):
         return self._call("slope", margin, y)
 
     def curvatures(self, margin: Floats, y: Floats) -> Floats:
-        return self._call("curvature", margin, y)
+        """Return the second derivative plus, if there is a ``start``, a thousandth of the secant of the slope to the start.
 
-    def thirds(self, margin: Floats, y: Floats) -> Floats:
-        raise SolverError(f"The loss {self.name!r} has no third derivative, which only learning from a likelihood needs.")
-
-    def residual(self, y: Floats, dispersion: float = 1.0) -> float:
-        raise SolverError(f"The loss {self.name!r} is no likelihood, so its responses have no variance.")
-
-    def draw(self, margin: Floats, rng: np.random.Generator, dispersion: float = 1.0) -> Floats:
-        raise SolverError(f"The loss {self.name!r} is no likelihood, so no responses can be drawn from it.")
-
-    def check_values(self, y: Floats, place: Place) -> None:
-        if self.two_classes and ((y != 0) & (y != 1)).any():
-            row = int(((y != 0) & (y != 1)).argmax())
-            raise DataError(f"The response is {y[row]:g} in {place(row)}; the loss {self.name!r} takes 0 and 1.")
-
-    def _call(self, which: str, margin: Floats, y: Floats) -> Floats:
-        return _rows(self.functions[which](margin, y), margin, f"{which} of {self.name!r}")
-
-
-class _FunctionsWithStart(_Functions):
-    """With margins that suit the responses, Newton has somewhere to begin, and somewhere to go where every row is flat."""
-
-    def curvatures(self, margin: Floats, y: Floats) -> Floats:
-        """The second derivative, and in what is not quadratic a thousandth of the slope's secant to the margin that suits.
-
-        Where no row is curved, as that of Huber's loss far from every response, Newton's step would have no length; in this
-        proportion it still loses all but a thousandth of its error near the minimum.
+        Where no row has curvature, as with Huber's loss far from all responses, a step of Newton would otherwise have no
+        length. Near the minimum, a step with this addition still removes all but about a thousandth of the error.
         """
-        second = super().curvatures(margin, y)
-        if self.quadratic:
+        second = self._call("curvature", margin, y)
+        if self.quadratic or not self.linear_start:
             return second
-        away = margin - self._target(y)
+        away = margin - self._call("start", y)
         with np.errstate(divide="ignore", invalid="ignore"):
             secant = self.slopes(margin, y) / away
         return second + _SECANT * np.where((away != 0) & (secant > 0), np.minimum(secant, self.curvature[1]), 0.0)
 
-    def _target(self, y: Floats) -> Floats:
-        return _rows(self.functions["start"](y), y, f"start of {self.name!r}")
+    def thirds(self, margin: Floats, y: Floats) -> Floats:
+        raise SolverError(f"The loss {self.name!r} has no third derivative. Only the likelihood of a family needs one.")
+
+    def residual(self, y: Floats, dispersion: float = 1.0) -> float:
+        raise SolverError(f"The loss {self.name!r} is not a likelihood, so its responses have no variance.")
+
+    def draw(self, margin: Floats, rng: np.random.Generator, dispersion: float = 1.0) -> Floats:
+        raise SolverError(f"The loss {self.name!r} is not a likelihood, so no responses can be drawn from it.")
+
+    def impossible(self, y: Floats) -> npt.NDArray[np.bool_]:
+        return (y != 0) & (y != 1) if self.two_classes else super().impossible(y)
+
+    @property
+    def linear_start(self) -> bool:
+        return self.functions["start"] is not None
 
     def working_response(self, data: GroupedData) -> GroupedData | None:
-        target = self._target(data.y)
+        if not self.linear_start:
+            return None
+        target = self._call("start", data.y)
         return replace(data, y=target if data.offset is None else target - data.offset, offset=None)
 
-
-def _rows(found: Any, rows: Floats, what: str) -> Floats:
-    """One number a row, or an error that names the function."""
-    values = np.asarray(found, dtype=np.float64)
-    if values.shape != rows.shape:
-        raise SolverError(f"The {what} returned shape {values.shape} for {len(rows)} rows; return one number a row.")
-    return values
+    def _call(self, which: str, *rows: Floats) -> Floats:
+        """Call a function of the user and check the shape of its result."""
+        values = np.asarray(self.functions[which](*rows), dtype=np.float64)  # type: ignore[misc]
+        if values.shape != rows[0].shape:
+            raise SolverError(
+                f"The {which} of {self.name!r} returned shape {values.shape} for {len(rows[0])} rows; return one value per row."
+            )
+        return values

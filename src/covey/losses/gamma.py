@@ -1,11 +1,11 @@
-"""Positive responses with the log link and a constant coefficient of variation: ``loss = y exp(-margin) + margin``, y > 0.
+"""Positive responses with the log link and a constant coefficient of variation: ``loss = y exp(-margin) + margin``.
 
-A response has the mean ``exp(margin)`` and the variance ``phi exp(2 margin)``: its distribution is gamma of shape ``1 / phi``.
-With ``a = 1 / phi`` the negative log-likelihood of a row is
+A response has mean ``exp(margin)`` and variance ``phi exp(2 margin)``; its distribution is gamma with shape ``a = 1 / phi``.
+The negative log-likelihood of a row is
 
     a (loss - lowest loss) + a - a log a + log Gamma(a) + log y          lowest loss = 1 + log y
 
-and all of it is multiplied by the row's weight, as if the row were there so many times.
+times the weight of the row, as if the table contained the row so many times.
 """
 
 from __future__ import annotations
@@ -14,20 +14,36 @@ from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 from scipy import special
 
 from covey._typing import Floats
 from covey.errors import DataError
 from covey.losses import kernels
 from covey.losses.base import Loss
-from covey.tables.rows import GroupedData, Place
-from covey.tree.hierarchy import segment_sum
+from covey.tables.rows import GroupedData
 
-_HALVINGS = 80  # of an interval in which a quantile lies, to the last digit
+_HALVINGS = 80  # bisection steps; enough for all digits
 
 
 class Gamma(Loss):
-    """Log-linear positive responses. The curvature ``y exp(-margin)`` has no bound over all margins."""
+    """Log-linear model of positive responses. The curvature ``y exp(-margin)`` has no upper bound.
+
+    Parameters
+    ----------
+    reduction : "sum" or "mean", optional
+        Whether the loss of a client is the sum (default) or the weighted mean over its rows.
+    ridge : float, optional
+        Adds ``ridge/2 |theta_i|^2`` to the loss of every client. The default is 0.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from covey import GroupedData
+    >>> data = GroupedData.from_arrays([[1.0], [1.0]], [0.5, 4.5])
+    >>> Gamma().gradient(data, theta=np.zeros((1, 1))).tolist()
+    [[-3.0]]
+    """
 
     name: ClassVar[str] = "gamma"
     title: ClassVar[str] = "gamma"
@@ -36,6 +52,8 @@ class Gamma(Loss):
     curvature: ClassVar[tuple[float, float]] = (0.0, np.inf)
     third_per_second: ClassVar[float] = 1.0
     dispersion: ClassVar[bool] = True
+    dispersion_name: ClassVar[str] = "coefficient of variation"
+    responses: ClassVar[str] = "positive numbers"
 
     def mean(self, margin: Floats) -> Floats:
         return np.exp(np.minimum(margin, kernels.LARGEST_LOG_MEAN))
@@ -54,17 +72,15 @@ class Gamma(Loss):
         return np.where(-margin <= kernels.LARGEST_LOG_MEAN, -self.curvatures(margin, y), 0.0)
 
     def working_response(self, data: GroupedData) -> GroupedData | None:
-        """The logs of the responses: at its minimum the loss of every row has a curvature of 1."""
+        """Return the logs of the responses. At its minimum the loss of each row has curvature 1."""
         target = np.log(data.y) if data.offset is None else np.log(data.y) - data.offset
         return replace(data, y=target, offset=None)
 
-    def perfect(self, data: GroupedData) -> Floats:
-        lowest = 1.0 + np.log(data.y)
-        return self.scale(data) * segment_sum(lowest if data.weights is None else data.weights * lowest, data.client_ptr)
+    def lowest(self, y: Floats) -> Floats:
+        return np.asarray(1.0 + np.log(y))
 
-    def constant(self, data: GroupedData) -> float:
-        logs = np.log(data.y)
-        return float((logs if data.weights is None else data.weights * logs).sum())
+    def constants(self, y: Floats) -> Floats:
+        return np.log(y)
 
     def profile(self, objective: float, weight: float, perfect: float) -> tuple[float, float]:
         shape = _shape((objective - perfect) / weight)
@@ -72,28 +88,22 @@ class Gamma(Loss):
         return float(shape * (objective - perfect) + weight * rest), 1.0 / shape
 
     def residual(self, y: Floats, dispersion: float = 1.0) -> float:
-        return float(special.polygamma(1, 1.0 / dispersion))  # of the log of a response
+        return float(special.polygamma(1, 1.0 / dispersion))  # variance of the log of a response
 
     def draw(self, margin: Floats, rng: np.random.Generator, dispersion: float = 1.0) -> Floats:
-        # A response too small for a floating-point number would not be positive.
+        # A response below the smallest floating-point number would be 0, which is not positive.
         return np.maximum(rng.gamma(1.0 / dispersion, dispersion * self.mean(margin)), np.finfo(float).tiny)
 
-    def check_values(self, y: Floats, place: Place) -> None:
-        bad = ~(y > 0)
-        if bad.any():
-            row = int(bad.argmax())
-            raise DataError(f"The response is {y[row]:g} in {place(row)}; the gamma family takes positive numbers.")
-
-    def dispersion_text(self, dispersion: float) -> str:
-        return f"coefficient of variation {np.sqrt(dispersion):.4g}"
+    def impossible(self, y: Floats) -> npt.NDArray[np.bool_]:
+        return ~(y > 0)
 
     def error(self, mean_loss: float, data: GroupedData) -> float:
-        return float(2 * (mean_loss - np.average(1.0 + np.log(data.y), weights=data.weights)))
+        return float(2 * (mean_loss - np.average(self.lowest(data.y), weights=data.weights)))
 
     def response_interval(self, margin: Floats, variance: Floats, reach: Floats, coverage: float, noise: Floats) -> Floats:
         sd = reach / special.ndtri(0.5 + coverage / 2) * np.sqrt(variance)
         shape = np.broadcast_to(1.0 / np.asarray(noise), margin.shape)
-        # Of the log of a response relative to its mean: nothing of note lies further out.
+        # The log of a response divided by its mean lies in this interval, except with negligible probability.
         far = np.stack([-9.0 / np.sqrt(shape) - 40.0 / shape - 9.0 * sd, 9.0 / np.sqrt(shape) + 9.0 * sd])
         out = np.empty((len(margin), 2))
         for side, tail in enumerate((0.5 - coverage / 2, 0.5 + coverage / 2)):
@@ -107,13 +117,13 @@ class Gamma(Loss):
 
 
 def _shape(excess: float) -> float:
-    """The shape ``a`` with ``log a - digamma(a) = excess``, the mean loss above its lowest."""
+    """Solve ``log a - digamma(a) = excess`` for the shape ``a``; ``excess`` is the mean loss minus its lowest value."""
     if not excess > 1e-13:
         raise DataError(
-            "The dispersion is zero: the terms predict every response exactly, so no penalty is learned; drop the term that "
-            "gives the response away, or set gamma."
+            "The dispersion is zero because the terms predict every response exactly, so no penalty can be learned. Drop the "
+            "term that determines the response, or set gamma."
         )
-    # Between these two, since 1 / 2a < log a - digamma(a) < 1 / a.
+    # The solution lies between these two, because 1 / 2a < log a - digamma(a) < 1 / a.
     low, high = np.log(0.5 / excess), np.log(1.0 / excess)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
@@ -122,14 +132,14 @@ def _shape(excess: float) -> float:
 
 
 def _gap(shape: float) -> float:
-    """``log a - digamma(a)``, by its series where the difference would lose digits."""
+    """Return ``log a - digamma(a)``, by its series where the difference would lose digits."""
     if shape < 1e3:
         return float(np.log(shape) - special.digamma(shape))
     return 1 / (2 * shape) + 1 / (12 * shape**2) - 1 / (120 * shape**4)
 
 
 def _below(x: Floats, sd: Floats, shape: Floats) -> Floats:
-    """``P(Z + U <= x)``, ``Z`` normal and ``exp(U)`` gamma with mean 1: an average over whichever is the narrower."""
+    """Return ``P(Z + U <= x)`` for normal ``Z`` and gamma ``exp(U)`` with mean 1, integrated over the narrower of the two."""
     out = np.empty(len(x))
     flat = sd * np.sqrt(shape) < 1.0
     nodes, weights = np.polynomial.hermite_e.hermegauss(24)

@@ -10,14 +10,23 @@ from scipy import special
 from covey._typing import Floats
 from covey.losses import kernels
 from covey.losses.base import Loss
-from covey.tables.rows import GroupedData, Place
+from covey.tables.rows import GroupedData
 
 
 class Gaussian(Loss):
     """Least squares.
 
+    Parameters
+    ----------
+    reduction : "sum" or "mean", optional
+        Whether the loss of a client is the sum (default) or the weighted mean over its rows.
+    ridge : float, optional
+        Adds ``ridge/2 |theta_i|^2`` to the loss of every client. The default is 0.
+
+    Examples
+    --------
     >>> import numpy as np
-    >>> from covey.tables.rows import GroupedData
+    >>> from covey import GroupedData
     >>> data = GroupedData.from_arrays([[1.0], [1.0]], [1.0, 3.0])
     >>> Gaussian().gradient(data, theta=np.zeros((1, 1))).tolist()
     [[-4.0]]
@@ -31,7 +40,7 @@ class Gaussian(Loss):
     third_per_second: ClassVar[float] = 0.0
     reml: ClassVar[bool] = True
     dispersion: ClassVar[bool] = True
-    private_rounds: ClassVar[int] = 2  # one finds the minimum; the second begins nearer, so that less is clipped
+    private_rounds: ClassVar[int] = 2  # the second release starts nearer to the minimum, so that it clips fewer rows
 
     def mean(self, margin: Floats) -> Floats:
         return margin
@@ -53,12 +62,6 @@ class Gaussian(Loss):
 
     def draw(self, margin: Floats, rng: np.random.Generator, dispersion: float = 1.0) -> Floats:
         return np.asarray(margin + np.sqrt(dispersion) * rng.standard_normal(len(margin)))
-
-    def check_values(self, y: Floats, place: Place) -> None:
-        """Every finite response will do."""
-
-    def dispersion_text(self, dispersion: float) -> str:
-        return f"sd {np.sqrt(dispersion):.4g}"
 
     def error(self, mean_loss: float, data: GroupedData) -> float:
         return float(np.sqrt(2 * mean_loss))

@@ -1,8 +1,9 @@
-"""Fused loops over clients: value, gradient and Hessian of every client's loss in one pass over its rows.
+"""Compiled loops over clients: value, gradient and Hessian of each client's loss in one pass over its rows.
 
-All families share one compiled loop; ``pointwise`` picks the family by its code. (A compiled function passed as an
-argument would be recompiled in every process: numba cannot cache it.) Clients are independent and each
-is summed by one thread, so the number of threads changes no bit. :mod:`.plain` has the same in numpy.
+All families share one compiled loop, and ``exponent``, ``slope`` and ``pointwise`` select the family by its code. The functions
+of a family cannot be arguments of the loop: numba caches no function that takes or encloses compiled functions, so every
+process would compile it again. One thread sums all rows of a client, so results have the same bits with any number of threads.
+:mod:`.plain` has the same functions in numpy.
 """
 
 from __future__ import annotations
@@ -16,21 +17,20 @@ from covey._typing import Floats, Ints
 
 GAUSSIAN, BERNOULLI, POISSON, GAMMA = CODES = 0, 1, 2, 3
 
-# Beyond this margin the exponential is continued by its second-order expansion: convex, twice differentiable and
-# finite where exp overflows, and no count has a mean of exp(300).
+# Beyond this margin the second-order expansion replaces the exponential. It is convex, twice differentiable, and finite where
+# exp overflows. No count has a mean of exp(300).
 LARGEST_LOG_MEAN = 300.0
 
-
-# Clients handled by one thread in a row, and rows looked at together: small enough to stay in the fastest cache.
+# Number of clients that a thread takes at a time, and of rows that fit into the fastest cache together.
 _BLOCK, _TILE = 256, 64
 
-# Sums may be reordered to use vector registers, the same way on every run; infinities and NaN keep their meaning.
+# The compiler may reorder sums to use vector registers; the order is the same in every run. Infinities and NaN stay valid.
 FASTMATH = {"reassoc", "contract", "nsz"}
 
 
 @njit(inline="always", error_model="numpy")  # type: ignore[untyped-decorator]
 def exponent(family: int, margin: float) -> float:
-    """What ``slope`` and ``pointwise`` need the exponential of, as ``power``."""
+    """Return the number whose exponential is the argument ``power`` of ``slope``."""
     if family == BERNOULLI:
         return -abs(margin)
     return min(-margin if family == GAMMA else margin, LARGEST_LOG_MEAN)
@@ -38,7 +38,7 @@ def exponent(family: int, margin: float) -> float:
 
 @njit(inline="always", error_model="numpy")  # type: ignore[untyped-decorator]
 def slope(family: int, margin: float, y: float, power: float) -> float:
-    """The first derivative of one row's loss in the margin ``x'theta + offset``."""
+    """Return the first derivative of one row's loss in the margin ``x'theta + offset``."""
     if family == GAUSSIAN:
         return margin - y
     if family == BERNOULLI:
@@ -51,9 +51,9 @@ def slope(family: int, margin: float, y: float, power: float) -> float:
 
 @njit(inline="always", error_model="numpy")  # type: ignore[untyped-decorator]
 def pointwise(family: int, margin: float, y: float) -> tuple[float, float, float, float]:
-    """One row's loss as ``plain + log(factor)``, and its first and second derivative in the margin.
+    """Return ``plain`` and ``factor``, with the loss of one row ``plain + log(factor)``, and its first two derivatives.
 
-    Factors lie in [1, 2] and are multiplied over rows, so that one logarithm serves many.
+    Factors lie in [1, 2]. Callers multiply the factors of many rows and take one logarithm.
     """
     if family == GAUSSIAN:
         error = margin - y
@@ -71,18 +71,18 @@ def pointwise(family: int, margin: float, y: float) -> tuple[float, float, float
     return mean - y * margin, 1.0, first, power
 
 
-# exp(x) = 2^n exp(x - n log 2): adding 1.5 * 2^52 leaves the whole number n in the low bits of the sum.
+# exp(x) = 2^n exp(x - n log 2). Adding 1.5 * 2^52 puts the integer n into the low bits of the sum.
 _LOG2_E, _LOG_2_HIGH, _LOG_2_LOW = 1.4426950408889634, 0.6931471803691238, 1.9082149292705877e-10
 _ROUNDER = 6755399441055744.0
 
 
-# Several rows at a time in vector registers, where math.exp takes them one by one. Sums keep their order: reordering
-# them would cancel the rounder.
+# This function computes several rows at a time in vector registers; math.exp computes one at a time. Sums must keep their
+# order here, because reordering would cancel _ROUNDER.
 @njit(fastmath={"contract"}, error_model="numpy")  # type: ignore[untyped-decorator]
 def exponentials(x: Floats, m: int, whole: Floats, power: Floats) -> None:
-    """``power[r] = exp(x[r])`` for ``r < m``, to the last bit; ``whole`` is room to work in.
+    """Set ``power[r] = exp(x[r])`` for ``r < m``, correct to about one unit in the last place; ``whole`` is a work array.
 
-    ``x`` may be at most 709; below -708 it is set to -708; NaN stays NaN.
+    ``x`` may be at most 709. Values below -708 are set to -708, and NaN stays NaN.
     """
     bits, scales = whole.view(np.int64), power.view(np.int64)
     for r in range(m):
@@ -111,22 +111,12 @@ def exponentials(x: Floats, m: int, whole: Floats, power: Floats) -> None:
 
 @njit(parallel=True, cache=True, fastmath=FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
 def expand(
-    family: int,
-    order: int,
-    X: Floats,
-    y: Floats,
-    weights: Floats,
-    offset: Floats,
-    scale: Floats,
-    client_ptr: Ints,
-    theta: Floats,
-    value: Floats,
-    gradient: Floats,
-    hessian: Floats,
-) -> None:
-    """Fill ``value (n,)`` and, for ``order`` 1 and 2, ``gradient (n, d)`` and ``hessian (n, d, d)`` at ``theta (n, d)``.
+    family: int, order: int, X: Floats, y: Floats, weights: Floats, offset: Floats, scale: Floats, client_ptr: Ints,
+    theta: Floats, value: Floats, gradient: Floats, hessian: Floats,
+) -> None:  # fmt: skip
+    """Fill ``value (n,)``, for ``order >= 1`` also ``gradient (n, d)``, for ``order >= 2`` also ``hessian (n, d, d)``.
 
-    ``weights`` and ``offset`` may be empty; ``scale (n,)`` multiplies each client's loss.
+    ``weights`` and ``offset`` may be empty; ``scale (n,)`` multiplies the loss of each client.
     """
     n, d = theta.shape
     weighted, shifted = len(weights) > 0, len(offset) > 0
@@ -191,7 +181,7 @@ def expand(
 def bend(
     family: int, X: Floats, y: Floats, weights: Floats, offset: Floats, client_ptr: Ints, theta: Floats, P: Floats, out: Floats
 ) -> None:
-    """``out[i] = sum_l f'''(margin_l) (x_l' P_i x_l) x_l``: how ``trace(P_i H_i)`` answers to ``theta_i``."""
+    """Set ``out[i] = sum_l f'''(margin_l) (x_l' P_i x_l) x_l``, the gradient of ``trace(P_i H_i)`` in ``theta_i``."""
     n, d = theta.shape
     for block in prange((n + _BLOCK - 1) // _BLOCK):
         for i in range(block * _BLOCK, min(n, (block + 1) * _BLOCK)):
@@ -219,9 +209,10 @@ def bend(
 
 @njit(parallel=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def curvature_floor(A: Floats, floor: Floats) -> None:
-    """A lower bound on the smallest eigenvalue of each ``A (n, d, d)``: ``1 / trace(A^-1)``, within a factor ``d`` of it.
+    """Set ``floor`` to ``1 / trace(A^-1)`` for each ``A (n, d, d)``: a lower bound on its smallest eigenvalue.
 
-    Zero where elimination meets a pivot that rounding cannot tell from zero. Far cheaper than eigenvalues, and as certain.
+    The bound is within a factor ``d`` of the eigenvalue and much cheaper. It is zero where a pivot of the Cholesky
+    factorisation is zero up to rounding.
     """
     n, d = A.shape[:2]
     for block in prange((n + _BLOCK - 1) // _BLOCK):
@@ -240,7 +231,7 @@ def curvature_floor(A: Floats, floor: Floats) -> None:
                     else:
                         definite = False
                         L[a, a] = 1.0
-            # trace(A^-1) is the sum of squares of L^-1, taken column by column.
+            # trace(A^-1) is the sum of squares of L^-1, computed column by column.
             for column in range(d):
                 for a in range(column, d):
                     rest = 1.0 if a == column else 0.0

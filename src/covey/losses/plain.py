@@ -1,4 +1,4 @@
-"""The kernels in plain numpy, for any loss: what losses that are not compiled use, and what tests compare kernels with."""
+"""The kernels in plain numpy, for losses that are not compiled. Tests compare the compiled kernels with these functions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 
 def expand(loss: Loss, data: GroupedData, scale: Floats, theta: Floats, order: int) -> tuple[Floats, Floats, Floats]:
-    """Value ``(n,)`` and, for ``order`` 1 and 2, gradient ``(n, d)`` and Hessian ``(n, d, d)``, without a ridge; else empty."""
+    """Return value ``(n,)``, gradient ``(n, d)`` and Hessian ``(n, d, d)`` of each client's loss, without the ridge.
+
+    Derivatives above ``order`` are empty.
+    """
     d, X, y, margin = theta.shape[1], data.X, data.y, data.margin(theta)
     weights = np.ones(len(y)) if data.weights is None else data.weights
     value = scale * _sum(weights * loss.values(margin, y), data)
@@ -29,7 +32,7 @@ def expand(loss: Loss, data: GroupedData, scale: Floats, theta: Floats, order: i
 
 
 def bend(loss: Loss, data: GroupedData, theta: Floats, P: Floats) -> Floats:
-    """``sum_l weight_l f'''(margin_l) (x_l' P_i x_l) x_l`` of each client, ``(n, d)``."""
+    """Return ``sum_l weight_l f'''(margin_l) (x_l' P_i x_l) x_l`` for each client, ``(n, d)``."""
     X, weights = data.X, 1.0 if data.weights is None else data.weights
     size = np.einsum("la,lab,lb->l", X, P[data.client_of_row], X)
     return _sum((weights * loss.thirds(data.margin(theta), data.y) * size)[:, None] * X, data)

@@ -1,4 +1,4 @@
-"""Counts with the log link: ``loss = exp(margin) - y margin``, y >= 0. The log of an exposure goes in as offset."""
+"""Counts with the log link: ``loss = exp(margin) - y margin`` with ``y >= 0``. The log of an exposure is an offset."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 from scipy import special
 
 from covey._typing import Floats
@@ -13,13 +14,28 @@ from covey.errors import DataError
 from covey.losses import kernels
 from covey.losses.base import Loss
 from covey.tables.rows import GroupedData, Place
-from covey.tree.hierarchy import segment_sum
 
-_COUNTABLE = 2.0**52  # above, floating-point numbers no longer tell counts apart
+_COUNTABLE = 2.0**52  # above this, floating-point numbers do not represent every count
 
 
 class Poisson(Loss):
-    """Log-linear counts. The curvature ``exp(margin)`` has no bound over all margins, so ``smoothness`` is infinite."""
+    """Log-linear model of counts. The curvature ``exp(margin)`` has no upper bound, so ``smoothness`` is infinite.
+
+    Parameters
+    ----------
+    reduction : "sum" or "mean", optional
+        Whether the loss of a client is the sum (default) or the weighted mean over its rows.
+    ridge : float, optional
+        Adds ``ridge/2 |theta_i|^2`` to the loss of every client. The default is 0.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from covey import GroupedData
+    >>> data = GroupedData.from_arrays([[1.0], [1.0]], [0.0, 4.0])
+    >>> Poisson().gradient(data, theta=np.zeros((1, 1))).tolist()
+    [[-2.0]]
+    """
 
     name: ClassVar[str] = "poisson"
     title: ClassVar[str] = "Poisson"
@@ -27,6 +43,7 @@ class Poisson(Loss):
     code: ClassVar[int | None] = kernels.POISSON
     curvature: ClassVar[tuple[float, float]] = (0.0, np.inf)
     third_per_second: ClassVar[float] = 1.0
+    responses: ClassVar[str] = "counts >= 0"
 
     def mean(self, margin: Floats) -> Floats:
         return np.exp(np.minimum(margin, kernels.LARGEST_LOG_MEAN))
@@ -39,48 +56,41 @@ class Poisson(Loss):
         return np.asarray(self.mean(margin) * (1.0 + np.maximum(margin - kernels.LARGEST_LOG_MEAN, 0.0)) - y)
 
     def curvatures(self, margin: Floats, y: Floats) -> Floats:
-        return self.mean(margin)  # a count's variance is its mean
+        return self.mean(margin)  # the variance of a count is its mean
 
     def thirds(self, margin: Floats, y: Floats) -> Floats:
         return np.where(margin <= kernels.LARGEST_LOG_MEAN, self.mean(margin), 0.0)
 
     def working_response(self, data: GroupedData) -> GroupedData | None:
-        """The logs of the counts, weighted by the counts: the usual first step of a log-linear fit."""
+        """Return the logs of the counts, weighted by the counts: the usual first step of a log-linear fit."""
         counts = np.maximum(data.y, 0.5)
         target = np.log(counts) if data.offset is None else np.log(counts) - data.offset
         weights = counts if data.weights is None else counts * data.weights
         return replace(data, y=target, weights=weights, offset=None)
 
-    def perfect(self, data: GroupedData) -> Floats:
-        lowest = data.y - data.y * np.log(np.where(data.y > 0, data.y, 1.0))
-        return self.scale(data) * segment_sum(lowest if data.weights is None else data.weights * lowest, data.client_ptr)
+    def lowest(self, y: Floats) -> Floats:
+        return np.asarray(y - y * np.log(np.where(y > 0, y, 1.0)))
 
-    def constant(self, data: GroupedData) -> float:
-        factorials = special.gammaln(data.y + 1.0)
-        return float((factorials if data.weights is None else data.weights * factorials).sum())
+    def constants(self, y: Floats) -> Floats:
+        return np.asarray(special.gammaln(y + 1.0))
 
     def residual(self, y: Floats, dispersion: float = 1.0) -> float:
-        return float(np.log1p(1.0 / y.mean()))  # of a lognormal with the counts' mean and variance
+        return float(np.log1p(1.0 / y.mean()))  # of a lognormal variable with the mean and variance of the counts
 
     def draw(self, margin: Floats, rng: np.random.Generator, dispersion: float = 1.0) -> Floats:
         return rng.poisson(np.minimum(self.mean(margin), 1e9)).astype(np.float64)
 
-    def check_values(self, y: Floats, place: Place) -> None:
-        bad = y < 0
-        if bad.any():
-            row = int(bad.argmax())
-            raise DataError(f"The response is {y[row]:g} in {place(row)}; the poisson family takes counts >= 0.")
+    def impossible(self, y: Floats) -> npt.NDArray[np.bool_]:
+        return y < 0
 
     def check(self, y: Floats, place: Place) -> None:
         self.check_values(y, place)
         if not y.any():
-            raise DataError(
-                "The response is 0 in every row, so no rate can be fitted; the poisson family needs a positive count."
-            )
+            raise DataError("The response is 0 in every row. The poisson family needs a positive count.")
 
     def check_total(self, total: float) -> None:
         if not total > 0:
-            raise DataError("The response is 0 in every row of every site; the poisson family needs a positive count.")
+            raise DataError("The response is 0 in every row of every site. The poisson family needs a positive count.")
 
     def error(self, mean_loss: float, data: GroupedData) -> float:
         saturated = np.average(special.xlogy(data.y, data.y) - data.y, weights=data.weights)
@@ -91,7 +101,10 @@ class Poisson(Loss):
 
 
 def count_interval(margin: Floats, sd: Floats, coverage: float) -> Floats:
-    """Quantiles of Poisson counts whose log-mean is normal, ``(rows, 2)``: the smallest counts that reach each tail."""
+    """Prediction intervals of Poisson counts whose log-mean is normal, ``(rows, 2)``.
+
+    Each end is the smallest count whose cumulative probability reaches that of the tail; it is found by bisection.
+    """
     z = special.ndtri(0.5 + coverage / 2)
     top = np.exp(np.minimum(margin + 8.0 * sd, 40.0))
     out = np.empty((len(margin), 2))
@@ -106,8 +119,10 @@ def count_interval(margin: Floats, sd: Floats, coverage: float) -> Floats:
 
 
 def _count_below(k: Floats, margin: Floats, sd: Floats) -> Floats:
-    """``P(Y <= k)``: the mean over log-means ``z`` of that of a Poisson count; or, ``Y <= k`` being the same as a mean below
-    a gamma variable of shape ``k + 1``, the mean over such variables of a normal probability. Whichever is the smoother.
+    """Return ``P(Y <= k)`` for a Poisson count ``Y`` whose log-mean is normal, by numerical integration.
+
+    The integral is over the log-mean, or over a gamma variable of shape ``k + 1``: ``Y <= k`` has the same probability as
+    "the mean is below that variable". The variable with the smoother integrand is used.
     """
     out, shape = np.empty(len(k)), k + 1.0
     flat = sd * np.sqrt(shape) < 1.0
@@ -116,7 +131,7 @@ def _count_below(k: Floats, margin: Floats, sd: Floats) -> Floats:
     out[flat] = special.pdtr(k[flat, None], means) @ (weights / weights.sum())
     steep, m, s = shape[~flat, None], margin[~flat, None], sd[~flat, None]
     lowest, highest = -9.0 / np.sqrt(steep) - 12.0 / steep, 9.0 / np.sqrt(steep)
-    u = lowest + (highest - lowest) * np.linspace(0.0, 1.0, 64)  # of log(gamma / shape)
+    u = lowest + (highest - lowest) * np.linspace(0.0, 1.0, 64)  # values of log(gamma / shape)
     density = np.exp(steep * (u - np.expm1(u)))
     out[~flat] = (density * special.ndtr((np.log(steep) + u - m) / s)).sum(axis=1) / density.sum(axis=1)
     return out

@@ -1,1 +1,1 @@
-"""Nodes that hold clients' rows, the messages they answer, and networks of nodes."""
+"""Nodes hold the rows of clients and answer messages; networks connect nodes with a coordinator."""

@@ -1,21 +1,12 @@
-"""A node: the rows of its clients, where their coefficients are, and what algorithms keep there between messages.
+"""Nodes, messages and networks: how a solver reaches the rows of the clients, wherever they are.
 
-Messages: what a coordinator asks of nodes. Each says by itself how reports and plans are to count it.
+A solver is a coordinator. It sends messages to a network of nodes and adds up their replies. A message is a frozen dataclass;
+``message.at(node)`` is what a node does with it, and returns the reply (:class:`~covey.records.Reply`). Subclasses of
+:class:`Message` register themselves, so a new algorithm with its messages is one new file.
 
-A message is a frozen dataclass that travels down, ``message.at(node)`` is what a node does with it, and the reply, another
-record, adds over nodes (:class:`~covey.records.Reply`). Subclasses register themselves, so that a new algorithm with its
-messages is one new file.
-
-Networks: all nodes at once, wherever they are, as a solver sees them.
-
-A solver is a coordinator that sends messages and adds up the replies. In memory there is one node that holds all clients;
-across sites (:mod:`covey.federation`) messages and replies travel as bytes. The solvers do not know the difference.
-
-How many threads a problem is worth. No result depends on it.
-
-Children in blocks of one parent each: what a thread takes at a time.
-
-Blocks are summed in order, so that results have the same bits with any number of threads.
+In memory, one node holds all clients (:class:`InMemory`). Across sites (:mod:`covey.federation`), messages and replies are sent
+as bytes. Solvers do not see the difference. Rows are summed in fixed blocks (:class:`Blocks`), so results have the same bits
+with any number of threads.
 """
 
 from __future__ import annotations
@@ -43,7 +34,7 @@ S = TypeVar("S", bound=Record)
 
 @dataclass(frozen=True)
 class Snapshot(Record):
-    """All that a node needs, beside its rows, to go on: for checkpoints, journals and a site's own disk."""
+    """The state of a node without its rows, for checkpoints, journals and the disk of a site."""
 
     gamma: Floats
     theta: Floats | None
@@ -52,17 +43,17 @@ class Snapshot(Record):
 
 @dataclass
 class Node:
-    """The rows of some clients, under the clusters of the whole network.
+    """The rows of some clients, with their coefficients and the state of algorithms between messages.
 
     Attributes
     ----------
-    data : its clients' rows; clusters of which it has no clients are there, empty
-    loss : the family
-    gamma : (n,) what ties its clients to their clusters
-    theta : (n, d) the clients' coefficients; None before the first solver
-    states : what algorithms keep between messages, one record of each class
-    cache : what they may compute again
-    draw : standard normal numbers, for noise; None draws them from the system's randomness, and only simulations do otherwise
+    data : rows of its clients, with all clusters of the network; a cluster without clients on this node is empty
+    loss : loss of the clients
+    gamma : (n,) penalty between each client and its cluster
+    theta : (n, d) coefficients of the clients; None before the first solver
+    states : records that algorithms keep between messages, one of each class
+    cache : results that can be computed again
+    draw : source of standard normal numbers for noise; None uses the randomness of the system. Only simulations set it.
     """
 
     data: GroupedData
@@ -74,52 +65,52 @@ class Node:
     draw: Callable[[int], Floats] | None = None
 
     def coefficients(self) -> Floats:
-        """The clients' coefficients; zero, if no solver has moved them yet."""
+        """Return the coefficients of the clients, ``(n, d)``; zero before the first solver."""
         if self.theta is None:
             return np.zeros((self.data.n_clients, self.data.n_terms))
         return self.theta
 
     def keep(self, state: Record) -> None:
-        """Keep a state in place of the last one of its class."""
+        """Store a state; it replaces the last one of its class."""
         self.states[type(state)] = state
 
     def state(self, kind: type[S]) -> S:
-        """The state of a class, which an earlier message left."""
+        """Return the state of a class that an earlier message stored."""
         found = self.find(kind)
         if found is None:
-            raise SolverError(f"This node has no {kind.__name__}: a message came before the one that begins its algorithm.")
+            raise SolverError(f"This node has no {kind.__name__}: a message arrived before the first message of its algorithm.")
         return found
 
     def find(self, kind: type[S]) -> S | None:
-        """The same, or None."""
+        """Return the state of a class, or None."""
         return self.states.get(kind)  # type: ignore[return-value]
 
     def drop(self, *kinds: type[Record]) -> None:
-        """Forget states of these classes."""
+        """Delete states of these classes."""
         for kind in kinds:
             self.states.pop(kind, None)
 
     def snapshot(self) -> Snapshot:
-        """The node as it is, but for its rows and what can be computed again."""
+        """Return the state of the node, without its rows and its cache."""
         return Snapshot(self.gamma, self.theta, tuple(self.states.values()))
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Go on from a snapshot."""
+        """Continue from a snapshot."""
         self.gamma, self.theta = snapshot.gamma, snapshot.theta
         self.states = {type(state): state for state in snapshot.states}
         self.cache.clear()
 
 
 Phase = Literal["set-up", "learn", "measure", "fit", "finish"]
-"""What an exchange is for: to agree, to learn penalties, to measure constants of the problem, to solve, to hand out models."""
+"""Purpose of an exchange: agree on the problem, learn penalties, measure constants of the problem, solve, send models."""
 
 
 class Message(Record, Generic[R]):
-    """What travels down, and what a node does with it.
+    """A message from the coordinator to nodes.
 
-    ``class Step(Message[Sums], label="step", phase="fit")`` declares how reports call it and what it is for. With
-    ``reply=False`` it has no reply, and travels with the next message that has one; ``second=True`` marks the second half of
-    an exchange that plans count once.
+    ``class Step(Message[Sums], label="step", phase="fit")`` declares its name in reports and its purpose. A message with
+    ``reply=False`` has no reply, and is sent together with the next message that has one. ``second=True`` marks the second
+    half of an exchange that plans count once.
     """
 
     label: ClassVar[str] = ""
@@ -135,17 +126,17 @@ class Message(Record, Generic[R]):
 
     @property
     def cells(self) -> Anything | None:
-        """Which clusters it concerns, ``(k,)``; None for all. Nodes without clients of these need not be asked."""
+        """The clusters that the message concerns, boolean ``(k,)``; None for all. Other nodes do not receive it."""
         return None
 
     def at(self, node: Node) -> R:
-        """What a node does with it, and what it replies."""
+        """Carry out the message on a node and return the reply."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Batch(Message[Any], label="batch"):
-    """Several messages in one exchange; the reply is that to the last."""
+    """Several messages in one exchange. The reply is the reply to the last message."""
 
     messages: tuple[Message[Any], ...]
 
@@ -158,7 +149,7 @@ class Batch(Message[Any], label="batch"):
 
 @dataclass(frozen=True)
 class Standardise(Message[None], label="standardise", phase="set-up", reply=False):
-    """Put the terms of all rows about their means, in units of their standard deviations."""
+    """Subtract the mean of each term from all rows and divide by its standard deviation."""
 
     scale: Scale
 
@@ -170,7 +161,7 @@ class Standardise(Message[None], label="standardise", phase="set-up", reply=Fals
 
 @dataclass(frozen=True)
 class SetGamma(Message[None], label="penalties", phase="set-up", reply=False):
-    """What ties clients to their clusters, ``gamma (k,)``, one for all clients of each."""
+    """Set the penalty ``gamma (k,)`` of the clients of each cluster."""
 
     gamma: Floats
 
@@ -179,19 +170,19 @@ class SetGamma(Message[None], label="penalties", phase="set-up", reply=False):
 
 
 class Arrived(NamedTuple):
-    """A message that was sent, and the sum of the replies to it."""
+    """A message and the sum of the replies to it."""
 
     message: Message[Any]
     reply: Any
 
 
 class Network(ABC):
-    """All nodes at once."""
+    """All nodes, as a solver sees them."""
 
     @property
     @abstractmethod
     def tree(self) -> Hierarchy:
-        """The clusters, and how many clients each has; across sites the ids of the clients are not known."""
+        """The clusters and their numbers of clients. Across sites, the ids of clients are numbers, not their real ids."""
 
     @property
     @abstractmethod
@@ -201,41 +192,69 @@ class Network(ABC):
     @property
     @abstractmethod
     def loss(self) -> Loss:
-        """The family."""
+        """Loss of the clients."""
 
     @abstractmethod
     def send(self, message: Message[Any]) -> None:
-        """Send a message to the nodes that have clients of its cells."""
+        """Send a message to the nodes that have clients in its cells."""
 
     @abstractmethod
     def collect(self) -> list[Arrived]:
-        """What has arrived since the last call, in the order in which it was asked for."""
+        """Return the replies since the last call, in the order of the messages."""
 
     def ask(self, message: Message[R]) -> R:
-        """Send one message to all nodes concerned; the sum of their replies."""
+        """Send one message and return the sum of the replies."""
         self.send(message)
         reply: R = self.collect()[-1].reply
         return reply
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """Count what is asked meanwhile to another phase than the messages declare, where exchanges are counted."""
+        """Count the messages in the context under this phase, instead of the phase that they declare."""
         yield
 
     def clients(self) -> Node | None:
-        """The node that holds all clients, if it is in this process; None where their models stay elsewhere."""
+        """Return the node that holds all clients, or None if they are not in this process."""
         return None
 
 
 @dataclass
 class InMemory(Network):
-    """A network of one node that holds all clients."""
+    """A network of one node that holds all clients in memory. Build it with :meth:`of`.
+
+    Examples
+    --------
+    >>> from covey import GroupedData, Penalty
+    >>> from covey.losses import Gaussian
+    >>> from covey.solvers import solve
+    >>> data = GroupedData.from_arrays([[1.0]] * 4, [0.0, 1.0, 2.0, 3.0], ["a", "a", "b", "b"])
+    >>> penalty = Penalty.of(data.hierarchy, gamma=2.0)
+    >>> solve(InMemory.of(data, Gaussian(), penalty.gamma), penalty).theta.round(3).tolist()
+    [[1.0], [2.0]]
+    """
 
     node: Node
     _arrived: list[Arrived] = field(default_factory=list)
 
     @classmethod
     def of(cls, data: GroupedData, loss: Loss, gamma: Floats | None = None, theta: Floats | None = None) -> InMemory:
+        """Build a network from grouped rows.
+
+        Parameters
+        ----------
+        data : GroupedData
+            Rows of all clients.
+        loss : Loss
+            Loss of the clients.
+        gamma : (n,) array, optional
+            Penalty between each client and its cluster. The default is 1.
+        theta : (n, d) array, optional
+            Coefficients to start from. The default is zero.
+
+        Returns
+        -------
+        InMemory
+        """
         return cls(Node(data, loss, np.ones(data.n_clients) if gamma is None else gamma, theta))
 
     @property
@@ -264,15 +283,15 @@ class InMemory(Network):
         return self.node
 
 
-_WORTH_SHARING = 1 << 18  # numbers to read
+_WORTH_SHARING = 1 << 18  # number of values
 
 
 @contextmanager
 def threads_for(work: GroupedData | int) -> Iterator[None]:
-    """One thread for a small problem: where a call takes microseconds, threads mostly wait for each other.
+    """Use one thread in this context if the problem is small. Results do not depend on the number of threads.
 
-    On a machine that is busy with other work that wait is a time slice of the system, and a run of thousands of such calls
-    takes sixty times as long with two threads as with one.
+    Where a call takes microseconds, threads mostly wait for each other. On a busy machine such a wait lasts a time slice of
+    the system, and a run of thousands of calls takes sixty times as long with two threads as with one.
     """
     numbers = work if isinstance(work, int) else work.n_rows * work.n_terms
     before = numba.get_num_threads()
@@ -288,9 +307,10 @@ BLOCK = 256
 
 @dataclass(frozen=True)
 class Blocks:
-    """Block ``b`` has the children ``ptr[b]:ptr[b + 1]`` of ``owner[b]``; parent ``j`` has ``of_parent[j]:of_parent[j + 1]``.
+    """Children in blocks, each of one parent. A thread takes one block at a time; blocks are summed in order.
 
-    ``one_each`` says that every parent has one block.
+    Block ``b`` contains the children ``ptr[b]:ptr[b + 1]`` of parent ``owner[b]``. Parent ``j`` has the blocks
+    ``of_parent[j]:of_parent[j + 1]``. ``one_each`` is True if every parent has exactly one block.
     """
 
     ptr: Ints
@@ -300,7 +320,7 @@ class Blocks:
 
     @classmethod
     def of(cls, ptr: Ints) -> Blocks:
-        """The children ``ptr[j]:ptr[j + 1]`` of each parent, at most ``BLOCK`` to a block."""
+        """Divide the children ``ptr[j]:ptr[j + 1]`` of each parent into blocks of at most ``BLOCK``."""
         counts = -(-np.diff(ptr) // BLOCK)
         owner = np.repeat(np.arange(len(counts)), counts)
         first = np.repeat(np.cumsum(counts) - counts, counts)

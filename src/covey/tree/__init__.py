@@ -1,1 +1,1 @@
-"""Ids of clients and their groups: who belongs to whom, and which model answers for an unseen id."""
+"""Ids of clients and clusters, the hierarchy, and the model that predicts for an unseen id."""

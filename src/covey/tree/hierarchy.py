@@ -1,11 +1,8 @@
-"""Ids of clients and clusters: from any column to one type, sorted vocabularies and integer codes.
+"""Ids of clients and clusters, and the hierarchy: which client belongs to which cluster.
 
-Ids are integers, text, booleans, dates or floats, all of one kind; null stands for a missing id.
-
-Who is whose parent: clients in clusters in the whole; sums and means up, broadcast down.
-
-Clients of one cluster are contiguous (``cluster_ptr``), so that everything here is a segment operation.
-This is also the one place that decides which model answers for an id that training did not see.
+Ids are integers, text, booleans, dates or floats; all ids of a column have one type, and null is a missing id. They become
+sorted lists of distinct ids and integer codes. Clients of one cluster are contiguous, so sums and means over the clients of a
+cluster are segment operations. :meth:`Hierarchy.resolve` decides which model predicts for an id that training did not see.
 """
 
 from __future__ import annotations
@@ -17,10 +14,10 @@ from typing import Any, Literal, cast
 import narwhals as nw
 import numpy as np
 import polars as pl
+from numba import njit
 
 from covey._typing import Anything, Floats, Ints
 from covey.errors import DataError, listing, one_of
-from covey.tree import kernels
 
 _KINDS = {
     pl.Int64: "integers",
@@ -32,7 +29,7 @@ _KINDS = {
 
 
 def as_labels(values: Any, what: str) -> pl.Series:
-    """Any column or sequence of ids as a polars series of one kind, missing ids as null.
+    """Convert any column or sequence of ids to a polars series of one type, with null for a missing id.
 
     >>> as_labels([3.0, float("nan"), 1.0], "client").to_list()
     [3, None, 1]
@@ -53,40 +50,57 @@ def as_labels(values: Any, what: str) -> pl.Series:
 
 
 def encode(values: Any, what: str) -> tuple[pl.Series, Ints]:
-    """The sorted distinct ids, and for each row the position of its id among them; a missing id is an error.
+    """Return the sorted distinct ids, and for each row the position of its id among them. A missing id is an error.
 
     >>> ids, codes = encode(["b", "a", "b"], "client")
     >>> ids.to_list(), codes.tolist()
     (['a', 'b'], [1, 0, 1])
     """
     if isinstance(values, np.ndarray) and values.dtype == np.int64 and values.ndim == 1 and len(values):
-        return _encode_integers(values)  # as they are: a table of many millions of rows is not copied
+        return _encode_integers(values)  # without a copy: tables may have many millions of rows
     labels = as_labels(values, what)
-    missing = labels.null_count()
-    if missing:
-        row = int(labels.is_null().arg_max() or 0)
-        rows = "1 row has" if missing == 1 else f"{missing} rows have"
-        raise DataError(f"{rows} no {what} id (first: row {row}); fill the column or leave the rows out.")
+    _refuse_missing(labels, np.arange(len(labels)), what, "fill the column or leave the rows out")
     if labels.dtype == pl.Int64 and len(labels):
         return _encode_integers(labels.to_numpy())
     distinct = labels.unique().sort()
     return distinct, lookup(labels, distinct, what)
 
 
+def _refuse_missing(labels: pl.Series, rows: Ints, what: str, fix: str) -> None:
+    missing = labels.null_count()
+    if missing:
+        first = rows[int(labels.is_null().arg_max() or 0)]
+        raise DataError(f"{missing} {'row has' if missing == 1 else 'rows have'} no {what} id (first: row {first}); {fix}.")
+
+
 def _encode_integers(values: Ints) -> tuple[pl.Series, Ints]:
     low, high = int(values.min()), int(values.max())
     if high - low < 4 * len(values) + 1024:
-        # A table over a compact range costs two passes; sorting millions of rows costs seconds.
+        # A lookup table over a compact range needs two passes; sorting millions of rows takes seconds.
         place = np.zeros(high - low + 1, dtype=np.int64)
         codes = np.empty(len(values), dtype=np.int64)
-        kernels.rank_in_table(values, low, place, codes)
+        rank_in_table(values, low, place, codes)
         return pl.Series(np.flatnonzero(place) + low), codes
     ids, inverse = np.unique(values, return_inverse=True)
     return pl.Series(ids), inverse.astype(np.int64, copy=False)
 
 
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def rank_in_table(values: Ints, low: int, place: Ints, codes: Ints) -> None:
+    """Set ``codes`` to the rank of each row, and ``place`` to the rank of each value counted from 1; 0 if it is absent."""
+    for row in range(len(values)):
+        place[values[row] - low] = 1
+    rank = 0
+    for at in range(len(place)):
+        if place[at]:
+            rank += 1
+            place[at] = rank
+    for row in range(len(values)):
+        codes[row] = place[values[row] - low] - 1
+
+
 def lookup(labels: pl.Series, known: pl.Series, what: str) -> Ints:
-    """For each row the position of its id among the known ones; -1 where it is unseen or missing."""
+    """Return for each row the position of its id in ``known``; -1 where it is absent or missing."""
     if labels.null_count() == len(labels) or len(known) == 0:
         return np.full(len(labels), -1, dtype=np.int64)
     if labels.dtype != known.dtype:
@@ -108,11 +122,12 @@ def lookup(labels: pl.Series, known: pl.Series, what: str) -> Ints:
 
 
 def kind(labels: pl.Series) -> str:
+    """Describe the type of ids in words."""
     return _KINDS.get(labels.dtype.base_type(), str(labels.dtype))
 
 
 def to_array(labels: pl.Series) -> Anything:
-    """As a numpy array of plain Python values for text, else of the matching dtype."""
+    """Convert ids to a numpy array: of Python strings for text, otherwise of the matching dtype."""
     if labels.dtype == pl.String:
         return np.array(labels.to_list(), dtype=object)
     return cast(Anything, labels.to_numpy())
@@ -126,7 +141,7 @@ def _canonical(series: pl.Series, what: str) -> pl.Series:
         return series.cast(pl.Int64)
     if dtype.is_float():
         series = series.cast(pl.Float64).fill_nan(None)
-        # A column of whole numbers turns to floats as soon as one is missing: 12.0 is still client 12.
+        # A column of integers becomes one of floats when a value is missing: 12.0 is still client 12.
         known = series.drop_nulls()
         if bool((known == known.floor()).all()) and bool(known.is_finite().all()):
             if len(known) and float(known.abs().max()) > 2**53:  # type: ignore[arg-type]
@@ -160,11 +175,11 @@ def _from_objects(values: Anything, what: str) -> pl.Series:
 
 
 def _too_large(what: str) -> DataError:
-    return DataError(f"The {what} ids are too large for whole numbers of 64 bits; convert the column to text.")
+    return DataError(f"The {what} ids are too large for 64-bit integers; convert the column to text.")
 
 
 def is_missing(value: Any) -> bool:
-    """Whether one value stands for none: None, NaN, pandas' NA and NaT."""
+    """Whether a value is missing: None, NaN, or NA and NaT of pandas."""
     if value is None or type(value).__name__ in ("NAType", "NaTType"):
         return True
     return isinstance(value, float | np.floating) and bool(np.isnan(value))
@@ -179,17 +194,17 @@ UNSEEN = ("parent", "raise")
 
 @dataclass(frozen=True)
 class Resolved:
-    """For each row the client and cluster whose model answers for it; -1 where there is none."""
+    """For each row, the client and the cluster whose models predict for it; -1 where there is none."""
 
     client: Ints
     cluster: Ints
 
     def level(self) -> Anything:
-        """For each row ``"client"``, ``"cluster"`` or ``"global"``: the finest level with a model for it."""
+        """Return for each row the finest level that has a model: ``"client"``, ``"cluster"`` or ``"global"``."""
         return np.where(self.client >= 0, "client", np.where(self.cluster >= 0, "cluster", "global"))
 
     def index(self, n_clients: int) -> Ints:
-        """For each row the place of its model in a table of ``n_clients`` clients, then all clusters, the global model last.
+        """Return for each row the position of its model in a table of ``n_clients`` clients, all clusters and the global model.
 
         >>> Resolved(np.array([1, -1, -1]), np.array([0, 2, -1])).index(5).tolist()
         [1, 7, -1]
@@ -203,8 +218,10 @@ class Hierarchy:
 
     Parameters
     ----------
-    cluster_ptr : (k + 1,) integers; clients ``cluster_ptr[j]:cluster_ptr[j + 1]`` are in cluster ``j``
-    client_ids, cluster_ids : the labels, ``n`` and ``k`` of them, in that order
+    cluster_ptr : (k + 1,) integers
+        Clients ``cluster_ptr[j]:cluster_ptr[j + 1]`` belong to cluster ``j``.
+    client_ids, cluster_ids : Series
+        The ``n`` ids of the clients and the ``k`` ids of the clusters, in this order.
     """
 
     cluster_ptr: Ints
@@ -221,12 +238,12 @@ class Hierarchy:
 
     @cached_property
     def parent(self) -> Ints:
-        """The cluster of each client."""
+        """Position of the cluster of each client, ``(n,)``."""
         return np.repeat(np.arange(self.n_clusters), np.diff(self.cluster_ptr))
 
     @property
     def sizes(self) -> Ints:
-        """The number of clients of each cluster."""
+        """Number of clients of each cluster, ``(k,)``."""
         return np.diff(self.cluster_ptr)
 
     @property
@@ -247,17 +264,17 @@ class Hierarchy:
         return self.sum_up(values * weights[:, None]) / np.where(total > 0, total, 1.0)[:, None]
 
     def down(self, values: Floats) -> Floats:
-        """What each client gets from its cluster."""
+        """Copy the value of each cluster to its clients."""
         return values[self.parent]
 
     def resolve(
         self, client: Any, cluster: Any, *, n_rows: int, unseen: Unseen = "parent", level: Level = "client"
     ) -> Resolved:
-        """Find the model that answers for each row.
+        """Find the model that predicts for each row.
 
-        A client that was not seen in training, or whose id is missing, falls back to its cluster, and an
-        unknown cluster to the global model; with ``unseen="raise"`` either is an error. A known client
-        under another cluster than in training is always an error.
+        The model of the cluster predicts for a client that was not in the training data or has no id. The global model
+        predicts for an unknown cluster. With ``unseen="raise"`` both are errors. A known client in another cluster than in
+        training is always an error.
         """
         if unseen not in UNSEEN:
             raise one_of("unseen", unseen, UNSEEN)
@@ -268,7 +285,7 @@ class Hierarchy:
             return Resolved(nobody, nobody)
         i = nobody if client is None else self._find(client, self.client_ids, "client", n_rows)
         j = nobody if cluster is None else self._find(cluster, self.cluster_ids, "cluster", n_rows)
-        if client is not None and cluster is not None and len(self.parent):  # an operator's model has no clients
+        if client is not None and cluster is not None and len(self.parent):  # the model of an operator has no clients
             self._refuse_moved(i, j, client, cluster)
         j = np.where(i >= 0, self.parent[i], j) if len(self.parent) else j
         if unseen == "raise":
@@ -281,7 +298,7 @@ class Hierarchy:
     def _find(self, values: Any, known: pl.Series, what: str, n_rows: int) -> Ints:
         labels = as_labels(values, what)
         if len(labels) != n_rows:
-            raise DataError(f"There are {len(labels)} {what} ids for {n_rows} rows; give one id a row.")
+            raise DataError(f"There are {len(labels)} {what} ids for {n_rows} rows; give one id for each row.")
         return lookup(labels, known, what)
 
     def _refuse_moved(self, i: Ints, j: Ints, client: Any, cluster: Any) -> None:
@@ -302,19 +319,15 @@ def _refuse_unseen(values: Any, found: Ints, what: str) -> None:
     if values is None:
         raise DataError(f"No {what} ids were given; pass {what}= or set unseen='parent'.")
     labels = as_labels(values, what).gather(lost)
-    missing = labels.null_count()
-    if missing:
-        first = int(lost[int(labels.is_null().arg_max() or 0)])
-        rows = "1 row has" if missing == 1 else f"{missing} rows have"
-        raise DataError(f"{rows} no {what} id (first: row {first}); fill them in, or set unseen='parent'.")
+    _refuse_missing(labels, lost, what, "fill them in, or set unseen='parent'")
     raise DataError(
         f"{what.capitalize()}s {listing(labels.unique(maintain_order=True).to_list(), 5)} were not seen in training; "
-        f"leave their rows out, or set unseen='parent' to use the model one level up."
+        "leave their rows out, or set unseen='parent' to use the model one level up."
     )
 
 
 def segment_sum(values: Floats, ptr: Ints) -> Floats:
-    """Sums of ``values[ptr[j]:ptr[j + 1]]`` along the first axis; an empty segment gives zero."""
+    """Return the sums of ``values[ptr[j]:ptr[j + 1]]`` along the first axis; an empty segment sums to zero."""
     total = np.zeros((len(ptr) - 1, *values.shape[1:]))
     filled = ptr[1:] > ptr[:-1]
     if filled.any():
