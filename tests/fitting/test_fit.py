@@ -128,17 +128,17 @@ def test_ids_that_repeat_in_every_cluster_are_told_apart(tmp_path):
 @pytest.mark.parametrize(
     ("frame", "settings", "sentence"),
     [
-        (FRAME.with_columns(cluster=pl.lit("z")), NAMED, "There is one cluster only, 'z'"),
+        (FRAME.with_columns(cluster=pl.lit("z")), NAMED, "There is only one cluster, 'z'"),
         (
             FRAME.with_columns(cluster=pl.lit("z")),
             {"formula": "y ~ x + (1 | cluster/client)"},
-            "There is one cluster only, 'z'",
+            "There is only one cluster, 'z'",
         ),
-        (FRAME.with_columns(client=pl.lit(1)), {"formula": "y ~ x + (1 | client)"}, "There is one client only, 1"),
+        (FRAME.with_columns(client=pl.lit(1)), {"formula": "y ~ x + (1 | client)"}, "There is only one client, 1"),
         (
             FRAME.with_columns(client=pl.lit(1)).drop("cluster"),
             {"client": "client", "formula": "y ~ x", "penalty": "reml"},
-            "There is one client only, 1",
+            "There is only one client, 1",
         ),
         (FRAME, {**NAMED, "vary": []}, "Nothing varies, neither by client nor by cluster"),
         (FRAME, {**NAMED, "vary": {"client": [], "cluster": []}}, "Nothing varies, neither by client nor by cluster"),
@@ -155,7 +155,7 @@ def test_what_cannot_be_told_apart_is_one_sentence(frame, settings, sentence):
 
 def test_one_client_that_is_named_is_refused_and_none_is_a_regression():
     one = FRAME.with_columns(client=pl.lit(1)).drop("cluster")
-    with pytest.raises(ValueError, match="There is one client only, 1, so variation between clients cannot be told"):
+    with pytest.raises(ValueError, match="There is only one client, 1, so variation between clients cannot be separated"):
         HierarchicalRegressor(client="client", formula="y ~ x").fit(one)
     with pytest.warns(UserWarning, match="No clients were named"):
         model = HierarchicalRegressor(formula="y ~ x").fit(one)

@@ -142,3 +142,13 @@ def test_options_belong_to_a_solver():
     exact = minimise(data, Gaussian(), penalty, solver="sweep")
     again = minimise(data, Gaussian(), penalty, solver="al2sgd_plus", tol=1e-14, start=exact)
     assert again.convergence.iterations == 0  # it starts where the other ended
+
+
+def test_a_spec_is_the_same_as_its_settings(homes):
+    settings = {"formula": "log_radon ~ floor", "client": "county", "cluster": "state", "gamma": 10.0}
+    assert str(plan(homes, Spec(**settings))) == str(plan(homes, **settings))
+    data = problem("poisson")
+    assert str(plan(data, Spec(family="poisson", gamma=3.0))) == str(plan(data, family="poisson", gamma=3.0))
+    for more in ({"gamma": 1.0}, {"family": "poisson"}):
+        with pytest.raises(SolverError, match=f"not both; leave out {next(iter(more))}="):
+            plan(data, Spec(gamma=3.0), **more)

@@ -166,7 +166,7 @@ def test_curvature_of_a_problem_without_a_unique_minimiser_is_zero():
     X[:, 2] = X[:, 1]  # two columns that nobody can tell apart
     twin = replace(problem, X=X)
     assert constants_of(Objective(twin.data, Gaussian(), twin.penalty)).mu == 0
-    with pytest.raises(SolverError, match=r"in some direction it is flat \(mu = 0\), or too nearly so to tell\. Standardise"):
+    with pytest.raises(SolverError, match=r"in some direction it is flat \(mu = 0\).*Standardise"):
         constants_of(Objective(twin.data, Gaussian(), twin.penalty)).need_curvature()
 
 
@@ -235,9 +235,9 @@ def test_katyusha_follows_the_theorem():
         ({"p": [0.1, -0.2]}, r"The 'p' parameter must lie in \[0, 1\]\. Got -0\.2 instead\."),
         ({"tau": 2}, r"The 'tau' parameter must lie in \[0, 1\]\."),
         ({"p0": "often"}, r"The 'p0' parameter must lie in \[0, 1\]\. Got 'often' instead\."),
-        ({"p0": 0.0}, r"never meet, but alpha > 0 ties them"),
-        ({"p0": 1.0}, r"no client ever takes a step on its own data"),
-        ({"p": 1.0}, r"no client ever takes a step on its own data"),
+        ({"p0": 0.0}, r"no exchange between clusters, but alpha > 0 needs one"),
+        ({"p0": 1.0}, r"no client takes a step on its data"),
+        ({"p": 1.0}, r"no client takes a step on its data"),
         ({"p": 0.0, "tau": 0.5}, r"tau = 0\.5 leaves part of the pull .* would be biased"),
     ],
 )
@@ -249,7 +249,7 @@ def test_probabilities_that_no_theorem_allows(given, message):
 def test_a_step_above_the_bound_warns_with_the_bound_and_its_reason():
     recipe = l2gd.recipe(known())
     assert recipe.step(None) == recipe.largest_step == 1 / (2 * (0.5 + 1.0 + 3.0))
-    with pytest.warns(ConvergenceWarning, match=r"eta = 0\.5 is above 0\.111 = 1 / \(2 calL\), the largest with which") as told:
+    with pytest.warns(ConvergenceWarning, match=r"eta = 0\.5 is above 0\.111 = 1 / \(2 calL\), the largest step") as told:
         assert recipe.step(0.5) == 0.5
     assert told[0].filename == __file__
     for bad in (0, -1.0, np.inf, "long"):

@@ -30,7 +30,8 @@ def plan(
     """
     from covey.cli._options import console, print_json, working
     from covey.errors import DataError
-    from covey.fitting.planning import plan_for, race
+    from covey.fitting.planning import plan as plan_solvers
+    from covey.fitting.planning import race
     from covey.problem.problem import resolve
     from covey.problem.reading import read_rows
     from covey.tables.rows import read_table
@@ -41,8 +42,8 @@ def plan(
     with working("reading the table") as say:
         grouped, problem = read_rows(read_table(data, ids=[draft.spec.client, draft.spec.cluster]), draft)
         say("measuring the problem")
-        network = {"accuracy": accuracy, "latency": latency, "bandwidth": bandwidth}
-        found = plan_for(grouped, problem, **network)
+        network: dict[str, Any] = {"accuracy": accuracy, "latency": latency, "bandwidth": bandwidth}
+        found = plan_solvers(grouped, problem.spec, **network)
         if figure is not None:
             from covey.report.plots import race_figure
 

@@ -1,1 +1,1 @@
-"""From a network and a problem to a model; penalties by cross-validation, baselines, plans."""
+"""From a network and a problem to a model; cross-validation, baselines and plans."""

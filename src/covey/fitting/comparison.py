@@ -1,4 +1,4 @@
-"""The hierarchy and its baselines on the same held-out rows."""
+"""Compare the hierarchical model with the baselines on the same held-out rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from covey.fitting.selection import held_out_loss
 from covey.nodes.network import InMemory
 from covey.problem.problem import Problem, Spec
 from covey.problem.settings import BASELINES
-from covey.solvers import Fit
 from covey.tables.rows import GroupedData
 
 TEST_SHARE = 0.2
@@ -20,7 +19,7 @@ TEST_SHARE = 0.2
 
 @dataclass(frozen=True)
 class Comparison:
-    """Held-out error of each model, as its family measures it (``Loss.error``)."""
+    """Held-out error of each model (``Loss.error``)."""
 
     errors: dict[str, float]
     train_rows: int
@@ -34,16 +33,16 @@ def compare(
     test: float = TEST_SHARE,
     progress: Callable[[str], None] | None = None,
 ) -> Comparison:
-    """Fit the problem and the three baselines to a share of each client's rows, and score the rest.
+    """Fit the problem and the three baselines to part of each client's rows, and score the rest.
 
-    Models are compared, not solvers: each is fitted to its minimum. Penalties that are to be learned are learned from the rows
-    that are fitted, and from no others.
+    The comparison is between models, not solvers: each model is fitted to its minimum. Held-out rows are not used to learn
+    penalties.
     """
     spec = problem.spec
     train, held = data.split(test, spec.seed)
     if held.n_rows == 0:
         raise DataError(
-            f"Holding out {test:g} of each client's rows leaves none to test on; raise the share or skip it with 0."
+            f"Holding out {test:g} of each client's rows leaves none to test on; raise the share, or skip it with 0."
         )
     plain = Spec(family=spec.family, reduction=spec.reduction, ridge=spec.ridge, seed=spec.seed)
     trials = {name: replace(plain, baseline=name) for name in BASELINES}
@@ -53,16 +52,10 @@ def compare(
         if progress is not None:
             progress(name)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)  # of a trial; the fit that is kept speaks for itself
+            warnings.simplefilter("ignore", ConvergenceWarning)  # only the final fit warns
             try:
                 fit = learn(InMemory.of(train, spec.loss), replace(problem, spec=trial)).fit
             except DataError as mistake:
                 raise DataError(f"With {test:g} of the rows held out: {mistake}") from None
-        errors[name] = held_out_error(fit, held, spec)
+        errors[name] = spec.loss.error(held_out_loss(fit, held, spec.loss), held)
     return Comparison(errors, train.n_rows, held.n_rows)
-
-
-def held_out_error(fit: Fit, data: GroupedData, spec: Spec) -> float:
-    """The error of one fit on rows it did not see, zero for perfect predictions."""
-    loss = held_out_loss(fit, data, spec.loss)
-    return spec.loss.error(loss, data)

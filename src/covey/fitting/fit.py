@@ -1,6 +1,14 @@
-"""``fit(network, problem) -> Model``: the one path from rows to models, wherever the rows are.
+"""``fit(network, problem) -> Model``: the only path from rows to a model, for rows in memory and across sites.
 
-Penalties are given, cross-validated or learned from the likelihood; this is the one place that decides which of the three.
+fit                         learn coefficients, then build the model
+  learn                     baseline, likelihood, or a solver with given penalties
+    check_solver            refuse settings that contradict each other
+    check_elsewhere         refuse settings that need all rows in this process
+    fit_baseline            a model without the hierarchy (selection.py)
+    _by_likelihood          learn covariances and test each level
+    penalty_for             penalties: given, by cross-validation, or learned with isotropic covariances
+    solve                   minimise the objective (covey.solvers)
+  assemble                  the model (covey.model)
 """
 
 from __future__ import annotations
@@ -16,9 +24,9 @@ from covey.errors import CoveyError, DataError, PenaltyError, SolverError, warn
 from covey.fitting.selection import Count, fit_baseline, search
 from covey.model.model import Elsewhere, Fitted, Model, assemble
 from covey.nodes.network import Network, SetGamma
-from covey.objective.objective import Penalty
+from covey.objective.objective import Penalty, PenaltyLike
 from covey.problem.problem import Problem, Spec
-from covey.solvers import Fit, Progress, solve
+from covey.solvers import Progress, solve
 from covey.solvers.registry import check_options, first_order
 from covey.tables.bars import Vary, vary_from_setting
 from covey.tree.hierarchy import Hierarchy
@@ -26,8 +34,6 @@ from covey.variance.columns import ForgetCovariances
 from covey.variance.components import LikelihoodRatio, Shape
 from covey.variance.estimate import estimate, likelihood_ratios
 from covey.variance.identify import survey
-
-_EXTREME = "The coefficients are not finite; the columns are probably on extreme scales: standardise them."
 
 
 def fit(
@@ -42,74 +48,73 @@ def fit(
 
     Parameters
     ----------
-    network : holds the clients' rows, here (:class:`.InMemory`) or at other places
-    problem : what to fit, from :func:`covey.problem.problem.resolve`
-    elsewhere : who has the clients, if they are not in this process; the model is then without them
-    progress : called now and then with the iteration, the objective and the gradient norm
-    count : called during cross-validation with the number of fits done and to do
+    network : Network
+        Holds the rows of the clients, in memory (:class:`.InMemory`) or across sites.
+    problem : Problem
+        The problem, from :func:`covey.problem.problem.resolve`.
+    elsewhere : Elsewhere, optional
+        Which sites hold the clients, if they are not in this process. The model then contains no clients.
+    progress : callable, optional
+        Called from time to time with the iteration, the objective and the norm of the gradient.
+    count : callable, optional
+        Called during cross-validation with the number of finished fits and of all fits.
 
+    Returns
+    -------
+    Model
+
+    Examples
+    --------
     >>> from covey.datasets import load_radon
     >>> from covey.nodes.network import InMemory
-    >>> from covey.problem.problem import resolve
+    >>> from covey.problem.problem import Spec, resolve
     >>> from covey.problem.reading import read_rows
-    >>> from covey.problem.problem import Spec
     >>> data, problem = read_rows(load_radon(), resolve(Spec(formula="log_radon ~ floor + (1 | state/county)")))
     >>> fit(InMemory.of(data, problem.loss), problem).wbar.round(3).tolist()
     [0.941, -0.712]
     """
     fitted = learn(network, problem, progress=progress, count=count)
     node = network.clients()
-    if node is not None:
-        return assemble(problem, fitted, node.data.hierarchy, node.data.rows_per_client)
-    return model_without_clients(problem, fitted, network.tree, elsewhere)
-
-
-def model_without_clients(problem: Problem, fitted: Fitted, tree: Hierarchy, elsewhere: Elsewhere | None) -> Model:
-    """The models of clusters and of the whole, where those of the clients are at other places."""
-    return assemble(problem, without_clients(fitted), nobody(tree), np.empty(0, dtype=np.int64), elsewhere)
+    if node is None:
+        return model_without_clients(problem, fitted, network.tree, elsewhere)
+    return assemble(problem, fitted, node.data.hierarchy, node.data.rows_per_client)
 
 
 def learn(network: Network, problem: Problem, *, progress: Progress | None = None, count: Count | None = None) -> Fitted:
-    """Coefficients and penalties, as :func:`fit` has them; the clients' only where the network has them in this process."""
-    spec, tree, node = problem.spec, network.tree, network.clients()
+    """Return coefficients and penalties; those of clients only if the clients are in this process."""
+    spec, node = problem.spec, network.clients()
     check_solver(spec)
     if node is None:
         check_elsewhere(spec)
     elif spec.baseline is not None:
         return Fitted(fit_baseline(spec.baseline, node.data, network.loss, seed=spec.seed, progress=progress))
-    if spec.by_likelihood and tree.n_clients == 1:
+    if spec.by_likelihood and network.tree.n_clients == 1:
         _refuse_one_client(network, problem)
-    if spec.by_likelihood and tree.n_clients > 1 and not _in_two_steps(spec):
+    elif spec.by_likelihood and not (spec.solver in first_order() or spec.james_stein):
         return _by_likelihood(network, problem, progress)
     penalty = penalty_for(network, problem, progress=progress, count=count)
-    found = _solve(network, penalty, spec, progress)
-    if not all(np.isfinite(each).all() for each in (found.theta, found.w, found.wbar)):
-        raise CoveyError(_EXTREME)
+    settings: dict[str, Any] = {"solver": spec.solver, "options": spec.options, "seed": spec.seed, "progress": progress}
+    settings |= {"tol": spec.tol, "max_iter": spec.max_iter, "james_stein": spec.james_stein}
+    found = solve(network, penalty, **settings)
+    if not all(np.isfinite(part).all() for part in (found.theta, found.w, found.wbar)):
+        raise CoveyError("The coefficients are not finite, probably because columns have extreme scales; standardise them.")
     return Fitted(found, penalty)
 
 
-def penalty_for(network: Network, problem: Problem, *, progress: Progress | None = None, count: Count | None = None) -> Penalty:
-    """One number for each client and cluster: as given, by cross-validation, or from the likelihood with isotropic spread."""
-    spec, tree, node = problem.spec, network.tree, network.clients()
-    if spec.learns == "cv" and node is not None:
-        found = search(node.data, network.loss, seed=spec.seed, progress=count)
-        return Penalty.of(tree, gamma=found.gamma, lam=found.lam)
-    gamma, lam, learned = spec.gamma, spec.lam, spec.by_likelihood and tree.n_clients > 1
-    if learned:
-        gamma, lam = _isotropic(network, problem, progress)
-    each = None if node is not None else _of_clusters(gamma, tree)
-    if each is not None:
-        gamma = each[tree.parent]
-    penalty = Penalty.of(tree, gamma=1.0 if gamma is None else gamma, lam=lam, alpha=spec.alpha)
-    if learned:
-        network.ask(ForgetCovariances())
-    if each is not None:
-        network.ask(SetGamma(each))
-    return penalty
+def model_without_clients(problem: Problem, fitted: Fitted, tree: Hierarchy, elsewhere: Elsewhere | None) -> Model:
+    """Build the model of the operator of a fit across sites: clusters and the global model, but no clients."""
+    no_clients = Hierarchy(np.zeros(tree.n_clusters + 1, dtype=np.int64), tree.client_ids[:0], tree.cluster_ids)
+    given = fitted.penalty
+    penalty = None if given is None else Penalty(given.gamma[:0], given.lam, given.cluster_gamma)
+    without = replace(fitted, fit=replace(fitted.fit, theta=np.empty((0, len(fitted.fit.wbar)))), penalty=penalty)
+    return assemble(problem, without, no_clients, np.empty(0, dtype=np.int64), elsewhere)
+
+
+# Settings that exclude each other
 
 
 def check_solver(spec: Spec) -> None:
-    """Refuse a solver that is not there, options it does not have, and what it cannot be combined with."""
+    """Raise an error for an unknown solver or option, and for settings that the solver cannot be combined with."""
     check_options(spec.solver, spec.options)
     if spec.solver not in first_order():
         return
@@ -123,7 +128,7 @@ def check_solver(spec: Spec) -> None:
 
 
 def check_elsewhere(spec: Spec) -> None:
-    """Refuse what cannot be fitted without all rows in this process, before any site is asked."""
+    """Raise an error for settings that need all rows in this process, before any site receives a message."""
     for asked, what in ((spec.baseline is not None, f"baseline={spec.baseline!r}"), (spec.learns == "cv", "penalty='cv'")):
         if asked:
             raise SolverError(
@@ -131,78 +136,38 @@ def check_elsewhere(spec: Spec) -> None:
             )
     for name in ("checkpoint", "start"):
         if name in (spec.options or {}):
-            raise SolverError(f"The option {name!r} is for clients that are all in memory; across sites leave it out.")
+            raise SolverError(f"The option {name!r} needs all clients in memory; leave it out of a fit across sites.")
 
 
-def nobody(tree: Hierarchy) -> Hierarchy:
-    """The clusters of a hierarchy, without the clients."""
-    return Hierarchy(np.zeros(tree.n_clusters + 1, dtype=np.int64), tree.client_ids[:0], tree.cluster_ids)
+# Penalties as numbers
 
 
-def without_clients(fitted: Fitted) -> Fitted:
-    """The part of a fit that is not about single clients."""
-    given = fitted.penalty
-    penalty = None if given is None else Penalty(given.gamma[:0], given.lam, given.cluster_gamma)
-    return replace(fitted, fit=replace(fitted.fit, theta=np.empty((0, len(fitted.fit.wbar)))), penalty=penalty)
-
-
-# The solvers and the likelihood, over any network
-
-
-def _solve(network: Network, penalty: Penalty, spec: Spec, progress: Progress | None) -> Fit:
-    node = network.clients()
+def penalty_for(network: Network, problem: Problem, *, progress: Progress | None = None, count: Count | None = None) -> Penalty:
+    """Return penalties as given, by cross-validation, or learned with isotropic covariances; nodes receive theirs."""
+    spec, tree, node = problem.spec, network.tree, network.clients()
+    gamma, lam = spec.gamma, spec.lam
+    if spec.learns == "cv" and node is not None:
+        chosen = search(node.data, network.loss, seed=spec.seed, progress=count)
+        gamma, lam = chosen.gamma, chosen.lam
+    elif spec.by_likelihood and tree.n_clients > 1:
+        gamma, lam = _isotropic(network, problem, progress)
+        network.ask(ForgetCovariances())
+    gamma = 1.0 if gamma is None else gamma
     if node is not None:
+        penalty = Penalty.of(tree, gamma=gamma, lam=lam, alpha=spec.alpha)
         node.gamma = penalty.gamma
-    settings: dict[str, Any] = {"solver": spec.solver, "tol": spec.tol, "max_iter": spec.max_iter, "progress": progress}
-    settings |= {"james_stein": spec.james_stein, "seed": spec.seed, "options": spec.options}
-    return solve(network, penalty, **settings)
-
-
-def _of_clusters(gamma: Any, tree: Hierarchy) -> Floats:
-    """One value for each cluster, ``(k,)``; the ids of clients, for which there could be others, are not known here."""
-    ids = tree.clusters.tolist()
-    by_id = set(gamma) == set(ids) if isinstance(gamma, Mapping) else np.shape(gamma) in ((), (len(ids),))
-    if not by_id:
-        odd = sorted(set(gamma) ^ set(ids), key=repr) if isinstance(gamma, Mapping) else []
-        which = "" if not odd else f" {'No gamma is given for' if odd[0] in ids else 'There is no'} cluster {odd[0]!r}."
-        raise PenaltyError(
-            "Across sites gamma is one number, or one for each cluster, since clients' ids stay at their sites; give it so."
-            + which
-        )
-    alone = Hierarchy(np.arange(len(ids) + 1), tree.cluster_ids, tree.cluster_ids)
-    return Penalty.of(alone, gamma=1.0 if gamma is None else gamma).gamma
-
-
-def _by_likelihood(network: Network, problem: Problem, progress: Progress | None) -> Fitted:
-    """Covariances from the likelihood, each level tested by a fit without it."""
-    spec = problem.spec
-    shape = shape_of(network.tree, network.terms, spec, _vary(problem, network.terms))
-    asked: dict[str, Any] = {"reml": spec.learns == "reml", "progress": progress}
-    known = survey(network, shape)
-    found, learned = estimate(network, shape, known=known, **asked)
-    if spec.tests:
-        tests = likelihood_ratios(known, learned, shape, **asked)
-        if _worse_than_null(tests):
-            found, learned = estimate(network, shape, thorough=True, known=known, **asked)
-            tests = likelihood_ratios(known, learned, shape, **asked)
-        found, tests = _doubted(found, tests)
-        found = replace(found, convergence=replace(found.convergence, exchanges=known.network.exchanges))
-        learned = replace(learned, components=replace(learned.components, tests=tests))
-    return Fitted(found, None, learned)
-
-
-def _vary(problem: Problem, terms: Sequence[str]) -> Vary:
-    """Which terms vary; of a draft, whose terms are those of the network, by its setting."""
-    return vary_from_setting(problem.spec.vary, terms) if problem.draft else problem.vary
-
-
-def _in_two_steps(spec: Spec) -> bool:
-    """Whether learned penalties go to a solver that knows only numbers, not the likelihood's own fit."""
-    return spec.solver in first_order() or bool(spec.james_stein)
+        return penalty
+    by_cluster = _gamma_by_cluster(gamma, tree)
+    penalty = Penalty.of(tree, gamma=by_cluster[tree.parent], lam=lam, alpha=spec.alpha)
+    network.ask(SetGamma(by_cluster))
+    return penalty
 
 
 def _isotropic(network: Network, problem: Problem, progress: Progress | None) -> tuple[Any, float]:
-    """The likelihood's ``gamma``, one for all clients or for those of each cluster, and ``lam``, with isotropic spread."""
+    """Learn ``gamma``, one for all clients or one for each cluster, and ``lam`` from the likelihood.
+
+    Covariances are isotropic, because the solver has one penalty for all terms.
+    """
     spec, tree, terms = problem.spec, network.tree, network.terms
     vary = _vary(problem, terms)
     for level, varying in (("client", vary.client), ("cluster", vary.cluster if tree.n_clusters > 1 else terms)):
@@ -211,47 +176,91 @@ def _isotropic(network: Network, problem: Problem, progress: Progress | None) ->
             raise PenaltyError(f"{why} lets every term vary; let all vary by {level}, or leave it out.")
     shape = shape_of(tree, terms, replace(spec, covariance="isotropic"), vary)
     learned = estimate(network, shape, reml=spec.learns == "reml", progress=progress)[1]
-    scale = learned.dispersion
-    client, cluster = (level.sd[:, :1] ** 2 / scale for level in (learned.components.client, learned.components.cluster))
+    levels = learned.components.client, learned.components.cluster
+    client, cluster = (level.sd[:, :1].ravel() ** 2 / learned.dispersion for level in levels)
     if (client == 0).any():
         raise DataError(
-            "Clients do not vary within their clusters, so no gamma ties them; fit baseline='single-model', or give gamma."
+            "Clients do not vary within their clusters, so gamma would be infinite; fit baseline='single-model', or give gamma."
         )
-    # To eight digits: the last ones depend on who is at which node, and random choices that are seeded must not.
-    gamma = _digits(1.0 / client[:, 0])
-    lam = float(_digits(1.0 / cluster[:1, 0])[0]) if cluster.size and cluster[0, 0] > 0 else np.inf
-    return gamma if len(gamma) > 1 else float(gamma[0]), float(lam)
+    # Eight digits: the last ones depend on the assignment of clients to nodes, and seeded random choices must not.
+    gamma = [float(f"{1.0 / variance:.7e}") for variance in client]
+    lam = float(f"{1.0 / cluster[0]:.7e}") if cluster.size and cluster[0] > 0 else np.inf
+    return np.array(gamma) if len(gamma) > 1 else gamma[0], lam
 
 
-def _digits(values: Floats) -> Floats:
-    return np.array([float(f"{value:.7e}") for value in values.tolist()])
+def _gamma_by_cluster(gamma: PenaltyLike, tree: Hierarchy) -> Floats:
+    """Return one ``gamma`` for each cluster, ``(k,)``. Across sites the ids of clients are unknown here."""
+    ids = tree.clusters.tolist()
+    odd = sorted(set(gamma) ^ set(ids), key=repr) if isinstance(gamma, Mapping) else []
+    if odd or not (isinstance(gamma, Mapping) or np.shape(gamma) in ((), (len(ids),))):
+        which = "" if not odd else f" {'No gamma is given for' if odd[0] in ids else 'There is no'} cluster {odd[0]!r}."
+        raise PenaltyError(
+            "Across sites gamma is one number, or one for each cluster, because the ids of clients stay at their sites; change "
+            f"gamma.{which}"
+        )
+    clusters = Hierarchy(np.arange(len(ids) + 1), tree.cluster_ids, tree.cluster_ids)
+    return Penalty.of(clusters, gamma=gamma).gamma
+
+
+# Covariances from the likelihood
+
+
+def _by_likelihood(network: Network, problem: Problem, progress: Progress | None) -> Fitted:
+    """Learn covariances from the likelihood, and test each level by a fit without it."""
+    spec = problem.spec
+    shape = shape_of(network.tree, network.terms, spec, _vary(problem, network.terms))
+    settings: dict[str, Any] = {"reml": spec.learns == "reml", "progress": progress}
+    known = survey(network, shape)
+    found, learned = estimate(network, shape, known=known, **settings)
+    if not spec.tests:
+        return Fitted(found, None, learned)
+    tests = likelihood_ratios(known, learned, shape, **settings)
+    if _worse_than_null(tests):
+        found, learned = estimate(network, shape, thorough=True, known=known, **settings)
+        tests = likelihood_ratios(known, learned, shape, **settings)
+    convergence = replace(found.convergence, exchanges=known.network.exchanges)
+    if _worse_than_null(tests):  # the search has not reached the optimum
+        level = _worse_than_null(tests)[0].level
+        message = f"not at its optimum: without variation between {level}s the likelihood is higher; fit that model"
+        warn(message)
+        convergence = replace(convergence, converged=False, message=message)
+    tests = tuple(replace(test, statistic=max(test.statistic, 0.0)) for test in tests)
+    learned = replace(learned, components=replace(learned.components, tests=tests))
+    return Fitted(replace(found, convergence=convergence), None, learned)
+
+
+def _worse_than_null(tests: tuple[LikelihoodRatio, ...]) -> list[LikelihoodRatio]:
+    """Return the tests whose model without the level has a higher likelihood."""
+    return [test for test in tests if test.statistic < -1e-4]
+
+
+def _vary(problem: Problem, terms: Sequence[str]) -> Vary:
+    """Return the terms that vary; the terms of a draft are those of the network."""
+    return vary_from_setting(problem.spec.vary, terms) if problem.draft else problem.vary
 
 
 def shape_of(tree: Hierarchy, terms: Sequence[str], spec: Spec, vary: Vary) -> Shape:
-    """Which terms vary, and how; levels of one unit, which cannot be told from the whole, are refused."""
+    """Return which terms vary at each level, and the kind of covariance; raise an error for a level with one unit."""
     clustered = tree.n_clusters > 1
     if not clustered and tree.cluster_ids.to_list() != ["all"]:
         _refuse_one(tree.cluster_ids.to_list(), "cluster")
-    asked = spec.kinds
     at = {term: index for index, term in enumerate(terms)}
-    kind = {
-        "client": asked["client"] or vary.client_kind or "diagonal",
-        "cluster": asked["cluster"] or vary.cluster_kind or "diagonal",
-    }
     client = tuple(at[term] for term in vary.client)
     cluster = tuple(at[term] for term in vary.cluster) if clustered else ()
     if not client and not cluster:
         raise DataError("Nothing varies, neither by client nor by cluster; let a term vary, or fit baseline='single-model'.")
-    return Shape(client, cluster, kind["client"], kind["cluster"], bool(spec.per_cluster))  # type: ignore[arg-type]
+    kinds = spec.kinds["client"] or vary.client_kind or "diagonal", spec.kinds["cluster"] or vary.cluster_kind or "diagonal"
+    return Shape(client, cluster, *kinds, bool(spec.per_cluster))  # type: ignore[arg-type]
 
 
 def _refuse_one_client(network: Network, problem: Problem) -> None:
-    """Refuse to learn how clients vary from one; one that nobody named is a plain regression."""
+    """Raise an error if variation between clients is asked for; without named clients the fit is a plain regression."""
+    ids = network.tree.client_ids.to_list()
     if network.clients() is None:
         raise DataError(
-            "There is one client only, so variation between clients cannot be told from the global model; give gamma and lam."
+            "There is only one client, so variation between clients cannot be separated from the global model; give gamma and "
+            "lam."
         )
-    ids = network.tree.client_ids.to_list()
     if ids != ["all"] or problem.has_bars or problem.spec.penalty in ("reml", "ml"):
         _refuse_one(ids, "client")
 
@@ -259,20 +268,6 @@ def _refuse_one_client(network: Network, problem: Problem) -> None:
 def _refuse_one(ids: list[Any], level: str) -> None:
     if len(ids) == 1:
         raise DataError(
-            f"There is one {level} only, {ids[0]!r}, so variation between {level}s cannot be told from the global model; "
+            f"There is only one {level}, {ids[0]!r}, so variation between {level}s cannot be separated from the global model; "
             f"leave out {level}=, or give gamma and lam."
         )
-
-
-def _doubted(fit: Fit, tests: tuple[LikelihoodRatio, ...]) -> tuple[Fit, tuple[LikelihoodRatio, ...]]:
-    """A fit that does better without a level than with it has not found its optimum, and is not said to have."""
-    worse = _worse_than_null(tests)
-    if worse:
-        message = f"not at its optimum: without variation between {worse[0].level}s the likelihood is higher; fit that model"
-        warn(message)
-        fit = replace(fit, convergence=replace(fit.convergence, converged=False, message=message))
-    return fit, tuple(replace(test, statistic=max(test.statistic, 0.0)) for test in tests)
-
-
-def _worse_than_null(tests: tuple[LikelihoodRatio, ...]) -> list[LikelihoodRatio]:
-    return [test for test in tests if test.statistic < -1e-4]

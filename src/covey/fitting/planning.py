@@ -1,15 +1,16 @@
-"""What each solver would cost on a network, before anything runs there; and, on demand, all of them in a race in memory."""
+"""Plans: what each solver would cost on a network, before anything runs there; and a measured comparison in memory."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import polars as pl
+from narwhals.typing import IntoDataFrame
 
 from covey.errors import ConvergenceWarning, SolverError, counted, duration, large, listing, size
 from covey.fitting.fit import penalty_for
@@ -32,7 +33,7 @@ _SETTINGS = (*_COLUMNS, "gamma", "lam", "alpha", "reduction", "ridge")
 
 @dataclass(frozen=True)
 class Plan:
-    """The cost of every solver to a given accuracy; ``print`` it, or take ``frame`` for the numbers."""
+    """Cost of every solver to reach a given accuracy. ``print`` shows it as text, ``frame`` as a table."""
 
     costs: tuple[Cost, ...]
     known: Constants
@@ -43,12 +44,12 @@ class Plan:
 
     @property
     def cheapest(self) -> str:
-        """The solver that waits least."""
+        """The solver with the shortest time."""
         return min(self.costs, key=lambda cost: cost.seconds).solver
 
     @property
     def frame(self) -> pl.DataFrame:
-        """A row for each solver; numbers that are infinite belong to solvers that do not fit the problem."""
+        """One row for each solver. Solvers that do not fit the problem have infinite costs."""
         return pl.DataFrame([asdict(cost) for cost in self.costs], infer_schema_length=None)
 
     def __str__(self) -> str:
@@ -69,12 +70,13 @@ class Plan:
                 continue
             counts = "".join(f"{large(number):>13}" for number in (cost.iterations, cost.within, cost.between))
             lines.append(f"{mark}{cost.solver:{width}}{counts}{size(cost.bytes):>11}{duration(cost.seconds):>11}  {cost.note}")
-        lines.append("* waits least; exchanges are those of the client that has most")
+        lines.append("* shortest time; exchanges are those of the client with the most exchanges")
         return "\n".join(lines)
 
 
 def plan(
-    data: Any,
+    table: GroupedData | IntoDataFrame,
+    spec: Spec | None = None,
     *,
     family: str | Loss = "gaussian",
     accuracy: float = 1e-6,
@@ -82,43 +84,55 @@ def plan(
     bandwidth: float = BANDWIDTH,
     **settings: Any,
 ) -> Plan:
-    """Iterations, exchanges, bytes and time of each solver to a given accuracy; the cheapest is marked.
+    """Predict iterations, exchanges, bytes and time of each solver on a network; the fastest is marked.
 
     Parameters
     ----------
-    data : GroupedData, or a data frame with ``formula=``, ``client=`` and ``cluster=``
-    family : "gaussian", "bernoulli", "poisson", "gamma", or a loss of one's own (:func:`covey.losses.from_functions`)
-    accuracy : share of the squared distance from zero to the minimiser that may be left
-    latency : seconds for a message, one way
-    bandwidth : megabytes a second, each link
-    **settings : the rest of the specification, as for the estimators: gamma, lam, alpha, reduction, ridge, weights, ...
+    table : GroupedData or data frame
+        The rows. A data frame also needs ``formula``, ``client`` and ``cluster``.
+    spec : Spec, optional
+        The problem. Its columns are not used if the rows are grouped already. Instead of ``spec``, give ``family`` and
+        ``settings``.
+    family : str or Loss, optional
+        "gaussian" (default), "bernoulli", "poisson", "gamma", or a loss from :func:`covey.losses.from_functions`.
+    accuracy : float, optional
+        Target: this share of the squared distance between zero and the minimiser. The default is 1e-6.
+    latency : float, optional
+        Seconds that a message takes one way. The default is 0.05.
+    bandwidth : float, optional
+        Megabytes per second of each link. The default is 10.
+    **settings
+        Fields of :class:`Spec`, as for the estimators: gamma, lam, alpha, reduction, ridge, weights, ...
 
+    Returns
+    -------
+    Plan
+        Print it, or use its ``frame``.
+
+    Examples
+    --------
     >>> from covey.datasets import load_radon
-    >>> told = plan(load_radon(), formula="log_radon ~ floor", client="county", cluster="state", gamma=10.0)
-    >>> told.cheapest, told.frame["solver"].to_list()[:2]
+    >>> found = plan(load_radon(), formula="log_radon ~ floor", client="county", cluster="state", gamma=10.0)
+    >>> found.cheapest, found.frame["solver"].to_list()[:2]
     ('sweep', ['sweep', 'newton'])
     """
-    known_names = _SETTINGS[len(_COLUMNS) :] if isinstance(data, GroupedData) else _SETTINGS
+    accepted = _SETTINGS[len(_COLUMNS) :] if isinstance(table, GroupedData) else _SETTINGS
     for name in settings:
-        if name not in known_names:
-            raise SolverError(f"The plan has no setting {name!r} here; it takes {listing(known_names, 20)}.")
-    draft = resolve(Spec(family=family_of(family).name, **settings))
-    return plan_for(data, draft, accuracy=accuracy, latency=latency, bandwidth=bandwidth)
-
-
-def plan_for(data: Any, problem: Problem, *, accuracy: float, latency: float, bandwidth: float) -> Plan:
-    """The plan of a problem, which may be a draft: for a data frame, or for rows that are grouped already."""
+        if name not in accepted:
+            raise SolverError(f"The plan has no setting {name!r} here; it takes {listing(accepted, 20)}.")
+    if spec is not None and (settings or family != "gaussian"):
+        raise SolverError(f"Give spec, or family and settings, not both; leave out {next(iter(settings), 'family')}=.")
     check_network(accuracy, latency, bandwidth)
+    problem = resolve(Spec(family=family_of(family).name, **settings) if spec is None else spec)
     if problem.has_bars:
         raise SolverError("A plan is for solvers that let every term vary; leave out the bars, and name client= and cluster=.")
-    grouped, problem = (data, problem) if isinstance(data, GroupedData) else read_rows(data, problem)
-    problem.loss.check(grouped.y, lambda row: f"row {row}")
-    objective = _objective(grouped, problem)
-    trials = _direct(objective)
-    found, known = costs(objective, trials, accuracy=accuracy, latency=latency, bandwidth=bandwidth)
-    sizes = ((grouped.n_clients, "client"), (grouped.n_clusters, "cluster"), (grouped.n_terms, "coefficient"))
+    data, problem = (table, problem) if isinstance(table, GroupedData) else read_rows(table, problem)
+    problem.loss.check(data.y, lambda row: f"row {row}")
+    objective = _objective(data, problem)
+    found, constants = costs(objective, _direct(objective), accuracy=accuracy, latency=latency, bandwidth=bandwidth)
+    sizes = ((data.n_clients, "client"), (data.n_clusters, "cluster"), (data.n_terms, "coefficient"))
     shape = "{} in {}, {} each".format(*(counted(count, noun) for count, noun in sizes))
-    return Plan(tuple(found), known, accuracy, latency, bandwidth, shape)
+    return Plan(tuple(found), constants, accuracy, latency, bandwidth, shape)
 
 
 def race(
@@ -129,10 +143,10 @@ def race(
     max_iter: int = RACE_ITERATIONS,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, pl.DataFrame]:
-    """The measured histories of all solvers on one problem, in memory, each with its ``gap`` to the minimum.
+    """Run all solvers on one problem in memory and return their histories, each with its ``gap`` to the minimum.
 
-    The gap is relative to that at zero. Randomised algorithms stop when theirs is certified to be below ``accuracy``, or after
-    ``max_iter`` iterations; those that do not fit the problem are left out.
+    The gap is relative to the gap at zero. Randomised algorithms stop when their gap is certainly below ``accuracy``, or after
+    ``max_iter`` iterations. Solvers that do not fit the problem are left out.
     """
     objective = _objective(data, problem)
     trials = _direct(objective)
@@ -140,20 +154,25 @@ def race(
     start = objective.value(np.zeros((data.n_clients, data.n_terms)))
     tol = accuracy * (start - minimum) / max(1.0, abs(minimum))
     at_zero = pl.DataFrame([{"exchanges": 0, "objective": start}])
-    told = {fit.convergence.solver: pl.concat([at_zero, _history(fit)]) for fit in trials}
-    for name, solver, options in _racers():
+    histories = {fit.convergence.solver: pl.concat([at_zero, _history(fit)]) for fit in trials}
+    variants = {
+        f"{solver} {variant}".strip(): (solver, options)
+        for solver in first_order()
+        for variant, options in {"": {}, **find(solver).variants}.items()
+    }
+    limits: dict[str, Any] = {"seed": problem.spec.seed, "tol": tol, "max_iter": max_iter}
+    for name, (solver, options) in variants.items():
         if progress is not None:
             progress(name)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)  # a race shows where a solver stalls
+            warnings.simplefilter("ignore", ConvergenceWarning)  # the history shows it
             try:
-                limits: dict[str, Any] = {"seed": problem.spec.seed, "tol": tol, "max_iter": max_iter}
                 fit = minimise(data, problem.loss, objective.penalty, solver=solver, options=options, **limits)
             except SolverError:
-                continue  # the plan says why
-        told[name] = _history(fit)
+                continue  # the plan gives the reason
+        histories[name] = _history(fit)
     gap = (pl.col("objective") - minimum) / (start - minimum)
-    return {name: path.with_columns(gap=gap) for name, path in told.items()}
+    return {name: path.with_columns(gap=gap) for name, path in histories.items()}
 
 
 def _objective(data: GroupedData, problem: Problem) -> Objective:
@@ -161,19 +180,10 @@ def _objective(data: GroupedData, problem: Problem) -> Objective:
 
 
 def _direct(objective: Objective) -> list[Fit]:
-    """The minimiser, by each solver that goes straight to it."""
+    """The minimiser, by each direct solver."""
     names = [name for name in direct() if objective.loss.quadratic or not find(name).quadratic]
     return [minimise(objective.data, objective.loss, objective.penalty, solver=name) for name in names]
 
 
 def _history(fit: Fit) -> pl.DataFrame:
     return pl.DataFrame() if fit.history is None else fit.history.select("exchanges", "objective")
-
-
-def _racers() -> list[tuple[str, str, Mapping[str, Any]]]:
-    """The randomised algorithms and the variants they declare: the name in the race, the solver, its options."""
-    return [
-        (f"{name} {variant}".strip(), name, options)
-        for name in first_order()
-        for variant, options in {"": {}, **find(name).variants}.items()
-    ]

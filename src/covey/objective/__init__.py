@@ -1,1 +1,1 @@
-"""The penalties, the objective, and the theory that bounds and constants come from."""
+"""Penalties, the objective, and the constants, rates and bounds of the theory."""
