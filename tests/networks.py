@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from covey.nodes.network import InMemory, Node
+from covey.objective.theory import Constants, largest_gamma, mixing
 from covey.tree.hierarchy import Hierarchy
 from covey.variance.components import Shape
 from covey.variance.identify import survey
@@ -15,6 +16,17 @@ from covey.variance.identify import survey
 
 def in_memory(data, loss):
     return InMemory.of(data, loss, np.ones(data.n_clients))
+
+
+def bounds_of(data, loss, penalty):
+    """Constants of a problem from bounds that hold at every point."""
+    return Constants(
+        L=float(loss.smoothness(data).max()),
+        L_row=float(loss.row_smoothness(data).max(initial=loss.ridge)),
+        mu=float(loss.strong_convexity(data).min()),
+        gamma=largest_gamma(data.hierarchy, penalty),
+        alpha=mixing(penalty),
+    )
 
 
 def surveyed(data, loss):

@@ -26,6 +26,7 @@ from covey.reproduce.simulation import GRID, as_published, draw, measure
 from covey.solvers.first_order import one_coin
 from covey.solvers.first_order.schedule import Schedule, majority, server_probability
 from covey.solvers.ledger import links, rates
+from tests.networks import bounds_of
 
 S2, S2_J, SIGMA2 = 0.7, 0.4, 2.5  # variances of clusters, clients and noise
 
@@ -166,7 +167,7 @@ def test_the_plans_noise_of_one_coin_is_a_bound():
     penalty = Penalty.of(drawn.data.hierarchy)
     objective = Objective(drawn.data, Gaussian(), penalty)
     theta = minimise(drawn.data, Gaussian(), penalty, solver="sweep").theta
-    chances = one_coin.recipe(Constants.of(drawn.data, Gaussian(), penalty)).probabilities
+    chances = one_coin.recipe(bounds_of(drawn.data, Gaussian(), penalty)).probabilities
     squared = (Gaussian().gradient(drawn.data, theta) ** 2).sum()
     exact = squared * (1 / chances.p0 + 1 / (1 - chances.p0))
     assert 1 < noise(objective, theta, chances) / exact <= 2
@@ -176,5 +177,5 @@ def test_a_cluster_of_one_client_counts_in_c2():
     """Its penalty is zero wherever it is, but its ``gamma`` raises ``C2`` and with it the probability of an exchange."""
     data = GroupedData.from_arrays(np.ones((5, 1)), np.arange(5.0), ["a", "b", "c", "d", "e"], ["x", "x", "y", "y", "z"])
     gamma = {"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0, "e": 9.0}
-    known = Constants.of(data, Gaussian(), Penalty.of(data.hierarchy, gamma=gamma, alpha=0.1))
+    known = bounds_of(data, Gaussian(), Penalty.of(data.hierarchy, gamma=gamma, alpha=0.1))
     assert pytest.approx(0.9 * 9.0) == known.C2

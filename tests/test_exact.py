@@ -23,7 +23,6 @@ from covey.exact import (
     WIDE,
     WIDE_DIGITS,
     Exact,
-    accumulate,
     accumulate_in,
     accumulate_moments,
     accumulate_rows,
@@ -193,7 +192,7 @@ def test_the_same_bits_with_any_number_of_threads():
 @numba.njit(fastmath=True)
 def _collect(values, digits):
     for x in values:
-        accumulate(digits, x)
+        accumulate_in(digits[None], 0, x)
 
 
 @given(hnp.arrays(float, 20, elements=addends))
@@ -262,7 +261,7 @@ def plain_sum(values, limbs):
 def test_accumulate_is_a_plain_sum(values, limbs):
     digits = np.zeros((2, 2 * limbs + 1), dtype=np.int64)
     for x in values:
-        accumulate(digits[0], x)
+        accumulate_in(digits[:1], 0, x)
         accumulate_in(digits, 1, x)
     total, size = plain_sum(values, limbs)
     for row in digits:

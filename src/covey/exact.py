@@ -13,7 +13,7 @@ Numbers of unknown size, such as squared gradients over a whole run, have :data:
 ``2^286``. With ``n`` limbs the exponents 96, 64, 94 and 95 above are ``32n``, ``32n - 32``, ``32n - 2`` and ``32n - 1``.
 
 Inside kernels a sum is a row of digits, each worth ``2^32`` times the one before it, followed by the size. Digits may exceed
-32 bits: :func:`accumulate` adds a number with three integer additions, and :func:`from_digits` carries at the end.
+32 bits: :func:`accumulate_in` adds a number with three integer additions, and :func:`from_digits` carries at the end.
 """
 
 from __future__ import annotations
@@ -157,14 +157,14 @@ class Exact(Record):
 
 
 def from_digits(digits: Ints) -> Exact:
-    """Turn digits ``(*shape, 2 n + 1)`` that :func:`accumulate` filled into sums.
+    """Turn digits ``(*shape, 2 n + 1)`` that :func:`accumulate_in` filled into sums.
 
     >>> import numpy as np
-    >>> digits = np.zeros(DIGITS, dtype=np.int64)
+    >>> digits = np.zeros((1, DIGITS), dtype=np.int64)
     >>> for x in (0.5, -2.0**70, 2.0**70):
-    ...     accumulate(digits, x)
-    >>> float(from_digits(digits))
-    0.5
+    ...     accumulate_in(digits, 0, x)
+    >>> from_digits(digits).floats().tolist()
+    [0.5]
     """
     many = digits.shape[-1]
     limbs = np.empty((*digits.shape[:-1], many // 2), dtype=np.uint64)
@@ -195,30 +195,24 @@ def segment_sum(values: Floats, ptr: Ints, limbs: int = LIMBS) -> Exact:
     digits = np.zeros((len(ptr) - 1, int(np.prod(rest)), 2 * limbs + 1), dtype=np.int64)
     if rows.size:
         kernel = sum_segments if rows.size > _WORTH_SHARING else sum_segments_serially
-        kernel(rows, np.asarray(ptr, dtype=np.int64), *_pieces(ptr), digits)
+        kernel(rows, np.asarray(ptr, dtype=np.int64), *pieces(ptr, _PIECE), digits)
     return from_digits(digits.reshape(len(ptr) - 1, *rest, 2 * limbs + 1))
 
 
-def _pieces(ptr: Ints) -> tuple[Ints, Ints]:
-    """Cut segments into pieces of at most ``_PIECE`` rows; return the first row and the segment of each piece."""
-    count = -(-np.diff(ptr) // _PIECE)
+def pieces(ptr: Ints, most: int) -> tuple[Ints, Ints]:
+    """Cut segments ``ptr[j]:ptr[j + 1]`` into pieces of at most ``most``; return the start and the segment of each."""
+    count = -(-np.diff(ptr) // most)
     owner = np.repeat(np.arange(len(count)), count)
     nth = np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count)
-    return np.asarray(ptr)[owner] + _PIECE * nth, owner
+    return np.asarray(ptr)[owner] + most * nth, owner
 
 
 # Compiled loops. Tests compare each with rational arithmetic.
 
 
 @njit(fastmath=False)  # type: ignore[untyped-decorator]
-def accumulate(digits: Ints, x: float) -> None:
-    """Add ``x`` to a sum, a row of digits that starts as zeros."""
-    accumulate_in(digits.reshape(1, len(digits)), 0, x)
-
-
-@njit(fastmath=False)  # type: ignore[untyped-decorator]
 def accumulate_in(digits: Ints, row: int, x: float) -> None:
-    """Add ``x`` to one of many sums, ``digits (sums, 2 n + 1)``.
+    """Add ``x`` to one of many sums, ``digits (sums, 2 n + 1)`` that start as zeros.
 
     The compiler must not reorder the arithmetic, which would lose the small digits. So this function is not inlined, and
     ``fastmath`` is off explicitly; by default it would be that of the kernel that is compiled first.
@@ -289,10 +283,10 @@ def accumulate_moments(X: Floats, digits: Ints) -> None:
             far = _SPLITTER * z
             upper = far - (far - z)
             lower = z - upper
-            accumulate(digits[0, a], z)
-            accumulate(digits[1, a], upper * upper)
-            accumulate(digits[1, a], 2.0 * upper * lower)
-            accumulate(digits[1, a], lower * lower)
+            accumulate_in(digits[0], a, z)
+            accumulate_in(digits[1], a, upper * upper)
+            accumulate_in(digits[1], a, 2.0 * upper * lower)
+            accumulate_in(digits[1], a, lower * lower)
 
 
 @njit(fastmath=False)  # type: ignore[untyped-decorator]

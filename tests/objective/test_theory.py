@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import minimize, minimize_scalar
 
-from covey import Objective, Penalty, minimise
+from covey import GroupedData, Objective, Penalty, minimise
 from covey.errors import ConvergenceWarning, SolverError
 from covey.losses import Bernoulli, Gaussian, Poisson, loss_of
 from covey.objective.theory import (
@@ -31,6 +31,7 @@ from covey.objective.theory import (
 from covey.solvers.first_order import l2gd, one_coin
 from covey.solvers.first_order.al2sgd_plus import Katyusha
 from tests.conftest import random_problem, seeds
+from tests.networks import bounds_of
 from tests.solvers.first_order.shared import constants_of
 
 inside = st.floats(min_value=0.01, max_value=0.99)
@@ -88,7 +89,7 @@ def test_expected_smoothness_covers_the_oracle(seed):
     problem = random_problem(seed, max_rows=6)
     data, penalty, loss = problem.data, problem.penalty, Gaussian(ridge=0.1)
     objective = Objective(data, loss, penalty)
-    here = Constants.of(data, loss, penalty)
+    here = bounds_of(data, loss, penalty)
     drawn = probabilities(here, here.L)
     best = minimise(data, loss, penalty, solver="newton").theta
     theta = best + np.random.default_rng(seed).normal(size=best.shape)
@@ -130,10 +131,17 @@ def test_corner_cases_have_a_meaning():
     assert expected_smoothness(known(C2=0.0), one, 3.0) == pytest.approx(2 * 0.5 + 3)
 
 
+def test_constants_of_a_small_problem():
+    data = GroupedData.from_arrays([[2.0], [1.0], [3.0]], [0.0, 1.0, 2.0], ["a", "b", "c"], ["x", "x", "y"])
+    here = bounds_of(data, Gaussian(), Penalty.of(data.hierarchy, gamma=1.0, alpha=0.25))
+    assert (here.L, here.C1, here.C2) == (9.0, 0.25, 0.75)
+    assert here.mu == pytest.approx(1.0)
+
+
 def test_one_cluster_counts_as_alpha_one():
     problem = random_problem(3)
     data = problem.data.one_cluster()
-    here = Constants.of(data, Gaussian(), Penalty.of(data.hierarchy, gamma=1.0, lam=0.3))
+    here = bounds_of(data, Gaussian(), Penalty.of(data.hierarchy, gamma=1.0, lam=0.3))
     assert (here.C1, here.C2) == (1.0, 0.0)
 
 

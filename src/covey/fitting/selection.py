@@ -16,10 +16,9 @@ import numpy as np
 import polars as pl
 
 from covey._typing import Floats
-from covey.errors import ConvergenceWarning, one_of
+from covey.errors import ConvergenceWarning
 from covey.losses import Loss
 from covey.objective.objective import Penalty
-from covey.problem.settings import BASELINES
 from covey.solvers import Fit, Progress, minimise
 from covey.tables.rows import GroupedData
 from covey.tree.hierarchy import Hierarchy, segment_sum
@@ -152,13 +151,9 @@ def _mean(total: Floats, weight: Floats, score: Score) -> float:
 
 def fit_baseline(name: str, data: GroupedData, loss: Loss, *, seed: int = 0, progress: Progress | None = None) -> Fit:
     """Fit a baseline, given its name."""
-    if name == "single-model":
-        return single_model(data, loss, progress=progress)
-    if name == "locally-trained":
-        return locally_trained(data, loss, progress=progress)
     if name == "single-cluster":
         return single_cluster(data, loss, seed=seed, progress=progress)
-    raise one_of("baseline", name, BASELINES)
+    return (single_model if name == "single-model" else locally_trained)(data, loss, progress=progress)
 
 
 def single_model(data: GroupedData, loss: Loss, *, progress: Progress | None = None) -> Fit:

@@ -161,7 +161,7 @@ class Loss(ABC):
 
     def impossible(self, y: Floats) -> npt.NDArray[np.bool_]:
         """Return which responses the family cannot have, ``(rows,)``."""
-        return np.zeros(len(y), dtype=np.bool_)
+        return np.asarray((y != 0) & (y != 1)) if self.two_classes else np.zeros(len(y), dtype=np.bool_)
 
     def check_values(self, y: Floats, place: Place) -> None:
         """Raise an error if a response is impossible; ``place`` turns a row number into a name for the message."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 from scipy.special import expit
 
 from covey._typing import Floats
-from covey.errors import DataError, SolverError
+from covey.errors import DataError
 from covey.losses import kernels
 from covey.losses.base import Loss
 from covey.tables.rows import Place
@@ -64,13 +63,7 @@ class Bernoulli(Loss):
     def draw(self, margin: Floats, rng: np.random.Generator, dispersion: float = 1.0) -> Floats:
         return (rng.random(len(margin)) < self.mean(margin)).astype(np.float64)
 
-    def impossible(self, y: Floats) -> npt.NDArray[np.bool_]:
-        return np.asarray((y != 0) & (y != 1))
-
     def check(self, y: Floats, place: Place) -> None:
         self.check_values(y, place)
         if (y == y[0]).all():
             raise DataError(f"The response is {y[0]:g} in every row. A classifier needs rows of both classes.")
-
-    def response_interval(self, margin: Floats, variance: Floats, reach: Floats, coverage: float, noise: Floats) -> Floats:
-        raise SolverError("A binary response has no prediction interval; leave noise=True out.")

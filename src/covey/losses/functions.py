@@ -145,9 +145,6 @@ class FunctionLoss(Loss):
     def draw(self, margin: Floats, rng: np.random.Generator, dispersion: float = 1.0) -> Floats:
         raise SolverError(f"The loss {self.name!r} is not a likelihood, so no responses can be drawn from it.")
 
-    def impossible(self, y: Floats) -> npt.NDArray[np.bool_]:
-        return (y != 0) & (y != 1) if self.two_classes else super().impossible(y)
-
     @property
     def linear_start(self) -> bool:
         return self.functions["start"] is not None

@@ -32,9 +32,7 @@ import numpy.typing as npt
 
 from covey._typing import Floats
 from covey.errors import SolverError, number, probability, warn
-from covey.losses import Loss
 from covey.objective.objective import Objective, Penalty
-from covey.tables.rows import GroupedData
 from covey.tree.hierarchy import Hierarchy
 
 
@@ -60,25 +58,6 @@ class Constants:
     alpha: Floats
     note: str = ""
     proved: bool = True
-
-    @classmethod
-    def of(cls, data: GroupedData, loss: Loss, penalty: Penalty) -> Constants:
-        """Compute the constants from bounds that hold at every point.
-
-        >>> from covey import GroupedData, Penalty
-        >>> from covey.losses import Gaussian
-        >>> data = GroupedData.from_arrays([[2.0], [1.0], [3.0]], [0.0, 1.0, 2.0], ["a", "b", "c"], ["x", "x", "y"])
-        >>> known = Constants.of(data, Gaussian(), Penalty.of(data.hierarchy, gamma=1.0, alpha=0.25))
-        >>> known.L, round(known.mu, 9), known.C1, known.C2
-        (9.0, 1.0, 0.25, 0.75)
-        """
-        return cls(
-            float(loss.smoothness(data).max()),
-            float(loss.row_smoothness(data).max(initial=loss.ridge)),
-            float(loss.strong_convexity(data).min()),
-            largest_gamma(data.hierarchy, penalty),
-            mixing(penalty),
-        )
 
     @property
     def C1(self) -> float:
