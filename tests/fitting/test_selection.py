@@ -9,7 +9,7 @@ import pytest
 
 from covey import Penalty, minimise
 from covey.datasets import simulate
-from covey.fitting.selection import client_losses, cross_validate, held_out_loss, search
+from covey.fitting.selection import client_losses, held_out_loss, search
 from covey.losses import loss_of
 
 GRID = np.array([0.1, 1.0, 10.0])
@@ -62,7 +62,7 @@ def test_equal_scores_go_to_the_strongest_ties():
 
 def test_progress_counts_every_fit():
     drawn = simulate(clusters=2, clients=2, rows=6, d=1, seed=0)
-    told = []
-    pairs = [(gamma, 1.0) for gamma in GRID]
-    cross_validate(drawn.data, loss_of("gaussian"), pairs, folds=2, progress=lambda done, todo: told.append((done, todo)))
-    assert told == [(at + 1, 6) for at in range(6)]
+    calls = []
+    settings = {"gammas": GRID, "lams": np.ones(1), "folds": 2, "progress": lambda done, todo: calls.append((done, todo))}
+    search(drawn.data, loss_of("gaussian"), **settings)
+    assert calls == [(at + 1, 6) for at in range(6)]

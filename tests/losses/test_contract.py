@@ -10,7 +10,7 @@ from scipy.special import expit, gammaln
 
 from covey import GroupedData, Penalty, minimise
 from covey.errors import CoveyError, SolverError
-from covey.losses import FAMILIES, Loss, from_functions, loss_of, plain
+from covey.losses import FAMILIES, Loss, from_functions, loss_of
 
 NAMES = list(FAMILIES)
 MARGINS = np.linspace(-3.0, 3.0, 61)
@@ -154,8 +154,6 @@ def test_bend_is_the_gradient_of_a_trace(any_loss):
         step = 1e-5 * np.eye(2)[a]
         difference = (trace(theta + step) - trace(theta - step)) / 2e-5
         np.testing.assert_allclose(any_loss.bend(data, theta, P)[:, a], difference, rtol=1e-5, atol=1e-6)
-    if any_loss.likelihood:
-        np.testing.assert_allclose(plain.bend(any_loss, data, theta, P), any_loss.bend(data, theta, P), rtol=1e-9, atol=1e-9)
 
 
 def test_curvature_of_clients_and_rows_is_within_the_bounds(any_loss):

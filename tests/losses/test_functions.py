@@ -14,7 +14,7 @@ from sklearn.svm import LinearSVC
 from covey import GroupedData, HierarchicalClassifier, HierarchicalRegressor, Penalty, load, minimise, plan
 from covey.errors import ConvergenceWarning, CoveyError, ModelError, PenaltyError, SolverError
 from covey.federation.simulate import simulate as simulate_sites
-from covey.losses import FAMILIES, Gamma, Gaussian, from_functions, kernels, loss_of, plain
+from covey.losses import FAMILIES, Gaussian, from_functions, loss_of
 from covey.problem.problem import Spec
 from tests.conftest import random_problem
 from tests.fits import fit_table
@@ -271,16 +271,6 @@ def test_refusals(huber, hinge):
         huber.draw(np.zeros(1), np.random.default_rng(0))
     with pytest.raises(SolverError, match="noise"):
         huber.response_interval(np.zeros(1), np.ones(1), np.ones(1), 0.95, np.ones(1))
-
-
-def test_operands_carry_a_code_or_the_loss(huber):
-    data = clients()
-    assert Gamma().operands(data)[0] == kernels.GAMMA
-    assert huber.operands(data)[0] is huber
-    theta = np.ones((8, 2))
-    here, (value, gradient, hessian) = huber.expand(data, theta), plain.expand(huber, data, np.ones(8), theta, 2)
-    for one, two in ((here.value, value), (here.gradient, gradient), (here.hessian, hessian)):
-        np.testing.assert_array_equal(one, two)
 
 
 def test_a_loss_may_be_registered_again(huber):

@@ -10,8 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.errors import SolverError
-from covey.losses import FAMILIES, Gaussian, kernels, loss_of, plain
+from covey.losses import FAMILIES, Gaussian, kernels, loss_of
 from tests.conftest import random_problem, seeds
+
+
+def uncompiled(loss):
+    """The same loss, evaluated with numpy."""
+    return type("Uncompiled", (type(loss),), {"code": None})(loss.reduction, loss.ridge)
+
 
 COMPILED = [name for name, family in FAMILIES.items() if family.code is not None]
 
@@ -25,8 +31,8 @@ def test_expand(name, order, seed):
     loss = loss_of(name, "mean" if seed % 5 == 0 else "sum")
     theta = np.random.default_rng(seed).normal(size=(data.n_clients, data.n_terms))
     here = loss.expand(data, theta, order)
-    value, gradient, hessian = plain.expand(loss, data, loss.scale(data), theta, order)
-    for compiled, twin in ((here.value, value), (here.gradient, gradient), (here.hessian, hessian)):
+    plain = uncompiled(loss).expand(data, theta, order)
+    for compiled, twin in ((here.value, plain.value), (here.gradient, plain.gradient), (here.hessian, plain.hessian)):
         np.testing.assert_allclose(compiled, twin, rtol=1e-9, atol=1e-9)
 
 
@@ -37,7 +43,7 @@ def test_bend(name, seed):
     rng = np.random.default_rng(seed)
     theta, root = rng.normal(size=(data.n_clients, data.n_terms)), rng.normal(size=(data.n_clients, data.n_terms, data.n_terms))
     P = root @ root.swapaxes(1, 2)
-    np.testing.assert_allclose(loss.bend(data, theta, P), plain.bend(loss, data, theta, P), rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(loss.bend(data, theta, P), uncompiled(loss).bend(data, theta, P), rtol=1e-9, atol=1e-9)
 
 
 def test_a_quadratic_does_not_bend():

@@ -13,7 +13,7 @@ fit                         learn coefficients, then build the model
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -190,16 +190,14 @@ def _isotropic(network: Network, problem: Problem, progress: Progress | None) ->
 
 def _gamma_by_cluster(gamma: PenaltyLike, tree: Hierarchy) -> Floats:
     """Return one ``gamma`` for each cluster, ``(k,)``. Across sites the ids of clients are unknown here."""
-    ids = tree.clusters.tolist()
-    odd = sorted(set(gamma) ^ set(ids), key=repr) if isinstance(gamma, Mapping) else []
-    if odd or not (isinstance(gamma, Mapping) or np.shape(gamma) in ((), (len(ids),))):
-        which = "" if not odd else f" {'No gamma is given for' if odd[0] in ids else 'There is no'} cluster {odd[0]!r}."
+    clusters = Hierarchy(np.arange(tree.n_clusters + 1), tree.cluster_ids, tree.cluster_ids)
+    try:
+        return Penalty.of(clusters, gamma=gamma).gamma
+    except PenaltyError as problem:
         raise PenaltyError(
-            "Across sites gamma is one number, or one for each cluster, because the ids of clients stay at their sites; change "
-            f"gamma.{which}"
-        )
-    clusters = Hierarchy(np.arange(len(ids) + 1), tree.cluster_ids, tree.cluster_ids)
-    return Penalty.of(clusters, gamma=gamma).gamma
+            "Across sites gamma is one number, or one for each cluster, because the ids of clients stay at their sites. "
+            f"{problem}"
+        ) from None
 
 
 # Covariances from the likelihood

@@ -78,7 +78,7 @@ def plan(
     table: GroupedData | IntoDataFrame,
     spec: Spec | None = None,
     *,
-    family: str | Loss = "gaussian",
+    family: str | Loss | None = None,
     accuracy: float = 1e-6,
     latency: float = LATENCY,
     bandwidth: float = BANDWIDTH,
@@ -94,7 +94,8 @@ def plan(
         The problem. Its columns are not used if the rows are grouped already. Instead of ``spec``, give ``family`` and
         ``settings``.
     family : str or Loss, optional
-        "gaussian" (default), "bernoulli", "poisson", "gamma", or a loss from :func:`covey.losses.from_functions`.
+        "gaussian", "bernoulli", "poisson", "gamma", or a loss from :func:`covey.losses.from_functions`. The default is
+        "gaussian".
     accuracy : float, optional
         Target: this share of the squared distance between zero and the minimiser. The default is 1e-6.
     latency : float, optional
@@ -120,10 +121,12 @@ def plan(
     for name in settings:
         if name not in accepted:
             raise SolverError(f"The plan has no setting {name!r} here; it takes {listing(accepted, 20)}.")
-    if spec is not None and (settings or family != "gaussian"):
-        raise SolverError(f"Give spec, or family and settings, not both; leave out {next(iter(settings), 'family')}=.")
+    if family is not None:
+        settings["family"] = family_of(family).name
+    if spec is not None and settings:
+        raise SolverError(f"Give spec, or family and settings, not both; leave out {next(iter(settings))}=.")
     check_network(accuracy, latency, bandwidth)
-    problem = resolve(Spec(family=family_of(family).name, **settings) if spec is None else spec)
+    problem = resolve(Spec(**settings) if spec is None else spec)
     if problem.has_bars:
         raise SolverError("A plan is for solvers that let every term vary; leave out the bars, and name client= and cluster=.")
     data, problem = (table, problem) if isinstance(table, GroupedData) else read_rows(table, problem)

@@ -8,7 +8,7 @@ the solvers, with coefficients at every level.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -64,38 +64,18 @@ def search(
     seed: int | np.random.Generator = 0,
     progress: Count | None = None,
 ) -> Search:
-    """Score every pair of a grid. Of equal scores, the strongest penalties win, because their model is simpler.
+    """Score every pair of a grid by its mean held-out loss.
 
-    The columns of the grid are scored in alternating direction. So each pair is a neighbour of the pair before, whose fit is a
-    good starting point.
+    Of equal scores, the strongest penalties win, because their model is simpler. The columns of the grid are fitted in
+    alternating direction. So each pair is a neighbour of the pair before, whose fit is a good starting point.
     """
     path = [
         (i, j)
         for turn, i in enumerate(np.argsort(-gammas, kind="stable"))
         for j in (np.argsort(-lams, kind="stable") if turn % 2 == 0 else np.argsort(lams, kind="stable"))
     ]
-    pairs = [(float(gammas[i]), float(lams[j])) for i, j in path]
-    scores = np.empty((len(gammas), len(lams)))
-    scores[tuple(np.transpose(path))] = cross_validate(
-        data, loss, pairs, folds=folds, score=score, seed=seed, progress=progress
-    )
-    best = [(float(gammas[i]), float(lams[j])) for i, j in np.argwhere(scores == scores.min())]
-    return Search(gammas, lams, scores, *max(best))
-
-
-def cross_validate(
-    data: GroupedData,
-    loss: Loss,
-    pairs: Sequence[tuple[float, float]],
-    *,
-    folds: int = FOLDS,
-    score: Score = "row",
-    seed: int | np.random.Generator = 0,
-    progress: Count | None = None,
-) -> Floats:
-    """Return the mean held-out loss of each pair ``(gamma, lam)``. Each fit starts at the fit of the pair before."""
     fold = data.folds(folds, seed)
-    totals, weights = np.zeros((len(pairs), data.n_clients)), np.zeros(data.n_clients)
+    totals, weights = np.zeros((len(gammas), len(lams), data.n_clients)), np.zeros(data.n_clients)
     for left_out in range(folds):
         train, test = data.rows(fold != left_out), data.rows(fold == left_out)
         weight = _weights(test)
@@ -105,15 +85,17 @@ def cross_validate(
         at_zero = loss.gradient(train, np.zeros((data.n_clients, data.n_terms)))
         tol = max(_TRIAL_TOL * float(np.linalg.norm(at_zero)), 1e-12)
         fit = None
-        for index, (gamma, lam) in enumerate(pairs):
-            penalty = Penalty.of(data.hierarchy, gamma=gamma, lam=lam)
+        for done, (i, j) in enumerate(path, start=left_out * len(path) + 1):
+            penalty = Penalty.of(data.hierarchy, gamma=gammas[i], lam=lams[j])
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", ConvergenceWarning)  # only the final fit warns
                 fit = minimise(train, loss, penalty, start=fit, tol=tol)
-            totals[index] += _totals(fit.theta, test, loss)
+            totals[i, j] += _totals(fit.theta, test, loss)
             if progress is not None:
-                progress(left_out * len(pairs) + index + 1, folds * len(pairs))
-    return np.array([_mean(total, weights, score) for total in totals])
+                progress(done, folds * len(path))
+    scores = np.array([[_mean(total, weights, score) for total in row] for row in totals])
+    best = [(float(gammas[i]), float(lams[j])) for i, j in np.argwhere(scores == scores.min())]
+    return Search(gammas, lams, scores, *max(best))
 
 
 def client_losses(theta: Floats, data: GroupedData, loss: Loss) -> Floats:
@@ -185,8 +167,7 @@ def single_cluster(
 ) -> Fit:
     """Fit the one-cluster model of L2GD, pFedMe and Ditto, with its penalty chosen from ``grid`` by cross-validation."""
     merged = data.one_cluster()
-    scores = cross_validate(merged, loss, [(float(gamma), np.inf) for gamma in grid], seed=seed)
-    gamma = float(grid[int(scores.argmin())])
+    gamma = search(merged, loss, gammas=grid, lams=np.array([np.inf]), seed=seed).gamma
     fit = minimise(merged, loss, Penalty.of(merged.hierarchy, gamma=gamma, lam=np.inf), progress=progress)
     message = f"{fit.convergence.message}; gamma = {gamma:.3g} by cross-validation"
     return replace(_one_centre(fit, data), convergence=replace(fit.convergence, message=message))

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from covey._typing import Floats, Ints
 from covey.errors import CoveyError, DataError, PenaltyError, SolverError, one_of
-from covey.losses import kernels, plain
+from covey.losses import kernels
 from covey.records import Record
 from covey.tables.rows import GroupedData, Place
 from covey.tree.hierarchy import segment_sum
@@ -252,17 +252,30 @@ class Loss(ABC):
         Derivatives above ``order`` are not computed; their arrays are empty.
         """
         if self.code is None:
-            value, gradient, hessian = plain.expand(self, data, self.scale(data), theta, order)
+            value, gradient, hessian = self._expand_with_numpy(data, theta, order)
         else:
-            value, gradient, hessian = self._expand(self.code, data, theta, order)
+            value, gradient, hessian = self._expand_compiled(self.code, data, theta, order)
         if self.ridge:
             value += 0.5 * self.ridge * (theta**2).sum(axis=1)
             gradient += self.ridge * theta[: len(gradient)]
             hessian += self.ridge * np.eye(data.n_terms)
         return Expansion(value, gradient, hessian)
 
-    def _expand(self, code: int, data: GroupedData, theta: Floats, order: int) -> tuple[Floats, Floats, Floats]:
-        """Call the compiled kernel of a family; without the ridge."""
+    def _expand_with_numpy(self, data: GroupedData, theta: Floats, order: int) -> tuple[Floats, Floats, Floats]:
+        """Expand the loss without the ridge, as :func:`kernels.expand` does."""
+        d, X, y, margin, scale = data.n_terms, data.X, data.y, data.margin(theta), self.scale(data)
+        value = scale * segment_sum(_weighted(self.values(margin, y), data), data.client_ptr)
+        gradient, hessian = np.empty((0, d)), np.empty((0, d, d))
+        if order >= 1:
+            rows = _weighted(self.slopes(margin, y), data)[:, None] * X
+            gradient = scale[:, None] * segment_sum(rows, data.client_ptr)
+        if order >= 2:
+            products = _weighted(self.curvatures(margin, y), data)[:, None, None] * (X[:, :, None] * X[:, None, :])
+            hessian = scale[:, None, None] * segment_sum(products, data.client_ptr)
+        return value, gradient, hessian
+
+    def _expand_compiled(self, code: int, data: GroupedData, theta: Floats, order: int) -> tuple[Floats, Floats, Floats]:
+        """Expand the loss of the family with this code without the ridge."""
         _, X, y, weights, offset, scale, _, ptr = self.operands(data)
         n, d = theta.shape
         value = np.empty(n)
@@ -291,10 +304,12 @@ class Loss(ABC):
         """
         if self.quadratic:
             return np.zeros_like(theta)
-        if self.code is None:
-            return plain.bend(self, data, theta, P)
-        out = np.zeros_like(theta)
         family, X, y, weights, offset, *_ = self.operands(data)
+        if self.code is None:
+            size = np.einsum("la,lab,lb->l", X, P[data.client_of_row], X)
+            rows = (_weighted(self.thirds(data.margin(theta), y), data) * size)[:, None] * X
+            return segment_sum(rows, data.client_ptr)
+        out = np.zeros_like(theta)
         kernels.bend(family, X, y, weights, offset, data.client_ptr, theta, P, out)
         return out
 
@@ -350,7 +365,7 @@ class Loss(ABC):
 
     def _gram_eigenvalues(self, data: GroupedData) -> Floats:
         """Eigenvalues of ``scale_i X_i' W_i X_i``, the Hessian of a Gaussian loss, in ascending order, ``(n, d)``."""
-        gram = self._expand(kernels.GAUSSIAN, data, np.zeros((data.n_clients, data.n_terms)), 2)[2]
+        gram = self._expand_compiled(kernels.GAUSSIAN, data, np.zeros((data.n_clients, data.n_terms)), 2)[2]
         eigenvalues: Floats = np.maximum(np.linalg.eigvalsh(gram), 0.0)
         return eigenvalues
 

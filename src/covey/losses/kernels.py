@@ -3,7 +3,7 @@
 All families share one compiled loop, and ``exponent``, ``slope`` and ``pointwise`` select the family by its code. The functions
 of a family cannot be arguments of the loop: numba caches no function that takes or encloses compiled functions, so every
 process would compile it again. One thread sums all rows of a client, so results have the same bits with any number of threads.
-:mod:`.plain` has the same functions in numpy.
+Losses without a code are evaluated with numpy (:mod:`.base`); tests compare the two.
 """
 
 from __future__ import annotations
