@@ -1,4 +1,4 @@
-"""Networks for tests: one node that holds everybody, or several in this process that hold some clients each."""
+"""Networks for tests: one node that holds all clients, or several nodes in this process that share them."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def bounds_of(data, loss, penalty):
 
 
 def surveyed(data, loss):
-    """What a coordinator knows of data, with no check of what can be told apart."""
+    """The survey of a coordinator, without the check that the model is identified."""
     return survey(in_memory(data, loss), Shape((), ()), check=False)
 
 
 def shard(data, clients):
-    """Some clients' rows under the clusters that all nodes agreed on."""
+    """Rows of some clients, with all clusters of the network."""
     clients = np.asarray(clients, dtype=np.int64)
     rows = np.concatenate([np.arange(0), *(np.arange(data.client_ptr[i], data.client_ptr[i + 1]) for i in clients)])
     counts = np.bincount(data.hierarchy.parent[clients], minlength=data.n_clusters)
@@ -55,13 +55,13 @@ def shard(data, clients):
 
 @dataclass
 class Sharded:
-    """Nodes in this process; answers are added up, and remembered if ``listens``.
+    """Nodes in this process. Replies are added, and stored if ``listens``.
 
     With ``forgets`` every node loses its cache after each request, as if another process served the next.
     """
 
     nodes: list[Node]
-    places: list[np.ndarray]  # of the clients of each node
+    places: list[np.ndarray]  # positions of the clients of each node
     tree: Hierarchy
     listens: bool = False
     forgets: bool = False
@@ -70,10 +70,10 @@ class Sharded:
 
     @classmethod
     def of(cls, data, loss, owner, **settings):
-        """``owner`` says which node each client is at."""
+        """``owner`` is the node of each client."""
         clients = [np.flatnonzero(owner == site) for site in range(int(owner.max()) + 1)]
         nodes = [Node(shard(data, mine), loss, np.ones(len(mine))) for mine in clients]
-        ids = data.hierarchy.client_ids.clear(len(data.hierarchy.client_ids))  # not known to a coordinator
+        ids = data.hierarchy.client_ids.clear(len(data.hierarchy.client_ids))  # a coordinator does not see them
         return cls(nodes, clients, replace(data.hierarchy, client_ids=ids), **settings)
 
     @property
@@ -101,7 +101,7 @@ class Sharded:
         return total
 
     def gathered(self, name="theta"):
-        """An array that each node holds of its clients, in the order of all."""
+        """Collect an array of all clients from the nodes, in the order of the clients."""
         parts = [getattr(node, name) for node in self.nodes]
         whole = np.empty((sum(map(len, self.places)), *parts[0].shape[1:]))
         whole[np.concatenate(self.places)] = np.concatenate(parts)
@@ -109,7 +109,7 @@ class Sharded:
 
 
 def leaves(value):
-    """All that a message holds."""
+    """All values in a message."""
     if is_dataclass(value):
         for each in fields(value):
             yield from leaves(getattr(value, each.name))

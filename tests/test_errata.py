@@ -1,4 +1,4 @@
-"""Slips in the paper that no other test shows, numbered as in docs/explanation/errata.md."""
+"""Mistakes in the paper that no other test shows, with the numbers of docs/explanation/errata.md."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_4_the_likelihood_has_half_of_one_over_sigma_squared():
 
 
 def canonical(n, d, rng):
-    """Prop. JS: ``y_i ~ N(theta_i, I)``, ``theta_i ~ N(wbar, I)``, one cluster."""
+    """Proposition 5.4 (JS): ``y_i ~ N(theta_i, I)``, ``theta_i ~ N(wbar, I)``, one cluster."""
     y = rng.standard_normal((n, d)) + rng.standard_normal((n, d))
     return y, GroupedData.from_arrays(np.tile(np.eye(d), (n, 1)), y.ravel(), np.repeat(np.arange(n), d))
 
@@ -89,9 +89,9 @@ def test_6_weights_of_the_best_linear_unbiased_estimator(n):
 def test_7_the_table_holds_distances_and_not_their_squares():
     """Squared, a client alone is off by ``d / (m - d - 1) = 20/79 = 0.253`` at 100 rows; the paper prints 0.494, its root."""
     drawn = draw(100, 0, 0)
-    told = measure(locally_trained(drawn.data, Gaussian()).theta, drawn.theta)
-    assert told["average_squared"] == pytest.approx(20 / 79, rel=0.05)
-    assert told["average"] == pytest.approx(0.494, rel=0.03)
+    errors = measure(locally_trained(drawn.data, Gaussian()).theta, drawn.theta)
+    assert errors["average_squared"] == pytest.approx(20 / 79, rel=0.05)
+    assert errors["average"] == pytest.approx(0.494, rel=0.03)
 
 
 def test_8_the_published_single_cluster_baseline_is_not_the_minimiser():
@@ -116,14 +116,14 @@ def test_8_the_published_single_cluster_baseline_is_not_the_minimiser():
 
 
 def test_9_the_minimiser_is_closer_and_its_worst_client_far_closer_than_printed():
-    told = []
+    errors = []
     for run in range(8):
         drawn = draw(10, 1, run)
-        told.append(
+        errors.append(
             measure(minimise(drawn.data, Gaussian(), Penalty.of(drawn.data.hierarchy), solver="sweep").theta, drawn.theta)
         )
-    assert 3.3 < np.mean([each["average"] for each in told]) < 3.46
-    assert max(each["max"] for each in told) < 7.0, "the paper prints 8.676"
+    assert 3.3 < np.mean([each["average"] for each in errors]) < 3.46
+    assert max(each["max"] for each in errors) < 7.0, "the paper prints 8.676"
 
 
 def test_12_refreshes_are_exchanges_between_clusters():

@@ -1,4 +1,4 @@
-"""Exact sums: equal to rational arithmetic, in any order, split and number of threads; never a wrong number."""
+"""Exact sums equal rational arithmetic for any order, split and number of threads; they are never a wrong number."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def rounded(x):
 
 
 def fractions(exact):
-    """The sums of finite numbers as they are, one after the other."""
+    """The finite sums as fractions, in order."""
     return [Fraction(whole, 2 ** (32 * exact.limbs.shape[-1])) for whole in exact.integers().ravel().tolist()]
 
 
@@ -70,7 +70,7 @@ def test_a_sum_is_the_exact_sum_correctly_rounded(values):
 
 
 @given(st.lists(st.builds(math.ldexp, st.floats(-1, 1, width=32), st.integers(-60, 80)), min_size=1, max_size=40))
-def test_where_every_addend_is_a_multiple_of_the_quantum_it_is_fsum(values):
+def test_sums_of_multiples_of_the_quantum_agree_with_fsum(values):
     values = [x for x in values if x == 0 or abs(x) >= 2.0**-64]
     assert Exact.of(values).sum().floats() == math.fsum(values)
 
@@ -98,7 +98,7 @@ def of_integers(wholes):
 @given(
     st.lists(st.builds(lambda whole, drop: whole >> drop, st.integers(-(2**191), 2**191 - 1), st.integers(0, 191)), min_size=1)
 )
-def test_any_limbs_read_as_the_nearest_number(wholes):
+def test_any_limbs_round_to_the_nearest_number(wholes):
     exact = of_integers(wholes)
     assert exact.integers().tolist() == wholes
     assert exact.floats().tolist() == [whole / QUANTA for whole in wholes]
@@ -128,7 +128,7 @@ def test_rounding_at_the_quantum():
     assert Exact.of(tiny).limbs.tolist() == np.zeros((5, LIMBS)).tolist()
 
 
-def test_numbers_of_ordinary_size_are_themselves():
+def test_numbers_of_ordinary_size_are_exact():
     rng = np.random.default_rng(0)
     values = rng.choice([-1, 1], 20_000) * 10 ** rng.uniform(-13, 28, size=20_000)
     np.testing.assert_array_equal(Exact.of(values).floats(), values)
@@ -144,17 +144,17 @@ def test_cancellation_is_exact():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 2.0**94, -(2.0**94), 1e308])
-def test_what_is_not_finite_or_too_large_stays_so(bad):
+def test_sums_that_are_not_finite_or_too_large_stay_so(bad):
     total = Exact.of([1.0, bad]) + Exact.of([2.0, 3.0])
     assert not (total - Exact.of([0.0, bad])).finite[1]
     np.testing.assert_array_equal((total - Exact.of([0.0, bad])).floats(), [3.0, np.nan])
     np.testing.assert_array_equal(total.sum().floats(), np.nan)
-    assert total.size.tolist() == (total + total).size.tolist() == [0, TOO_LARGE]  # it does not grow until it wraps itself
+    assert total.size.tolist() == (total + total).size.tolist() == [0, TOO_LARGE]  # the size itself does not overflow
     assert total.integers().tolist() == [3 * QUANTA, None]
 
 
-def test_a_sum_that_could_wrap_around_is_not_a_number():
-    """Beyond 2^95 the integer wraps: that must not come out as a number, nor must it if the addends cancel elsewhere."""
+def test_a_sum_that_could_overflow_is_nan():
+    """Beyond 2^95 the integer overflows. The sum must then be NaN, even if other addends cancel it."""
     for many in (4, 5, 64):
         assert np.isnan(segment_sum(np.full(many, 2.0**93), np.array([0, many])).floats()).all()
     large = Exact.of(np.full(4, 2.0**93))
@@ -217,8 +217,8 @@ def test_shapes():
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1e-30, 1e-9, 1.0, 1e5, 1e6, 1e25]))
-def test_rows_add_up_as_one_by_one(seed, size):
-    """The fast way for small numbers has the same bits, also where large ones and NaN are among them."""
+def test_accumulate_rows_agrees_with_single_additions(seed, size):
+    """The fast path for small numbers gives the same bits, also with large numbers and NaN among them."""
     rng = np.random.default_rng(seed)
     rows, weights = size * rng.normal(size=(5000, 3)) * 10.0 ** rng.integers(-3, 3, size=(5000, 1)), rng.random(5000)
     rows[::7] = 0.0
@@ -236,16 +236,16 @@ def test_many_large_addends_do_not_overflow():
     assert from_digits(digits).floats().tolist() == [-524287.5 * 200_000]
 
 
-# Kernels beside plain loops
+# Kernels compared with plain loops
 
 
 def value_of(digits):
-    """What a row of digits stands for, in quanta: its last one is the size."""
+    """The value of a row of digits in quanta; the last digit is the size."""
     return sum(int(digit) << 32 * at for at, digit in enumerate(digits[:-1]))
 
 
 def plain_sum(values, limbs):
-    """The twin of all that adds: each value in quanta, rounded by itself, modulo ``2^(64 n)``; and the sizes."""
+    """A plain sum: each value is rounded to quanta and added modulo ``2^(64 n)``; sizes are added too."""
     unit, room = 2 ** (32 * limbs), 2 ** (32 * limbs - 2)
     total = size = 0
     for x in map(float, values):
@@ -289,7 +289,7 @@ def test_accumulate_moments_is_a_plain_sum_and_one_of_squares(X):
 
 
 @given(hnp.arrays(np.int64, (3, DIGITS), elements=st.integers(-(2**61), 2**61)))
-def test_carrying_digits_keeps_what_they_stand_for(digits):
+def test_carrying_digits_keeps_their_value(digits):
     digits[:, -1] = np.abs(digits[:, -1])
     limbs, size = np.empty((3, LIMBS), dtype=np.uint64), np.empty(3, dtype=np.int64)
     carry_digits(digits, limbs, size)
@@ -333,7 +333,7 @@ def test_a_wide_sum_is_the_exact_sum_correctly_rounded(values, random):
     assert same(found, reduce(add, (Exact.of(x, WIDE) for x in values), Exact.zeros(limbs=WIDE)))
 
 
-def test_wide_sums_of_what_is_too_large_are_not_numbers():
+def test_wide_sums_of_too_large_numbers_are_nan():
     for bad in (math.nan, math.inf, 2.0**286, -1e300):
         assert math.isnan(total(np.array([1.0, bad])))
     largest = np.nextafter(2.0**286, 0)

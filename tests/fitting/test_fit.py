@@ -1,4 +1,4 @@
-"""From settings to penalties and models: learned, cross-validated, given; and the same through every face."""
+"""From settings to models: penalties that are learned, cross-validated or given."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_with_no_setting_penalties_are_learned():
 
 
 @pytest.mark.parametrize("estimator", [HierarchicalClassifier, HierarchicalPoissonRegressor])
-def test_of_classes_and_counts_by_laplace(estimator):
+def test_classes_and_counts_are_learned_by_laplace(estimator):
     frame = FRAME.with_columns(y=(pl.col("y") > 0.5).cast(pl.Int64))
     model = estimator(**NAMED, vary=["1"]).fit(frame)
     assert model.components_.method == "Laplace"
@@ -39,7 +39,7 @@ def test_of_classes_and_counts_by_laplace(estimator):
     assert model.model_.spec.learns == "ml"
 
 
-def test_given_penalties_are_taken_as_they_are():
+def test_given_penalties_are_used_unchanged():
     model = HierarchicalRegressor(**NAMED, gamma=3.0).fit(FRAME)
     assert set(model.model_.penalty.gamma) == {3.0}
     assert set(model.model_.penalty.lam) == {1.0}
@@ -49,7 +49,7 @@ def test_given_penalties_are_taken_as_they_are():
         one_sentence(caught)
 
 
-def test_cross_validation_is_the_search(monkeypatch):
+def test_penalty_cv_uses_the_search(monkeypatch):
     few = partial(search, gammas=np.array([0.1, 1.0, 10.0]), lams=np.array([0.5, 5.0]))
     monkeypatch.setattr("covey.fitting.fit.search", few)
     drawn = simulate(clusters=3, clients=3, rows=6, d=1, seed=0)
@@ -62,7 +62,7 @@ def test_cross_validation_is_the_search(monkeypatch):
 
 
 def test_ratios_of_learned_variances_are_the_penalties():
-    """The fit by likelihood with isotropic spread is the fit with gamma = s2 / tau2 and lam = s2 / sigma2."""
+    """The likelihood with isotropic covariances gives the fit with gamma = s2 / tau2 and lam = s2 / sigma2."""
     learned = HierarchicalRegressor(**NAMED, covariance="isotropic").fit(FRAME)
     found = learned.components_
     gamma, lam = (found.residual / level.sd[0, 0] ** 2 for level in (found.client, found.cluster))
@@ -72,14 +72,14 @@ def test_ratios_of_learned_variances_are_the_penalties():
 
 
 @pytest.mark.parametrize("per_cluster", [False, True])
-def test_an_algorithm_by_coins_learns_its_penalties_and_agrees_with_the_exact_fit(per_cluster):
+def test_a_randomised_algorithm_learns_its_penalties_and_agrees_with_the_exact_fit(per_cluster):
     exact = HierarchicalRegressor(**NAMED, covariance="isotropic", per_cluster=per_cluster).fit(FRAME)
-    coins = HierarchicalRegressor(
+    randomised = HierarchicalRegressor(
         **NAMED, per_cluster=per_cluster, solver="l2gd", options={"steps": "switching"}, tol=1e-3, max_iter=60_000
     ).fit(FRAME)
-    assert coins.model_.penalty is not None
-    np.testing.assert_allclose(coins.coef_, exact.coef_, atol=0.1)
-    assert np.abs(coins.coef_ - exact.coef_).mean() < 0.02
+    assert randomised.model_.penalty is not None
+    np.testing.assert_allclose(randomised.coef_, exact.coef_, atol=0.1)
+    assert np.abs(randomised.coef_ - exact.coef_).mean() < 0.02
 
 
 def test_james_stein_shrinks_the_global_model_of_learned_penalties():
@@ -100,14 +100,14 @@ def test_james_stein_shrinks_the_global_model_of_learned_penalties():
         {"james_stein": True, "formula": "y ~ x + (1 | cluster/client)", "client": None, "cluster": None},
     ],
 )
-def test_a_solver_that_lets_every_term_vary_refuses_to_let_some(settings):
-    # It would take the variance of those few terms for that of all.
+def test_a_solver_in_which_every_term_varies_refuses_a_selection(settings):
+    # It would use the variance of these few terms for all terms.
     with pytest.raises(ValueError, match="lets every term vary; let all vary by") as caught:
         HierarchicalRegressor(**{**NAMED, **settings}).fit(FRAME)
     one_sentence(caught)
 
 
-def test_ids_that_repeat_in_every_cluster_are_told_apart(tmp_path):
+def test_ids_that_repeat_in_every_cluster_are_different_clients(tmp_path):
     formula = "y ~ x + (1 + x || cluster/client)"
     repeated, unique = (HierarchicalRegressor(formula=formula).fit(frame) for frame in (REPEATED, FRAME))
     assert len(repeated.clients_) == 30
@@ -147,13 +147,13 @@ def test_ids_that_repeat_in_every_cluster_are_told_apart(tmp_path):
         (FRAME, {**NAMED, "client": "cluster", "cluster": "client"}, "a client belongs to one cluster"),
     ],
 )
-def test_what_cannot_be_told_apart_is_one_sentence(frame, settings, sentence):
+def test_models_that_cannot_be_identified_are_refused(frame, settings, sentence):
     with pytest.raises(ValueError, match=sentence) as caught:
         HierarchicalRegressor(**settings).fit(frame)
     one_sentence(caught)
 
 
-def test_one_client_that_is_named_is_refused_and_none_is_a_regression():
+def test_one_named_client_is_refused_and_no_client_is_a_regression():
     one = FRAME.with_columns(client=pl.lit(1)).drop("cluster")
     with pytest.raises(ValueError, match="There is only one client, 1, so variation between clients cannot be separated"):
         HierarchicalRegressor(client="client", formula="y ~ x").fit(one)
@@ -181,7 +181,7 @@ def test_a_grid_over_what_varies_and_how():
     assert grid.best_estimator_.components_.client.kind in ("isotropic", "full")
 
 
-def test_the_fit_is_the_same_whatever_the_order_of_rows():
+def test_the_fit_is_the_same_for_any_order_of_rows():
     model, other = (HierarchicalRegressor(**NAMED, covariance="full").fit(frame) for frame in (FRAME, FRAME[::-1]))
     np.testing.assert_allclose(other.coef_, model.coef_, atol=1e-6)
     assert other.components_.log_likelihood == pytest.approx(model.components_.log_likelihood, abs=1e-8)

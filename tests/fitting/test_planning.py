@@ -1,4 +1,4 @@
-"""The plan: what it promises is what a run costs, at most; the cheapest is marked."""
+"""The plan: a run costs at most what the plan says; the cheapest solver is marked."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_run_needs_no_more_than_the_plan_says(family):
         far.append(((fit.theta - best.theta) ** 2).sum() / (best.theta**2).sum())
         spent.append(fit.ledger)
     assert np.mean(far) <= 1e-6
-    checks = spent[0].checks  # the plan has them where the run put them by default; here there were only two
+    checks = spent[0].checks  # the plan counts the default number of checks; this run made only two
     for seen, expected in (
         ([ledger.between for ledger in spent], promised["al2sgd_plus"].between),
         ([ledger.within.mean() for ledger in spent], promised["al2sgd_plus"].within),
@@ -51,7 +51,7 @@ def test_a_run_needs_no_more_than_the_plan_says(family):
         assert np.mean(seen) + checks <= expected + 4 * np.sqrt(expected / 3)
 
 
-def test_time_is_that_of_the_links():
+def test_time_follows_from_latency():
     data = problem()
     slow, fast = (plan(data, latency=latency, bandwidth=1e9) for latency in (1.0, 0.001))
     for one, other in zip(slow.costs, fast.costs, strict=True):
@@ -63,23 +63,23 @@ def test_the_plan_prints_and_marks_the_cheapest():
     text = str(plan(problem(), gamma=3.0))
     assert "18 clients in 3 clusters, 2 coefficients each" in text
     assert "\n* sweep " in text
-    assert text.count("* ") == 2  # the mark, and what it means
+    assert text.count("* ") == 2  # the mark and its explanation
     assert "bound of its theorem" in text
 
 
 def test_solvers_that_do_not_fit_say_why():
-    X = np.ones((8, 2))  # two columns that nobody can tell apart
+    X = np.ones((8, 2))  # two equal columns
     data = GroupedData.from_arrays(X, np.arange(8.0), np.repeat([0, 1], 4))
     found = plan(data, gamma=1.0)
     assert [math.isinf(cost.seconds) for cost in found.costs] == [False, False, True, True, True]
     assert "does not fit: No rate is known for this problem: in some direction it is flat" in str(found)
 
 
-def test_a_plan_where_nothing_has_to_be_learnt():
+def test_a_plan_for_responses_of_zero_and_for_equal_columns():
     data = problem()
     assert plan(replace(data, y=np.zeros(data.n_rows)), gamma=1.0).cheapest == "sweep"
-    told = race(GroupedData.from_arrays(np.ones((8, 2)), np.arange(8.0), np.repeat([0, 1], 4)), resolve(Spec(gamma=1.0)))
-    assert list(told) == ["sweep", "newton"]  # the others do not fit, and are left out
+    histories = race(GroupedData.from_arrays(np.ones((8, 2)), np.arange(8.0), np.repeat([0, 1], 4)), resolve(Spec(gamma=1.0)))
+    assert list(histories) == ["sweep", "newton"]  # the others do not fit, and are left out
 
 
 def test_a_frame_is_read_as_the_estimators_read_it(homes):
@@ -107,27 +107,27 @@ def test_impossible_networks(given, message):
         plan(problem(), **given)
 
 
-def test_auto_is_the_direct_solver_and_the_plan_marks_what_waits_least():
+def test_auto_is_the_direct_solver_and_the_plan_marks_the_shortest_time():
     small = problem()
     assert minimise(small, Gaussian(), Penalty.of(small.hierarchy)).convergence.solver == "sweep"
     wide = problem("bernoulli", d=400, clusters=2, clients=3, rows=30)
     penalty, loss = Penalty.of(wide.hierarchy, gamma=5.0), loss_of("bernoulli", "mean", 10.0)
     best = minimise(wide, loss, penalty, tol=1e-3)
     assert best.convergence.solver == "newton"
-    # Many coefficients, over a thin line: d x d messages take longer than many exchanges of vectors.
+    # Many coefficients on a slow line: d x d messages take longer than many exchanges of vectors.
     found = costs(Objective(wide, loss, penalty), [best], accuracy=1e-3, latency=0.0, bandwidth=1.0)[0]
     assert min(found, key=lambda cost: cost.seconds).solver == "al2sgd_plus"
 
 
 def test_the_race_is_measured():
     data = problem("bernoulli")
-    told = race(data, resolve(Spec(family="bernoulli", gamma=3.0)), accuracy=1e-5, max_iter=3000)
-    assert list(told) == ["newton", "l2gd", "l2gd switching", "one_coin", "al2sgd_plus"]
-    for history in told.values():
+    histories = race(data, resolve(Spec(family="bernoulli", gamma=3.0)), accuracy=1e-5, max_iter=3000)
+    assert list(histories) == ["newton", "l2gd", "l2gd switching", "one_coin", "al2sgd_plus"]
+    for history in histories.values():
         assert history["gap"][0] == pytest.approx(1.0)
         assert history["exchanges"].is_sorted()
-    assert told["newton"]["gap"][-1] < 1e-12
-    assert told["al2sgd_plus"].filter(pl.col("gap") <= 1e-5).height > 0
+    assert histories["newton"]["gap"][-1] < 1e-12
+    assert histories["al2sgd_plus"].filter(pl.col("gap") <= 1e-5).height > 0
 
 
 def test_options_belong_to_a_solver():

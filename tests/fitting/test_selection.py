@@ -1,4 +1,4 @@
-"""Penalties by cross-validation, against loops and cold starts."""
+"""Penalties by cross-validation, compared with loops and fits from zero."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GRID = np.array([0.1, 1.0, 10.0])
 
 @pytest.mark.parametrize("family", ["gaussian", "bernoulli", "poisson"])
 @pytest.mark.parametrize("score", ["row", "client"])
-def test_scores_are_those_of_cold_fits_scored_row_by_row(family, score):
+def test_scores_agree_with_fits_from_zero_scored_row_by_row(family, score):
     drawn = simulate(family, clusters=3, clients=4, rows=9, d=2, client_sd=0.4, cluster_sd=0.4, equal_rows=False, seed=5)
     data, loss = drawn.data, loss_of(family)
     found = search(data, loss, gammas=GRID, lams=GRID[:2], folds=3, score=score, seed=1)
@@ -51,7 +51,7 @@ def test_weights_count_and_clients_without_rows_do_not():
     assert held_out_loss(fit, data, loss_of("gaussian"), "client") == pytest.approx(np.nanmean(each))
 
 
-def test_equal_scores_go_to_the_strongest_ties():
+def test_of_equal_scores_the_strongest_penalties_win():
     drawn = simulate(clusters=2, clients=2, rows=6, d=1, seed=0)
     data = replace(drawn.data, y=np.zeros(drawn.data.n_rows))
     found = search(data, loss_of("gaussian"), gammas=GRID, lams=GRID, folds=2)

@@ -1,4 +1,4 @@
-"""Losses of one's own: Huber and the squared hinge, everywhere a loss is used."""
+"""User-defined losses: Huber and the squared hinge, in everything that uses a loss."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DELTA = 1.345
 
 @pytest.fixture
 def registry():
-    """Families as they were, whatever a test registers."""
+    """Restore the registry after the test."""
     before = dict(FAMILIES)
     yield
     FAMILIES.clear()
@@ -44,7 +44,7 @@ def huber(registry):
 
 
 def room(m, y):
-    """How far a margin is short of 1 on the side of its class."""
+    """Distance by which a margin misses 1 on the side of its class."""
     return np.maximum(1.0 - (2 * y - 1) * m, 0.0)
 
 
@@ -83,7 +83,7 @@ def by_scipy(problem, loss):
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3, 4])
-def test_huber_as_scipy_finds_it(huber, seed):
+def test_huber_has_the_minimiser_of_scipy(huber, seed):
     problem = random_problem(seed, weighted=seed % 2 == 0)
     problem.y[::5] += 20.0
     value, best = by_scipy(problem, huber)
@@ -94,7 +94,7 @@ def test_huber_as_scipy_finds_it(huber, seed):
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3, 4])
-def test_squared_hinge_as_scipy_finds_it(hinge, seed):
+def test_squared_hinge_has_the_minimiser_of_scipy(hinge, seed):
     problem = random_problem(seed, "bernoulli", weighted=seed % 2 == 0)
     value, best = by_scipy(problem, hinge)
     fit = minimise(problem.data, hinge, problem.penalty, solver="newton", tol=1e-9)
@@ -113,7 +113,7 @@ def test_squared_hinge_of_one_client_is_a_linear_support_vector_machine(hinge):
 
 
 def test_huber_of_one_client_resists_outliers_as_scikit_learn_does(huber):
-    """HuberRegressor at the scale that it finds: the same loss in units of that scale."""
+    """HuberRegressor estimates a scale; covey minimises the same loss in units of that scale."""
     from sklearn.linear_model import HuberRegressor
 
     rng = np.random.default_rng(2)
@@ -147,8 +147,8 @@ def test_randomised_algorithms_reach_the_minimum(huber, hinge, solver, name):
 
 @pytest.mark.parametrize("solver", ["l2gd", "one_coin", "al2sgd_plus"])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_the_plain_path_is_the_compiled_one(registry, solver, weighted):
-    """The same steps on the same coins and rows, for a loss that is compiled and its twin by functions."""
+def test_the_numpy_path_takes_the_steps_of_the_compiled_one(registry, solver, weighted):
+    """A compiled loss and the same loss from functions take the same steps with the same random choices."""
     own = loss_of("bernoulli")
     from_functions("logit", own.values, own.slopes, own.curvatures, own.curvature, mean=own.mean, two_classes=True)
     problem = random_problem(4, "bernoulli", weighted=weighted)
@@ -162,7 +162,7 @@ def test_the_plain_path_is_the_compiled_one(registry, solver, weighted):
     np.testing.assert_allclose(one.theta, two.theta, rtol=1e-9, atol=1e-12)
 
 
-def test_a_quadratic_of_one_s_own_is_solved_exactly(registry):
+def test_a_user_defined_quadratic_is_solved_exactly(registry):
     square = from_functions(
         "square", lambda m, y: (m - y) ** 2 / 2, lambda m, y: m - y, lambda m, y: np.ones_like(m), (1.0, 1.0)
     )
@@ -215,13 +215,13 @@ def test_a_classifier(hinge, tmp_path):
     assert (again.decision_function(rows) == model.decision_function(rows)).all()
 
 
-def test_a_model_is_not_read_without_its_loss(huber, tmp_path):
+def test_a_model_cannot_be_loaded_without_its_loss(huber, tmp_path):
     path = HierarchicalRegressor(loss=huber, **NAMES).fit(frame()).save(tmp_path / "model")
     del FAMILIES["huber"]
-    with pytest.raises(ModelError, match="'huber'") as told:
+    with pytest.raises(ModelError, match="'huber'") as caught:
         load(path)
-    assert "from_functions" in str(told.value)
-    assert "before loading" in str(told.value)
+    assert "from_functions" in str(caught.value)
+    assert "before loading" in str(caught.value)
 
 
 def test_cross_validation_and_baselines(huber):
@@ -231,12 +231,12 @@ def test_cross_validation_and_baselines(huber):
 
 
 def test_the_plan(huber):
-    told = plan(frame(), family=huber, **NAMES, ridge=0.2)
-    assert pytest.approx(plan(frame(), family="gaussian", **NAMES, ridge=0.2).known.L, rel=1e-3) == told.known.L
-    assert "newton" in told.frame["solver"].to_list()
+    found = plan(frame(), family=huber, **NAMES, ridge=0.2)
+    assert pytest.approx(plan(frame(), family="gaussian", **NAMES, ridge=0.2).known.L, rel=1e-3) == found.known.L
+    assert "newton" in found.frame["solver"].to_list()
 
 
-def test_across_sites_that_have_registered_it(huber):
+def test_sites_that_have_registered_the_loss(huber):
     rows = frame()
     spec = Spec(family="huber", **NAMES)
     assert simulate_sites(rows, spec, 2).difference(fit_table(rows, spec)) < 1e-7
@@ -245,7 +245,7 @@ def test_across_sites_that_have_registered_it(huber):
         simulate_sites(rows, spec, 2)
 
 
-def test_refusals(huber, hinge):
+def test_invalid_losses_and_settings_are_refused(huber, hinge):
     with pytest.raises(PenaltyError, match=r"'huber'.*no likelihood"):
         HierarchicalRegressor(loss=huber, client="client", formula="y ~ x").fit(frame())
     with pytest.raises(SolverError, match="comes with covey"):
@@ -280,7 +280,7 @@ def test_a_loss_may_be_registered_again(huber):
 
 
 def test_newton_moves_where_every_row_is_flat(huber):
-    """Outliers draw the least-squares start so far away that no row is curved there."""
+    """Outliers move the least-squares start so far away that no row has curvature there."""
     rng = np.random.default_rng(0)
     client = np.repeat(np.arange(30), 20)
     X = np.column_stack([np.ones(600), rng.normal(size=600)])

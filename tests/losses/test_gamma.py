@@ -1,4 +1,4 @@
-"""The gamma family: given penalties against scipy, learned ones against glmmTMB."""
+"""The gamma family: given penalties compared with scipy, learned ones with glmmTMB."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def bills():
     margin = 1 + 0.4 * x + above[cluster, 0] + above[cluster, 1] * x + own[client, 0] + own[client, 1] * x
     y = rng.gamma(2.5, np.exp(margin) / 2.5).round(4)
     times, offset = rng.integers(1, 4, size=576), (0.5 * rng.normal(size=576)).round(3)
-    assert y.sum() == pytest.approx(2172.5598)  # the rows that R was given
+    assert y.sum() == pytest.approx(2172.5598)  # the same rows as in R
     return pl.DataFrame({"y": y, "x": x, "client": client, "cluster": cluster, "times": times, "off": offset})
 
 
@@ -79,7 +79,7 @@ REFERENCES = {
 
 
 @pytest.mark.parametrize("case", REFERENCES)
-def test_learned_as_glmmtmb_does(bills, case):
+def test_learned_penalties_agree_with_glmmtmb(bills, case):
     formula, columns, value, coefficients, sigma, errors, cluster, client, cluster_error, client_error = REFERENCES[case]
     model = HierarchicalGammaRegressor(formula=formula, tests=False, **columns).fit(bills)
     found = model.components_
@@ -95,14 +95,14 @@ def test_learned_as_glmmtmb_does(bills, case):
     assert found.parameters == 3 + len(cluster) + len(client)
 
 
-def test_learned_full_covariance_as_glmmtmb_does(bills):
+def test_learned_full_covariance_agrees_with_glmmtmb(bills):
     # y ~ x + (1 + x | client), otherwise as above
     model = HierarchicalGammaRegressor(formula="y ~ x + (1 + x | client)", tests=False).fit(bills)
     assert model.components_.log_likelihood == pytest.approx(-1198.46839774, abs=1e-5)
     np.testing.assert_allclose(model.components_.client.sd[0], [0.55067797, 0.38510265], rtol=1e-4)
 
 
-def test_everything_around_a_fit(bills, tmp_path):
+def test_predictions_intervals_and_files_of_a_fit(bills, tmp_path):
     model = HierarchicalGammaRegressor(formula="y ~ x + (1 | cluster/client)").fit(bills)
     text = str(model)
     assert "gamma model" in text
@@ -132,7 +132,7 @@ def test_everything_around_a_fit(bills, tmp_path):
     assert (drawn["std_error"] > 0).all()
 
 
-def test_the_gradient_of_the_likelihood(bills):
+def test_the_gradient_of_the_likelihood_agrees_with_differences(bills):
     data = random_problem(5, "gamma", d=2, max_rows=30).data
     problem = criterion_for(survey(in_memory(data, Gamma()), Shape((0, 1), (0,)), check=False), Shape((0, 1), (0,)), reml=False)
     x = problem.start(0.4, 0.7) + 0.05
@@ -144,8 +144,8 @@ def test_the_gradient_of_the_likelihood(bills):
         assert gradient[at] == pytest.approx(difference, rel=1e-4, abs=1e-5)
 
 
-def test_the_likelihood_without_variation_is_that_of_scipy():
-    """Where nothing varies the criterion is the plain likelihood, at its best shape."""
+def test_the_likelihood_without_variation_agrees_with_scipy():
+    """If nothing varies, the criterion is the ordinary likelihood at its best shape."""
     data = random_problem(6, "gamma", weighted=False, d=1, max_rows=30).data
     problem = criterion_for(survey(in_memory(data, Gamma()), Shape((0,), ()), check=False), Shape((0,), ()), reml=False)
     value, _ = problem.value_and_gradient(np.zeros_like(problem.start(0.0, 0.0)))
@@ -158,7 +158,7 @@ def test_the_likelihood_without_variation_is_that_of_scipy():
     assert value == pytest.approx(best.fun, rel=1e-9)
 
 
-def test_learned_over_any_nodes_as_in_memory():
+def test_penalties_learned_across_nodes_are_those_in_memory():
     data = simulate("gamma", clusters=8, clients=5, rows=8, d=2, cluster_sd=0.4, client_sd=0.3, noise_sd=0.5, seed=2).data
     shape = Shape((0, 1), (0,))
     fit, learned = estimate(in_memory(data, Gamma()), shape)
@@ -168,7 +168,7 @@ def test_learned_over_any_nodes_as_in_memory():
     assert other.components.residual == pytest.approx(learned.components.residual, rel=1e-6)
 
 
-def test_given_penalties_as_scipy_finds_them():
+def test_given_penalties_have_the_minimiser_of_scipy():
     problem = random_problem(3, "gamma")
     data, n, k, d = problem.data, len(problem.gamma), len(problem.lam), problem.X.shape[1]
     penalty, tree = problem.penalty, problem.data.hierarchy
@@ -177,8 +177,8 @@ def test_given_penalties_as_scipy_finds_them():
         theta, w, wbar = np.split(flat.reshape(-1, d), [n, n + k])
         margin = data.margin(theta)
         rows = (data.weights * (data.y * np.exp(-margin) + margin)).sum()
-        ties = (penalty.gamma[:, None] * (theta - w[tree.parent]) ** 2).sum() + (penalty.lam[:, None] * (w - wbar) ** 2).sum()
-        return rows + 0.5 * ties
+        pull = (penalty.gamma[:, None] * (theta - w[tree.parent]) ** 2).sum() + (penalty.lam[:, None] * (w - wbar) ** 2).sum()
+        return rows + 0.5 * pull
 
     best = optimize.minimize(objective, np.zeros((n + k + 1) * d), method="BFGS", options={"gtol": 1e-7})
     fit = minimise(data, Gamma(), penalty, solver="newton", tol=1e-9)
@@ -188,8 +188,8 @@ def test_given_penalties_as_scipy_finds_them():
 
 
 @pytest.mark.parametrize("scale", [1e-8, 1.0, 1e8])
-def test_newton_does_not_mind_the_units(scale):
-    """From zero, Newton would need a step for each factor of e; it begins at the logs of the responses."""
+def test_newton_needs_few_steps_in_any_units(scale):
+    """From zero, Newton would need one step for each factor of e. It starts at the logs of the responses."""
     problem = random_problem(8, "gamma", weighted=False, d=1)
     data = problem.data
     data = type(data)(np.ones_like(data.X), scale * data.y, data.client_ptr, data.hierarchy, data.terms)
@@ -213,14 +213,14 @@ def test_randomised_algorithms_reach_the_minimum(solver):
 
 
 def test_the_plan_and_its_constants(bills):
-    told = plan(bills, family="gamma", formula="y ~ x", client="client", cluster="cluster", gamma=5.0, ridge=0.1)
-    assert told.cheapest == "newton"
+    found = plan(bills, family="gamma", formula="y ~ x", client="client", cluster="cluster", gamma=5.0, ridge=0.1)
+    assert found.cheapest == "newton"
     # The second derivative in the margin is y exp(-margin), at zero the response itself.
-    assert told.known.L_row >= 2 * 8 * bills["y"].max()
-    assert "measured" in told.known.note
+    assert found.known.L_row >= 2 * 8 * bills["y"].max()
+    assert "measured" in found.known.note
 
 
-def test_refusals(bills):
+def test_invalid_responses_and_settings_are_refused(bills):
     with pytest.raises(CoveyError, match="gamma family takes positive"):
         HierarchicalGammaRegressor(gamma=1.0).fit([[1.0], [2.0]], [1.0, 0.0], client=["a", "b"])
     with pytest.raises(CoveyError, match="reml"):

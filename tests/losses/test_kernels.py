@@ -1,4 +1,4 @@
-"""Compiled kernels against plain numpy."""
+"""Compiled kernels compared with numpy."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ COMPILED = [name for name, family in FAMILIES.items() if family.code is not None
 @pytest.mark.parametrize("order", [0, 1, 2])
 @given(seed=seeds)
 def test_expand(name, order, seed):
-    # Up to 200 rows a client, so that a client spans several tiles of the kernel.
+    # Up to 200 rows per client, so that a client spans several tiles of the kernel.
     data = random_problem(seed, name, weighted=seed % 2 == 0, max_rows=200 if seed % 3 == 0 else 5).data
     loss = loss_of(name, "mean" if seed % 5 == 0 else "sum")
     theta = np.random.default_rng(seed).normal(size=(data.n_clients, data.n_terms))
     here = loss.expand(data, theta, order)
     plain = uncompiled(loss).expand(data, theta, order)
-    for compiled, twin in ((here.value, plain.value), (here.gradient, plain.gradient), (here.hessian, plain.hessian)):
-        np.testing.assert_allclose(compiled, twin, rtol=1e-9, atol=1e-9)
+    for compiled, by_numpy in ((here.value, plain.value), (here.gradient, plain.gradient), (here.hessian, plain.hessian)):
+        np.testing.assert_allclose(compiled, by_numpy, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", [name for name in COMPILED if not loss_of(name).quadratic])
@@ -46,7 +46,7 @@ def test_bend(name, seed):
     np.testing.assert_allclose(loss.bend(data, theta, P), uncompiled(loss).bend(data, theta, P), rtol=1e-9, atol=1e-9)
 
 
-def test_a_quadratic_does_not_bend():
+def test_bend_of_a_quadratic_is_zero():
     data = random_problem(1).data
     theta = np.ones((data.n_clients, data.n_terms))
     assert not Gaussian().bend(data, theta, np.tile(np.eye(data.n_terms), (data.n_clients, 1, 1))).any()
@@ -54,7 +54,7 @@ def test_a_quadratic_does_not_bend():
 
 @given(seed=seeds)
 def test_curvature_floor(seed):
-    """One over the trace of the inverse, and zero where there is no inverse."""
+    """One over the trace of the inverse; zero for a singular matrix."""
     rng = np.random.default_rng(seed)
     d = int(rng.integers(1, 5))
     root = rng.normal(size=(7, d, d))
@@ -94,7 +94,7 @@ def test_slope_and_pointwise(name, margin):
     assert second == pytest.approx(loss.curvatures(*at)[0], rel=1e-9, abs=1e-14)
 
 
-def test_a_code_that_no_kernel_knows_is_refused():
+def test_an_unknown_code_is_refused():
     class Odd(Gaussian):
         code = 77
 

@@ -1,4 +1,4 @@
-"""Losses against finite differences, scipy's own functions and their declared bounds."""
+"""Losses compared with finite differences, with scipy, and with their declared bounds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def reference(family, margin, y):
 @pytest.mark.parametrize("weighted", [True, False])
 @given(seed=seeds)
 def test_value_gradient_and_hessian(family, reduction, weighted, seed):
-    # Up to 200 rows a client, so that a client spans several tiles of the kernel.
+    # Up to 200 rows per client, so that a client spans several tiles of the kernel.
     problem = random_problem(seed, family, weighted=weighted, max_rows=200 if seed % 3 == 0 else 5)
     data, loss = problem.data, loss_of(family, reduction)
     theta = np.random.default_rng(seed).normal(size=(data.n_clients, data.n_terms))
@@ -78,7 +78,7 @@ def test_gaussian_bounds_are_attained():
 
 @pytest.mark.parametrize("margin", [-1e3, -40.0, 0.0, 40.0, 1e3])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_safe_at_large_margins(family, margin):
+def test_results_are_finite_at_large_margins(family, margin):
     data = GroupedData.from_arrays([[margin, 0.0], [-margin, 1.0]], [1.0, 0.5 if family == "gamma" else 0.0])
     here = loss_of(family).expand(data, np.array([[1.0, 0.0]]))
     assert all(np.isfinite(part).all() for part in (here.value, here.gradient, here.hessian))
@@ -89,7 +89,7 @@ def test_safe_at_large_margins(family, margin):
 
 @pytest.mark.parametrize(("loss", "sign"), [(Poisson(), 1), (Gamma(), -1)])
 def test_continuation_is_smooth(loss, sign):
-    """Around the margin where the exponential is continued, derivatives agree with differences of the value."""
+    """Derivatives agree with differences around the margin where a quadratic continues the exponential."""
     step = 1e-3
     for margin in (sign * 299.5, sign * 300.0, sign * 300.5, sign * 400.0):
         data = GroupedData.from_arrays([[1.0]], [2.0])

@@ -1,4 +1,4 @@
-"""A family is one file: the registry, and no branch on a family's name outside ``covey.losses``."""
+"""A family is one file: the registry, and no comparison with a family's name outside ``covey.losses``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.networks import in_memory
 SOURCE = Path(covey.__file__).parent
 NAMES = {"gaussian", "bernoulli", "poisson", "gamma"}
 OUTSIDE = [path for path in SOURCE.rglob("*.py") if path.relative_to(SOURCE).parts[0] != "losses"]
-# The penalty between clients and clusters is called gamma too, and is compared by that name.
+# A penalty is called gamma too, and code may compare that name.
 DISTINCT = NAMES - {"gamma"}
 
 
@@ -30,7 +30,7 @@ def names_in(node: ast.AST) -> set[str]:
 
 
 def branches(tree: ast.AST) -> list[int]:
-    """Lines of comparisons with a family's name, of cases of a match, and of dictionaries by it."""
+    """Lines that compare a family's name, match it, or use it as a key of a dictionary."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare):
@@ -50,11 +50,11 @@ def branches(tree: ast.AST) -> list[int]:
 
 
 @pytest.mark.parametrize("path", OUTSIDE, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_nothing_outside_branches_on_a_family(path):
+def test_no_code_outside_compares_family_names(path):
     assert branches(ast.parse(path.read_text())) == []
 
 
-def test_the_search_finds_branches():
+def test_comparisons_are_detected():
     for line in ('x == "poisson"', 'x not in ("a", "gaussian")', 'x = {"bernoulli": 1}["bernoulli"]', '"gaussian" != x'):
         assert branches(ast.parse(line)), line
     for line in ('loss_of("gaussian")', 'def f(family="gaussian"): ...', "x == y"):
@@ -71,15 +71,15 @@ def test_every_family_is_registered_by_its_own_file():
     assert family_of(Gamma()).dispersion
 
 
-def test_an_unknown_family_is_refused_with_those_there_are():
-    with pytest.raises(CoveyError, match="from_functions") as told:
+def test_an_unknown_family_is_refused_with_the_known_ones():
+    with pytest.raises(CoveyError, match="from_functions") as caught:
         loss_of("weibull")
-    assert "'weibull'" in str(told.value)
-    assert all(repr(name) in str(told.value) for name in NAMES)
+    assert "'weibull'" in str(caught.value)
+    assert all(repr(name) in str(caught.value) for name in NAMES)
 
 
 def test_a_new_family_is_one_class():
-    """Without a compiled kernel: what a file in ``covey/losses`` would hold is enough to fit and to learn penalties."""
+    """A class without a compiled kernel is enough to fit and to learn penalties."""
 
     class Counts(Poisson):
         """Poisson again, in plain numpy."""

@@ -55,7 +55,7 @@ def test_alpha_and_lam_are_two_names_of_one_penalty(family, seed):
 
 
 def test_tbar_is_the_weighted_mean():
-    """Errata 1: the paper's two forms of tbar differ when clusters have unequal totals; ours is the weighted one."""
+    """Errata 1: the two forms of tbar in the paper differ if clusters have unequal totals; covey uses the weighted one."""
     data = GroupedData.from_arrays(np.ones((3, 1)), [0.0, 0.0, 0.0], ["a", "b", "c"], ["x", "x", "y"])
     penalty = Penalty.of(data.hierarchy, gamma=np.array([1.0, 3.0, 2.0]), alpha=np.array([0.5, 0.25]))
     theta = np.array([[1.0], [2.0], [6.0]])
@@ -66,14 +66,14 @@ def test_tbar_is_the_weighted_mean():
     assert abs(weighted - unweighted) > 0.1
 
 
-def test_ends_of_alpha():
+def test_alpha_zero_and_one():
     tree = random_problem(5).data.hierarchy
     assert np.isinf(Penalty.of(tree, alpha=1.0).lam).all()
     assert (Penalty.of(tree, alpha=1.0).alpha == 1).all()
     assert (Penalty.of(tree, alpha=0.0).lam == 0).all()
 
 
-def test_ways_to_give_a_penalty():
+def test_penalties_by_number_array_and_mapping():
     tree = GroupedData.from_arrays(np.ones((3, 1)), np.zeros(3), ["a", "b", "c"], ["x", "x", "y"]).hierarchy
     np.testing.assert_array_equal(Penalty.of(tree, gamma=2.0).gamma, [2, 2, 2])
     np.testing.assert_array_equal(Penalty.of(tree, gamma=[2.0, 5.0]).gamma, [2, 2, 5])

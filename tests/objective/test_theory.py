@@ -1,4 +1,4 @@
-"""Constants and bounds of the theorems, against minimisation and enumeration that know nothing of their formulas."""
+"""Constants and bounds of the theorems, compared with minimisation and enumeration that do not use their formulas."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ positive = st.floats(min_value=1e-3, max_value=1e3)
 
 
 def known(C1=0.5, C2=1.0, L=3.0, mu=0.1):
-    """Two clusters whose constants are these."""
+    """Two clusters with these constants."""
     gamma = C1 + C2
     return Constants(L, L, mu, np.array([gamma, gamma]), np.array([C1, C1]) / gamma)
 
@@ -55,7 +55,7 @@ def test_best_tau_has_the_least_variance(p0, p):
 
 @given(C1=positive, C2=positive, L=positive)
 def test_best_probabilities_have_the_least_bound(C1, C2, L):
-    """The bound of eq. es_l_tilde, minimised by brute force, is no lower than at the corollary's probabilities."""
+    """The bound, minimised by brute force, is not lower than at the probabilities of Corollary 3.6 (opt_conv_rate)."""
 
     def bound(p0, p):
         return max(2 * C1 / p0, 2 * C2 / (p0 + 2 * (1 - p0) * p), L / ((1 - p0) * (1 - p)))
@@ -85,7 +85,7 @@ def test_best_one_coin(p, L, gamma):
 
 @given(seed=seeds)
 def test_expected_smoothness_covers_the_oracle(seed):
-    """``E|G(theta) - G(theta_hat)|^2 <= 2 calL (F(theta) - F(theta_hat))``, every outcome of the coins enumerated."""
+    """``E|G(theta) - G(theta_hat)|^2 <= 2 calL (F(theta) - F(theta_hat))``, for all outcomes of the random choices."""
     problem = random_problem(seed, max_rows=6)
     data, penalty, loss = problem.data, problem.penalty, Gaussian(ridge=0.1)
     objective = Objective(data, loss, penalty)
@@ -104,7 +104,7 @@ def test_expected_smoothness_covers_the_oracle(seed):
 
 
 def _steps(objective, theta, drawn, alpha):
-    """The three kinds of step, as the paper prints them: between clusters, within, local."""
+    """The three kinds of step in the paper: between clusters, within clusters, local."""
     tree, gamma = objective.data.hierarchy, objective.penalty.gamma[:, None]
     tbar_j, tbar = objective.means(theta)
     alpha, tau, p = (values[tree.parent][:, None] for values in (alpha, drawn.tau, drawn.p))
@@ -121,7 +121,7 @@ def _chances(drawn, data):
     return np.full(n, drawn.p0), (1 - drawn.p0) * p, (1 - drawn.p0) * (1 - p)
 
 
-def test_corner_cases_have_a_meaning():
+def test_extreme_probabilities():
     independent = probabilities(known(C1=0.0), 3.0)
     assert (independent.p0, independent.tau.tolist()) == (0.0, [0.0, 0.0])
     assert independent.p[0] == pytest.approx(1 / 4)
@@ -171,11 +171,11 @@ def test_measured_curvature_is_that_of_the_dense_hessian(family):
 def test_curvature_of_a_problem_without_a_unique_minimiser_is_zero():
     problem = random_problem(5, d=3)
     X = problem.X.copy()
-    X[:, 2] = X[:, 1]  # two columns that nobody can tell apart
-    twin = replace(problem, X=X)
-    assert constants_of(Objective(twin.data, Gaussian(), twin.penalty)).mu == 0
+    X[:, 2] = X[:, 1]  # two equal columns
+    equal = replace(problem, X=X)
+    assert constants_of(Objective(equal.data, Gaussian(), equal.penalty)).mu == 0
     with pytest.raises(SolverError, match=r"in some direction it is flat \(mu = 0\).*Standardise"):
-        constants_of(Objective(twin.data, Gaussian(), twin.penalty)).need_curvature()
+        constants_of(Objective(equal.data, Gaussian(), equal.penalty)).need_curvature()
 
 
 def test_a_ridge_gives_a_bound_that_holds_everywhere():
@@ -233,7 +233,7 @@ def test_katyusha_follows_the_theorem():
     assert answer * pace.b1**t <= 1e-6 < answer * pace.b1 ** (t - 1)
     assert pace.iterations(1e-6, 1.0, gap=100.0) > t
     seldom = Katyusha.of(known(mu=1.0), smoothness=6.0, rho=1e-4)
-    assert seldom.contraction > 1 - 1e-4  # nothing converges faster than its anchor is refreshed
+    assert seldom.contraction > 1 - 1e-4  # convergence is not faster than the refresh of the anchor
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_katyusha_follows_the_theorem():
         ({"p": 0.0, "tau": 0.5}, r"tau = 0\.5 leaves part of the pull .* would be biased"),
     ],
 )
-def test_probabilities_that_no_theorem_allows(given, message):
+def test_probabilities_with_biased_steps_are_refused(given, message):
     with pytest.raises(SolverError, match=message):
         probabilities(known(), 3.0, **given)
 
@@ -257,16 +257,16 @@ def test_probabilities_that_no_theorem_allows(given, message):
 def test_a_step_above_the_bound_warns_with_the_bound_and_its_reason():
     recipe = l2gd.recipe(known())
     assert recipe.step(None) == recipe.largest_step == 1 / (2 * (0.5 + 1.0 + 3.0))
-    with pytest.warns(ConvergenceWarning, match=r"eta = 0\.5 is above 0\.111 = 1 / \(2 calL\), the largest step") as told:
+    with pytest.warns(ConvergenceWarning, match=r"eta = 0\.5 is above 0\.111 = 1 / \(2 calL\), the largest step") as caught:
         assert recipe.step(0.5) == 0.5
-    assert told[0].filename == __file__
+    assert caught[0].filename == __file__
     for bad in (0, -1.0, np.inf, "long"):
         with pytest.raises(SolverError, match=r"The 'eta' parameter must be a number > 0"):
             recipe.step(bad)
 
 
-def test_the_variance_at_the_minimiser_is_zero_where_all_agree():
-    """Rows that one model explains without error: every step is zero at the minimiser, whatever the random choices."""
+def test_the_variance_at_the_minimiser_is_zero_if_one_model_explains_all_rows():
+    """If one model explains all rows without error, every step at the minimiser is zero for any random choice."""
     problem = random_problem(2, weighted=False)
     exact = replace(problem, y=problem.X @ np.ones(problem.X.shape[1]))
     data, penalty = exact.data, exact.penalty
