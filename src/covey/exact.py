@@ -195,16 +195,16 @@ def segment_sum(values: Floats, ptr: Ints, limbs: int = LIMBS) -> Exact:
     digits = np.zeros((len(ptr) - 1, int(np.prod(rest)), 2 * limbs + 1), dtype=np.int64)
     if rows.size:
         kernel = sum_segments if rows.size > _WORTH_SHARING else sum_segments_serially
-        kernel(rows, np.asarray(ptr, dtype=np.int64), *pieces(ptr, _PIECE), digits)
+        kernel(rows, np.asarray(ptr, dtype=np.int64), *_pieces(ptr), digits)
     return from_digits(digits.reshape(len(ptr) - 1, *rest, 2 * limbs + 1))
 
 
-def pieces(ptr: Ints, most: int) -> tuple[Ints, Ints]:
-    """Cut segments ``ptr[j]:ptr[j + 1]`` into pieces of at most ``most``; return the start and the segment of each."""
-    count = -(-np.diff(ptr) // most)
+def _pieces(ptr: Ints) -> tuple[Ints, Ints]:
+    """Cut segments ``ptr[j]:ptr[j + 1]`` into pieces of at most ``_PIECE``; return the start and the segment of each."""
+    count = -(-np.diff(ptr) // _PIECE)
     owner = np.repeat(np.arange(len(count)), count)
     nth = np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count)
-    return np.asarray(ptr)[owner] + most * nth, owner
+    return np.asarray(ptr)[owner] + _PIECE * nth, owner
 
 
 # Compiled loops. Tests compare each with rational arithmetic.

@@ -22,7 +22,6 @@ import numpy as np
 
 from covey._typing import Anything, Floats, Ints
 from covey.errors import SolverError
-from covey.exact import pieces
 from covey.losses import Loss
 from covey.records import Record
 from covey.tables.rows import GroupedData
@@ -322,7 +321,10 @@ class Blocks:
     @classmethod
     def of(cls, ptr: Ints) -> Blocks:
         """Divide the children ``ptr[j]:ptr[j + 1]`` of each parent into blocks of at most ``BLOCK``."""
-        starts, owner = pieces(ptr, BLOCK)
+        counts = -(-np.diff(ptr) // BLOCK)
+        owner = np.repeat(np.arange(len(counts)), counts)
+        first = np.repeat(np.cumsum(counts) - counts, counts)
+        starts = ptr[:-1][owner] + BLOCK * (np.arange(len(owner)) - first)
         parents = np.arange(len(ptr))
         return cls(np.append(starts, ptr[-1]), owner, np.searchsorted(owner, parents), np.array_equal(owner, parents[:-1]))
 
