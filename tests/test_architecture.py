@@ -98,7 +98,8 @@ def test_a_second_process_compiles_nothing():
     code = """
 import sys
 from covey.solvers.first_order import kernels as randomised
-from covey import datasets, minimise, GroupedData, Penalty
+from covey import datasets, GroupedData, Penalty
+from covey.solvers import minimise
 from covey.tables.kernels import counting_sort, find_parents
 from covey.tree.kernels import rank_in_table
 from covey.losses import Gaussian, Bernoulli, kernels

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -10,3 +11,21 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Anything = npt.NDArray[Any]
+
+
+class FrameLike(Protocol):
+    """A data frame of pandas, polars or pyarrow."""
+
+    @property
+    def columns(self) -> object: ...
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+
+ArrayLike = npt.ArrayLike
+TableLike = FrameLike | npt.ArrayLike
+PenaltyLike = Mapping[str, float] | Mapping[int, float] | npt.ArrayLike
+"""One number, an array, or numbers by the ids of groups or clusters."""
+RandomState = int | np.random.RandomState | None
+"""As in scikit-learn: a seed, a generator, or None for other random numbers in each call."""

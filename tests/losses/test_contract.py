@@ -7,9 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from covey import GroupedData, Penalty, minimise
+from covey import GroupedData, Penalty
 from covey.errors import CoveyError
 from covey.losses import FAMILIES, Loss, loss_of
+from covey.solvers import minimise
 
 NAMES = [name for name, family in FAMILIES.items() if family.compiled.fget(family()) and family.likelihood]
 MARGINS = np.linspace(-3.0, 3.0, 61)
