@@ -125,7 +125,7 @@ def test_public_names_are_few_documented_and_there():
 MERGE = ("plan", "read_table", "simulate_sites")
 
 
-@pytest.mark.parametrize(("name", "function"), public_functions())
+@pytest.mark.parametrize(("name", "function"), list(public_functions()))
 def test_public_functions_are_documented_and_typed(name, function):
     """Functions of the root and methods of the estimators have numpydoc's sections and no ``Any``; others a summary."""
     parts, signature = sections(inspect.getdoc(function)), inspect.signature(function)
