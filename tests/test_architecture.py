@@ -172,8 +172,8 @@ print(sum(sum(k.stats.cache_misses.values()) for k in kernels_used))
 
 def test_one_version():
     files = SOURCE.parents[1] / "pyproject.toml", SOURCE / "federation" / "flower" / "app" / "pyproject.toml"
-    told = [tomllib.loads(path.read_text())["project"]["version"] for path in files]
-    assert told == [covey.__version__] * 2
+    versions = [tomllib.loads(path.read_text())["project"]["version"] for path in files]
+    assert versions == [covey.__version__] * 2
 
 
 def test_files_that_the_documentation_names_exist():
@@ -181,5 +181,5 @@ def test_files_that_the_documentation_names_exist():
     pages = [*root.glob("*.md"), *(root / "docs").rglob("*.md")]
     named = {(page.name, name) for page in pages for name in re.findall(r"`((?:\w+/)*\w+\.py)`", page.read_text())}
     assert named
-    missing = [each for each in named if not any((place / each[1]).exists() for place in (root, SOURCE))]
+    missing = [(page, name) for page, name in named if not any((place / name).exists() for place in (root, SOURCE))]
     assert missing == []

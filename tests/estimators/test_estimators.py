@@ -21,12 +21,20 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import covey
-from covey import CoveyError, HierarchicalClassifier, HierarchicalPoissonRegressor, HierarchicalRegressor, Spec, load
+from covey import (
+    CoveyError,
+    HierarchicalClassifier,
+    HierarchicalGammaRegressor,
+    HierarchicalPoissonRegressor,
+    HierarchicalRegressor,
+    Spec,
+    load,
+)
 from covey.datasets import load_radon, simulate
 from covey.estimators.core import SETTINGS
 from covey.problem.settings import declared
 
-ESTIMATORS = (HierarchicalRegressor, HierarchicalClassifier, HierarchicalPoissonRegressor)
+ESTIMATORS = (HierarchicalRegressor, HierarchicalClassifier, HierarchicalPoissonRegressor, HierarchicalGammaRegressor)
 
 
 # No check is excluded. One is skipped by scikit-learn itself: check_array_api_input, which runs only under

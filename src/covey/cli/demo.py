@@ -1,4 +1,4 @@
-"""``covey demo``: the main job on the bundled radon survey, start to finish."""
+"""``covey demo``: fit the bundled radon survey, compare models, draw a figure, and fit again across sites."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seed of the held-out split and of cross-validation.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Fit home radon by county in state; compare four models; show how counties borrow from their state.
+    """Fit a model of radon in homes by county and state, compare it with three others, and fit it across three sites.
 
     [bold]Example[/bold]   covey demo --out covey-demo
     """
