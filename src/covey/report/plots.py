@@ -86,9 +86,7 @@ def race_figure(told: Mapping[str, pl.DataFrame], path: Path, *, accuracy: float
         middle = panel.get_yaxis_transform()
         panel.text(0.5, accuracy, f"gap {accuracy:g}", transform=middle, fontsize=10, ha="center", va="bottom")
         panel.set_xlabel("exchanges of a client, plus one (log scale)")
-        panel.set_ylabel(
-            f"objective above its minimum, share of that at zero\n(below {_SMALLEST_GAP:g}, shown at {_SMALLEST_GAP:g})"
-        )
+        panel.set_ylabel("objective above its minimum, share of that at zero")
         figure.legend(loc="outside lower center", ncols=len(told), frameon=False, fontsize=10)
         figure.suptitle(_finding(told, accuracy), fontsize=12.5, x=0.01, ha="left")
         figure.savefig(path, dpi=150)
