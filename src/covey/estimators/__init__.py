@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+from narwhals.typing import IntoDataFrame
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import validate_data
 
-from covey._typing import Anything, ArrayLike, Floats, FrameLike, TableLike
+from covey._typing import Anything, ArrayLike, Floats, TableLike
 from covey.estimators.base import HierarchicalEstimator
 from covey.estimators.core import SETTINGS, EstimatorCore
 from covey.losses import family_of
@@ -248,7 +249,7 @@ for _estimator in _ESTIMATORS.values():  # the parameters are documented once, i
     _estimator.__doc__ = f"{_summary}{_parameters}\n\nExamples\n{_examples}"
 
 
-def fit(table: FrameLike | str | Path, spec: Spec | str) -> HierarchicalEstimator:
+def fit(table: IntoDataFrame | str | Path, spec: Spec | str) -> HierarchicalEstimator:
     """Fit the model that a specification describes.
 
     Parameters

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
+from narwhals.typing import IntoDataFrame
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from covey._typing import Anything, ArrayLike, Floats, FrameLike, TableLike
+from covey._typing import Anything, ArrayLike, Floats, TableLike
 from covey.errors import DataError
 from covey.estimators.inference import InferenceMethods
 from covey.fitting.fit import fit
@@ -251,7 +252,7 @@ class HierarchicalEstimator(InferenceMethods):
         return self._fitted.convergence
 
     @property
-    def history_(self) -> FrameLike | None:
+    def history_(self) -> IntoDataFrame | None:
         """Of an iterative solver, one row for each check of convergence."""
         return None if self._fitted.history is None else self._native(self._fitted.history)
 

@@ -8,10 +8,11 @@ from typing import Any, ClassVar, Self
 import narwhals as nw
 import numpy as np
 import polars as pl
+from narwhals.typing import IntoDataFrame
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from covey._typing import Anything, Floats, FrameLike, PenaltyLike, RandomState
+from covey._typing import Anything, Floats, PenaltyLike, RandomState
 from covey.errors import DataError, SolverError, listing, one_of
 from covey.losses import Loss, Reduction, family_of
 from covey.model.model import Model
@@ -234,7 +235,7 @@ class EstimatorCore:
         X, given = self._rows(X, client=client, cluster=cluster, offset=offset)
         return self.model_.margin(X, **given, level=level, unseen=self.unseen)[0]
 
-    def _native(self, frame: pl.DataFrame) -> FrameLike:
+    def _native(self, frame: pl.DataFrame) -> IntoDataFrame:
         """A frame in the library of the fitted frame; polars after a fit to arrays."""
         library: Any = getattr(self, "_library_", nw.Implementation.POLARS)
         if library is nw.Implementation.POLARS:

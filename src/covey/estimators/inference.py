@@ -7,9 +7,10 @@ from copy import copy
 from typing import Any, Self
 
 import polars as pl
+from narwhals.typing import IntoDataFrame
 from sklearn.utils.validation import check_is_fitted
 
-from covey._typing import ArrayLike, Floats, FrameLike, TableLike
+from covey._typing import ArrayLike, Floats, TableLike
 from covey.errors import DataError, SolverError, one_of
 from covey.estimators.core import EstimatorCore
 from covey.fitting.fit import shape_of
@@ -62,7 +63,7 @@ class InferenceMethods(EstimatorCore):
         check_is_fitted(self, "model_")
         return summary(self.model_, coverage)
 
-    def coef_frame(self, level: Level = "client", coverage: float = 0.95) -> FrameLike:
+    def coef_frame(self, level: Level = "client", coverage: float = 0.95) -> IntoDataFrame:
         """Tabulate coefficients, with standard errors and intervals if the penalties were learned by likelihood.
 
         Parameters
@@ -87,7 +88,7 @@ class InferenceMethods(EstimatorCore):
         check_is_fitted(self, "model_")
         return self._native(self.model_.coefficients(level, coverage))
 
-    def reliability(self) -> FrameLike:
+    def reliability(self) -> IntoDataFrame:
         """Tabulate how much the own rows of each client determine its coefficients.
 
         Returns
@@ -193,7 +194,7 @@ class InferenceMethods(EstimatorCore):
         draws: int = 200,
         coverage: float = 0.95,
         progress: Callable[[int, int], None] | None = None,
-    ) -> FrameLike:
+    ) -> IntoDataFrame:
         """Compute intervals for the variance components by parametric bootstrap.
 
         Each draw simulates responses from the model and estimates the components again.
