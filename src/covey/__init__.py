@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         fit,
         load,
     )
-    from covey.federation.simulate import simulate as simulate_sites  # MERGE
+    from covey.federation.simulate import simulate_sites
     from covey.fitting.planning import plan
     from covey.nodes.network import InMemory
     from covey.objective.objective import Objective, Penalty
@@ -69,8 +69,6 @@ def __getattr__(name: str) -> object:
         return import_module(f"covey.{name}")
     if name not in __all__:
         raise AttributeError(f"module 'covey' has no attribute {name!r}")
-    if name == "simulate_sites" and not hasattr(import_module(_HOMES[name]), name):  # MERGE
-        name, _HOMES["simulate"] = "simulate", _HOMES[name]  # MERGE
     return getattr(import_module(_HOMES.get(name, "covey.estimators")), name)
 
 
