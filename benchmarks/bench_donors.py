@@ -13,13 +13,14 @@ from functools import partial
 import numpy as np
 from _timing import seconds
 
-from covey import Penalty, minimise
+from covey import Penalty
 from covey.datasets import simulate_donors
 from covey.fitting.selection import search
 from covey.losses import Bernoulli
 from covey.reproduce.donors import GRID
 from covey.reproduce.mailings import Mailing
 from covey.reproduce.solicitations import solicitations
+from covey.solvers import minimise
 
 warnings.simplefilter("ignore")
 drawn = simulate_donors(seed=0)

@@ -6,9 +6,10 @@ import numpy as np
 from _timing import alternate
 from sklearn.linear_model import LogisticRegression
 
-from covey import HierarchicalClassifier, Penalty, minimise
+from covey import HierarchicalClassifier, Penalty
 from covey.datasets import simulate
 from covey.losses import Bernoulli
+from covey.solvers import minimise
 
 drawn = simulate(
     "bernoulli", clusters=5, clients=5898, rows=22, d=3, wbar=[-2.8, 0.3, -0.3], cluster_sd=0.2, client_sd=0.4,

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 from _timing import seconds
 
-from covey import GroupedData, Penalty, minimise
+from covey import GroupedData, Penalty
 from covey._typing import Floats
 from covey.datasets import simulate
 from covey.losses import Bernoulli, Gaussian, Loss
 from covey.objective.theory import Probabilities
+from covey.solvers import minimise
 from covey.solvers.first_order.schedule import Schedule
 
 

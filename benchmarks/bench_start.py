@@ -21,7 +21,8 @@ model = HierarchicalRegressor(client="county", cluster="state")
 print(model.fit(homes[["county", "state", "floor"]], homes["log_radon"]).coef_[0])
 """
 CORE = """
-from covey import GroupedData, Penalty, datasets, minimise
+from covey import GroupedData, Penalty, datasets
+from covey.solvers import minimise
 from covey.losses import Gaussian
 homes = datasets.load_radon()
 data = GroupedData.from_arrays(homes[["floor"]].to_numpy(), homes["log_radon"], homes["county"], homes["state"])

@@ -10,8 +10,9 @@ from __future__ import annotations
 import numpy as np
 from _timing import alternate
 
-from covey import GroupedData, Penalty, minimise
+from covey import GroupedData, Penalty
 from covey.losses import Gaussian
+from covey.solvers import minimise
 
 GROUPS, CLIENTS, ROWS = 20, 150, 20
 GAMMA, LAM = 1.0, 2.0

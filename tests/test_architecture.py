@@ -81,16 +81,61 @@ def test_nothing_is_pickled_and_source_is_ascii():
         assert path.read_text().isascii(), path
 
 
-def test_public_names_are_few_documented_and_there():
-    assert len(covey.__all__) <= 22
-    for name in covey.__all__:
-        thing = getattr(covey, name)
-        assert inspect.getdoc(thing), name
+PUBLIC = {name: getattr(covey, name) for name in covey.__all__ if not inspect.ismodule(getattr(covey, name))}
+"""Functions and classes of the root."""
+
+
+def public_functions():
+    """Functions of the root, and the public methods that its classes define, by name."""
+    for name, thing in PUBLIC.items():
         if inspect.isfunction(thing):
-            assert ">>>" in (inspect.getdoc(thing) or "") or name == "read_table", name
-    assert "client, cluster : str, int or None" in covey.HierarchicalClassifier.__doc__
+            yield name, thing
+        elif not issubclass(thing, Exception):
+            for part in dir(thing):
+                method = inspect.unwrap(getattr(thing, part)) if not part.startswith("_") else None
+                if inspect.isroutine(method) and (getattr(method, "__module__", "") or "").startswith("covey."):
+                    yield f"{name}.{part}", method
+
+
+def sections(doc):
+    """The sections of a docstring in numpydoc's format: heading and lines."""
+    parts = re.split(r"^(\w[\w ]*)\n-{3,}$", inspect.cleandoc(doc or ""), flags=re.M)
+    return {"": parts[0], **dict(zip(parts[1::2], parts[2::2], strict=True))}
+
+
+def documented(section):
+    """Names before the colon, in a section whose entries are 'one, two : type'."""
+    heads = re.findall(r"^(\S[^:\n]*)(?: :|$)", section, flags=re.M)
+    return {name.strip().lstrip("*") for head in heads for name in head.split(",")}
+
+
+def test_public_names_are_few_documented_and_there():
+    assert 15 <= len(covey.__all__) <= 22
+    assert set(dir(covey)) == {*covey.__all__, "__version__"}
+    for name in covey.__all__:
+        assert inspect.getdoc(getattr(covey, name)), name
+    for estimator in (thing for name, thing in PUBLIC.items() if name.startswith("Hierarchical")):
+        parts = sections(estimator.__doc__)
+        assert {"Parameters", "Attributes", "Examples"} <= set(parts)
+        assert set(inspect.signature(estimator).parameters) == documented(parts["Parameters"])
     with pytest.raises(AttributeError):
         covey.frobnicate  # noqa: B018
+
+
+@pytest.mark.parametrize(("name", "function"), list(public_functions()))
+def test_public_functions_are_documented_and_typed(name, function):
+    """Functions of the root and methods of the estimators have numpydoc's sections and no ``Any``; others a summary."""
+    parts, signature = sections(inspect.getdoc(function)), inspect.signature(function)
+    assert parts[""].strip() or name == "InMemory.of"
+    if not (function.__module__.startswith("covey.estimators") or "." not in name):
+        return
+    missing = set(signature.parameters) - {"self", "cls"} - documented(parts.get("Parameters", ""))
+    assert not missing, f"{name} does not document {sorted(missing)}"
+    assert "Returns" in parts or signature.return_annotation in ("None", None), name
+    assert ">>>" in parts.get("Examples", ""), name
+    named = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    types = [str(each.annotation) for each in named] + [str(signature.return_annotation)]
+    assert not [each for each in types if re.search(r"\bAny\b", each)], name
 
 
 def test_a_second_process_compiles_nothing():
@@ -98,7 +143,8 @@ def test_a_second_process_compiles_nothing():
     code = """
 import sys
 from covey.solvers.first_order import kernels as randomised
-from covey import datasets, minimise, GroupedData, Penalty
+from covey import datasets, GroupedData, Penalty
+from covey.solvers import minimise
 from covey.tables.kernels import counting_sort, find_parents
 from covey.tree.hierarchy import rank_in_table
 from covey.losses import Gaussian, Bernoulli, kernels
@@ -124,8 +170,8 @@ print(sum(sum(k.stats.cache_misses.values()) for k in kernels_used))
 
 def test_one_version():
     files = SOURCE.parents[1] / "pyproject.toml", SOURCE / "federation" / "flower" / "app" / "pyproject.toml"
-    told = [tomllib.loads(path.read_text())["project"]["version"] for path in files]
-    assert told == [covey.__version__] * 2
+    versions = [tomllib.loads(path.read_text())["project"]["version"] for path in files]
+    assert versions == [covey.__version__] * 2
 
 
 def test_files_that_the_documentation_names_exist():
@@ -133,5 +179,5 @@ def test_files_that_the_documentation_names_exist():
     pages = [*root.glob("*.md"), *(root / "docs").rglob("*.md")]
     named = {(page.name, name) for page in pages for name in re.findall(r"`((?:\w+/)*\w+\.py)`", page.read_text())}
     assert named
-    missing = [each for each in named if not any((place / each[1]).exists() for place in (root, SOURCE))]
+    missing = [(page, name) for page, name in named if not any((place / name).exists() for place in (root, SOURCE))]
     assert missing == []

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binom, multivariate_normal
 
-from covey import GroupedData, Penalty, minimise
+from covey import GroupedData, Penalty
 from covey.datasets import simulate
 from covey.fitting.selection import locally_trained
 from covey.losses import Gaussian
@@ -23,6 +23,7 @@ from covey.objective.theory import (
     probabilities,
 )
 from covey.reproduce.simulation import GRID, as_published, draw, measure
+from covey.solvers import minimise
 from covey.solvers.first_order import one_coin
 from covey.solvers.first_order.schedule import Schedule, majority, server_probability
 from covey.solvers.ledger import links, rates

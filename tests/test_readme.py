@@ -1,4 +1,4 @@
-"""The README's shell session, run word by word; its Python examples are doctests."""
+"""The README is short and true, and the shell session of the first tutorial runs; Python examples are doctests."""
 
 from __future__ import annotations
 
@@ -14,11 +14,36 @@ import pytest
 from covey.report.results import ORDER
 
 README = Path(__file__).parents[1] / "README.md"
+TUTORIAL = README.parent / "docs" / "tutorials" / "first-model.md"
+IMAGES = "https://raw.githubusercontent.com/covey-learn/covey/main/"
+
+
+def prose(page):
+    """Lines outside of blocks of code and tables."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
+    return [line for line in text.splitlines() if not line.startswith(("|", "    "))]
+
+
+def test_the_readme_is_short():
+    assert len(README.read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", [README, TUTORIAL, README.with_name("CHANGELOG.md"), README.with_name("CONTRIBUTING.md")])
+def test_lines_of_prose_are_short(page):
+    assert [line for line in prose(page) if len(line) > 120] == []
+
+
+def test_images_are_there_and_found_from_an_index_page():
+    images = re.findall(r"^\[\w+\]: (\S+\.png)$", README.read_text(), re.M)
+    assert images
+    for image in images:
+        assert image.startswith(IMAGES)
+        assert (README.parent / image.removeprefix(IMAGES)).exists()
 
 
 def session():
     """Each command of the console block with the lines printed under it."""
-    block = re.search(r"```console\n(.*?)```", README.read_text(), re.S).group(1)
+    block = re.search(r"```console\n(.*?)```", TUTORIAL.read_text(), re.S).group(1)
     parts = re.split(r"^\$ ", block, flags=re.M)[1:]
     return [(part.split("\n", 1)[0], part.split("\n", 1)[1].rstrip("\n")) for part in parts]
 
@@ -39,9 +64,12 @@ def test_the_shell_session(tmp_path, homes):
     assert (tmp_path / "predictions.csv").exists()
 
 
-@pytest.mark.parametrize("link", re.findall(r"\]\(([^)h][^)]*)\)", README.read_text()))
-def test_links_lead_somewhere(link):
-    assert (README.parent / link.split("#")[0]).exists()
+LINKS = [(page, link) for page in (README, TUTORIAL) for link in re.findall(r"\]\(([^)h][^)]*)\)", page.read_text())]
+
+
+@pytest.mark.parametrize(("page", "link"), LINKS)
+def test_links_lead_somewhere(page, link):
+    assert (page.parent / link.split("#")[0]).exists()
 
 
 def test_the_error_table_is_the_demos(tmp_path):
@@ -66,3 +94,6 @@ def test_the_committed_results_are_whole_and_what_the_readme_says():
     agree = claims.filter(pl.col("verdict").str.starts_with("agrees")).height
     said = re.search(r"In the simulation (\d+) of the paper's (\d+) numbers agree", README.read_text())
     assert (agree, claims.height) == tuple(map(int, said.groups()))
+    donors = pl.read_csv(results / "donors" / "claims.csv")
+    hidden = donors.filter(verdict="not comparable").height
+    assert f"so {hidden} printed numbers cannot be" in README.read_text()

@@ -1,52 +1,34 @@
-"""covey: a model for every client, every known cluster of clients and the whole network at once.
+"""Hierarchical (mixed) models for groups in known clusters, in memory or across sites that keep their rows.
 
-Names load when they are first used, so that ``covey --help`` need not wait for numba and scikit-learn.
+One call fits a model for every group (a school, a county, a patient), for every cluster of groups (a district, a state) and for
+the whole. The method is that of "Personalized Federated Learning with Multiple Known Clusters" (Lyu, Hanzely, Kolar 2022,
+arXiv:2204.13619), where a group is called a client. Names load when they are first used, so that ``import covey`` is quick.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from covey._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from covey import datasets
+    from covey import datasets, losses, solvers
     from covey.errors import ConvergenceWarning, CoveyError
     from covey.estimators import (
         HierarchicalClassifier,
         HierarchicalGammaRegressor,
         HierarchicalPoissonRegressor,
         HierarchicalRegressor,
+        fit,
         load,
     )
+    from covey.federation.simulate import simulate_sites
+    from covey.fitting.planning import plan
     from covey.nodes.network import InMemory
     from covey.objective.objective import Objective, Penalty
-    from covey.solvers import al2sgd_plus, l2gd, minimise, newton, one_coin, solve, sweep
+    from covey.problem.problem import Spec
     from covey.tables.rows import GroupedData, read_table
-
-_HOMES = {
-    "ConvergenceWarning": "covey.errors",
-    "CoveyError": "covey.errors",
-    "GroupedData": "covey.tables.rows",
-    "HierarchicalClassifier": "covey.estimators",
-    "HierarchicalGammaRegressor": "covey.estimators",
-    "HierarchicalPoissonRegressor": "covey.estimators",
-    "HierarchicalRegressor": "covey.estimators",
-    "InMemory": "covey.nodes.network",
-    "Objective": "covey.objective.objective",
-    "Penalty": "covey.objective.objective",
-    "al2sgd_plus": "covey.solvers",
-    "l2gd": "covey.solvers",
-    "load": "covey.estimators",
-    "minimise": "covey.solvers",
-    "newton": "covey.solvers",
-    "one_coin": "covey.solvers",
-    "plan": "covey.fitting.planning",
-    "read_table": "covey.tables.rows",
-    "solve": "covey.solvers",
-    "sweep": "covey.solvers",
-}
 
 __all__ = [
     "ConvergenceWarning",
@@ -59,26 +41,35 @@ __all__ = [
     "InMemory",
     "Objective",
     "Penalty",
-    "al2sgd_plus",
+    "Spec",
     "datasets",
-    "l2gd",
+    "fit",
     "load",
-    "minimise",
-    "newton",
-    "one_coin",
+    "losses",
     "plan",
     "read_table",
-    "solve",
-    "sweep",
+    "simulate_sites",
+    "solvers",
 ]
 
+_MODULES = {
+    "covey.errors": ("ConvergenceWarning", "CoveyError"),
+    "covey.federation.simulate": ("simulate_sites",),
+    "covey.fitting.planning": ("plan",),
+    "covey.nodes.network": ("InMemory",),
+    "covey.objective.objective": ("Objective", "Penalty"),
+    "covey.problem.problem": ("Spec",),
+    "covey.tables.rows": ("GroupedData", "read_table"),
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
-def __getattr__(name: str) -> Any:
-    if name == "datasets":
-        return import_module("covey.datasets")
-    if name not in _HOMES:
+
+def __getattr__(name: str) -> object:
+    if name in ("datasets", "losses", "solvers"):
+        return import_module(f"covey.{name}")
+    if name not in __all__:
         raise AttributeError(f"module 'covey' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_HOMES.get(name, "covey.estimators")), name)
 
 
 def __dir__() -> list[str]:

@@ -1,10 +1,10 @@
-"""The scikit-learn face: its own checks, pipelines and searches, unseen groups, every kind of input."""
+"""The scikit-learn interface: its own checks, pipelines and searches, unseen groups, every kind of input."""
 
 from __future__ import annotations
 
-import ast
 import inspect
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -15,16 +15,26 @@ import sklearn
 from sklearn.base import clone
 from sklearn.compose import make_column_transformer
 from sklearn.linear_model import LinearRegression, LogisticRegression, PoissonRegressor
-from sklearn.model_selection import GridSearchCV, KFold, cross_validate
+from sklearn.model_selection import GridSearchCV, KFold, cross_val_score, cross_validate
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
-from covey import HierarchicalClassifier, HierarchicalPoissonRegressor, HierarchicalRegressor, load
+import covey
+from covey import (
+    CoveyError,
+    HierarchicalClassifier,
+    HierarchicalGammaRegressor,
+    HierarchicalPoissonRegressor,
+    HierarchicalRegressor,
+    Spec,
+    load,
+)
 from covey.datasets import load_radon, simulate
-from covey.estimators import base
+from covey.estimators.core import SETTINGS
+from covey.problem.settings import declared
 
-ESTIMATORS = (HierarchicalRegressor, HierarchicalClassifier, HierarchicalPoissonRegressor)
+ESTIMATORS = (HierarchicalRegressor, HierarchicalClassifier, HierarchicalPoissonRegressor, HierarchicalGammaRegressor)
 
 
 # No check is excluded. One is skipped by scikit-learn itself: check_array_api_input, which runs only under
@@ -235,7 +245,7 @@ def test_tidy_frames(homes):
 
 
 @pytest.mark.parametrize("solver", ["l2gd", "al2sgd_plus", "one_coin"])
-def test_estimators_take_the_solvers_by_coins(drawn, solver, tmp_path):
+def test_estimators_take_the_randomised_solvers(drawn, solver, tmp_path):
     frame, _ = table_of(drawn, pd.DataFrame)
     settings = {"client": "client", "cluster": "cluster", "formula": "y ~ x0 + x1", "gamma": 3.0}
     exact = HierarchicalRegressor(**settings).fit(frame)
@@ -291,13 +301,72 @@ def test_looking_at_an_estimator_raises_nothing(settings):
                 model.components_  # noqa: B018
 
 
-def test_editors_see_the_parameters_that_there_are():
-    """The constructor that type checkers read has the names and defaults of the declared settings."""
-    (shown,) = (
-        node
-        for node in ast.walk(ast.parse(inspect.getsource(base)))
-        if isinstance(node, ast.FunctionDef) and node.name == "__init__" and node.args.kwonlyargs
-    )
-    pairs = zip(shown.args.kwonlyargs, shown.args.kw_defaults, strict=True)
-    defaults = {each.arg: ast.literal_eval(value) for each, value in pairs}
-    assert defaults == base.DEFAULTS
+def test_the_constructor_has_the_defaults_of_the_settings():
+    shown = inspect.signature(HierarchicalRegressor).parameters
+    declared_defaults = {name: declared()[name].default for name in SETTINGS}
+    beside = {"loss": None, "unseen": "parent", "random_state": None}
+    assert {name: parameter.default for name, parameter in shown.items()} == declared_defaults | beside
+
+
+@pytest.mark.parametrize("family", ["gaussian", "bernoulli", "poisson", "gamma"])
+def test_fit_by_a_specification_is_the_estimators_fit(drawn, family, tmp_path):
+    frame, _ = table_of(drawn)
+    y = {"bernoulli": pl.col("y") > 0, "gaussian": pl.col("y")}.get(family, pl.col("y").abs().round().clip(1, 9))
+    frame = frame.with_columns(y)
+    settings = {"client": "client", "cluster": "cluster", "formula": "y ~ x0", "gamma": 2.0}
+    fitted = covey.fit(frame, Spec(family=family, **settings))
+    again = type(fitted)(**settings).fit(frame)
+    assert fitted._family == family
+    np.testing.assert_array_equal(fitted.coef_, again.coef_)
+    assert fitted.get_params() == again.get_params() | {"random_state": 0}
+    frame.write_parquet(tmp_path / "rows.parquet")
+    np.testing.assert_array_equal(covey.fit(tmp_path / "rows.parquet", fitted.model_.spec).coef_, fitted.coef_)
+    assert type(load(fitted.save(tmp_path / "model"))) is type(fitted)
+
+
+def test_fit_by_a_formula_reads_ids_with_leading_zeros_as_text(tmp_path):
+    rows = "zip,x,y\n" + "".join(f"0{zip_code},{x},{zip_code + x * x}\n" for zip_code in range(1000, 1006) for x in range(4))
+    (tmp_path / "rows.csv").write_text(rows)
+    model = covey.fit(tmp_path / "rows.csv", "y ~ x + (1 | zip)")
+    assert model.clients_[0] == "01000"
+    with pytest.raises(CoveyError, match=r"requires y to be passed.*formula"):
+        covey.fit(tmp_path / "rows.csv", "x + (1 | zip)")
+
+
+def test_fit_respects_ids_that_are_nested():
+    """Only a Spec can say this; client 'a' of one cluster is then another one than client 'a' of another."""
+    rng = np.random.default_rng(0)
+    frame = pl.DataFrame({"who": ["a", "a", "b", "b"] * 6, "where": ["p", "q"] * 12, "x": rng.normal(size=24)})
+    frame = frame.with_columns(y=rng.normal(size=24))
+    spec = Spec(formula="y ~ x", client="who", cluster="where", gamma=1.0)
+    assert len(covey.fit(frame, replace(spec, nested=True)).clients_) == 4
+
+
+def test_random_state_is_scikit_learns(drawn):
+    settings = {"gamma": 1.0, "solver": "al2sgd_plus", "max_iter": 30, "tol": 1e-3}
+
+    def drawn_by(random_state):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", covey.ConvergenceWarning)
+            model = HierarchicalRegressor(**settings, random_state=random_state)
+            return model.fit(drawn.X, drawn.y, client=drawn.client, cluster=drawn.cluster).coef_
+
+    np.testing.assert_array_equal(drawn_by(3), drawn_by(3))
+    np.testing.assert_array_equal(drawn_by(np.random.RandomState(3)), drawn_by(np.random.RandomState(3)))
+    assert not np.array_equal(drawn_by(None), drawn_by(None))
+
+
+def test_an_exact_fit_draws_no_random_numbers(drawn):
+    before = np.random.get_state()[1].copy()  # noqa: NPY002 - the generator that None stands for
+    models = [HierarchicalRegressor(gamma=1.0).fit(drawn.X, drawn.y, client=drawn.client).model_ for _ in range(2)]
+    assert models[0].spec == models[1].spec
+    np.testing.assert_array_equal(np.random.get_state()[1], before)  # noqa: NPY002
+
+
+def test_the_formula_names_the_response_of_scores_too(drawn):
+    frame, y = table_of(drawn)
+    model = HierarchicalRegressor(client="client", cluster="cluster", formula="y ~ x0 + x1").fit(frame)
+    assert model.score(frame) == model.score(frame, y) > 0.7
+    assert cross_val_score(model, frame, cv=KFold(3, shuffle=True, random_state=0)).mean() > 0.7
+    with pytest.raises(CoveyError, match="pass y"):
+        HierarchicalRegressor(gamma=1.0).fit(drawn.X, y, client=drawn.client).score(drawn.X, client=drawn.client)

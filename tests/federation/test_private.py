@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from covey import GroupedData, Penalty, minimise
+from covey import GroupedData, Penalty
 from covey.errors import PenaltyError, SolverError
 from covey.federation.privacy.sweeps import (
     NoisySums,
@@ -27,6 +27,7 @@ from covey.federation.privacy.sweeps import (
 )
 from covey.losses import Bernoulli, Gaussian, Poisson
 from covey.nodes.network import InMemory, Node, threads_for
+from covey.solvers import minimise
 
 LOSSES = {loss.name: loss for loss in (Gaussian(), Bernoulli(), Poisson())}
 UNITS = 2.0**36

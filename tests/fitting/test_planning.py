@@ -9,12 +9,13 @@ import numpy as np
 import polars as pl
 import pytest
 
-from covey import GroupedData, Objective, Penalty, minimise, plan
+from covey import GroupedData, Objective, Penalty, plan
 from covey.datasets import simulate
 from covey.errors import CoveyError, SolverError
 from covey.fitting.planning import race
 from covey.losses import Gaussian, loss_of
 from covey.problem.problem import Spec, resolve
+from covey.solvers import minimise
 from covey.solvers.costs import costs
 
 SOLVERS = ["newton", "l2gd", "one_coin", "al2sgd_plus"]

@@ -7,10 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from covey import Penalty, minimise
+from covey import Penalty
 from covey.datasets import simulate
 from covey.fitting.selection import client_losses, held_out_loss, search
 from covey.losses import loss_of
+from covey.solvers import minimise
 
 GRID = np.array([0.1, 1.0, 10.0])
 

@@ -45,7 +45,7 @@ _PLACES = {
     "Spec": ("covey.spec.Spec", "covey.problem.problem.Spec"),
     "Terms": ("covey.federation.coordinator.Terms", "covey.federation.operator.settings.RunSettings"),
     "Privacy": ("covey.solvers.private.Privacy", "covey.federation.wire.agreement.Privacy"),
-    "simulate": ("covey.federation.simulate.simulate",),
+    "simulate": ("covey.federation.simulate.simulate", "covey.federation.simulate.simulate_sites"),
 }
 """By the name it had at first, the places of each thing from within covey, the oldest first."""
 
@@ -250,7 +250,7 @@ HOMES = {"formula": "log_radon ~ floor", "client": "county", "cluster": "state"}
 
 def fitted(family: str, frame: pl.DataFrame, **settings: Any) -> Any:
     with quiet():
-        return ESTIMATORS[family](**settings).fit(frame)
+        return ESTIMATORS[family](**{"random_state": 0, **settings}).fit(frame)
 
 
 @contextmanager

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from scipy.special import expit, gammaln
 
-from covey import GroupedData, Penalty, minimise
+from covey import GroupedData, Penalty
 from covey.errors import CoveyError, SolverError
 from covey.losses import FAMILIES, Loss, from_functions, loss_of
+from covey.solvers import minimise
 
 NAMES = list(FAMILIES)
 MARGINS = np.linspace(-3.0, 3.0, 61)

@@ -11,11 +11,12 @@ from scipy import optimize
 from sklearn.base import clone
 from sklearn.svm import LinearSVC
 
-from covey import GroupedData, HierarchicalClassifier, HierarchicalRegressor, Penalty, load, minimise, plan
+from covey import GroupedData, HierarchicalClassifier, HierarchicalRegressor, Penalty, load, plan
 from covey.errors import ConvergenceWarning, CoveyError, ModelError, PenaltyError, SolverError
 from covey.federation.simulate import simulate as simulate_sites
 from covey.losses import FAMILIES, Gaussian, from_functions, loss_of
 from covey.problem.problem import Spec
+from covey.solvers import minimise
 from tests.conftest import random_problem
 from tests.fits import fit_table
 

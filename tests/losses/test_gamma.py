@@ -7,10 +7,11 @@ import polars as pl
 import pytest
 from scipy import optimize, stats
 
-from covey import GroupedData, HierarchicalGammaRegressor, Penalty, load, minimise, plan
+from covey import GroupedData, HierarchicalGammaRegressor, Penalty, load, plan
 from covey.datasets import simulate
 from covey.errors import CoveyError
 from covey.losses import Gamma
+from covey.solvers import minimise
 from covey.variance.components import Shape
 from covey.variance.criterion import criterion_for
 from covey.variance.estimate import estimate

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 import covey
-from covey import Penalty, minimise
+from covey import Penalty
 from covey.datasets import simulate
 from covey.errors import CoveyError
 from covey.losses import FAMILIES, Gamma, Poisson, family_of, loss_of
+from covey.solvers import minimise
 from covey.variance.components import Shape
 from covey.variance.estimate import estimate
 from tests.networks import in_memory

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from scipy.optimize import approx_fprime
 
-from covey import GroupedData, Objective, Penalty, minimise
+from covey import GroupedData, Objective, Penalty
 from covey.errors import PenaltyError
 from covey.losses import loss_of
+from covey.solvers import minimise
 from tests.conftest import random_problem, seeds
 
 FAMILIES = ("gaussian", "bernoulli", "poisson")

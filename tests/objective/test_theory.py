@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import minimize, minimize_scalar
 
-from covey import GroupedData, Objective, Penalty, minimise
+from covey import GroupedData, Objective, Penalty
 from covey.errors import ConvergenceWarning, SolverError
 from covey.losses import Bernoulli, Gaussian, Poisson, loss_of
 from covey.objective.theory import (
@@ -28,6 +28,7 @@ from covey.objective.theory import (
     switching_bound,
     switching_steps,
 )
+from covey.solvers import minimise
 from covey.solvers.first_order import l2gd, one_coin
 from covey.solvers.first_order.al2sgd_plus import Katyusha
 from tests.conftest import random_problem, seeds

@@ -5,15 +5,19 @@ from __future__ import annotations
 import matplotlib.pyplot as plt
 import numpy as np
 import polars as pl
+import pytest
 from rich.console import Console
+from scipy import stats
 
 from covey.fitting import comparison
+from covey.fitting.fit import fit
+from covey.nodes.network import InMemory
 from covey.problem.problem import Spec, resolve
 from covey.problem.reading import read_rows
 from covey.report import plots
 from covey.report.plots import shrinkage_figure
 from covey.report.tables import coefficient_table, comparison_table, shrinkage_table
-from covey.reproduce.radon import fit_all, typical_clients
+from covey.reproduce.radon import Shrinkage
 
 
 def text_of(table):
@@ -25,28 +29,49 @@ def text_of(table):
 def radon(homes):
     spec = Spec(client="county", cluster="state", formula="log_radon ~ floor", gamma=6.0, lam=4.0)
     data, problem = read_rows(homes, resolve(spec))
-    return data, problem, *fit_all(data, problem)
+    model = fit(InMemory.of(data, problem.loss), problem)
+    return data, model, Shrinkage.of(data, model)
 
 
 def test_tables(homes):
-    _, _, model, local = radon(homes)
+    _, model, found = radon(homes)
     assert "+10.0%" in text_of(comparison_table({"a": 1.1, "b": 1.0}, "gaussian", 10))
-    units = typical_clients(model, local)
-    text = text_of(shrinkage_table(model, local, units))
-    for i in units:
-        assert str(model.hierarchy.client_ids[i]) in text
-        assert f"{model.theta[i, 0]:.2f}" in text
+    units = found.typical()
+    text = text_of(shrinkage_table(found, units, "Some counties", "what they are"))
+    for i in units.tolist():
+        (line,) = (line for line in text.splitlines() if str(model.hierarchy.client_ids[i]) in line)
+        assert f"{found.personalised[i]:.2f}" in line
+        assert line.split()[-2].endswith("%")  # no cell is blank
     assert "3 of 470" in text_of(coefficient_table(model, "client", 3))
 
 
-def test_local_estimates_are_shown_only_where_the_data_determine_them(homes):
-    data, _, _, local = radon(homes)
+def test_the_mean_of_a_client_alone_is_its_least_squares_fit(homes):
+    data, model, found = radon(homes)
     for i in (0, 5, 100, 300):
         rows = slice(data.client_ptr[i], data.client_ptr[i + 1])
-        full = np.linalg.matrix_rank(data.X[rows]) == 2
-        assert np.isfinite(local[i]).all() == full
-        if full:
-            np.testing.assert_allclose(local[i], np.linalg.lstsq(data.X[rows], data.y[rows], rcond=None)[0], atol=1e-9)
+        X, y = data.X[rows], data.y[rows]
+        assert found.alone[i] == pytest.approx(X.mean(axis=0) @ np.linalg.lstsq(X, y, rcond=None)[0])
+        assert found.personalised[i] == pytest.approx(X.mean(axis=0) @ model.theta[i])
+        assert found.cluster[i] == pytest.approx(X.mean(axis=0) @ model.w[model.hierarchy.parent[i]])
+
+
+def test_the_title_of_the_figure_is_true(homes):
+    """Counties with few homes borrow from their state; counties with many keep their own mean. In every state."""
+    _, problem = read_rows(homes, resolve(Spec(client="county", cluster="state", formula="log_radon ~ floor")))
+    data, _ = read_rows(homes, problem)
+    model = fit(InMemory.of(data, problem.loss), problem)
+    found = Shrinkage.of(data, model)
+    distance, rows = np.abs(found.alone - found.personalised), model.rows
+    assert stats.spearmanr(rows, distance).statistic < -0.7
+    for j in range(model.hierarchy.n_clusters):
+        of_state = model.hierarchy.parent == j
+        assert stats.spearmanr(rows[of_state], distance[of_state]).statistic < -0.4
+    assert np.median(found.moved[rows <= 5]) > 0.5
+    assert distance[rows > 100].max() < 0.06
+    units = found.typical()
+    assert (np.diff(rows[units]) >= 0).all()
+    assert (np.abs(found.alone - found.cluster)[units] > 0.15).all()
+    assert found.moved[units[0]] > 0.5 > 0.1 > found.moved[units[-1]] > 0
 
 
 def test_penalties_are_learned_without_the_test_rows(homes, monkeypatch):
@@ -69,8 +94,10 @@ def test_penalties_are_learned_without_the_test_rows(homes, monkeypatch):
 
 
 def test_figure(homes, tmp_path):
-    _, _, model, local = radon(homes)
-    path = shrinkage_figure(model, local, tmp_path / "f.png", unit="log pCi/L", title="Small counties move")
+    _, _, found = radon(homes)
+    path = shrinkage_figure(
+        found, tmp_path / "f.png", title="Small counties move", clients="counties", rows="homes", unit="log radon"
+    )
     pixels = plt.imread(path)
     assert pixels.shape[1] > 1200
     assert (pixels[..., :3].min(axis=2) < 0.9).mean() > 0.01

@@ -10,7 +10,7 @@ import pandas as pd
 import polars as pl
 import pytest
 
-from covey import GroupedData, Penalty, minimise
+from covey import GroupedData, Penalty
 from covey.datasets import simulate
 from covey.errors import CoveyError, DataError
 from covey.fitting.selection import search
@@ -19,6 +19,7 @@ from covey.reproduce import communication, donors, limits, paper, robustness, si
 from covey.reproduce.catalogue import run
 from covey.reproduce.mailings import Mailing, from_tables, karlan_list, simulated
 from covey.reproduce.study import Claim, generator
+from covey.solvers import minimise
 
 # Claims
 

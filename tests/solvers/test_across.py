@@ -13,14 +13,14 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from covey import GroupedData, Objective, Penalty, minimise
+from covey import GroupedData, Objective, Penalty
 from covey.datasets import simulate
 from covey.errors import ConvergenceWarning, SolverError
 from covey.losses import loss_of
 from covey.nodes.network import Arrived, Network, Node, threads_for
 from covey.objective.theory import Probabilities
 from covey.records import decode, encode
-from covey.solvers import solve
+from covey.solvers import minimise, solve
 from covey.solvers.first_order.curvature import constants
 from covey.solvers.first_order.l2gd import L2gdMove, StepSizes
 from covey.solvers.first_order.lanczos import rounded_down

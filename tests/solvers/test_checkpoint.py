@@ -10,11 +10,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from covey import Penalty, minimise
+from covey import Penalty
 from covey.datasets import simulate
 from covey.errors import SolverError
 from covey.losses import Gaussian, loss_of
 from covey.records import decode
+from covey.solvers import minimise
 from tests.solvers.first_order.shared import (
     SOLVERS,
     many_clients,
@@ -28,7 +29,8 @@ def kept(path):
 
 KILLED = """
 import sys
-from covey import Penalty, minimise
+from covey import Penalty
+from covey.solvers import minimise
 from covey.datasets import simulate
 from covey.losses import Bernoulli
 data = simulate("bernoulli", clusters=3, clients=40, rows=5, d=3, seed=1).data

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import covey.solvers
-from covey import GroupedData, InMemory, Penalty, minimise, solve
+from covey import GroupedData, InMemory, Penalty
 from covey.errors import CoveyError, SolverError
 from covey.losses import Bernoulli, Gaussian
-from covey.solvers import registry
+from covey.solvers import minimise, registry, solve
 from covey.solvers.result import Fit, begin_at, coefficients
 from tests.solvers.first_order.shared import quietly
 

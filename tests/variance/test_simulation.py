@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from covey import Penalty, minimise
+from covey import Penalty
 from covey.datasets import simulate
 from covey.losses import Gaussian
+from covey.solvers import minimise
 from covey.variance.components import Shape
 from covey.variance.estimate import estimate
 from tests.networks import in_memory

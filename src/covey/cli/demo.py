@@ -1,4 +1,4 @@
-"""``covey demo``: the main job on the bundled radon survey, start to finish."""
+"""``covey demo``: fit the bundled radon survey, compare models, draw a figure, and fit again across sites."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seed of the held-out split and of cross-validation.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Fit home radon by county in state; compare four models; show how counties borrow from their state.
+    """Fit a model of radon in homes by county and state, compare it with three others, and fit it across three sites.
 
     [bold]Example[/bold]   covey demo --out covey-demo
     """
@@ -25,13 +25,15 @@ def demo(
     from covey.federation.operator.report import agreement
     from covey.federation.simulate import simulate
     from covey.fitting.comparison import compare
+    from covey.fitting.fit import fit
     from covey.model.files import check_target, save_model
     from covey.model.summary import describe, summary
+    from covey.nodes.network import InMemory
     from covey.problem.problem import Spec, resolve
     from covey.problem.reading import read_rows
     from covey.report.plots import shrinkage_figure
     from covey.report.tables import comparison_table, shrinkage_table
-    from covey.reproduce.radon import fit_all, typical_clients
+    from covey.reproduce.radon import Shrinkage
 
     homes = load_radon()
     check_target(out / "model")
@@ -48,18 +50,20 @@ def demo(
         data, problem = read_rows(homes, resolve(spec))
         comparison = compare(data, problem, progress=lambda name: say(f"fitting {name}"))
         say("fitting all homes")
-        model, local = fit_all(data, problem)
+        model = fit(InMemory.of(data, problem.loss), problem)
+        shrinkage = Shrinkage.of(data, model)
         save_model(model, out / "model")
         say("fitting across three sites")
         across = simulate(homes, spec, sites=3, say=say)
         apart = across.difference(model)
         say("drawing")
         figure = shrinkage_figure(
-            model,
-            local,
+            shrinkage,
             out / "shrinkage.png",
-            unit="log pCi/L, basement",
-            title="Counties with few homes borrow from their state; counties with many keep their own estimate",
+            title="Counties with few homes borrow from their state; counties with many keep their own mean",
+            clients="counties",
+            rows="homes in the county",
+            unit="log radon",
         )
     if as_json:
         files = {"figure": str(figure), "model": str(out / "model"), "data": str(out / "homes.parquet")}
@@ -71,7 +75,13 @@ def demo(
     screen.print()
     screen.print(describe(model), markup=False)
     screen.print()
-    screen.print(shrinkage_table(model, local, typical_clients(model, local)))
+    title = "Mean log radon of eight counties, from few homes to many"
+    caption = (
+        "alone: mean of the county's own homes; state: by the state's model, at the same floors; moved: how far the estimate\n"
+        "moves from alone (0%) to the state (100%). Shown are counties that alone are more than 0.15 from their state."
+    )
+    screen.print(shrinkage_table(shrinkage, shrinkage.typical(), title, caption))
     screen.print("\n" + agreement(across.outcome, apart), markup=False)
     screen.print(f"\nfigure {figure}\nmodel  {out / 'model'}\ndata   {out / 'homes.parquet'}", markup=False)
-    screen.print(f"\nNext:  {Path(sys.argv[0])} show {out / 'model'} --level client", markup=False)
+    command = "python -m covey" if Path(sys.argv[0]).stem == "__main__" else sys.argv[0]
+    screen.print(f"\nNext:  {command} show {out / 'model'} --level client", markup=False)

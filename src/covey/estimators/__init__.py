@@ -1,46 +1,40 @@
-"""The scikit-learn interface: one estimator a family, over one specification."""
+"""The scikit-learn estimators, one for each family, and the functions that make one from a table or from a folder."""
 
 from __future__ import annotations
 
+from inspect import cleandoc
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, Self
 
 import numpy as np
-from sklearn.base import ClassifierMixin, RegressorMixin
+from narwhals.typing import IntoDataFrame
+from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import validate_data
 
-from covey._typing import Anything, Floats
-from covey.estimators.base import PARAMETERS, SETTINGS, Hierarchical
+from covey._typing import Anything, ArrayLike, Floats, TableLike
+from covey.estimators.base import HierarchicalEstimator
+from covey.estimators.core import SETTINGS, EstimatorCore
 from covey.losses import family_of
 from covey.model.files import load_model
 from covey.model.model import Model
+from covey.problem.problem import Spec, resolve
+from covey.tables.rows import read_table
 from covey.tree.hierarchy import Level
 
 __all__ = [
     "HierarchicalClassifier",
+    "HierarchicalEstimator",
     "HierarchicalGammaRegressor",
     "HierarchicalPoissonRegressor",
     "HierarchicalRegressor",
+    "fit",
     "load",
 ]
 
 
-class _Scored:
-    """``score`` with ids as arrays; it stands before scikit-learn's mixins, whose own takes ``X`` and ``y`` only."""
-
-    predict: Any
-    _metric: Any
-
-    def score(
-        self, X: Any, y: Any, sample_weight: Any = None, client: Any = None, cluster: Any = None, offset: Any = None
-    ) -> float:
-        """R^2 of a linear model, accuracy of a classifier, share of deviance explained (D^2) of others."""
-        return float(self._metric(y, self.predict(X, client, cluster, offset), sample_weight))
-
-
-class HierarchicalRegressor(_Scored, RegressorMixin, Hierarchical):
-    """Linear regression for every client, every cluster and the whole, in one exact fit.
+class HierarchicalRegressor(HierarchicalEstimator, RegressorMixin, BaseEstimator):
+    """Linear mixed model: a linear regression for every client, every cluster and the whole.
 
     Examples
     --------
@@ -53,15 +47,13 @@ class HierarchicalRegressor(_Scored, RegressorMixin, Hierarchical):
     """
 
     _family = "gaussian"
-
-    def _metric(self, y: Any, predicted: Anything, sample_weight: Any) -> Any:
-        from sklearn.metrics import r2_score
-
-        return r2_score(y, predicted, sample_weight=sample_weight)
+    _metric = ("r2_score", {})
 
 
-class HierarchicalClassifier(_Scored, ClassifierMixin, Hierarchical):
-    """Logistic regression with two classes of any label type.
+class HierarchicalClassifier(HierarchicalEstimator, ClassifierMixin, BaseEstimator):
+    """Logistic mixed model: a logistic regression for every client, every cluster and the whole.
+
+    The response has two classes, of any type of label.
 
     Examples
     --------
@@ -74,37 +66,116 @@ class HierarchicalClassifier(_Scored, ClassifierMixin, Hierarchical):
     """
 
     _family = "bernoulli"
+    _metric = ("accuracy_score", {})
     classes_: Anything
 
-    def predict(self, X: Any, client: Any = None, cluster: Any = None, offset: Any = None, level: Level = "client") -> Anything:
-        """The more probable class of each row."""
-        margin = self._margin(X, client, cluster, offset, level)
+    def predict(
+        self,
+        X: TableLike,
+        client: ArrayLike | None = None,
+        cluster: ArrayLike | None = None,
+        offset: ArrayLike | None = None,
+        level: Level = "client",
+    ) -> Anything:
+        """Predict the more probable class of each row.
+
+        Parameters
+        ----------
+        X : data frame or (n_rows, n_features) array
+            The rows.
+        client, cluster, offset : (n_rows,) arrays, optional
+            Ids and offsets, if they are not columns of ``X``.
+        level : {"client", "cluster", "global"}
+            The level of the model that predicts.
+
+        Returns
+        -------
+        (n_rows,) array
+            Classes, as they are in ``classes_``.
+
+        Examples
+        --------
+        >>> from covey import HierarchicalClassifier
+        >>> model = HierarchicalClassifier(gamma=1.0).fit([[0.0], [1.0], [2.0]], ["no", "yes", "no"], client=["a", "b", "b"])
+        >>> model.predict([[1.0]], client=["b"]).tolist()
+        ['no']
+        """
+        margin = self.decision_function(X, client, cluster, offset, level)
         return np.asarray(self.classes_[(margin > 0).astype(np.int64)])
 
     def predict_proba(
-        self, X: Any, client: Any = None, cluster: Any = None, offset: Any = None, level: Level = "client"
+        self,
+        X: TableLike,
+        client: ArrayLike | None = None,
+        cluster: ArrayLike | None = None,
+        offset: ArrayLike | None = None,
+        level: Level = "client",
     ) -> Floats:
-        """Probabilities of the two classes, ``(n_rows, 2)``, in the order of ``classes_``."""
-        p = self._mean(X, client, cluster, offset, level)
+        """Predict the probabilities of the two classes.
+
+        Parameters
+        ----------
+        X : data frame or (n_rows, n_features) array
+            The rows.
+        client, cluster, offset : (n_rows,) arrays, optional
+            Ids and offsets, if they are not columns of ``X``.
+        level : {"client", "cluster", "global"}
+            The level of the model that predicts.
+
+        Returns
+        -------
+        (n_rows, 2) array
+            Probabilities, in the order of ``classes_``.
+
+        Examples
+        --------
+        >>> from covey import HierarchicalClassifier
+        >>> model = HierarchicalClassifier(gamma=1.0).fit([[0.0], [1.0], [2.0]], ["no", "yes", "no"], client=["a", "b", "b"])
+        >>> model.predict_proba([[1.0]], client=["b"]).round(2).tolist()
+        [[0.62, 0.38]]
+        """
+        p = super().predict(X, client, cluster, offset, level)
         return np.column_stack([1.0 - p, p])
 
     def decision_function(
-        self, X: Any, client: Any = None, cluster: Any = None, offset: Any = None, level: Level = "client"
+        self,
+        X: TableLike,
+        client: ArrayLike | None = None,
+        cluster: ArrayLike | None = None,
+        offset: ArrayLike | None = None,
+        level: Level = "client",
     ) -> Floats:
-        """The log-odds of the second class."""
+        """Predict the log-odds of the second class.
+
+        Parameters
+        ----------
+        X : data frame or (n_rows, n_features) array
+            The rows.
+        client, cluster, offset : (n_rows,) arrays, optional
+            Ids and offsets, if they are not columns of ``X``.
+        level : {"client", "cluster", "global"}
+            The level of the model that predicts.
+
+        Returns
+        -------
+        (n_rows,) array
+            Log-odds; positive where the second class is more probable.
+
+        Examples
+        --------
+        >>> from covey import HierarchicalClassifier
+        >>> model = HierarchicalClassifier(gamma=1.0).fit([[0.0], [1.0], [2.0]], ["no", "yes", "no"], client=["a", "b", "b"])
+        >>> model.decision_function([[1.0]], client=["b"]).round(2).tolist()
+        [-0.49]
+        """
         return self._margin(X, client, cluster, offset, level)
-
-    def _metric(self, y: Any, predicted: Anything, sample_weight: Any) -> Any:
-        from sklearn.metrics import accuracy_score
-
-        return accuracy_score(y, predicted, sample_weight=sample_weight)
 
     def _validate(self, X: Any, y: Any) -> tuple[Floats, Any]:
         X, y = validate_data(self, X, y, dtype=np.float64, ensure_all_finite=False)
         check_classification_targets(y)
         return X, y
 
-    def _adopt(self, model: Model) -> Any:
+    def _adopt(self, model: Model) -> Self:
         self.classes_ = np.asarray(model.classes)
         return super()._adopt(model)
 
@@ -114,15 +185,8 @@ class HierarchicalClassifier(_Scored, ClassifierMixin, Hierarchical):
         return tags
 
 
-class _LogLinear(_Scored, RegressorMixin, Hierarchical):
-    """Scored by the share of deviance explained; responses are not negative."""
-
-    _power: ClassVar[int]
-
-    def _metric(self, y: Any, predicted: Anything, sample_weight: Any) -> Any:
-        from sklearn.metrics import d2_tweedie_score
-
-        return d2_tweedie_score(y, predicted, sample_weight=sample_weight, power=self._power)
+class _LogLinear(HierarchicalEstimator, RegressorMixin, BaseEstimator):
+    """Responses that are not negative, with a log link; scored by the share of deviance explained."""
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -131,7 +195,9 @@ class _LogLinear(_Scored, RegressorMixin, Hierarchical):
 
 
 class HierarchicalPoissonRegressor(_LogLinear):
-    """Log-linear regression of counts; ``predict`` gives expected counts. An exposure's log goes in as ``offset``.
+    """Poisson mixed model of counts, with a log link.
+
+    ``predict`` gives expected counts. Pass the logarithm of an exposure as ``offset``.
 
     Examples
     --------
@@ -144,14 +210,14 @@ class HierarchicalPoissonRegressor(_LogLinear):
     """
 
     _family = "poisson"
-    _power = 1
+    _metric = ("d2_tweedie_score", {"power": 1})
 
 
 class HierarchicalGammaRegressor(_LogLinear):
-    """Log-linear regression of positive responses with a constant coefficient of variation, such as costs and durations.
+    """Gamma mixed model of positive responses, such as costs and durations, with a log link.
 
-    ``predict`` gives expected responses. With learned penalties the dispersion, the squared coefficient of variation, is
-    estimated too (``components_.residual``). A row's weight counts it so many times.
+    The coefficient of variation is constant. Its square, the dispersion, is estimated with the penalties and is then in
+    ``components_.residual``. A row with weight 2 counts as two rows.
 
     Examples
     --------
@@ -164,25 +230,72 @@ class HierarchicalGammaRegressor(_LogLinear):
     """
 
     _family = "gamma"
-    _power = 2
+    _metric = ("d2_tweedie_score", {"power": 2})
 
 
-_ALL: tuple[type[Hierarchical], ...] = (
-    HierarchicalRegressor,
-    HierarchicalClassifier,
-    HierarchicalPoissonRegressor,
-    HierarchicalGammaRegressor,
-)
+_ESTIMATORS: dict[str, type[HierarchicalEstimator]] = {
+    estimator._family: estimator
+    for estimator in (
+        HierarchicalRegressor,
+        HierarchicalClassifier,
+        HierarchicalPoissonRegressor,
+        HierarchicalGammaRegressor,
+    )
+}
 
-for _estimator in _ALL:
-    _estimator.__doc__ = (_estimator.__doc__ or "").replace("\n\n    Examples", f"\n{PARAMETERS}\n    Examples", 1)
+for _estimator in _ESTIMATORS.values():  # the parameters are documented once, in the class that has them
+    _summary, _, _examples = cleandoc(_estimator.__doc__ or "").partition("Examples\n")
+    _parameters = cleandoc(EstimatorCore.__doc__ or "").partition("\n\n")[2]
+    _estimator.__doc__ = f"{_summary}{_parameters}\n\nExamples\n{_examples}"
 
-_ESTIMATORS: dict[str, type[Hierarchical]] = {estimator._family: estimator for estimator in _ALL}
+
+def fit(table: IntoDataFrame | str | Path, spec: Spec | str) -> HierarchicalEstimator:
+    """Fit the model that a specification describes.
+
+    Parameters
+    ----------
+    table : data frame, str or Path
+        The rows: a frame of pandas, polars or pyarrow, or the path of a file that :func:`covey.read_table` reads.
+    spec : Spec or str
+        The specification, or only its formula, such as ``"y ~ x + (1 | state/county)"``.
+
+    Returns
+    -------
+    HierarchicalEstimator
+        The fitted estimator of the specified family, such as :class:`covey.HierarchicalRegressor`.
+
+    Examples
+    --------
+    >>> import covey
+    >>> homes = covey.datasets.load_radon()
+    >>> model = covey.fit(homes, "log_radon ~ floor + (1 | state/county)")
+    >>> model.global_coef_.round(2).tolist()
+    [0.94, -0.71]
+    >>> spec = covey.Spec(formula="log_radon ~ floor", client="county", cluster="state", gamma=6.0, lam=4.0)
+    >>> covey.fit(homes, spec)
+    HierarchicalRegressor(client='county', cluster='state', formula='log_radon ~ floor', gamma=6.0, lam=4.0, random_state=0)
+    """
+    draft = resolve(Spec(formula=spec) if isinstance(spec, str) else spec)
+    if isinstance(table, str | Path):
+        table = read_table(table, ids=[draft.spec.client, draft.spec.cluster])
+    return _estimator_of(draft.spec)._fit(draft, table)
 
 
-def load(path: str | Path) -> Any:
-    """Read a model folder back as the estimator it came from; it predicts the same bits.
+def load(path: str | Path) -> HierarchicalEstimator:
+    """Read a model from the folder that :meth:`HierarchicalEstimator.save` or ``covey fit`` wrote. No code is executed.
 
+    Parameters
+    ----------
+    path : str or Path
+        The folder.
+
+    Returns
+    -------
+    HierarchicalEstimator
+        The estimator that was saved. Its predictions are the same to the last bit.
+
+    Examples
+    --------
     >>> import tempfile
     >>> from covey import HierarchicalRegressor, load
     >>> model = HierarchicalRegressor(gamma=1.0).fit([[0.0], [1.0]], [1.0, 3.0], client=["a", "b"])
@@ -192,17 +305,16 @@ def load(path: str | Path) -> Any:
     True
     """
     model, extra = load_model(path)
-    spec = model.spec
-    names = {name: getattr(spec, name) for name in SETTINGS}
-    loss = family_of(spec.family)
-    kind = _ESTIMATORS.get(spec.family, HierarchicalClassifier if loss.two_classes else HierarchicalRegressor)
-    estimator = kind(
-        **{**names, **extra.get("positions", {})},
-        unseen=extra.get("unseen", "parent"),
-        random_state=spec.seed,
-        loss=None if spec.family in _ESTIMATORS else spec.family,
-    )
+    estimator = _estimator_of(model.spec, unseen=extra.get("unseen", "parent"), **extra.get("positions", {}))
     if extra.get("features") is not None:
         estimator.feature_names_in_ = np.array(extra["features"], dtype=object)
     estimator.n_features_in_ = extra.get("n_features", len(model.terms))
     return estimator._adopt(model)
+
+
+def _estimator_of(spec: Spec, **parameters: Any) -> HierarchicalEstimator:
+    """The estimator of the family of a specification, with its settings as parameters; not fitted."""
+    own = _ESTIMATORS.get(spec.family)
+    kind = own or (HierarchicalClassifier if family_of(spec.family).two_classes else HierarchicalRegressor)
+    settings = {name: getattr(spec, name) for name in SETTINGS}
+    return kind(**{**settings, **parameters}, random_state=spec.seed, loss=None if own else spec.family)

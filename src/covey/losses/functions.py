@@ -63,7 +63,8 @@ def from_functions(
     Examples
     --------
     >>> import numpy as np
-    >>> from covey import GroupedData, Penalty, minimise
+    >>> from covey import GroupedData, Penalty
+    >>> from covey.solvers import minimise
     >>> huber = from_functions(
     ...     "huber",
     ...     value=lambda m, y: np.where(abs(m - y) < 1, 0.5 * (m - y) ** 2, abs(m - y) - 0.5),

@@ -178,7 +178,8 @@ class Objective:
 
     Examples
     --------
-    >>> from covey import GroupedData, Objective, Penalty, minimise
+    >>> from covey import GroupedData, Objective, Penalty
+    >>> from covey.solvers import minimise
     >>> from covey.losses import Gaussian
     >>> data = GroupedData.from_arrays([[1.0]] * 4, [0.0, 1.0, 2.0, 3.0], ["a", "a", "b", "b"])
     >>> penalty = Penalty.of(data.hierarchy, gamma=2.0)

@@ -12,20 +12,19 @@ import numpy as np
 import polars as pl
 from matplotlib.figure import Figure
 
-from covey._typing import Floats
-from covey.model.model import Model
+from covey.reproduce.radon import Shrinkage
 from covey.solvers.registry import direct, names
 
 _ALONE, _OWN, _CLUSTER = "#b0b0b0", "#1f6fb4", "#d1495b"
 
 
-def shrinkage_figure(model: Model, local: Floats, path: Path, *, term: int = 0, unit: str, title: str) -> Path:
-    """Local, cluster and personalised estimates of one term against the number of rows, a panel for each cluster.
+def shrinkage_figure(found: Shrinkage, path: Path, *, title: str, clients: str, rows: str, unit: str) -> Path:
+    """Draw the mean of each client alone and personalised, relative to its cluster, against its number of rows.
 
-    Rows of ``local`` that are NaN (clients with too little data for a fit of their own) show no local estimate.
+    ``clients`` and ``rows`` are the words for them, such as "counties" and "homes in the county".
     """
-    tree = model.hierarchy
-    k = tree.n_clusters
+    tree, spec = found.model.hierarchy, found.model.spec
+    cluster, k = spec.cluster or "cluster", tree.n_clusters
     columns = min(3, k)
     lines = -(-k // columns)
     with mpl.rc_context({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}):
@@ -36,20 +35,22 @@ def shrinkage_figure(model: Model, local: Floats, path: Path, *, term: int = 0, 
                 panel.set_visible(False)
                 continue
             units = slice(tree.cluster_ptr[j], tree.cluster_ptr[j + 1])
-            rows, alone, own = model.rows[units], local[units, term], model.theta[units, term]
-            panel.vlines(rows, alone, own, color=_ALONE, linewidth=0.7, zorder=1)
-            panel.scatter(rows, alone, s=16, facecolors="white", edgecolors=_ALONE, linewidths=1.0, zorder=2, label="alone")
-            panel.axhline(model.w[j, term], color=_CLUSTER, linewidth=1.6, zorder=3, label="cluster")
-            panel.scatter(rows, own, s=14, color=_OWN, zorder=4, label="personalised")
+            counts = found.model.rows[units]
+            alone, own = (values[units] - found.cluster[units] for values in (found.alone, found.personalised))
+            panel.axhline(0.0, color=_CLUSTER, linewidth=1.6, zorder=1, label=f"{cluster}'s model")
+            panel.vlines(counts, alone, own, color=_ALONE, linewidth=0.7, zorder=1)
+            name = f"{spec.client or 'client'} alone"
+            panel.scatter(counts, alone, s=16, facecolors="white", edgecolors=_ALONE, linewidths=1.0, zorder=2, label=name)
+            panel.scatter(counts, own, s=14, color=_OWN, zorder=3, label="personalised")
             panel.set_xscale("log")
             panel.xaxis.set_major_formatter("{x:g}")
-            panel.set_title(f"{tree.cluster_ids[j]}: {len(rows)} clients", fontsize=11, loc="left")
+            panel.set_title(f"{tree.cluster_ids[j]}: {len(counts)} {clients}", fontsize=11, loc="left")
             if j + columns >= k:
-                panel.set_xlabel("rows of the client (log scale)", fontsize=11)
+                panel.set_xlabel(f"{rows} (log scale)", fontsize=11)
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=11)
         figure.suptitle(title, fontsize=13, x=0.01, ha="left")
-        figure.supylabel(f"{model.terms[term]} ({unit})", fontsize=11)
+        figure.supylabel(f"mean minus that of the {cluster}'s model ({unit})", fontsize=11)
         figure.savefig(path, dpi=150)
     return path
 

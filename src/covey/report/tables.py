@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 from rich.table import Table
 
-from covey._typing import Floats
+from covey._typing import Floats, Ints
 from covey.losses import family_of
 from covey.model.model import Model
+from covey.reproduce.radon import Shrinkage
 
 
 def comparison_table(errors: Mapping[str, float], family: str, rows: int) -> Table:
@@ -21,33 +22,21 @@ def comparison_table(errors: Mapping[str, float], family: str, rows: int) -> Tab
     table.add_column("above the best", justify="right")
     for name, error in errors.items():
         style = "bold" if error == best else ""
-        above = "" if error == best or best == 0 else f"+{100 * (error / best - 1):.1f}%"
+        above = "best" if error == best else f"+{100 * (error / best - 1):.1f}%" if best else "-"
         table.add_row(name, f"{error:.4f}", above, style=style)
     return table
 
 
-def shrinkage_table(model: Model, local: Floats, units: Sequence[int], term: int = 0) -> Table:
-    """One term's estimate for some clients: alone, its cluster's, personalised, and how far it has moved to its cluster."""
-    spec = model.spec
-    table = Table(title=f"Shrinkage of {model.terms[term]!r}", title_justify="left", title_style="bold")
-    for name in (spec.client or "client", spec.cluster or "cluster"):
-        table.add_column(name)
-    for name in ("rows", "alone", "cluster", "personalised", "moved to cluster"):
+def shrinkage_table(found: Shrinkage, units: Ints, title: str, caption: str) -> Table:
+    """The mean of some clients: alone, by their cluster's model, personalised, and how far it has moved to the cluster."""
+    model = found.model
+    table = Table(title=title, title_justify="left", title_style="bold", caption=caption, caption_justify="left")
+    table.add_column(model.spec.client or "client")
+    for name in ("rows", "alone", model.spec.cluster or "cluster", "personalised", "moved"):
         table.add_column(name, justify="right")
-    for i in units:
-        j = int(model.hierarchy.parent[i])
-        alone, cluster, own = local[i, term], model.w[j, term], model.theta[i, term]
-        # With several terms the path is not a straight line; a share means something only where the ends are apart.
-        moved = f"{100 * (alone - own) / (alone - cluster):.0f}%" if abs(alone - cluster) > 0.15 else ""
-        table.add_row(
-            str(model.hierarchy.client_ids[i]),
-            str(model.hierarchy.cluster_ids[j]),
-            f"{model.rows[i]:,}",
-            f"{alone:.2f}",
-            f"{cluster:.2f}",
-            f"{own:.2f}",
-            moved,
-        )
+    for i in units.tolist():
+        means = (f"{values[i]:.2f}" for values in (found.alone, found.cluster, found.personalised))
+        table.add_row(str(model.hierarchy.client_ids[i]), f"{model.rows[i]:,}", *means, f"{100 * found.moved[i]:.0f}%")
     return table
 
 

@@ -1,28 +1,53 @@
-"""The demonstration: home radon by county in state."""
+"""The demonstration: mean home radon of each county by itself, by its state's model and by its personalised model."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from covey._typing import Floats
-from covey.fitting.fit import fit
-from covey.fitting.selection import locally_trained
+from covey._typing import Floats, Ints
 from covey.model.model import Model
-from covey.nodes.network import InMemory
-from covey.problem.problem import Problem
 from covey.tables.rows import GroupedData
 
 
-def fit_all(data: GroupedData, problem: Problem) -> tuple[Model, Floats]:
-    """The model on all rows, and each client's estimate alone: NaN where its rows do not determine every term."""
-    model = fit(InMemory.of(data, problem.loss), problem)
-    local = locally_trained(data, problem.loss).theta
-    determined = problem.loss.strong_convexity(data) > 0
-    return model, np.where(determined[:, None], local, np.nan)
+@dataclass(frozen=True)
+class Shrinkage:
+    """Mean response of each client at its own average covariates, estimated in three ways, ``(n,)`` each.
 
+    The rows of a client determine this mean, whatever covariates they have. They need not determine a coefficient: a county
+    with 15 basements among 664 homes says little about its level in basements.
 
-def typical_clients(model: Model, local: Floats, count: int = 8) -> list[int]:
-    """Clients from the smallest to the largest, among those with an estimate of their own."""
-    known = np.flatnonzero(np.isfinite(local).all(axis=1))
-    by_size = known[np.argsort(model.rows[known], kind="stable")]
-    return [int(i) for i in by_size[np.linspace(0, len(by_size) - 1, count).round().astype(int)]]
+    Attributes
+    ----------
+    model : the fitted model
+    alone : the mean of the client's own responses, which is what its own least-squares fit gives
+    cluster : by the cluster's coefficients
+    personalised : by the client's coefficients
+    """
+
+    model: Model
+    alone: Floats
+    cluster: Floats
+    personalised: Floats
+
+    @classmethod
+    def of(cls, data: GroupedData, model: Model) -> Shrinkage:
+        """Estimate the means for the rows that a linear model was fitted to."""
+        start, rows = data.client_ptr[:-1], model.rows
+        averages = np.add.reduceat(data.X, start) / rows[:, None]
+        by_cluster, by_client = (
+            (averages * coefficients).sum(axis=1) for coefficients in (model.w[model.hierarchy.parent], model.theta)
+        )
+        return cls(model, np.add.reduceat(data.y, start) / rows, by_cluster, by_client)
+
+    @property
+    def moved(self) -> Floats:
+        """How far the estimate moves from that of the client alone to that of its cluster: 0 not at all, 1 all the way."""
+        return (self.alone - self.personalised) / (self.alone - self.cluster)
+
+    def typical(self, count: int = 8, apart: float = 0.15) -> Ints:
+        """Clients from the fewest rows to the most, of those that alone are more than ``apart`` from their cluster."""
+        chosen = np.flatnonzero(np.abs(self.alone - self.cluster) > apart)
+        by_size = chosen[np.argsort(self.model.rows[chosen], kind="stable")]
+        return np.asarray(by_size[np.linspace(0, len(by_size) - 1, count).round().astype(int)])

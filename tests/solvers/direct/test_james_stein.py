@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import poisson
 
-from covey import GroupedData, HierarchicalClassifier, HierarchicalRegressor, InMemory, Objective, Penalty, minimise, sweep
+from covey import GroupedData, HierarchicalClassifier, HierarchicalRegressor, InMemory, Objective, Penalty
 from covey.datasets import simulate
 from covey.errors import SolverError
 from covey.losses import Gaussian, loss_of
-from covey.solvers import newton
+from covey.solvers import minimise, newton, sweep
 from covey.solvers.direct.elimination import Spread, eliminate
 from covey.solvers.direct.james_stein import factor, noise
 from covey.solvers.direct.sweep import node_up

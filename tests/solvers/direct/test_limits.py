@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from covey import GroupedData, Objective, Penalty, minimise
+from covey import GroupedData, Objective, Penalty
 from covey.datasets import simulate
 from covey.fitting.selection import single_cluster, single_model
 from covey.losses import loss_of
+from covey.solvers import minimise
 from tests.conftest import Problem, random_problem, seeds
 
 FAMILIES = ("gaussian", "bernoulli", "poisson")

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import assume, given, settings
 from scipy.optimize import minimize
 
-from covey import ConvergenceWarning, GroupedData, InMemory, Objective, Penalty, minimise, newton
+from covey import ConvergenceWarning, GroupedData, InMemory, Objective, Penalty
 from covey.datasets import simulate
 from covey.errors import SolverError
 from covey.losses import Bernoulli, Gaussian, Poisson, loss_of
+from covey.solvers import minimise, newton
 from covey.solvers.direct.elimination import Spread
 from covey.solvers.direct.newton import LocalProblem, NewtonProgress, UpperLevels, coordinate, node_move, node_start
 from tests.conftest import random_problem, seeds

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from covey import GroupedData, Objective, Penalty, minimise
+from covey import GroupedData, Objective, Penalty
 from covey.datasets import simulate
 from covey.losses import Bernoulli, Gaussian
 from covey.nodes.network import InMemory
+from covey.solvers import minimise
 from covey.solvers.direct.elimination import Quadratic, Spread, descend, eliminate, solve_symmetric
 from covey.solvers.direct.sweep import node_down, node_up, one_sweep, solve_top
 from tests.conftest import Problem, dense_solution, gls_solution, random_problem, seeds

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from covey import Objective, Penalty, minimise
+from covey import Objective, Penalty
 from covey.datasets import simulate
 from covey.errors import ConvergenceWarning
 from covey.losses import Gaussian, loss_of
@@ -19,6 +19,7 @@ from covey.objective.theory import (
     expected_smoothness,
     probabilities,
 )
+from covey.solvers import minimise
 from covey.solvers.first_order import al2sgd_plus, kernels
 from covey.solvers.first_order.loop import play
 from covey.solvers.first_order.protocol import Centres, Pull

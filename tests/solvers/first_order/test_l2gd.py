@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from covey import Objective, Penalty, minimise
+from covey import Objective, Penalty
 from covey.datasets import simulate
 from covey.losses import Gaussian, loss_of
 from covey.objective.theory import (
@@ -22,6 +22,7 @@ from covey.objective.theory import (
     switch,
     switching_steps,
 )
+from covey.solvers import minimise
 from covey.solvers.first_order.l2gd import L2gdGuide, L2gdMove, StepSizes, equal_within, recipe
 from covey.solvers.first_order.loop import play
 from covey.solvers.first_order.protocol import Centres

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from covey import GroupedData, Objective, Penalty, minimise
+from covey import GroupedData, Objective, Penalty
 from covey.losses import loss_of
 from covey.objective.theory import Probabilities
-from covey.solvers import reference, registry
+from covey.solvers import minimise, reference, registry
 from covey.solvers.first_order import al2sgd_plus, l2gd, one_coin
 from covey.solvers.first_order.schedule import Schedule
 from tests.solvers.first_order.shared import constants_of, quietly

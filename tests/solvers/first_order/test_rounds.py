@@ -10,12 +10,13 @@ import polars as pl
 import pytest
 from threadpoolctl import threadpool_limits
 
-from covey import GroupedData, Objective, Penalty, minimise
+from covey import GroupedData, Objective, Penalty
 from covey.datasets import simulate
 from covey.errors import ConvergenceWarning, DataError, PenaltyError, SolverError
 from covey.losses import Gaussian, loss_of
 from covey.nodes import network
 from covey.records import decode
+from covey.solvers import minimise
 from tests.conftest import random_problem
 from tests.solvers.first_order.shared import (
     SOLVERS,

@@ -1,0 +1,252 @@
+"""Parameters of the estimators, and what all their methods need: the specification, the rows, the fitted model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import narwhals as nw
+import numpy as np
+import polars as pl
+from narwhals.typing import IntoDataFrame
+from sklearn.utils import check_random_state
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+from covey._typing import Anything, Floats, PenaltyLike, RandomState
+from covey.errors import DataError, SolverError, listing, one_of
+from covey.losses import Loss, Reduction, family_of
+from covey.model.model import Model
+from covey.problem.problem import Spec
+from covey.problem.settings import COLUMNS, Penalties, declared
+from covey.solvers.registry import first_order
+from covey.tree.hierarchy import UNSEEN, Level, Unseen
+
+# The settings of a Spec that are parameters of an estimator with the same name.
+SETTINGS = tuple(name for name in declared() if name not in ("family", "nested", "seed"))
+
+
+class EstimatorCore:
+    """Parameters of every estimator.
+
+    A client is a group with a model of its own: a school, a county, a patient, a shop. A cluster is a known group of clients: a
+    district, a state, a hospital, a chain.
+
+    Parameters
+    ----------
+    client, cluster : str, int or None
+        Columns of ``X`` with the ids of clients and clusters: names for a data frame, positions for an array. A formula with
+        bars names them instead. Leave them None to pass arrays to ``fit`` and ``predict``. Without ``cluster`` there are two
+        levels only, the clients and the global model.
+    weights, offset : str, int or None
+        Columns of ``X`` with row weights and with an offset, which is added to the linear predictor. They are for frames and
+        searches, where a column of ``X`` is split with it. With arrays, pass ``sample_weight`` and ``offset`` to ``fit``.
+        A weight multiplies the loss of its row: for the linear model, it is the precision of the row relative to the others.
+    formula : str or None
+        The terms, such as ``"log(x) + zone * year"``. Categories are coded and an intercept is included. With a left-hand side,
+        ``"y ~ x"``, the formula also names the response. Bars say which terms vary by group, as in lme4:
+        ``"y ~ x + z + (1 + x | state/county)"``; ``||`` leaves out correlations. None takes every other column of ``X``.
+    fit_intercept : bool
+        Add an intercept, which varies like any other term. A formula decides this itself.
+    standardize : bool
+        Centre every term that is not constant and divide it by its standard deviation over all rows before penalties act. A
+        penalty then means the same for all terms. Coefficients are per standard deviation; ``predict`` takes rows as they are.
+        Without a constant term nothing is centred.
+    gamma, lam, alpha : number, mapping from ids to numbers, array or None
+        Penalties that you choose yourself. ``gamma`` pulls clients to their cluster (one number for all, or by client or
+        cluster). ``lam`` pulls clusters to the global model. ``alpha`` in [0, 1] may replace ``lam``: 0 makes clusters
+        independent, 1 makes them equal. One of ``gamma`` and ``lam`` that is missing is 1.0. The penalty is the same for every
+        coefficient, so columns should be on comparable scales.
+    penalty : {"auto", "reml", "ml", "cv"}
+        How penalties are learned. ``"reml"`` and ``"ml"`` maximise the restricted or the full likelihood (Laplace's
+        approximation where the model is not linear). ``"cv"`` searches a grid by cross-validation, as the paper does.
+        ``"auto"`` is REML for the linear model and ML for the others; it learns nothing if ``gamma``, ``lam`` or ``alpha`` is
+        given.
+    vary : list of terms, mapping from "client" and "cluster" to lists, or None
+        Terms that differ by client and by cluster. The others are common to all. None lets all terms vary.
+    covariance : {None, "isotropic", "diagonal", "full"}, or mapping from "client" and "cluster" to one of them
+        Covariance of the varying terms: one variance for all of them (the paper's model), one for each (the default), or
+        correlations too.
+    per_cluster : bool
+        Learn a separate client variance for each cluster (``sigma_j`` of the paper).
+    tests : bool
+        Test by likelihood ratio whether clients differ and whether clusters matter. Each test takes one more fit.
+    reduction : {"sum", "mean"}
+        Whether the loss of a client is the sum or the mean over its rows.
+    ridge : float
+        Penalty that pulls the coefficients of every client to zero, in addition to the others.
+    james_stein : bool
+        Shrink the global model to zero by the James-Stein factor (positive part). This lowers its expected error if there are
+        more than two coefficients, their true values are near zero, and the penalties are about right. Row weights count as
+        precisions. Across sites the Gaussian loss needs no further exchange for it.
+    baseline : {None, "single-model", "locally-trained", "single-cluster"}
+        Fit a simpler model for comparison: one model for all rows, one for each client alone, or clients without clusters.
+    solver : {"auto", "sweep", "newton", "l2gd", "al2sgd_plus", "one_coin"}
+        ``"sweep"`` is exact for the linear model, ``"newton"`` fits any family. The others are the randomised algorithms of the
+        paper. ``"auto"`` takes ``"sweep"`` or ``"newton"``; :func:`covey.plan` shows what each would cost on a network.
+    options : mapping or None
+        Options of the randomised algorithms: ``steps``, ``eta``, ``p0``, ``p``, ``tau``, ``rho``, ``mu``, ``L``, ``vote``,
+        ``every``, ``checkpoint``, ``minimum``. The functions in :mod:`covey.solvers` explain them.
+    tol : float
+        With given penalties, Newton stops when the gradient norm is below ``tol``. A randomised algorithm stops when the
+        objective is certified to be within ``tol`` (relative) of its minimum.
+    max_iter : int or None
+        The most iterations. None is 100 for Newton, and for the randomised algorithms twice the number that their theorem
+        gives, but at most a million. A warning says if the limit was reached.
+    loss : str, Loss or None
+        A loss that replaces the one of the estimator: its name, or what :func:`covey.losses.from_functions` returns.
+    unseen : {"parent", "raise"}
+        What ``predict`` does for a client or cluster that was not in the training rows: use the model one level up, or raise.
+    random_state : int, RandomState or None
+        Random numbers of the randomised algorithms, of the folds of cross-validation and of the bootstrap. An int gives the
+        same result in each call; None gives another result in each call. Other fits are deterministic and ignore it.
+
+    Attributes
+    ----------
+    coef_ : (n_clients, n_terms) array
+        Coefficients of the clients, in the order of ``clients_`` and ``terms_``.
+    cluster_coef_ : (n_clusters, n_terms) array
+        Coefficients of the clusters, in the order of ``clusters_``.
+    global_coef_ : (n_terms,) array
+        Coefficients of the global model.
+    components_ : Components
+        Variance components, log-likelihood and tests, if the penalties were learned by likelihood.
+    convergence_ : Convergence
+        How the solver stopped: gradient norm, certified gap, message.
+    history_, ledger_ : data frame, Ledger or None
+        For an iterative solver: one row for each check of convergence, and the messages and bytes on each link.
+    """
+
+    _family: ClassVar[str]
+    n_features_in_: int
+    feature_names_in_: Anything
+
+    def __init__(
+        self,
+        *,
+        client: str | int | None = None,
+        cluster: str | int | None = None,
+        weights: str | int | None = None,
+        offset: str | int | None = None,
+        formula: str | None = None,
+        fit_intercept: bool = True,
+        standardize: bool = False,
+        gamma: PenaltyLike | None = None,
+        lam: PenaltyLike | None = None,
+        alpha: PenaltyLike | None = None,
+        penalty: Penalties = "auto",
+        vary: str | Sequence[str] | Mapping[str, Sequence[str]] | None = None,
+        covariance: str | Mapping[str, str] | None = None,
+        per_cluster: bool = False,
+        tests: bool = True,
+        reduction: Reduction = "sum",
+        ridge: float = 0.0,
+        james_stein: bool = False,
+        baseline: str | None = None,
+        solver: str = "auto",
+        options: Mapping[str, object] | None = None,
+        tol: float = 1e-8,
+        max_iter: int | None = None,
+        loss: str | Loss | None = None,
+        unseen: Unseen = "parent",
+        random_state: RandomState = None,
+    ) -> None:
+        self.client, self.cluster, self.weights, self.offset = client, cluster, weights, offset
+        self.formula, self.fit_intercept, self.standardize = formula, fit_intercept, standardize
+        self.gamma, self.lam, self.alpha, self.penalty = gamma, lam, alpha, penalty
+        self.vary, self.covariance, self.per_cluster, self.tests = vary, covariance, per_cluster, tests
+        self.reduction, self.ridge, self.james_stein, self.baseline = reduction, ridge, james_stein, baseline
+        self.solver, self.options, self.tol, self.max_iter = solver, options, tol, max_iter
+        self.loss, self.unseen, self.random_state = loss, unseen, random_state
+
+    @property
+    def _fitted(self) -> Model:
+        if "model_" not in self.__dict__:
+            raise AttributeError(f"This {type(self).__name__} is not fitted yet; call fit first.")
+        return self.model_
+
+    def _spec(self) -> Spec:
+        if self.unseen not in UNSEEN:
+            raise one_of("unseen", self.unseen, UNSEEN)
+        named, positions = self._columns(str), self._positions()
+        if positions and (self.formula is not None or named):
+            raise DataError(f"The {next(iter(positions))!r} parameter is a position, others are names; use names for all.")
+        if len(set(positions.values())) < len(positions):
+            raise DataError(f"The parameters {listing(positions)} name the same column; each needs its own.")
+        settings: dict[str, Any] = {name: _plain(getattr(self, name)) for name in SETTINGS if name not in COLUMNS}
+        random = self.solver in first_order() or self.penalty == "cv" or self.baseline == "single-cluster"
+        seed = self._seed() if random or self.random_state is not None else 0
+        return Spec(family=self._loss_name(), seed=seed, **settings, **named)
+
+    def _seed(self) -> int:
+        if isinstance(self.random_state, np.random.RandomState | None):
+            return int(check_random_state(self.random_state).randint(2**31 - 1))
+        return _plain(self.random_state)  # type: ignore[no-any-return]
+
+    def _loss_name(self) -> str:
+        """The name of the loss: the family of the estimator, or the loss that replaces it."""
+        own, family = family_of(self._family), family_of(self._family if self.loss is None else self.loss)
+        if family.two_classes != own.two_classes:
+            kind = "two classes" if family.two_classes else "numbers"
+            raise SolverError(f"The loss {family.name!r} is for {kind}; {type(self).__name__} is not.")
+        return family.name
+
+    def _columns(self, kind: Any) -> dict[str, Any]:
+        """The columns that are given as text or as positions."""
+        return {name: getattr(self, name) for name in COLUMNS if isinstance(getattr(self, name), kind)}
+
+    def _positions(self) -> dict[str, int]:
+        return {name: int(at) for name, at in self._columns(int | np.integer).items()}
+
+    def _split_off(self, X: Any, **given: Any) -> tuple[Any, dict[str, Any]]:
+        """Take ids, weights and offset out of a plain array by position; arrays that are given come first."""
+        positions = self._positions()
+        if not positions:
+            return X, given
+        if isinstance(nw.from_native(X, eager_only=True, pass_through=True), nw.DataFrame):
+            raise DataError(
+                f"X is a data frame: give the {next(iter(positions))!r} parameter as a column's name, not a position."
+            )
+        X = np.asarray(X, dtype=object)
+        if X.ndim != 2:
+            raise DataError(f"X must have two dimensions, rows and columns; got shape {X.shape}.")
+        width = X.shape[1]
+        for name, at in positions.items():
+            if not 0 <= at < width:
+                raise DataError(f"The {name!r} parameter is column {at}, but X has {width} columns, counted from 0.")
+            if name in given and given[name] is None:
+                given[name] = X[:, at] if name in ("client", "cluster") else X[:, at].astype(np.float64)
+        kept = np.delete(X, sorted(set(positions.values())), axis=1)
+        try:
+            return kept.astype(np.float64), given
+        except (TypeError, ValueError) as problem:
+            raise DataError(
+                f"X holds values that are not numbers ({problem}); pass a data frame and name its columns to use a formula."
+            ) from None
+
+    def _rows(self, X: Any, **given: Any) -> tuple[Any, dict[str, Any]]:
+        """Rows for the fitted model, with ids, weights and offset; plain arrays are split, a frame stays as it is."""
+        check_is_fitted(self, "model_")
+        if self.model_.spec.named:
+            return X, given
+        X, given = self._split_off(X, **given)
+        return validate_data(self, X, dtype=np.float64, ensure_all_finite=False, reset=False), given
+
+    def _margin(self, X: Any, client: Any, cluster: Any, offset: Any, level: Level) -> Floats:
+        X, given = self._rows(X, client=client, cluster=cluster, offset=offset)
+        return self.model_.margin(X, **given, level=level, unseen=self.unseen)[0]
+
+    def _native(self, frame: pl.DataFrame) -> IntoDataFrame:
+        """A frame in the library of the fitted frame; polars after a fit to arrays."""
+        library: Any = getattr(self, "_library_", nw.Implementation.POLARS)
+        if library is nw.Implementation.POLARS:
+            return frame
+        return nw.from_dict(frame.to_dict(as_series=False), backend=library).to_native()  # type: ignore[no-any-return]
+
+    def _adopt(self, model: Model) -> Self:
+        self.model_ = model
+        return self
+
+
+def _plain(value: Any) -> Any:
+    """A number of numpy as one of Python, which JSON can hold."""
+    return value.item() if isinstance(value, np.generic) else value

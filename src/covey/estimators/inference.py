@@ -1,0 +1,312 @@
+"""Methods of a fitted estimator for standard errors, intervals, tests, and for adding and removing clients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from copy import copy
+from typing import Any, Self
+
+import polars as pl
+from narwhals.typing import IntoDataFrame
+from sklearn.utils.validation import check_is_fitted
+
+from covey._typing import ArrayLike, Floats, TableLike
+from covey.errors import DataError, SolverError, one_of
+from covey.estimators.core import EstimatorCore
+from covey.fitting.fit import shape_of
+from covey.model.inference import quantile
+from covey.model.new_rows import group_rows
+from covey.model.summary import Summary, summary
+from covey.model.updates import add_clients, remove_clients
+from covey.tables.rows import GroupedData
+from covey.tree.hierarchy import Level
+from covey.variance.bootstrap import bootstrap
+from covey.variance.components import Components, LikelihoodRatio
+
+
+class NoComponentsError(AttributeError, SolverError):
+    """A model with given penalties has no variance components. As a missing attribute, it does not disturb ``hasattr``."""
+
+
+class InferenceMethods(EstimatorCore):
+    """Standard errors, intervals, tests and updates; all need penalties that were learned by likelihood."""
+
+    @property
+    def components_(self) -> Components:
+        """Variance components of clients and clusters, with the log-likelihood and the tests."""
+        try:
+            return self._fitted.posterior.learned.components
+        except SolverError as problem:
+            raise NoComponentsError(str(problem)) from None
+
+    def summary(self, coverage: float = 0.95) -> Summary:
+        """Summarise the model in words and numbers.
+
+        Parameters
+        ----------
+        coverage : float
+            Coverage of the intervals.
+
+        Returns
+        -------
+        Summary
+            ``print`` shows it; ``to_json()`` has the numbers.
+
+        Examples
+        --------
+        >>> from covey import HierarchicalRegressor, datasets
+        >>> homes = datasets.load_radon()
+        >>> model = HierarchicalRegressor(formula="log_radon ~ floor + (1 | state/county)").fit(homes)
+        >>> {name: round(share, 2) for name, share in model.summary().to_json()["share_of_variance"].items()}
+        {'cluster': 0.19, 'client': 0.11, 'residual': 0.7}
+        """
+        check_is_fitted(self, "model_")
+        return summary(self.model_, coverage)
+
+    def coef_frame(self, level: Level = "client", coverage: float = 0.95) -> IntoDataFrame:
+        """Tabulate coefficients, with standard errors and intervals if the penalties were learned by likelihood.
+
+        Parameters
+        ----------
+        level : {"client", "cluster", "global"}
+            Whose coefficients.
+        coverage : float
+            Coverage of the intervals.
+
+        Returns
+        -------
+        data frame
+            One row for each client (or cluster) and term, in the library of the fitted frame.
+
+        Examples
+        --------
+        >>> from covey import HierarchicalRegressor
+        >>> model = HierarchicalRegressor(gamma=1.0).fit([[0.0], [1.0]], [1.0, 3.0], client=["a", "b"])
+        >>> model.coef_frame("global")["term"].to_list()
+        ['Intercept', 'x0']
+        """
+        check_is_fitted(self, "model_")
+        return self._native(self.model_.coefficients(level, coverage))
+
+    def reliability(self) -> IntoDataFrame:
+        """Tabulate how much the own rows of each client determine its coefficients.
+
+        Returns
+        -------
+        data frame
+            One row for each client and varying term. A reliability of 0 means that the client has the coefficient of its
+            cluster, 1 that only its own rows count.
+
+        Examples
+        --------
+        >>> from covey import HierarchicalRegressor, datasets
+        >>> homes = datasets.load_radon()
+        >>> model = HierarchicalRegressor(formula="log_radon ~ floor + (1 | state/county)").fit(homes)
+        >>> model.reliability().filter(client="Apache, AZ")["reliability"].round(2).to_list()
+        [0.64]
+        """
+        check_is_fitted(self, "model_")
+        return self._native(self.model_.reliability())
+
+    def predict_interval(
+        self,
+        X: TableLike,
+        client: ArrayLike | None = None,
+        cluster: ArrayLike | None = None,
+        offset: ArrayLike | None = None,
+        level: Level = "client",
+        *,
+        coverage: float = 0.95,
+        noise: bool = False,
+    ) -> Floats:
+        """Predict an interval for the expected response of each row, or for a new response.
+
+        For an unseen client the interval includes the variation of clients within their cluster. For an unseen cluster it also
+        includes the variation of clusters. The variance components count as known.
+
+        Parameters
+        ----------
+        X : data frame or (n_rows, n_features) array
+            The rows.
+        client, cluster, offset : (n_rows,) arrays, optional
+            Ids and offsets, if they are not columns of ``X``.
+        level : {"client", "cluster", "global"}
+            The level of the model that predicts.
+        coverage : float
+            Coverage of the intervals.
+        noise : bool
+            Whether the interval is for a new response rather than for its expectation.
+
+        Returns
+        -------
+        (n_rows, 2) array
+            Lower and upper ends.
+
+        Examples
+        --------
+        >>> from covey import HierarchicalRegressor, datasets
+        >>> homes = datasets.load_radon()
+        >>> model = HierarchicalRegressor(formula="log_radon ~ floor + (1 | state/county)").fit(homes)
+        >>> model.predict_interval(homes[:1]).round(2).tolist(), model.predict_interval(homes[:1], noise=True).round(2).tolist()
+        ([[-0.66, 0.21]], [[-2.05, 1.6]])
+        """
+        X, given = self._rows(X, client=client, cluster=cluster, offset=offset)
+        return self.model_.intervals(X, coverage=coverage, noise=noise, unseen=self.unseen, level=level, **given)
+
+    def likelihood_ratio(self, level: str) -> LikelihoodRatio:
+        """Return the test of whether clusters matter, or whether clients differ within their cluster.
+
+        Parameters
+        ----------
+        level : {"client", "cluster"}
+            The level whose variances are zero under the null hypothesis.
+
+        Returns
+        -------
+        LikelihoodRatio
+            Statistic, number of parameters and p-value. The p-value accounts for variances on the boundary.
+
+        Examples
+        --------
+        >>> from covey import HierarchicalRegressor, datasets
+        >>> homes = datasets.load_radon()
+        >>> model = HierarchicalRegressor(formula="log_radon ~ floor + (1 | state/county)").fit(homes)
+        >>> model.likelihood_ratio("cluster").p_value < 1e-10
+        True
+        """
+        if level not in ("client", "cluster"):
+            raise one_of("level", level, ("client", "cluster"))
+        found = {test.level: test for test in self.components_.tests}
+        if level not in found:
+            reason = f"no term varies by {level}" if not getattr(self.components_, level).terms else "tests=False left them out"
+            raise SolverError(f"There is no test of the {level} level: {reason}.")
+        return found[level]
+
+    def bootstrap(
+        self,
+        X: TableLike | None = None,
+        y: ArrayLike | None = None,
+        client: ArrayLike | None = None,
+        cluster: ArrayLike | None = None,
+        sample_weight: ArrayLike | None = None,
+        offset: ArrayLike | None = None,
+        *,
+        draws: int = 200,
+        coverage: float = 0.95,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> IntoDataFrame:
+        """Compute intervals for the variance components by parametric bootstrap.
+
+        Each draw simulates responses from the model and estimates the components again.
+
+        Parameters
+        ----------
+        X, y, client, cluster, sample_weight, offset : optional
+            The rows, as they were passed to ``fit``. A linear model does not need them, all others do.
+        draws : int
+            The number of draws.
+        coverage : float
+            Coverage of the intervals.
+        progress : callable, optional
+            Called after each draw with the number of draws done and the number of all.
+
+        Returns
+        -------
+        data frame
+            One row for each variance component.
+
+        Examples
+        --------
+        >>> from covey import HierarchicalRegressor, datasets
+        >>> homes = datasets.load_radon()
+        >>> model = HierarchicalRegressor(formula="log_radon ~ floor + (1 | state/county)", random_state=0).fit(homes)
+        >>> model.bootstrap(draws=10)["level"].to_list()
+        ['client', 'cluster', 'residual']
+        """
+        check_is_fitted(self, "model_")
+        quantile(coverage)  # refuses an invalid coverage before the draws
+        model, learned = self.model_, self.model_.posterior.with_everybody
+        data: GroupedData | None = None
+        if not model.spec.loss.reml:
+            if X is None:
+                raise DataError(f"The bootstrap of a {model.spec.family} model needs the rows: pass X and y as to fit.")
+            data = self._group(X, y, client, cluster, sample_weight, offset)
+            if data.hierarchy.client_ids.to_list() != model.hierarchy.client_ids.to_list():
+                raise DataError("The bootstrap needs the rows that the model was fitted to; these have other clients.")
+        shape = shape_of(model.hierarchy, model.terms, model.spec, model.problem.vary)
+        drawn = bootstrap(
+            learned, shape, model.hierarchy, model.terms, model.wbar, data=data, loss=model.problem.loss, draws=draws,
+            seed=self._seed(), progress=progress,
+        )  # fmt: skip
+        ids = model.hierarchy.cluster_ids
+        named = drawn.intervals(coverage).with_columns(
+            pl.col("cluster").map_elements(lambda at: ids[at], return_dtype=ids.dtype, skip_nulls=True)
+        )
+        return self._native(named)
+
+    def add_clients(
+        self,
+        X: TableLike,
+        y: ArrayLike | None = None,
+        client: ArrayLike | None = None,
+        cluster: ArrayLike | None = None,
+        sample_weight: ArrayLike | None = None,
+        offset: ArrayLike | None = None,
+    ) -> Self:
+        """Return a copy of the estimator with further rows, of new clients or of clients that it has, without a refit.
+
+        The variance components stay as they are. Given these, the result is exact for a linear model. Rows that were added or
+        fitted before count twice.
+
+        Parameters
+        ----------
+        X, y, client, cluster, sample_weight, offset : optional
+            The rows, as for ``fit``.
+
+        Returns
+        -------
+        HierarchicalEstimator
+            The copy.
+
+        Examples
+        --------
+        >>> from covey import HierarchicalRegressor, datasets
+        >>> homes = datasets.load_radon()
+        >>> model = HierarchicalRegressor(formula="log_radon ~ floor + (1 | state/county)").fit(homes)
+        >>> import polars as pl
+        >>> few = homes[:3].with_columns(county=pl.lit("a new one"))
+        >>> model.predict_interval(few[:1]).round(2).tolist()
+        [[-0.85, 0.64]]
+        >>> model.add_clients(few).predict_interval(few[:1]).round(2).tolist()
+        [[-0.95, 0.26]]
+        """
+        check_is_fitted(self, "model_")
+        return copy(self)._adopt(add_clients(self.model_, self._group(X, y, client, cluster, sample_weight, offset)))
+
+    def remove_clients(self, clients: Sequence[Hashable]) -> Self:
+        """Return a copy of the estimator as if these clients had never taken part, at the same variance components.
+
+        Parameters
+        ----------
+        clients : sequence of ids
+            The clients to remove.
+
+        Returns
+        -------
+        HierarchicalEstimator
+            The copy.
+
+        Examples
+        --------
+        >>> from covey import HierarchicalRegressor, datasets
+        >>> homes = datasets.load_radon()
+        >>> model = HierarchicalRegressor(formula="log_radon ~ floor + (1 | state/county)").fit(homes)
+        >>> len(model.remove_clients(["Apache, AZ"]).clients_)
+        469
+        """
+        check_is_fitted(self, "model_")
+        return copy(self)._adopt(remove_clients(self.model_, clients))
+
+    def _group(self, X: Any, y: Any, client: Any, cluster: Any, weights: Any, offset: Any) -> GroupedData:
+        X, given = self._rows(X, client=client, cluster=cluster, weights=weights, offset=offset)
+        return group_rows(self.model_, X, y, **given)
