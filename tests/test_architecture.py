@@ -99,7 +99,7 @@ def test_a_second_process_compiles_nothing():
 import sys
 from covey.solvers.first_order import kernels as randomised
 from covey import datasets, minimise, GroupedData, Penalty
-from covey.tables.kernels import counting_sort, find_parents
+from covey.tables.rows import counting_sort, find_parents
 from covey.tree.kernels import rank_in_table
 from covey.losses import Gaussian, Bernoulli, kernels
 from covey.solvers.direct import kernels as direct

@@ -69,11 +69,11 @@ def test_the_shell_takes_it(homes, calls, tmp_path):
 
 
 def test_sites_take_it(homes, calls):
-    """The operator parses and checks; a site groups its rows once, and checks what it receives: the draft and the agreement."""
+    """The operator parses the formula and checks the settings; a site checks the agreed settings and groups its rows, once."""
     from covey.federation.simulate import simulate
 
     sites = 3
     simulate(homes, Spec(formula=FORMULA, tests=False), sites)
     assert calls.pop("texts") == 2
-    expected = {**ONCE, "check": 1 + 2 * sites, "from_blocks": sites, "assemble": 1, "Model": 1}
+    expected = {**ONCE, "check": 1 + sites, "from_blocks": sites}
     assert dict(calls) == expected

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from covey.nodes.network import InMemory
     from covey.objective.objective import Objective, Penalty
+    from covey.problem.settings import Spec
     from covey.solvers import al2sgd_plus, l2gd, minimise, newton, one_coin, solve, sweep
     from covey.tables.rows import GroupedData, read_table
 
@@ -36,6 +37,7 @@ _HOMES = {
     "InMemory": "covey.nodes.network",
     "Objective": "covey.objective.objective",
     "Penalty": "covey.objective.objective",
+    "Spec": "covey.problem.settings",
     "al2sgd_plus": "covey.solvers",
     "l2gd": "covey.solvers",
     "load": "covey.estimators",
@@ -59,6 +61,7 @@ __all__ = [
     "InMemory",
     "Objective",
     "Penalty",
+    "Spec",
     "al2sgd_plus",
     "datasets",
     "l2gd",

@@ -262,8 +262,7 @@ def test_poisson_comparison_is_a_deviance(tmp_path):
 
 def test_penalties_are_compared_as_chosen_on_the_training_rows(folder, homes):
     from covey.fitting.comparison import compare
-    from covey.problem.problem import Spec, resolve
-    from covey.problem.reading import read_rows
+    from covey.problem.problem import Spec, read_rows, resolve
 
     spec = Spec(client="county", cluster="state", formula="log_radon ~ floor", penalty="cv")
     expected = compare(*read_rows(homes, resolve(spec))).errors["hierarchical"]

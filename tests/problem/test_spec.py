@@ -49,7 +49,7 @@ def test_what_is_learned_when(settings, learns):
         ({"penalty": "cv", "alpha": 1.0}, "penalty='cv' chooses the penalties itself; leave out alpha="),
         ({"penalty": "ml", "baseline": "single-model"}, "leave out baseline="),
         ({"penalty": "best"}, "'penalty' parameter must be one of 'auto', 'reml', 'ml', 'cv'. Got 'best'"),
-        ({"penalty": "reml", "family": "poisson"}, "penalty='reml' is for the gaussian family; for poisson use 'ml'"),
+        ({"penalty": "reml", "family": "poisson"}, "penalty='reml' is for the gaussian family; for poisson use penalty='ml'"),
         ({"gamma": 1.0, "vary": ["x"]}, "vary= says what to learn"),
         ({"penalty": "cv", "covariance": "full"}, "covariance= says what to learn"),
         ({"lam": 1.0, "per_cluster": True}, "per_cluster= says what to learn"),

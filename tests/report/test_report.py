@@ -8,8 +8,7 @@ import polars as pl
 from rich.console import Console
 
 from covey.fitting import comparison
-from covey.problem.problem import Spec, resolve
-from covey.problem.reading import read_rows
+from covey.problem.problem import Spec, read_rows, resolve
 from covey.report import plots
 from covey.report.plots import shrinkage_figure
 from covey.report.tables import coefficient_table, comparison_table, shrinkage_table

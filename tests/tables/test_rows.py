@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 
 from covey import GroupedData, read_table
-from covey.problem.problem import Spec, resolve
-from covey.problem.reading import read_rows
+from covey.problem.problem import Spec, read_rows, resolve
 from covey.tree.hierarchy import as_labels, encode, lookup, segment_sum
 from tests.conftest import random_problem, seeds
 

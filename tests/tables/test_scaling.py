@@ -19,8 +19,8 @@ from sklearn.preprocessing import FunctionTransformer
 from covey import HierarchicalClassifier, HierarchicalPoissonRegressor, HierarchicalRegressor, load, plan
 from covey.datasets import simulate
 from covey.errors import CoveyError, DataError, ModelError
-from covey.tables.design import Columns, Scaled, design_from_json
-from covey.tables.scaling import Scale, moments
+from covey.tables.design import Columns
+from covey.tables.scaling import Scale, Scaled, design_from_json, moments
 from tests.conftest import seeds
 
 ESTIMATORS = {

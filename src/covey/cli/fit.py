@@ -38,8 +38,7 @@ def fit(
     from covey.model.files import check_target, save_model
     from covey.model.summary import describe
     from covey.nodes.network import InMemory
-    from covey.problem.problem import resolve
-    from covey.problem.reading import read_rows
+    from covey.problem.problem import read_rows, resolve
     from covey.tables.rows import read_table
 
     if out is not None:

@@ -31,8 +31,7 @@ def plan(
     from covey.cli._options import console, print_json, working
     from covey.errors import DataError
     from covey.fitting.planning import plan_for, race
-    from covey.problem.problem import resolve
-    from covey.problem.reading import read_rows
+    from covey.problem.problem import read_rows, resolve
     from covey.tables.rows import read_table
 
     if figure is not None and (figure.suffix not in (".png", ".pdf", ".svg") or not figure.absolute().parent.is_dir()):

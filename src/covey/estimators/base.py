@@ -22,8 +22,7 @@ from covey.model.files import save_model
 from covey.model.model import Model
 from covey.model.summary import describe
 from covey.nodes.network import InMemory
-from covey.problem.problem import Spec, resolve
-from covey.problem.reading import Arrays, as_frame, read_rows
+from covey.problem.problem import Arrays, Spec, as_frame, read_rows, resolve
 from covey.problem.settings import COLUMNS, Penalties, declared
 from covey.solvers import Convergence
 from covey.solvers.ledger import Ledger

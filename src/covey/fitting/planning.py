@@ -17,8 +17,7 @@ from covey.losses import Loss, family_of
 from covey.nodes.network import InMemory
 from covey.objective.objective import Objective
 from covey.objective.theory import Constants
-from covey.problem.problem import Problem, Spec, resolve
-from covey.problem.reading import read_rows
+from covey.problem.problem import Problem, Spec, read_rows, resolve
 from covey.solvers import Fit, minimise
 from covey.solvers.costs import BANDWIDTH, LATENCY, Cost, check_network, costs
 from covey.solvers.registry import direct, find, first_order
