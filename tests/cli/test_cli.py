@@ -13,6 +13,7 @@ import polars as pl
 import pytest
 
 from covey import HierarchicalRegressor
+from covey.cli import app
 from tests.test_bad_input import CASES
 
 from .shell import COVEY, inside, run
@@ -173,7 +174,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(folder, arguments, sentence):
     assert done.stdout == ""
 
 
-@pytest.mark.parametrize("command", ["fit", "predict", "show", "demo"])
+@pytest.mark.parametrize("command", [command.name or command.callback.__name__ for command in app.registered_commands])
 def test_help_has_an_example(tmp_path, command):
     assert f"covey {command} " in inside(command, "--help", cwd=tmp_path).stdout.split("Example")[1]
 
@@ -326,15 +327,15 @@ def test_plan_prints_a_table_and_draws_the_race(folder):
     assert wrong.stderr == "covey: The 'accuracy' parameter must be a number below 1. Got 3.0 instead.\n"
 
 
-def test_fit_by_coins_with_a_checkpoint(folder):
-    by_coins = ["--solver", "al2sgd_plus", "--gamma", 10, "--tol", 1e-3, "--checkpoint", "run.npz", "--holdout", 0, "--json"]
-    first = json.loads(run("fit", *WHERE, *by_coins, cwd=folder).stdout)
+def test_fit_by_a_randomised_algorithm_with_a_checkpoint(folder):
+    randomised = ["--solver", "al2sgd_plus", "--gamma", 10, "--tol", 1e-3, "--checkpoint", "run.npz", "--holdout", 0, "--json"]
+    first = json.loads(run("fit", *WHERE, *randomised, cwd=folder).stdout)
     assert first["convergence"]["solver"] == "al2sgd_plus"
     assert first["convergence"]["converged"]
     assert (folder / "run.npz").exists()
-    again = json.loads(run("fit", *WHERE, *by_coins, cwd=folder).stdout)
+    again = json.loads(run("fit", *WHERE, *randomised, cwd=folder).stdout)
     assert again["global"] == first["global"]
-    other = run("fit", *WHERE, *by_coins, "--seed", 5, cwd=folder, check=False)
+    other = run("fit", *WHERE, *randomised, "--seed", 5, cwd=folder, check=False)
     assert other.returncode == 2
     assert other.stderr.startswith("covey: The checkpoint 'run.npz' is of another run (other seed)")
     for extra, message in (
@@ -342,7 +343,7 @@ def test_fit_by_coins_with_a_checkpoint(folder):
         (["--option", "p0=2"], "The 'p0' parameter must lie in [0, 1]. Got 2 instead."),
         (["--option", "q=2"], "The solver 'al2sgd_plus' has no option 'q';"),
     ):
-        wrong = run("fit", *WHERE, *by_coins, *extra, cwd=folder, check=False)
+        wrong = run("fit", *WHERE, *randomised, *extra, cwd=folder, check=False)
         assert wrong.returncode == 2
         assert message in wrong.stderr
         assert wrong.stderr.count("\n") == 1

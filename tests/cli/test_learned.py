@@ -96,7 +96,7 @@ def test_what_was_learned_is_printed_and_shown_again(shell):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("y ~ x + (1 | g/h)", "--gamma", "1"), "The formula's bars say what is to be learned"),
+        (("y ~ x + (1 | g/h)", "--gamma", "1"), "The formula's bars say what to learn"),
         (("y ~ x + (1 | g/h)", "--penalty", "cv"), "penalty='cv'"),
         (("y ~ x + (1 | g/h)", "--vary", "x"), "leave one out"),
         (("y ~ x + (1 | g/h", ), "parentheses"),
