@@ -54,7 +54,7 @@ CASES = [
     (GOOD, {"baseline": "magic"}, r"'baseline' parameter must be one of"),
     (GOOD, {"reduction": "max"}, r"'reduction' parameter must be one of 'sum', 'mean'"),
     (GOOD, {"unseen": "ignore"}, r"'unseen' parameter must be one of 'parent', 'raise'"),
-    (GOOD, {"tol": 0.0}, r"'tol' parameter must be a number > 0"),
+    (GOOD, {"tol": 0.0}, r"'tol' parameter must be a positive number"),
     (GOOD, {"max_iter": 0}, r"'max_iter' parameter must be a whole number"),
     (GOOD, {"formula": "zone ~ x"}, r"The response must be numbers"),
     (GOOD.with_columns(y=pl.Series(["1"] * 6)), {}, r"The response must be numbers"),

@@ -48,7 +48,7 @@ def test_a_problem_goes_through_json(spec):
 def test_a_problem_from_elsewhere_is_checked():
     _, problem = read_rows(FRAME, resolve(Spec(formula="y ~ x + zone", client="i")))
     plain = problem.to_json()
-    with pytest.raises(CoveyError, match="'tol' parameter must be a number > 0"):
+    with pytest.raises(CoveyError, match="'tol' parameter must be a positive number"):
         Problem.from_json({**plain, "spec": {**plain["spec"], "tol": -1.0}})
     with pytest.raises(FormulaError, match="not those of the formula"):
         Problem.from_json({**plain, "design": {**plain["design"], "rhs": "x + exp(x)"}})

@@ -22,7 +22,6 @@ from covey.problem.settings import COLUMNS
 from covey.problem.settings import Spec as Spec
 from covey.tables.design import (
     Columns,
-    Design,
     Formula,
     Frame,
     Vary,
@@ -38,7 +37,7 @@ from covey.tables.design import (
 )
 from covey.tables.formula import ParsedFormula, parse_formula
 from covey.tables.rows import GroupedData
-from covey.tables.scaling import Scale, Scaled, design_from_json, moments
+from covey.tables.scaling import Design, Scale, Scaled, design_from_json, moments
 from covey.tree.hierarchy import is_missing
 
 
@@ -144,15 +143,13 @@ class Problem:
         return vary_from_bars(self.formula.bars, self.spec.client, self.spec.cluster, self._unscaled)
 
     @property
-    def _unscaled(self) -> Design:
+    def _unscaled(self) -> Columns | Formula:
         return self.design.inner if isinstance(self.design, Scaled) else self.design
 
     def agree(self, schema: Schema) -> Problem:
         """Complete a draft with what its columns hold."""
-        design: Design
-        if self.formula is None:
-            design = Columns(schema.columns, self.spec.fit_intercept)
-        else:
+        design: Design = Columns(schema.columns, self.spec.fit_intercept)
+        if self.formula is not None:
             design = Formula.of(self.formula.common, schema.columns, schema.categories)
         return self.of_design(design, schema.classes, schema.has_offset, schema.nested)
 
@@ -162,10 +159,7 @@ class Problem:
 
     def scaled(self, scale: Scale) -> Problem:
         """The same problem with standardised terms."""
-        design = self._unscaled
-        if not isinstance(design, Columns | Formula):
-            raise FormulaError("The terms of this problem cannot be standardised.")
-        return replace(self, agreed_design=scale.design(design))
+        return replace(self, agreed_design=scale.design(self._unscaled))
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, from which :meth:`from_json` builds the same problem without parsing text."""
@@ -333,17 +327,9 @@ def encode_known(y: Any, classes: Anything | None) -> Any:
 
 def _from_columns(frame: Frame, spec: Spec, given: Arrays) -> Arrays:
     """Ids, weights and offset: as given, or from the columns that the settings name."""
-    taken = {name: column(frame, name) for name in _not_terms(spec)}
-    for what in COLUMNS:
-        name = getattr(spec, what)
-        if getattr(given, what) is None and name is not None:
-            given = replace(given, **{what: taken[name] if what in ("client", "cluster") else numeric(frame, name)})
-    return given
-
-
-def _not_terms(spec: Spec) -> list[str]:
-    """The columns that a setting names."""
-    return [name for name in (getattr(spec, what) for what in COLUMNS) if name is not None]
+    named = {what: getattr(spec, what) for what in COLUMNS if getattr(spec, what) is not None and getattr(given, what) is None}
+    ids = ("client", "cluster")
+    return replace(given, **{what: (column if what in ids else numeric)(frame, name) for what, name in named.items()})
 
 
 def _response(frame: Frame, draft: Problem, y: Any) -> Any:
@@ -371,7 +357,7 @@ def _columns(frame: Frame, draft: Problem) -> tuple[tuple[str, ...], dict[str, l
                 f"The response {formula.response!r} is also on the right of '~'; a model that knows the answer is of no use."
             )
         return columns, categories
-    features = tuple(name for name in frame.columns if name not in _not_terms(spec))
+    features = tuple(name for name in frame.columns if name not in (spec.client, spec.cluster, spec.weights, spec.offset))
     if "Intercept" in features and spec.fit_intercept:
         raise DataError(
             "The column 'Intercept' has the name that covey gives the intercept; rename it, or set fit_intercept=False."

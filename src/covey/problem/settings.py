@@ -15,7 +15,7 @@ from dataclasses import Field, dataclass, field, fields
 from datetime import date
 from typing import TYPE_CHECKING, Any, Literal
 
-from covey.errors import PenaltyError, SolverError, number, one_of, whole
+from covey.errors import PenaltyError, SolverError, one_of, whole
 
 if TYPE_CHECKING:
     from covey._typing import Floats
@@ -200,7 +200,8 @@ class Spec:
             raise SolverError(
                 f"james_stein=True shrinks the global model of a hierarchical fit; leave out baseline={self.baseline!r}."
             )
-        number("tol", self.tol, above=0)
+        if not (isinstance(self.tol, int | float) and self.tol > 0):
+            raise SolverError(f"The 'tol' parameter must be a positive number. Got {self.tol!r} instead.")
         if not (isinstance(self.seed, int) and self.seed >= 0):
             raise SolverError(f"The seed (random_state) must be a whole number >= 0. Got {self.seed!r} instead.")
         if self.max_iter is not None:

@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import narwhals as nw
 import numpy as np
@@ -29,22 +29,6 @@ Frame = nw.DataFrame[Any]  # of any data frame library
 _CATEGORY = r"(?:\[(?:(?!\]:).)*\])?"  # the category in the name of a term, such as [T.b]
 
 
-class Design(Protocol):
-    """What turns a table into the columns of ``X``."""
-
-    @property
-    def terms(self) -> tuple[str, ...]: ...
-
-    @property
-    def columns(self) -> tuple[str, ...]: ...
-
-    def blocks(self, rows: Frame | Anything) -> list[Anything]:
-        """Arrays of one or two dimensions that stand side by side in ``X``."""
-        ...
-
-    def to_json(self) -> dict[str, Any]: ...
-
-
 @dataclass(frozen=True)
 class Columns:
     """Numeric columns as they are, after an intercept if ``intercept`` is true."""
@@ -57,7 +41,7 @@ class Columns:
         return (("Intercept",) if self.intercept else ()) + self.columns
 
     def blocks(self, rows: Frame | Anything) -> list[Anything]:
-        """The columns of a data frame, by name; or those of a matrix, in order."""
+        """Arrays that stand side by side in ``X``: the columns of a data frame by name, or a matrix as it is."""
         if not isinstance(rows, nw.DataFrame | np.ndarray):
             raise DataError("This model was fitted to plain arrays; read it with covey.load and pass arrays to its predict.")
         blocks = [rows] if isinstance(rows, np.ndarray) else [numeric(rows, name) for name in self.columns]
@@ -96,6 +80,7 @@ class Formula:
         return [str(name) for name in terms.evaluate(pd.DataFrame(row, index=[0])).columns]
 
     def blocks(self, rows: Frame | Anything) -> list[Anything]:
+        """The columns of ``X`` for the rows of a data frame."""
         import pandas as pd
 
         if not isinstance(rows, nw.DataFrame):
@@ -135,16 +120,14 @@ def response(formula: ParsedFormula, frame: Frame) -> Any:
     plain = lhs.strip("`")
     if plain in frame.columns:
         return frame.get_column(plain).to_native()
-    if re.fullmatch(r"\w+", plain):
+    if formula.expression is None:
         raise unknown_column(plain, frame.columns)
     import pandas as pd
 
-    # A response that could not be parsed is parsed again here, to raise its error.
-    terms = Terms.parse(f"0 + {lhs}") if formula.expression is None else formula.expression
-    columns, categorical = inspect(terms, frame)
+    columns, categorical = inspect(formula.expression, frame)
     if categorical:
         raise FormulaError(f"The response {lhs!r} must be numeric; {listing(categorical)} holds categories.")
-    values = terms.evaluate(pd.DataFrame({name: numeric(frame, name) for name in columns}))
+    values = formula.expression.evaluate(pd.DataFrame({name: numeric(frame, name) for name in columns}))
     if values.shape[1] != 1:
         raise FormulaError(f"The response {lhs!r} must be one column or expression.")
     return values.iloc[:, 0].to_numpy(dtype=np.float64)

@@ -208,7 +208,7 @@ def _expression(response: str | None) -> Terms | None:
     try:
         return Terms.parse(f"0 + {response}")
     except FormulaError:
-        return None  # a column may have this name; if not, the error is raised when the response is evaluated
+        return None  # only a column can have this name
 
 
 def quoted(text: str | None) -> str:

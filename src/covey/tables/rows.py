@@ -332,13 +332,12 @@ def _read_csv(path: Path, separator: str, ids: set[str | None], text: set[str | 
 def _vector(values: Any, name: str, n_rows: int) -> Floats:
     what = "the response" if name == "y" else f"the {name}"
     raw = np.asarray(values)
-    text = raw.dtype.kind in "USMm" or (raw.dtype.kind == "O" and any(isinstance(value, str) for value in raw.flat))
     try:
+        if raw.dtype.kind in "USMm" or (raw.dtype.kind == "O" and any(isinstance(value, str) for value in raw.flat)):
+            raise TypeError
         vector = raw.astype(np.float64, copy=False)
     except (TypeError, ValueError):
-        text = True
-    if text:
-        raise DataError(f"{what.capitalize()} must be numbers; convert the column, or choose another family.")
+        raise DataError(f"{what.capitalize()} must be numbers; convert the column, or choose another family.") from None
     if vector.ndim != 1:
         raise DataError(f"{what.capitalize()} must be one column; got shape {vector.shape}.")
     if len(vector) != n_rows:

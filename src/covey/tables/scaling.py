@@ -48,10 +48,10 @@ class Scale(Record):
         is centred.
         """
         sums = found.integers()
-        spreads = [_Spread.of(sums[0, at], sums[1, at], int(rows), term) for at, term in enumerate(terms)]
-        centred = any(each.total and not each.varies for each in spreads)
-        means = [each.mean() if centred and each.varies else 0.0 for each in spreads]
-        return cls(np.array(means), np.array([each.deviation() if each.varies else 1.0 for each in spreads]))
+        spreads = [_mean_and_sd(sums[0, at], sums[1, at], int(rows), term) for at, term in enumerate(terms)]
+        centred = any(mean and not sd for mean, sd in spreads)
+        means = [mean if centred and sd else 0.0 for mean, sd in spreads]
+        return cls(np.array(means), np.array([sd or 1.0 for _, sd in spreads]))
 
     def rows(self, data: GroupedData) -> GroupedData:
         """The same rows, standardised."""
@@ -95,7 +95,11 @@ class Scaled:
         return {"kind": "scaled", "inner": self.inner.to_json(), "mean": list(self.mean), "sd": list(self.sd)}
 
 
-def design_from_json(document: Mapping[str, Any], rhs: Terms | None = None) -> Columns | Formula | Scaled:
+Design = Columns | Formula | Scaled
+"""What turns a table into the columns of ``X``: ``terms``, ``columns``, ``blocks(rows)`` and ``to_json()``."""
+
+
+def design_from_json(document: Mapping[str, Any], rhs: Terms | None = None) -> Design:
     """Rebuild a design from JSON; the formula is checked again.
 
     ``rhs`` are the common terms, if the formula is parsed already; a document with other terms is refused.
@@ -136,38 +140,22 @@ def moments(X: Floats) -> Exact:
     return from_digits(digits)
 
 
-@dataclass(frozen=True)
-class _Spread:
-    """The values of one term: their number, their sum in units of ``1 / _UNIT``, and their variance.
+def _mean_and_sd(total: int | None, squares: int | None, rows: int, term: str) -> tuple[float, float]:
+    """The mean and the standard deviation of one term; the latter is 0 if the values are equal up to rounding.
 
-    These are integers. Therefore the mean and the deviation are rounded only once, at the end. ``variance`` is in units of
-    ``1 / (rows * _UNIT)^2``; it is 0 if the values are equal up to rounding.
+    ``total`` and ``squares`` are in units of ``1 / _UNIT``, and None if they overflow. They are integers, so the mean and the
+    standard deviation are rounded only once.
     """
-
-    rows: int
-    total: int
-    variance: int
-
-    @classmethod
-    def of(cls, total: int | None, squares: int | None, rows: int, term: str) -> _Spread:
-        if total is None or squares is None:
-            raise DataError(f"The values of term {term!r} are too large to standardise; put its column in a larger unit.")
-        if squares << _FAINT < rows * _UNIT and (squares or total):
-            raise DataError(f"The values of term {term!r} are too small to standardise; put its column in a smaller unit.")
-        variance = squares * rows * _UNIT - total**2
-        return cls(rows, total, variance if variance << _EQUAL > (rows * _UNIT) ** 2 else 0)
-
-    @property
-    def varies(self) -> bool:
-        return self.variance > 0
-
-    def mean(self) -> float:
-        return self.total / (self.rows * _UNIT)
-
-    def deviation(self) -> float:
-        """The square root of the variance, rounded once to the nearest number."""
-        # 64 bits of the quotient, and one bit that says whether the rest is zero.
-        shift = max(0, 64 + self.rows.bit_length() - self.variance.bit_length() // 2)
-        root = math.isqrt(self.variance << 2 * shift)
-        more = root**2 != self.variance << 2 * shift
-        return (2 * root + more) / (self.rows * _UNIT << shift + 1)
+    if total is None or squares is None:
+        raise DataError(f"The values of term {term!r} are too large to standardise; put its column in a larger unit.")
+    if squares << _FAINT < rows * _UNIT and (squares or total):
+        raise DataError(f"The values of term {term!r} are too small to standardise; put its column in a smaller unit.")
+    unit = rows * _UNIT
+    variance = squares * unit - total**2  # in units of 1 / unit^2
+    if variance << _EQUAL <= unit**2:
+        return total / unit, 0.0
+    # 64 bits of the square root, and one bit that says whether the rest is zero.
+    shift = max(0, 64 + rows.bit_length() - variance.bit_length() // 2)
+    root = math.isqrt(variance << 2 * shift)
+    more = root**2 != variance << 2 * shift
+    return total / unit, (2 * root + more) / (unit << shift + 1)
