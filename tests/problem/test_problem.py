@@ -1,4 +1,4 @@
-"""From settings and columns to a problem, and through JSON."""
+"""Problems: from settings and columns, and through JSON and back."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_problem_goes_through_json(spec):
     assert (again.terms, again.vary, again.classes) == (problem.terms, problem.vary, problem.classes)
 
 
-def test_a_problem_from_elsewhere_is_checked():
+def test_a_problem_from_json_is_checked():
     _, problem = read_rows(FRAME, resolve(Spec(formula="y ~ x + zone", client="i")))
     plain = problem.to_json()
     with pytest.raises(CoveyError, match="'tol' parameter must be a positive number"):
@@ -65,7 +65,7 @@ def test_a_draft_becomes_a_problem_of_known_categories_without_data():
         draft.terms  # noqa: B018
 
 
-def test_the_length_of_stored_text_is_not_believed():
+def test_the_stored_length_of_text_is_ignored():
     from covey.problem.problem import Classes
 
     assert Classes.from_json({"dtype": "<U400000000", "values": ["no", "yes"]}).array.dtype == "<U3"

@@ -1,4 +1,4 @@
-"""Bars in formulas, the columns they group by, the terms they let vary, and ids that repeat."""
+"""Bars in formulas: the group columns, the terms that vary, and client ids that repeat in several clusters."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ FRAME = nw.from_native(
 
 
 def refusal(call, *given, kind=FormulaError):
-    """The sentence a mistake is answered with, which has the form that all have."""
+    """The message of the error that a call raises; it must be short, ASCII and end with a full stop."""
     with pytest.raises(kind) as caught:
         call(*given)
     sentence = str(caught.value)
@@ -57,7 +57,7 @@ def refusal(call, *given, kind=FormulaError):
 
 
 def learn(rhs):
-    """The design of a formula with bars, and what varies in it."""
+    """The design of a formula with bars, and the terms that vary."""
     fixed, bars = split_bars(rhs)
     terms = Terms.parse(fixed)
     design = Formula.of(terms, *inspect(terms, FRAME))
@@ -167,7 +167,7 @@ def test_bars_that_cannot_be_read(rhs, sentence):
 @pytest.mark.parametrize(
     "rhs", ["x + 1 | {}", "(1 | {}/b/c)", "{} * (1 | g)", "(1 | {}", "- (1 | {})", "(1 | {} + b)", "({} |)"]
 )
-def test_a_long_formula_does_not_bury_the_sentence(rhs):
+def test_a_long_formula_is_shortened_in_messages(rhs):
     assert "..." in refusal(split_bars, rhs.format("column" * 100))
 
 
@@ -200,7 +200,7 @@ def test_split_gives_back_the_pieces(fixed, bars, diagonal, data):
 
 
 @given(st.text(alphabet="xg1 0+-|/:*()`", max_size=25))
-def test_any_text_is_split_or_refused_in_words(rhs):
+def test_any_text_is_split_or_refused_with_a_message(rhs):
     try:
         fixed, bars = split_bars(rhs)
     except FormulaError:
@@ -329,7 +329,7 @@ def test_what_varies_at_two_levels(rhs, vary):
     assert learn(rhs)[1] == vary
 
 
-def test_no_bars_let_nothing_vary():
+def test_without_bars_no_term_varies():
     assert learn("x")[1] == Vary((), ())
 
 
@@ -404,7 +404,7 @@ TERMS_OF = ("Intercept", "x", *ZONES, "zone[T.b]:x", "zone[T.c]:x", "zone[T.b]:k
         ({}, TERMS_OF, TERMS_OF),
     ],
 )
-def test_the_setting(vary, client, cluster):
+def test_vary_setting(vary, client, cluster):
     assert vary_from_setting(vary, TERMS_OF) == Vary(client, cluster)
 
 
@@ -420,12 +420,12 @@ def test_the_setting(vary, client, cluster):
         ({"county": ["x"]}, "The 'vary' parameter has the key 'county'; its levels are 'client' and 'cluster'."),
     ],
 )
-def test_settings_that_cannot_be(vary, sentence):
+def test_invalid_vary_settings(vary, sentence):
     assert refusal(vary_from_setting, vary, ("x", "z[T.b]"), kind=DataError) == sentence
 
 
 @given(st.lists(st.sampled_from(TERMS_OF)))
-def test_the_setting_keeps_the_order_of_the_terms(names):
+def test_vary_setting_keeps_the_order_of_the_terms(names):
     chosen = vary_from_setting(names, TERMS_OF).client
     assert chosen == tuple(term for term in TERMS_OF if term in names)
 
@@ -452,7 +452,7 @@ def test_compose(outer, inner, labels):
     assert composed.to_list() == labels
 
 
-def test_ids_that_would_run_together_are_refused():
+def test_pairs_of_ids_with_the_same_label_are_refused():
     sentence = refusal(compose, ["c", "b:c"], ["a:b", "a"], kind=DataError)
     assert sentence == "Two pairs of ids read 'a:b:c'; replace the ':' in the ids of one column."
 
@@ -477,7 +477,7 @@ def test_repeats(outer, inner, answer):
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), min_size=1))
-def test_composed_ids_tell_the_pairs_apart(rows):
+def test_composed_ids_are_unique_for_each_pair(rows):
     outer, inner = (list(side) for side in zip(*rows, strict=True))
     composed = compose(outer, inner)
     assert composed.n_unique() == len(set(rows))

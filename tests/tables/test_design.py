@@ -1,4 +1,4 @@
-"""Formulas: what they give, what they remember, and what they refuse to run."""
+"""Designs of formulas: terms, values, saved categories, and expressions that are refused."""
 
 from __future__ import annotations
 

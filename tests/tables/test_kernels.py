@@ -11,7 +11,7 @@ from tests.conftest import seeds
 
 
 def drawn(seed):
-    """Rows of up to 8 clients, each in one of three clusters."""
+    """The clients of random rows, out of 8, and the clusters of these clients, out of 3."""
     rng = np.random.default_rng(seed)
     client = rng.integers(8, size=int(rng.integers(1, 40)))
     return rng, client, rng.integers(3, size=8)
