@@ -353,9 +353,7 @@ def _columns(frame: Frame, draft: Problem) -> tuple[tuple[str, ...], dict[str, l
     if formula is not None:
         columns, categories = inspect(formula.common, frame)
         if formula.response in columns:
-            raise FormulaError(
-                f"The response {formula.response!r} is also on the right of '~'; a model that knows the answer is of no use."
-            )
+            raise FormulaError(f"The response {formula.response!r} is also on the right of '~'; remove it there.")
         return columns, categories
     features = tuple(name for name in frame.columns if name not in (spec.client, spec.cluster, spec.weights, spec.offset))
     if "Intercept" in features and spec.fit_intercept:

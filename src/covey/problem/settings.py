@@ -214,10 +214,6 @@ class Spec:
             raise one_of("penalty", self.penalty, PENALTIES)
         if self.penalty == "reml" and not loss.reml:
             raise PenaltyError(f"penalty='reml' is for the gaussian family; for {self.family} use penalty='ml'.")
-        if self.by_likelihood and not loss.likelihood:
-            raise PenaltyError(
-                f"The loss {self.family!r} is no likelihood to learn penalties from; give gamma and lam, or penalty='cv'."
-            )
         given = [name for name in ("gamma", "lam", "alpha", "baseline") if getattr(self, name) is not None]
         if self.penalty != "auto" and given:
             raise PenaltyError(f"penalty={self.penalty!r} chooses the penalties itself; leave out {given[0]}=.")
@@ -229,14 +225,19 @@ class Spec:
                     f"{name}= says what to learn from the likelihood; leave it out, or leave out gamma, lam, alpha, baseline "
                     "and penalty='cv'."
                 )
-        if self.by_likelihood and (self.reduction == "mean" or self.ridge):
-            odd = "reduction='mean'" if self.reduction == "mean" else f"ridge={self.ridge!r}"
-            raise PenaltyError(f"With {odd} the loss is no likelihood to learn penalties from; give gamma, or penalty='cv'.")
+        no_likelihood = {
+            f"loss={self.family!r}": not loss.likelihood,
+            "reduction='mean'": self.reduction == "mean",
+            f"ridge={self.ridge!r}": self.ridge,
+        }
+        for what, wrong in no_likelihood.items():
+            if wrong and self.by_likelihood:
+                raise PenaltyError(f"With {what} there is no likelihood to learn penalties from; give gamma, or penalty='cv'.")
 
     def check_isotropic(self, why: str) -> None:
         """Refuse a covariance that needs more than one penalty for all terms; ``why`` names the setting that forbids it."""
         if any(self.kinds.values()) and set(self.kinds.values()) != {"isotropic"}:
-            raise PenaltyError(f"{why} knows one penalty for all terms; leave out covariance=, or set it to 'isotropic'.")
+            raise PenaltyError(f"{why} uses one penalty for all terms; leave out covariance=, or set it to 'isotropic'.")
 
     def to_json(self) -> dict[str, Any]:
         """The settings as JSON, by name."""
