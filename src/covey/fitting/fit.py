@@ -50,9 +50,7 @@ def fit(
 
     >>> from covey.datasets import load_radon
     >>> from covey.nodes.network import InMemory
-    >>> from covey.problem.problem import resolve
-    >>> from covey.problem.problem import read_rows
-    >>> from covey.problem.problem import Spec
+    >>> from covey.problem.problem import Spec, read_rows, resolve
     >>> data, problem = read_rows(load_radon(), resolve(Spec(formula="log_radon ~ floor + (1 | state/county)")))
     >>> fit(InMemory.of(data, problem.loss), problem).wbar.round(3).tolist()
     [0.941, -0.712]
