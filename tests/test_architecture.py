@@ -145,7 +145,7 @@ import sys
 from covey.solvers.first_order import kernels as randomised
 from covey import datasets, GroupedData, Penalty
 from covey.solvers import minimise
-from covey.tables.kernels import counting_sort, find_parents
+from covey.tables.rows import counting_sort, find_parents
 from covey.tree.hierarchy import rank_in_table
 from covey.losses import Gaussian, Bernoulli, kernels
 from covey.solvers.direct import kernels as direct

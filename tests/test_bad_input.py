@@ -39,7 +39,7 @@ CASES = [
     (with_value("w", 1, -2.0), {"weights": "w"}, r"The weight -2 in row 1 \(client 'a'\) is negative"),
     (GOOD.with_columns(w=pl.lit(0.0)), {"weights": "w"}, r"All weights are zero"),
     (with_value("w", 5, float("inf")), {"offset": "w"}, r"The offset is infinite \(inf\) in row 5 \(client 'c'\)"),
-    (with_value("group", 1, "h"), {}, r"Client 'a' is in clusters '[gh]' and '[gh]'; a client belongs to one cluster"),
+    (with_value("group", 1, "h"), {}, r"Client 'a' is in clusters '[gh]' and '[gh]', but a client belongs to one cluster"),
     (with_value("who", 4, None), {}, r"1 row has no client id \(first: row 4\)"),
     (with_value("group", 0, None), {}, r"1 row has no cluster id \(first: row 0\)"),
     (GOOD[:0], {}, r"The table has no rows"),
@@ -96,7 +96,7 @@ def test_text_columns_without_a_formula():
         ({"client": np.zeros(4)}, r"There are 4 client ids for 6 rows"),
         ({"cluster": np.zeros((6, 2))}, r"cluster ids must be one-dimensional"),
         ({"weights": np.ones(3)}, r"3 values of the weights for 6 rows"),
-        ({"terms": ["a"]}, r"X has 2 columns but 1 terms are named"),
+        ({"terms": ["a"]}, r"X has 2 columns, but 1 terms are named"),
         ({"X": np.zeros(6)}, r"X must have two dimensions"),
         ({"client": [1, "a", 2, 3, 4, 5]}, r"client ids mix int and str \(such as 1 and 'a'\)"),
     ],
@@ -149,12 +149,12 @@ def test_seeds_are_whole_numbers():
         HierarchicalRegressor(client="who", formula="y ~ x", random_state=-1).fit(GOOD)
 
 
-def test_forgotten_clients_are_pointed_out_with_a_formula_too():
+def test_missing_client_setting_warns_with_a_formula_too():
     with pytest.warns(UserWarning, match="No clients were named"):
         HierarchicalRegressor(formula="y ~ x").fit(GOOD)
 
 
-def test_known_clients_under_unknown_clusters_and_columns_of_nothing():
+def test_clients_that_move_to_unknown_clusters_and_empty_columns():
     model = HierarchicalRegressor(client="who", cluster="group", formula="y ~ x").fit(GOOD)
     with pytest.raises(ValueError, match=r"Client 'a' was in cluster 'g' in training but row 0 puts it in 'new'"):
         model.predict(with_value("group", 0, "new"))
@@ -163,7 +163,7 @@ def test_known_clients_under_unknown_clusters_and_columns_of_nothing():
     np.testing.assert_allclose(model.predict(pandas.assign(who=np.nan, group=np.nan)), model.predict(GOOD, level="global"))
 
 
-def test_the_response_is_wanted_once():
+def test_the_response_is_given_once():
     model = HierarchicalRegressor(client="who", formula="y ~ x")
     with pytest.raises(ValueError, match="The response is given twice"):
         model.fit(GOOD, GOOD["y"] + 1)
@@ -171,7 +171,7 @@ def test_the_response_is_wanted_once():
         HierarchicalRegressor(client="who").fit(GOOD)
 
 
-def test_prediction_is_as_strict():
+def test_prediction_checks_its_input_too():
     model = HierarchicalRegressor(client="who", cluster="group", formula="y ~ x").fit(GOOD)
     with pytest.raises(ValueError, match=r"Column 'x' is NaN in row 3"):
         model.predict(with_value("x", 3, None))
@@ -205,8 +205,8 @@ def test_files_that_cannot_be_read(tmp_path, name, content, message):
         read_table(path)
 
 
-def test_every_message_is_short_and_ends():
-    """One or two sentences that end in a full stop, so that they read well behind 'covey:'."""
+def test_every_message_is_short_and_ends_with_a_full_stop():
+    """The command line prints the messages after 'covey:'."""
     for frame, settings, _ in CASES:
         with pytest.raises(ValueError, match=r".") as caught:
             HierarchicalRegressor(**{"client": "who", "cluster": "group", "formula": "y ~ x", **settings}).fit(frame)

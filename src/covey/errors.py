@@ -1,11 +1,7 @@
-"""What covey raises, and the few words every message shares.
+"""The errors that covey raises, and helpers for their messages.
 
-Each error is one sentence or two: what is wrong, where (column, client, row, value), and what to do.
-The command line prints it as it stands and exits with code 2.
-
-Checks of single numbers that a user gives, with the sentence that says what they have to be.
-
-Numbers and tables as text: counts with their noun, bytes, times, and columns of equal width.
+A message has one or two sentences: what is wrong, where it is (column, client, row, value), and how to correct it. The command
+line prints the message and exits with code 2.
 """
 
 from __future__ import annotations
@@ -14,29 +10,29 @@ import difflib
 import math
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any
 
 
 class CoveyError(ValueError):
-    """Anything the caller can put right."""
+    """A mistake that the caller can correct; the base class of all errors of covey."""
 
 
 class DataError(CoveyError):
-    """The table, its columns or its values."""
+    """A mistake in the table, its columns or its values."""
 
 
 class FormulaError(CoveyError):
-    """The formula cannot be read, or asks for something that is not supported."""
+    """A formula that cannot be read, or that needs something that is not supported."""
 
 
 class PenaltyError(CoveyError):
-    """A penalty out of its range, or one that does not fit the hierarchy."""
+    """A penalty that is out of range, or that does not fit the hierarchy."""
 
 
 class SolverError(CoveyError):
-    """A solver that does not fit the problem, or a setting out of its range."""
+    """A solver that does not fit the problem, or one of its options that is out of range."""
 
 
 class ModelError(CoveyError):
@@ -44,7 +40,7 @@ class ModelError(CoveyError):
 
 
 class FederationError(CoveyError):
-    """Sites that do not fit together, do not answer, or may not do what they ask."""
+    """Sites that do not fit together, do not answer, or may not do what they are asked."""
 
 
 class ConvergenceWarning(UserWarning):
@@ -52,12 +48,12 @@ class ConvergenceWarning(UserWarning):
 
 
 def unknown_column(name: object, columns: Iterable[object]) -> DataError:
-    """The error for a column that is not there, with the nearest name that is."""
+    """The error for a column that is not there; it suggests a similar name."""
     return DataError(f"There is no column {name!r}; {did_you_mean(name, columns, 'the columns are')}")
 
 
 def did_you_mean(name: object, known: Iterable[object], otherwise: str = "there are", most: int = 8) -> str:
-    """The end of a sentence about an unknown name: the nearest known one, or else all of them after ``otherwise``.
+    """The end of a sentence about an unknown name: a similar name, or all names after the words ``otherwise``.
 
     >>> did_you_mean("conty", ["county", "state"])
     "did you mean 'county'?"
@@ -68,117 +64,76 @@ def did_you_mean(name: object, known: Iterable[object], otherwise: str = "there 
 
 
 def nearest(name: object, known: Iterable[object]) -> str | None:
-    """The known name that an unknown one is probably meant to be, if there is one."""
+    """The known name that is most similar to an unknown one; None if no name is similar."""
     near = difflib.get_close_matches(str(name), [str(word) for word in known], n=1)
     return near[0] if near else None
 
 
 def one_of(argument: str, value: object, choices: Iterable[str]) -> CoveyError:
-    """The error for an option outside its vocabulary."""
+    """The error for a parameter that is none of its choices."""
     words = ", ".join(repr(choice) for choice in choices)
     return CoveyError(f"The {argument!r} parameter must be one of {words}. Got {value!r} instead.")
 
 
 def listing(names: Iterable[object], most: int = 8) -> str:
-    """A short enumeration for messages: ``'a', 'b' and 3 more``."""
+    """A short list for messages: ``'a', 'b' and 3 more``."""
     words = [repr(name) for name in names]
-    if len(words) <= most:
-        return ", ".join(words)
-    return ", ".join(words[:most]) + f" and {len(words) - most} more"
+    more = f" and {len(words) - most} more" if len(words) > most else ""
+    return ", ".join(words[:most]) + more
 
 
 def warn(sentence: str) -> None:
-    """A :class:`ConvergenceWarning` that points to the line outside of covey which led to it."""
+    """Issue a :class:`ConvergenceWarning` that points to the line outside of covey that caused it."""
     level, frame = 1, sys._getframe(0)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "covey":
         level, frame = level + 1, frame.f_back
     warnings.warn(sentence, ConvergenceWarning, stacklevel=level)
 
 
+def check_number(
+    what: str,
+    value: Any,
+    *,
+    least: float = -math.inf,
+    above: float = -math.inf,
+    below: float = math.inf,
+    whole: bool = False,
+    error: type[CoveyError] = FederationError,
+) -> float:
+    """Return a finite number that is in range; booleans are not numbers.
+
+    >>> check_number("setting 'retries'", -1, least=0, whole=True)
+    Traceback (most recent call last):
+    covey.errors.FederationError: The setting 'retries' must be a whole number >= 0. Got -1 instead.
+    """
+    if _is_number(value, Integral if whole else Real) and least <= value < below and value > above and math.isfinite(value):
+        return int(value) if whole else float(value)
+    bounds = {">=": least, ">": above, "<": below}
+    limits = " and ".join(f"{sign} {limit:.16g}" for sign, limit in bounds.items() if math.isfinite(limit))
+    raise error(f"The {what} must be a {'whole ' * whole}number{' ' * bool(limits)}{limits}. Got {_shown(value)} instead.")
+
+
 def number(name: str, value: Any, *, least: float = -math.inf, above: float = -math.inf) -> float:
-    """A finite number, at least ``least`` and above ``above``."""
-    if not (_is_number(value) and math.isfinite(value) and value >= least and value > above):
-        range_ = f" > {above:g}" if above > -math.inf else f" >= {least:g}" if least > -math.inf else ""
-        raise SolverError(f"The {name!r} parameter must be a number{range_}. Got {_plain(value)!r} instead.")
-    return float(value)
+    """Return a parameter that is a finite number, at least ``least`` and above ``above``."""
+    return check_number(f"{name!r} parameter", value, least=least, above=above, error=SolverError)
+
+
+def whole(name: str, value: Any, *, least: int = 0, below: float = math.inf) -> int:
+    """Return a parameter that is a whole number, at least ``least`` and below ``below``."""
+    return int(check_number(f"{name!r} parameter", value, least=least, below=below, whole=True, error=SolverError))
 
 
 def probability(name: str, value: Any) -> float:
-    """A number in [0, 1]."""
-    if not (_is_number(value) and 0 <= value <= 1):
-        raise SolverError(f"The {name!r} parameter must lie in [0, 1]. Got {_plain(value)!r} instead.")
+    """Return a parameter that is a number in [0, 1]."""
+    if not (_is_number(value, Real) and 0 <= value <= 1):
+        raise SolverError(f"The {name!r} parameter must lie in [0, 1]. Got {_shown(value)} instead.")
     return float(value)
 
 
-def whole(name: str, value: Any, *, least: int = 0, below: int | None = None) -> int:
-    """A whole number, at least ``least`` and below ``below``."""
-    if not (isinstance(value, Integral) and _is_number(value) and least <= int(value) < (math.inf if below is None else below)):
-        raise SolverError(f"The {name!r} parameter must be a whole number >= {least}. Got {_plain(value)!r} instead.")
-    return int(value)
+def _is_number(value: Any, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _plain(value: Any) -> Any:
-    """Numbers of numpy print as Python's own do."""
-    return getattr(value, "item", lambda: value)() if isinstance(value, Real) else value
-
-
-_BYTES = (("B", 1.0), ("kB", 1e3), ("MB", 1e6), ("GB", 1e9), ("TB", 1e12))
-_SECONDS = (("s", 1.0), ("min", 60.0), ("h", 3600.0), ("d", 86400.0), ("y", 3.156e7))
-
-
-def counted(number: int, noun: str) -> str:
-    """A number with its noun.
-
-    >>> counted(1, "row"), counted(12000, "row")
-    ('1 row', '12,000 rows')
-    """
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
-
-
-def large(number: float) -> str:
-    """A number that may be too large to write out.
-
-    >>> large(12345.0), large(2.5e9)
-    ('12,345', '2.5e+09')
-    """
-    return f"{number:,.0f}" if number < 1e7 else f"{number:.1e}"
-
-
-def size(number: float) -> str:
-    """Bytes.
-
-    >>> size(999.0), size(123_456.0)
-    ('999 B', '123 kB')
-    """
-    return _in_units(number, _BYTES, 1000)
-
-
-def duration(seconds: float) -> str:
-    """Seconds, in the unit that suits them.
-
-    >>> duration(90.0), duration(7100.0)
-    ('90 s', '118 min')
-    """
-    return _in_units(seconds, _SECONDS, 120)
-
-
-def table(rows: Iterable[Sequence[str]], widths: Sequence[int]) -> list[str]:
-    """Lines of cells, each at least as wide as its column; those of a negative width stand at the left.
-
-    >>> table([["", "sd"], ["x", "0.25"]], [-4, 6])
-    ['         sd', 'x      0.25']
-    """
-    return [
-        " ".join(f"{cell:<{-width}}" if width < 0 else f"{cell:>{width}}" for cell, width in zip(row, widths, strict=False))
-        for row in rows
-    ]
-
-
-def _in_units(number: float, units: tuple[tuple[str, float], ...], most: float) -> str:
-    """Three digits in the first unit that keeps the number below ``most``, or in the last."""
-    unit, size = next(((unit, size) for unit, size in units if number < most * size), units[-1])
-    return f"{number / size:.3g} {unit}" if number / size < 1000 else f"{number / size:.0e} {unit}"
+def _shown(value: Any) -> str:
+    """The value for a message; numbers of numpy are shown like those of Python."""
+    return repr(value.item() if isinstance(value, Real) and hasattr(value, "item") else value)

@@ -1,4 +1,4 @@
-"""The command line as tests call it: in a process of its own, or the same ``main`` in this one, which is much faster."""
+"""Run the command line in tests: in a new process, or in this process, which is much faster."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ PLAIN = {"COLUMNS": "100", "NO_COLOR": "1"}
 
 
 def run(*arguments, cwd, check=True) -> CompletedProcess:
-    """As a user types it."""
+    """Run a command in a new process, as a user does."""
     environment = {**os.environ, **PLAIN}
     command = [COVEY, *map(str, arguments)]
     return _checked(subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=environment, check=False), check)
 
 
 def inside(*arguments, cwd, check=True) -> CompletedProcess:
-    """The same without a process: for what depends on the words alone."""
+    """Run a command in this process."""
     out, err, argv = StringIO(), StringIO(), ["covey", *map(str, arguments)]
     code: object = None
     with (

@@ -1,4 +1,4 @@
-"""The shell: results, JSON, one-line errors with exit code 2, quiet pipes."""
+"""The command line: results, JSON, one-line errors with exit code 2, no progress in pipes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import polars as pl
 import pytest
 
 from covey import HierarchicalRegressor
+from covey.cli import app
 from tests.test_bad_input import CASES
 
 from .shell import COVEY, inside, run
@@ -173,7 +174,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(folder, arguments, sentence):
     assert done.stdout == ""
 
 
-@pytest.mark.parametrize("command", ["fit", "predict", "show", "demo"])
+@pytest.mark.parametrize("command", [command.name or command.callback.__name__ for command in app.registered_commands])
 def test_help_has_an_example(tmp_path, command):
     assert f"covey {command} " in inside(command, "--help", cwd=tmp_path).stdout.split("Example")[1]
 
@@ -185,7 +186,7 @@ def test_help_loads_no_numerical_library():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 
-def test_a_reader_may_leave(folder):
+def test_a_closed_pipe_is_no_error(folder):
     command = f"{COVEY} predict model homes.parquet | head -n 1"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=folder, capture_output=True, text=True, check=False)
     assert done.stdout.startswith("state,county,prediction")
@@ -198,7 +199,7 @@ IN_SHELL = [case for case in CASES if set(case[1]) <= FLAGS and case[1].get("cli
 
 @pytest.mark.parametrize(("frame", "settings", "message"), IN_SHELL)
 def test_every_bad_table_is_one_line_in_the_shell(tmp_path, frame, settings, message):
-    """All cases of tests/test_bad_input.py again, through the shell's own main."""
+    """All cases of tests/test_bad_input.py again, through the command line."""
     frame.write_parquet(tmp_path / "t.parquet")
     chosen = {"client": "who", "cluster": "group", "formula": "y ~ x", **settings}
     formula = chosen.pop("formula")
@@ -237,7 +238,7 @@ def test_zip_codes_in_a_csv_keep_their_zeros(tmp_path):
     assert table["prediction"][0] > 7
 
 
-def test_a_model_of_arrays_is_for_python(tmp_path):
+def test_a_model_fitted_to_arrays_is_refused(tmp_path):
     from covey import HierarchicalRegressor
 
     HierarchicalRegressor(gamma=1.0).fit([[0.0], [1.0]], [1.0, 3.0], client=["a", "b"]).save(tmp_path / "m")
@@ -260,10 +261,9 @@ def test_poisson_comparison_is_a_deviance(tmp_path):
     assert all(0.2 < error < 10 for error in json.loads(done.stdout)["held_out"]["errors"].values())
 
 
-def test_penalties_are_compared_as_chosen_on_the_training_rows(folder, homes):
+def test_penalties_for_the_comparison_are_chosen_on_training_rows(folder, homes):
     from covey.fitting.comparison import compare
-    from covey.problem.problem import Spec, resolve
-    from covey.problem.reading import read_rows
+    from covey.problem.problem import Spec, read_rows, resolve
 
     spec = Spec(client="county", cluster="state", formula="log_radon ~ floor", penalty="cv")
     expected = compare(*read_rows(homes, resolve(spec))).errors["hierarchical"]
@@ -283,11 +283,11 @@ def test_standardised_terms_in_the_shell(folder, homes):
         "3",
         "--standardize",
     )
-    told = json.loads(inside("fit", *asked, "--holdout", "0", "--out", "scaled", "--json", cwd=folder).stdout)
+    document = json.loads(inside("fit", *asked, "--holdout", "0", "--out", "scaled", "--json", cwd=folder).stdout)
     model = HierarchicalRegressor(client="county", cluster="state", formula="log_radon ~ floor", gamma=3.0, standardize=True)
     model.fit(homes)
-    assert told["global"] == dict(zip(model.terms_, model.global_coef_.tolist(), strict=True))
-    assert told["summary"]["standardize"] is True
+    assert document["global"] == dict(zip(model.terms_, model.global_coef_.tolist(), strict=True))
+    assert document["summary"]["standardize"] is True
     assert "coefficients are per standard deviation" in inside("show", "scaled", cwd=folder).stdout
     predicted = pl.read_csv(inside("predict", "scaled", "homes.parquet", cwd=folder).stdout.encode())
     np.testing.assert_allclose(predicted["prediction"].to_numpy(), model.predict(homes), rtol=1e-12)
@@ -319,23 +319,23 @@ def test_plan_prints_a_table_and_draws_the_race(folder):
     assert "* sweep" in done.stdout
     assert "al2sgd_plus" in done.stdout
     assert (folder / "race.png").read_bytes().startswith(b"\x89PNG")
-    told = json.loads(run("plan", *WHERE, "--gamma", 10, "--json", cwd=folder).stdout)
-    assert told["cheapest"] == "sweep"
-    assert {cost["solver"] for cost in told["solvers"]} == {"sweep", "newton", "l2gd", "one_coin", "al2sgd_plus"}
+    document = json.loads(run("plan", *WHERE, "--gamma", 10, "--json", cwd=folder).stdout)
+    assert document["cheapest"] == "sweep"
+    assert {cost["solver"] for cost in document["solvers"]} == {"sweep", "newton", "l2gd", "one_coin", "al2sgd_plus"}
     wrong = run("plan", *WHERE, "--accuracy", 3, cwd=folder, check=False)
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr == "covey: The 'accuracy' parameter must be a number below 1. Got 3.0 instead.\n"
 
 
-def test_fit_by_coins_with_a_checkpoint(folder):
-    by_coins = ["--solver", "al2sgd_plus", "--gamma", 10, "--tol", 1e-3, "--checkpoint", "run.npz", "--holdout", 0, "--json"]
-    first = json.loads(run("fit", *WHERE, *by_coins, cwd=folder).stdout)
+def test_fit_by_a_randomised_algorithm_with_a_checkpoint(folder):
+    randomised = ["--solver", "al2sgd_plus", "--gamma", 10, "--tol", 1e-3, "--checkpoint", "run.npz", "--holdout", 0, "--json"]
+    first = json.loads(run("fit", *WHERE, *randomised, cwd=folder).stdout)
     assert first["convergence"]["solver"] == "al2sgd_plus"
     assert first["convergence"]["converged"]
     assert (folder / "run.npz").exists()
-    again = json.loads(run("fit", *WHERE, *by_coins, cwd=folder).stdout)
+    again = json.loads(run("fit", *WHERE, *randomised, cwd=folder).stdout)
     assert again["global"] == first["global"]
-    other = run("fit", *WHERE, *by_coins, "--seed", 5, cwd=folder, check=False)
+    other = run("fit", *WHERE, *randomised, "--seed", 5, cwd=folder, check=False)
     assert other.returncode == 2
     assert other.stderr.startswith("covey: The checkpoint 'run.npz' is of another run (other seed)")
     for extra, message in (
@@ -343,7 +343,7 @@ def test_fit_by_coins_with_a_checkpoint(folder):
         (["--option", "p0=2"], "The 'p0' parameter must lie in [0, 1]. Got 2 instead."),
         (["--option", "q=2"], "The solver 'al2sgd_plus' has no option 'q';"),
     ):
-        wrong = run("fit", *WHERE, *by_coins, *extra, cwd=folder, check=False)
+        wrong = run("fit", *WHERE, *randomised, *extra, cwd=folder, check=False)
         assert wrong.returncode == 2
         assert message in wrong.stderr
         assert wrong.stderr.count("\n") == 1
@@ -361,7 +361,7 @@ def charity(folder):
     return ["--appeals", "appeals.csv", "--gifts", "gifts.csv", "--zips", "zips.csv"]
 
 
-def test_reproduce_is_the_same_to_the_digit_whatever_the_threads(tmp_path):
+def test_reproduce_gives_the_same_digits_for_any_number_of_threads(tmp_path):
     tables = charity(tmp_path)
     for threads in ("1", "2"):
         limits = dict.fromkeys(("NUMBA_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "POLARS_MAX_THREADS"), threads)
@@ -403,7 +403,7 @@ def test_reproduce_writes_one_page_for_several_studies(tmp_path):
         (["limits", "--out", "mine"], "not written by covey"),
     ],
 )
-def test_reproduce_refuses_in_a_sentence(tmp_path, arguments, sentence):
+def test_reproduce_refuses_wrong_arguments_in_one_line(tmp_path, arguments, sentence):
     (tmp_path / "file.txt").write_text("")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "README.md").write_text("# Mine")
@@ -414,7 +414,7 @@ def test_reproduce_refuses_in_a_sentence(tmp_path, arguments, sentence):
     assert "Traceback" not in done.stderr
 
 
-def test_reproduce_counts_what_is_wrong_with_a_charitys_tables(tmp_path):
+def test_reproduce_reports_problems_in_the_tables_of_a_charity(tmp_path):
     charity(tmp_path)
     appeals = pl.read_csv(tmp_path / "appeals.csv")
     pl.concat([appeals.reverse(), appeals[:5]]).write_csv(tmp_path / "appeals.csv")

@@ -18,7 +18,7 @@ import pytest
 
 from covey.cli.federate import RunOptions
 from covey.datasets import load_radon
-from covey.errors import CoveyError, DataError, FederationError, size
+from covey.errors import CoveyError, DataError, FederationError
 from covey.exact import LIMBS, WIDE
 from covey.federation.operator.journal import _complete
 from covey.federation.operator.members import Members
@@ -26,6 +26,7 @@ from covey.federation.operator.report import costs, planned, who
 from covey.federation.operator.settings import DEFAULTS, RunSettings
 from covey.federation.simulate import simulate
 from covey.federation.wire.agreement import Privacy
+from covey.fitting.planning import size
 from covey.model.files import load_model
 from covey.problem.problem import Spec
 from covey.records import decode, encode

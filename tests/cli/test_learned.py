@@ -1,4 +1,4 @@
-"""The shell's own main, with penalties that are learned: bars, settings, JSON, one-line errors."""
+"""The command line with learned penalties: bars, settings, JSON, one-line errors."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def fit(shell, *arguments):
 
 
 def test_a_formula_with_bars_needs_no_other_setting(shell):
-    told = json.loads(shell("fit", "t.csv", BARS, "--json"))
+    document = json.loads(shell("fit", "t.csv", BARS, "--json"))
     model = HierarchicalRegressor(formula=BARS).fit(FRAME)
-    assert told["summary"] == json.loads(json.dumps(model.summary().to_json(), allow_nan=False))
-    assert told["global"] == pytest.approx(dict(zip(("Intercept", "x"), model.global_coef_.tolist(), strict=True)))
-    assert set(told["held_out"]["errors"]) == {"single-model", "locally-trained", "single-cluster", "hierarchical"}
+    assert document["summary"] == json.loads(json.dumps(model.summary().to_json(), allow_nan=False))
+    assert document["global"] == pytest.approx(dict(zip(("Intercept", "x"), model.global_coef_.tolist(), strict=True)))
+    assert set(document["held_out"]["errors"]) == {"single-model", "locally-trained", "single-cluster", "hierarchical"}
 
 
-def test_ids_that_repeat_are_told_apart_in_the_shell(shell, tmp_path):
+def test_repeated_client_ids_are_different_clients(shell, tmp_path):
     FRAME.with_columns(h=pl.col("h") % 5).write_csv(tmp_path / "t.csv")
-    told = fit(shell, BARS, "--out", "model")
-    assert told["clients"] == 30
+    document = fit(shell, BARS, "--out", "model")
+    assert document["clients"] == 30
     table = pl.read_csv(shell("predict", "model", "t.csv").encode())
     assert set(table["answered_by"]) == {"client"}
 
@@ -63,40 +63,40 @@ def test_ids_that_repeat_are_told_apart_in_the_shell(shell, tmp_path):
     ],
 )
 def test_settings_are_those_of_the_estimators(shell, flags, settings):
-    told = fit(shell, "y ~ x", "--client", "h", "--cluster", "g", *flags)
+    document = fit(shell, "y ~ x", "--client", "h", "--cluster", "g", *flags)
     model = HierarchicalRegressor(client="h", cluster="g", formula="y ~ x", **settings).fit(FRAME)
-    assert told["summary"]["log_likelihood"] == pytest.approx(model.components_.log_likelihood, abs=1e-9)
-    assert told["summary"]["parameters"] == model.components_.parameters
-    assert len(told["summary"]["tests"]) == len(model.components_.tests)
+    assert document["summary"]["log_likelihood"] == pytest.approx(model.components_.log_likelihood, abs=1e-9)
+    assert document["summary"]["parameters"] == model.components_.parameters
+    assert len(document["summary"]["tests"]) == len(model.components_.tests)
 
 
 def test_cross_validated_penalties(shell, monkeypatch):
     monkeypatch.setattr("covey.fitting.fit.search", partial(search, gammas=np.array([0.1, 1.0]), lams=np.array([1.0])))
-    told = fit(shell, "y ~ x", "--client", "h", "--cluster", "g", "--penalty", "cv")
-    assert told["summary"]["method"] == "cv"
-    assert told["summary"]["penalty"]["lam"] == [1.0, 1.0]
+    document = fit(shell, "y ~ x", "--client", "h", "--cluster", "g", "--penalty", "cv")
+    assert document["summary"]["method"] == "cv"
+    assert document["summary"]["penalty"]["lam"] == [1.0, 1.0]
     printed = shell("fit", "t.csv", "y ~ x", "--client", "h", "--cluster", "g", "--penalty", "cv", "--holdout", "0")
     assert "by cross-validation" in printed
 
 
-def test_what_was_learned_is_printed_and_shown_again(shell):
+def test_learned_variances_are_printed_by_fit_and_show(shell):
     printed = shell("fit", "t.csv", BARS, "--out", "model", "--holdout", "0")
     shown = shell("show", "model", "--level", "client", "--limit", "3")
     for part in ("REML: log-likelihood", "AIC", "BIC", "share of variance:", "clusters matter:", "sd of clients"):
         assert part in printed
         assert part in shown
-    told = json.loads(shell("show", "model", "--level", "client", "--json"))
+    document = json.loads(shell("show", "model", "--level", "client", "--json"))
     model = HierarchicalRegressor(formula=BARS).fit(FRAME)
     np.testing.assert_allclose(
-        [row["std_error"] for row in told["coefficients"]], model.coef_frame("client")["std_error"], atol=1e-9
+        [row["std_error"] for row in document["coefficients"]], model.coef_frame("client")["std_error"], atol=1e-9
     )
-    assert {"lower", "upper"} <= set(told["coefficients"][0])
+    assert {"lower", "upper"} <= set(document["coefficients"][0])
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("y ~ x + (1 | g/h)", "--gamma", "1"), "The formula's bars say what is to be learned"),
+        (("y ~ x + (1 | g/h)", "--gamma", "1"), "The formula's bars say what to learn"),
         (("y ~ x + (1 | g/h)", "--penalty", "cv"), "penalty='cv'"),
         (("y ~ x + (1 | g/h)", "--vary", "x"), "leave one out"),
         (("y ~ x + (1 | g/h", ), "parentheses"),

@@ -1,9 +1,8 @@
-"""From settings and columns to a problem, and through JSON."""
+"""Problems: from settings and columns, and through JSON and back."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 
 import numpy as np
 import polars as pl
@@ -11,9 +10,8 @@ import pytest
 
 from covey import HierarchicalClassifier, HierarchicalRegressor
 from covey.errors import CoveyError, FormulaError, ModelError
-from covey.problem.problem import Problem, Schema, Spec, resolve
-from covey.problem.reading import read_rows
-from covey.problem.settings import Settings, declared
+from covey.problem.problem import Problem, Schema, Spec, read_rows, resolve
+from covey.problem.settings import declared
 
 FRAME = pl.DataFrame(
     {
@@ -44,15 +42,10 @@ def test_a_problem_goes_through_json(spec):
     plain = json.loads(json.dumps(problem.to_json()))
     again = Problem.from_json(plain)
     assert again.to_json() == problem.to_json() == plain
-    assert (again.terms, again.vary, again.classes, again.groups) == (
-        problem.terms,
-        problem.vary,
-        problem.classes,
-        problem.groups,
-    )
+    assert (again.terms, again.vary, again.classes) == (problem.terms, problem.vary, problem.classes)
 
 
-def test_a_problem_from_elsewhere_is_checked():
+def test_a_problem_from_json_is_checked():
     _, problem = read_rows(FRAME, resolve(Spec(formula="y ~ x + zone", client="i")))
     plain = problem.to_json()
     with pytest.raises(CoveyError, match="'tol' parameter must be a positive number"):
@@ -67,19 +60,18 @@ def test_a_draft_becomes_a_problem_of_known_categories_without_data():
     draft = resolve(Spec(formula="y ~ zone + (zone | k/i)"))
     problem = draft.agree(Schema(("zone",), {"zone": ["u", "v", "w"]}, nested=True))
     assert problem.terms == ("Intercept", "zone[T.v]", "zone[T.w]") == problem.vary.client
-    assert problem.groups.nested
+    assert problem.spec.nested
     with pytest.raises(CoveyError, match="not known yet"):
         draft.terms  # noqa: B018
 
 
-def test_the_length_of_stored_text_is_not_believed():
+def test_the_stored_length_of_text_is_ignored():
     from covey.problem.problem import Classes
 
     assert Classes.from_json({"dtype": "<U400000000", "values": ["no", "yes"]}).array.dtype == "<U3"
 
 
 def test_every_setting_is_declared_once():
-    assert {part.name for part in fields(Spec)} == {part.name for part in fields(Settings)}
     for estimator in (HierarchicalRegressor, HierarchicalClassifier):
         own = set(declared()) - {"family", "nested", "seed"}
         assert set(estimator().get_params()) == own | {"loss", "unseen", "random_state"}

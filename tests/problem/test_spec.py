@@ -1,4 +1,4 @@
-"""Which method a specification asks for, and the sentences for those that contradict themselves."""
+"""Spec: how penalties are learned, and messages for settings that contradict each other."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NAMED = {"client": "client", "cluster": "cluster", "formula": "y ~ x0"}
         ({"james_stein": True}, "reml"),
     ],
 )
-def test_what_is_learned_when(settings, learns):
+def test_how_penalties_are_learned(settings, learns):
     spec = Spec(**settings)
     spec.check()
     assert spec.learns == learns
@@ -49,22 +49,22 @@ def test_what_is_learned_when(settings, learns):
         ({"penalty": "cv", "alpha": 1.0}, "penalty='cv' chooses the penalties itself; leave out alpha="),
         ({"penalty": "ml", "baseline": "single-model"}, "leave out baseline="),
         ({"penalty": "best"}, "'penalty' parameter must be one of 'auto', 'reml', 'ml', 'cv'. Got 'best'"),
-        ({"penalty": "reml", "family": "poisson"}, "penalty='reml' is for the gaussian family; for poisson use 'ml'"),
+        ({"penalty": "reml", "family": "poisson"}, "penalty='reml' is for the gaussian family; for poisson use penalty='ml'"),
         ({"gamma": 1.0, "vary": ["x"]}, "vary= says what to learn"),
         ({"penalty": "cv", "covariance": "full"}, "covariance= says what to learn"),
         ({"lam": 1.0, "per_cluster": True}, "per_cluster= says what to learn"),
         ({"baseline": "single-model", "vary": ["x"]}, "vary= says what to learn"),
-        ({"reduction": "mean"}, "With reduction='mean' the loss is no likelihood"),
-        ({"ridge": 0.5}, "With ridge=0.5 the loss is no likelihood"),
-        ({"solver": "l2gd", "covariance": "full"}, "solver='l2gd' knows one penalty for all terms"),
-        ({"james_stein": True, "covariance": {"client": "diagonal"}}, "james_stein=True knows one penalty for all terms"),
+        ({"reduction": "mean"}, "With reduction='mean' there is no likelihood"),
+        ({"ridge": 0.5}, "With ridge=0.5 there is no likelihood"),
+        ({"solver": "l2gd", "covariance": "full"}, "solver='l2gd' uses one penalty for all terms"),
+        ({"james_stein": True, "covariance": {"client": "diagonal"}}, "james_stein=True uses one penalty for all terms"),
         ({"covariance": "round"}, "'covariance' parameter must be one of 'isotropic', 'diagonal', 'full'. Got 'round'"),
         ({"covariance": {"row": "full"}}, "'covariance' parameter has the key 'row'"),
         ({"per_cluster": "yes"}, "'per_cluster' parameter must be True or False. Got 'yes'"),
         ({"tests": 1}, "'tests' parameter must be True or False. Got 1"),
     ],
 )
-def test_a_contradiction_is_one_sentence(settings, sentence):
+def test_contradicting_settings_are_one_message(settings, sentence):
     with pytest.raises(CoveyError) as caught:
         check_solver(resolve(Spec(**settings)).spec)
     assert sentence in str(caught.value)
@@ -82,14 +82,14 @@ def test_a_contradiction_is_one_sentence(settings, sentence):
         ({"client": "other"}, "make them agree"),
     ],
 )
-def test_bars_contradict_in_one_sentence(settings, sentence):
+def test_settings_that_contradict_bars_are_one_message(settings, sentence):
     with pytest.raises(CoveyError) as caught:
         resolve(Spec(formula="y ~ x + (1 | g/h)", **settings))
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_bars_settle_the_columns():
+def test_bars_name_the_columns():
     spec = resolve(Spec(formula="y ~ x + (1 | g/h)")).spec
     assert (spec.client, spec.cluster, spec.nested) == ("h", "g", True)
     spec = resolve(Spec(formula="y ~ x + (1 | h)")).spec
@@ -121,7 +121,7 @@ def test_bars_and_settings_that_say_the_same_fit_the_same(formula, settings):
     assert by_bars.components_.client.terms == by_settings.components_.client.terms
 
 
-def test_a_strict_formula_varies_only_what_it_names():
+def test_only_the_terms_in_a_bar_vary():
     model = HierarchicalRegressor(formula="y ~ x0 + (1 | cluster/client)").fit(FRAME)
     assert np.ptp(model.coef_[:, 1]) < 1e-12
     assert np.ptp(model.coef_[:, 0]) > 0.1

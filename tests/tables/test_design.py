@@ -1,4 +1,4 @@
-"""Formulas: what they give, what they remember, and what they refuse to run."""
+"""Designs of formulas: terms, values, saved categories, and expressions that are refused."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import numpy as np
 import polars as pl
 import pytest
 
-from covey.tables.design import Formula, design_from_json, inspect, response
+from covey.tables.design import Formula, inspect, response
 from covey.tables.formula import Terms, parse_formula
+from covey.tables.scaling import design_from_json
 
 FRAME = nw.from_native(
     pl.DataFrame({"g": ["a", "b", "a", "c"], "x": [1.0, 2.0, 3.0, 4.0], "h": [1, 2, 1, 3], "my col": [1, 2, 3, 4]})

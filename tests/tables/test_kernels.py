@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 
-from covey.tables import kernels
+from covey.tables.rows import counting_sort, find_parents, take_rows
 from covey.tree.hierarchy import rank_in_table
 from tests.conftest import seeds
 
 
 def drawn(seed):
-    """Rows of up to 8 clients, each in one of three clusters."""
+    """The clients of random rows, out of 8, and the clusters of these clients, out of 3."""
     rng = np.random.default_rng(seed)
     client = rng.integers(8, size=int(rng.integers(1, 40)))
     return rng, client, rng.integers(3, size=8)
@@ -21,14 +21,14 @@ def drawn(seed):
 def test_parents_and_counts(seed):
     _, client, home = drawn(seed)
     parent, counts = np.full(8, -1), np.zeros(8, dtype=np.int64)
-    assert kernels.find_parents(client, home[client], parent, counts) == -1
+    assert find_parents(client, home[client], parent, counts) == -1
     np.testing.assert_array_equal(counts, np.bincount(client, minlength=8))
     np.testing.assert_array_equal(parent, np.where(counts > 0, home, -1))
 
 
 def test_the_first_row_that_puts_a_client_in_a_second_cluster():
     client, cluster = np.array([0, 1, 0, 1]), np.array([2, 0, 2, 1])
-    assert kernels.find_parents(client, cluster, np.full(2, -1), np.zeros(2, dtype=np.int64)) == 3
+    assert find_parents(client, cluster, np.full(2, -1), np.zeros(2, dtype=np.int64)) == 3
 
 
 @given(seeds)
@@ -37,7 +37,7 @@ def test_rows_are_sorted_by_rank_and_keep_their_order(seed):
     rank = rng.permutation(8)
     ptr = np.concatenate([[0], np.cumsum(np.bincount(rank[client], minlength=8))])
     order = np.empty(len(client), dtype=np.int32)
-    moved = kernels.counting_sort(client, rank, ptr, order)
+    moved = counting_sort(client, rank, ptr, order)
     expected = np.argsort(rank[client], kind="stable")
     np.testing.assert_array_equal(order, expected)
     assert moved == (expected != np.arange(len(client))).any()
@@ -47,7 +47,7 @@ def test_rows_are_sorted_by_rank_and_keep_their_order(seed):
 def test_rows_are_taken(seed):
     rng, client, _ = drawn(seed)
     source, target = rng.normal(size=(8, 3)), np.empty((len(client), 3))
-    kernels.take_rows(source, client, target)
+    take_rows(source, client, target)
     np.testing.assert_array_equal(target, source[client])
 
 

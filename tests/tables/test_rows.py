@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 
 from covey import GroupedData, read_table
-from covey.problem.problem import Spec, resolve
-from covey.problem.reading import read_rows
+from covey.problem.problem import Spec, read_rows, resolve
 from covey.tree.hierarchy import as_labels, encode, lookup, segment_sum
 from tests.conftest import random_problem, seeds
 
@@ -97,7 +96,7 @@ def test_categories_keep_the_type_of_their_ids():
     assert encode(pa.chunked_array([["b", "a"]]).dictionary_encode(), "client")[0].to_list() == ["a", "b"]
 
 
-def test_large_whole_numbers_are_told_apart():
+def test_large_whole_numbers_stay_different():
     ids, _ = encode(np.array([2**53, 2**53 + 1]), "client")
     assert lookup(as_labels(np.array([0.5, 2.0**52]), "client"), ids, "client").tolist() == [-1, -1]
     assert lookup(as_labels(np.array([2**53 + 1]), "client"), ids, "client").tolist() == [1]
@@ -112,13 +111,13 @@ def test_ids_of_csv_files_keep_leading_zeros(tmp_path):
     assert read_table(tmp_path / "t.csv", text=["n"])["n"].to_list() == ["1", "2", "3"]
 
 
-def test_missing_and_unseen_ids_are_not_found():
+def test_lookup_of_missing_and_unseen_ids_fails():
     ids, _ = encode([1, 2], "client")
     assert lookup(as_labels([2.0, float("nan"), 7.0], "client"), ids, "client").tolist() == [1, -1, -1]
 
 
 @given(seeds)
-def test_split_keeps_a_row_of_every_client_and_loses_none(seed):
+def test_split_keeps_a_row_of_every_client_and_loses_no_row(seed):
     data = random_problem(seed).data
     train, test = data.split(0.3, seed)
     assert train.n_rows + test.n_rows == data.n_rows
@@ -129,7 +128,7 @@ def test_split_keeps_a_row_of_every_client_and_loses_none(seed):
     np.testing.assert_array_equal(again.y, train.y)
 
 
-def test_split_holds_out_the_share_asked_for_of_small_clients_too():
+def test_split_holds_out_the_requested_share_of_small_clients():
     data = GroupedData.from_arrays(np.ones((9000, 1)), np.zeros(9000), np.arange(9000) // 3)
     held = data.split(0.2, 0)[1].n_rows
     assert abs(held / 9000 - 0.2) < 0.02

@@ -1,4 +1,4 @@
-"""Standardised terms: exact means and deviations, the fit that scaling by hand gives, and models that take rows as they are."""
+"""Standardised terms: exact means and deviations, the same fit as scaling by hand, and predictions for unscaled rows."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from sklearn.preprocessing import FunctionTransformer
 from covey import HierarchicalClassifier, HierarchicalPoissonRegressor, HierarchicalRegressor, load, plan
 from covey.datasets import simulate
 from covey.errors import CoveyError, DataError, ModelError
-from covey.tables.design import Columns, Scaled, design_from_json
-from covey.tables.scaling import Scale, moments
+from covey.tables.design import Columns
+from covey.tables.scaling import Scale, Scaled, design_from_json, moments
 from tests.conftest import seeds
 
 ESTIMATORS = {
@@ -44,7 +44,7 @@ def by_hand(frame, *names):
 
 
 def reference(column):
-    """Rounded once, at the end: by whole fractions, and by Newton's iteration on them for the root."""
+    """Mean and deviation by exact fractions, rounded once at the end; the root is by Newton's iteration."""
     values = [Fraction(float(value)) for value in column]
     mean = sum(values) / len(values)
     variance = sum((value - mean) ** 2 for value in values) / len(values)
@@ -56,7 +56,7 @@ def reference(column):
 
 @given(seed=seeds, size=st.integers(-80, 130), shift=st.integers(-10, 45))
 def test_mean_and_deviation_are_correctly_rounded_at_any_scale(seed, size, shift):
-    """Spread ``2^size`` about a mean up to ``2^45`` times as far from zero."""
+    """The spread is ``2^size``; the mean is up to ``2^45`` times as large."""
     draws = np.random.default_rng(seed).normal(size=20)
     X = np.column_stack([np.ones(20), 2.0**size * (draws + 2.0 ** min(shift, 130 - size))])
     scale = Scale.of(moments(X), 20, ("Intercept", "x"))
@@ -65,7 +65,7 @@ def test_mean_and_deviation_are_correctly_rounded_at_any_scale(seed, size, shift
 
 
 @given(seed=seeds, parts=st.integers(1, 6))
-def test_any_deal_of_rows_gives_the_same_bits(seed, parts):
+def test_any_assignment_of_rows_gives_the_same_bits(seed, parts):
     rng = np.random.default_rng(seed)
     X = rng.normal(size=(40, 3)) * 10.0 ** rng.integers(-15, 15, size=3) + rng.normal(size=3)
     where = rng.integers(parts, size=40)
@@ -92,14 +92,14 @@ def test_values_a_few_digits_apart_are_not_equal():
 
 
 @pytest.mark.parametrize(("size", "word"), [(1e-37, "small"), (1e-60, "small"), (1e43, "large"), (1e200, "large")])
-def test_values_out_of_reach_are_refused_by_name(size, word):
+def test_values_too_large_or_too_small_are_refused_by_name(size, word):
     X = np.column_stack([np.ones(3), size * np.array([1.0, 2.0, 4.0])])
     with pytest.raises(DataError, match=rf"The values of term 'x' are too {word} to standardise; put its column in a"):
         Scale.of(moments(X), 3, ("Intercept", "x"))
 
 
 def test_without_a_constant_term_nothing_is_centred():
-    """Else a line through zero would become one through the mean."""
+    """Otherwise a line through zero would become a line through the mean."""
     X = np.array([[1.0, 5.0, 0.0], [3.0, 9.0, 0.0]])
     scale = Scale.of(moments(X), 2, ("a", "b", "empty"))
     assert (scale.mean.tolist(), scale.sd.tolist()) == ([0.0, 0.0, 0.0], [1.0, 2.0, 1.0])
@@ -160,7 +160,7 @@ def test_arrays_names_and_formulas_give_the_same_fit():
     assert isinstance(by_array.model_.design, Scaled)
 
 
-def test_bars_vary_and_intervals_see_through_the_scale():
+def test_bars_and_intervals_work_with_standardised_terms():
     frame = table()
     bars = HierarchicalRegressor(formula="y ~ x0 + x1 + (1 + x0 || cluster/client)", standardize=True).fit(frame)
     hand = by_hand(frame, "x0", "x1")
@@ -169,7 +169,7 @@ def test_bars_vary_and_intervals_see_through_the_scale():
     np.testing.assert_allclose(bars.predict_interval(frame), theirs.predict_interval(hand), atol=1e-6)
 
 
-def test_categories_are_terms_like_any_other():
+def test_coded_categories_are_standardised_too():
     frame = table()
     model = HierarchicalRegressor(**IDS, formula="y ~ zone", gamma=1.0, standardize=True).fit(frame)
     dummies = [frame["zone"].eq(zone).cast(pl.Float64).to_numpy() for zone in "bc"]
@@ -177,7 +177,7 @@ def test_categories_are_terms_like_any_other():
     np.testing.assert_allclose(model.model_.design.sd, [1.0, *(each.std() for each in dummies)], rtol=1e-15)
 
 
-def test_rows_added_later_are_put_on_the_scale_of_the_fit():
+def test_rows_added_later_use_the_scale_of_the_fit():
     frame = table()
     late = pl.col("client") == frame["client"].max()
     model = HierarchicalRegressor(**IDS, formula="y ~ x0 + x1", standardize=True, tests=False).fit(frame.filter(~late))
@@ -210,7 +210,7 @@ def test_arrays_predict_the_same_bits_after_loading(tmp_path):
     np.testing.assert_array_equal(again.predict(drawn.X, client=drawn.client), model.predict(drawn.X, client=drawn.client))
 
 
-def test_a_model_of_before_is_read_as_not_standardised(tmp_path):
+def test_a_model_of_an_older_version_is_read_as_not_standardised(tmp_path):
     frame = table()
     model = HierarchicalRegressor(**IDS, formula="y ~ x0", gamma=1.0).fit(frame)
     file = model.save(tmp_path / "model") / "model.json"
@@ -225,7 +225,7 @@ def test_a_model_of_before_is_read_as_not_standardised(tmp_path):
 @pytest.mark.parametrize(
     "change", [{"mean": [0.0]}, {"sd": [1.0, 0.0]}, {"sd": [1.0, float("nan")]}, {"mean": [0.0, float("inf")]}]
 )
-def test_a_damaged_scale_is_noticed(change):
+def test_a_damaged_scale_is_refused(change):
     document = Scaled(Columns(("x",)), (0.0, 1.0), (1.0, 2.0)).to_json()
     assert design_from_json(json.loads(json.dumps(document))) == Scaled(Columns(("x",)), (0.0, 1.0), (1.0, 2.0))
     with pytest.raises(ModelError, match="means and standard deviations do not fit its terms"):
@@ -242,12 +242,12 @@ def test_clones_pipelines_and_cross_validation():
     assert np.isfinite(scores).all()
 
 
-def test_a_setting_that_is_no_answer_is_refused():
+def test_a_setting_that_is_no_boolean_is_refused():
     with pytest.raises(CoveyError, match=r"'standardize' parameter must be True or False\. Got 'yes'"):
         HierarchicalRegressor(**IDS, formula="y ~ x0", standardize="yes").fit(table())
 
 
-def test_a_plan_is_of_the_standardised_problem():
+def test_plan_uses_the_standardised_problem():
     frame, settings = table(), {**IDS, "formula": "y ~ x0 + x1", "gamma": 1.0}
     ours = plan(frame, standardize=True, **settings)
     theirs = plan(by_hand(frame, "x0", "x1"), **settings)

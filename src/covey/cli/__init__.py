@@ -1,6 +1,7 @@
-"""The command line: one file per command. Numerical libraries load only when a command runs.
+"""The command line: one file for each command.
 
-A mistake in the input is one sentence on stderr and exit code 2, never a traceback.
+Numerical libraries are loaded only when a command runs. A mistake in the input is one sentence on stderr and exit code 2, not
+a traceback.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from covey.errors import CoveyError
 
 app = typer.Typer(
     name="covey",
-    help="A model for every client, every known cluster of clients and the whole network at once.",
+    help="Fit mixed models: one model for each client, each cluster of clients and all data together.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -27,39 +28,31 @@ app = typer.Typer(
 )
 
 
-class _Stopped(Exception):  # noqa: N818 - no error, but how a user ends a command
-    """An interrupt, with what its command says of it; typer would make an exit code of the interrupt itself."""
+class _Stopped(Exception):  # noqa: N818 - the user has ended the command
+    """An interrupt, with the message of its command. Typer would turn ``KeyboardInterrupt`` into an exit code."""
 
 
 def _stoppable(command: Callable[..., None]) -> Callable[..., None]:
     @wraps(command)
-    def stopping(*arguments: Any, **options: Any) -> None:
+    def stopping(**options: Any) -> None:
         try:
-            command(*arguments, **options)
+            command(**options)
         except KeyboardInterrupt as stopped:
             raise _Stopped(str(stopped)) from None
 
     return stopping
 
 
-app.command("fit")(_stoppable(fit.fit))
-app.command("predict")(_stoppable(predict.predict))
-app.command("show")(_stoppable(show.show))
-app.command("plan")(_stoppable(plan.plan))
-app.command("demo")(_stoppable(demo.demo))
-app.command("reproduce")(_stoppable(reproduce.reproduce))
-app.command("federate")(_stoppable(federate.federate))
-app.command("link")(_stoppable(node.link))
-app.command("node")(_stoppable(node.node))
+for _command in (
+    fit.fit, predict.predict, show.show, plan.plan, demo.demo, reproduce.reproduce, federate.federate, node.link, node.node,
+):  # fmt: skip
+    app.command()(_stoppable(_command))
 
-_ClickError: Any = typer.BadParameter.__mro__[2]  # the base of all usage errors; click or typer's own copy of it
+_ClickError: Any = typer.BadParameter.__mro__[2]  # the base class of all usage errors, in click or in typer's copy of it
 
 
 @app.callback(invoke_without_command=True)
-def _version(
-    context: typer.Context,
-    version: bool = typer.Option(False, "--version", help="Print the version and stop."),
-) -> None:
+def _version(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
     if version:
         from covey import __version__
 
@@ -76,17 +69,16 @@ def main() -> None:
         code = _fail(str(problem))
     except _ClickError as problem:
         code = _fail(_usage(problem))
+    except BrokenPipeError:
+        # The program that reads our output has stopped. The rest of the output is discarded.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
     except OSError as problem:
-        if isinstance(problem, BrokenPipeError):
-            # The reader of a pipe has seen enough; what is still buffered has nowhere to go.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            code = 0
-        else:
-            where = f": {problem.filename}" if problem.filename else ""
-            code = _fail(f"{problem.strerror or problem}{where}; check the path and its permissions.")
+        where = f": {problem.filename}" if problem.filename else ""
+        code = _fail(f"{problem.strerror or problem}{where}; check the path and its permissions.")
     except (_Stopped, KeyboardInterrupt, typer.Abort) as stopped:
         if str(stopped):
-            _fail(str(stopped))  # what is kept of a long run
+            _fail(str(stopped))  # what a long run has saved
         code = 130
     sys.exit(code if isinstance(code, int) else 0)
 

@@ -1,17 +1,17 @@
-"""Where commands write: results to stdout, progress to stderr and only on a terminal.
+"""Options that commands share, and where commands write.
 
-Options of a command that belong together, declared as the fields of a dataclass.
-
-Options of the commands, made of the settings that :mod:`covey.problem.problem` declares.
-
-A command that takes settings has a parameter ``spec``; :func:`from_settings` puts an option in its place for each setting::
+A command that fits has a parameter ``spec``. :func:`from_settings` replaces it by one option for each setting that
+:class:`~covey.problem.settings.Spec` declares::
 
     @from_settings("formula", "client", "gamma", "seed", seed="Seed of the split.")
-    def fit(data: Annotated[Path, typer.Argument()], spec: Any, as_json: AsJson = False) -> None:
-        ...                      # spec is a covey.problem.problem.Spec
+    def fit(data: Table, spec: Any, as_json: AsJson = False) -> None:
+        ...                      # spec is a Spec
 
-Typer reads the signature that this makes. ``formula`` is an argument, everything else an option with the default and the help
-of its declaration; a keyword gives another help to one of them. ``options`` is ``--option name=value``, which may be repeated.
+``formula`` becomes an argument. The others become options with the declared default and help. A keyword replaces the help of
+one option. ``options`` becomes ``--option name=value``, which may be repeated. :func:`group` does the same for the fields of
+a dataclass.
+
+Results go to stdout. Progress goes to stderr, and only to a terminal.
 """
 
 from __future__ import annotations
@@ -21,13 +21,26 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
 
-from covey.problem.settings import declared
+from covey.errors import SolverError
+from covey.problem.settings import Spec, declared
 from covey.solvers.registry import choices, first_order
+
+Command = Callable[..., None]
+Decorator = Callable[[Command], Command]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Table = Annotated[Path, typer.Argument(help="File with the table: .parquet, .csv, .csv.gz or .tsv.")]
+
+FITTING = (
+    "client", "cluster", "family", "penalty", "vary", "covariance", "per_cluster", "tests", "gamma", "lam", "alpha",
+    "reduction", "weights", "offset", "standardize", "ridge", "james_stein", "solver", "options", "tol", "max_iter", "seed",
+)  # fmt: skip
+"""The settings of every command that fits, in the order of their help."""
 
 
 def console() -> Console:
@@ -36,59 +49,45 @@ def console() -> Console:
 
 @contextmanager
 def working(first: str) -> Iterator[Callable[[str], None]]:
-    """A live line that says what is being done; nothing at all in a pipe."""
+    """A line on the terminal that says what is being done; nothing in a pipe."""
     screen = Console(stderr=True)
     if not screen.is_terminal:
         yield lambda _: None
         return
     with screen.status(first) as status:
-        yield lambda what: status.update(what)
-
-
-@contextmanager
-def bars() -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar for each kind of work, by its name; nothing at all in a pipe."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    screen = Console(stderr=True)
-    if not screen.is_terminal:
-        yield lambda *_: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=screen, transient=True) as progress:
-        tasks: dict[str, Any] = {}
-
-        def say(what: str, done: int, todo: int) -> None:
-            if what not in tasks:
-                tasks[what] = progress.add_task(what, total=todo)
-            progress.update(tasks[what], completed=done)
-
-        yield say
+        yield status.update
 
 
 def print_json(document: Any) -> None:
     print(json.dumps(document, indent=2))
 
 
-def group(kind: type[Any], name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command an option for each field of a dataclass; it gets them together, as its parameter ``name``.
+def from_settings(*names: str, **helps: str) -> Decorator:
+    """Give a command an option for each of these settings; its parameter ``spec`` receives them as a :class:`Spec`."""
 
-    A field is declared as typer has it: ``timeout: Annotated[float | None, typer.Option(help="...")] = None``.
+    def make(given: dict[str, Any]) -> Spec:
+        chosen = {name: given[_shown(name)] for name in names}
+        if "options" in chosen:
+            chosen["options"] = _options_of(chosen["options"] or ()) or None
+        return Spec(**chosen)
+
+    return _together("spec", [_parameter(name, helps.get(name)) for name in names], make)
+
+
+def group(kind: type[Any], name: str) -> Decorator:
+    """Give a command an option for each field of a dataclass; its parameter ``name`` receives them as one object.
+
+    A field is declared like an option of typer: ``timeout: Annotated[float | None, typer.Option(help="...")] = None``.
     """
     hints = get_type_hints(kind, include_extras=True)
-    options = [option(part.name, hints[part.name], part.default) for part in fields(kind)]
-    return together(name, options, lambda given: kind(**given))
+    options = [_option(part.name, hints[part.name], part.default) for part in fields(kind)]
+    return _together(name, options, lambda given: kind(**given))
 
 
-def together(
-    name: str, options: Sequence[inspect.Parameter], make: Callable[[dict[str, Any]], Any]
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Put options in the place of a command's parameter ``name``; the command gets what ``make`` makes of their values.
+def _together(name: str, options: Sequence[inspect.Parameter], make: Callable[[dict[str, Any]], Any]) -> Decorator:
+    """Replace the parameter ``name`` of a command by options; the command receives what ``make`` makes of their values."""
 
-    Typer reads the signature that this leaves.
-    """
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+    def decorate(command: Command) -> Command:
         parameters: list[inspect.Parameter] = []
         for each in inspect.signature(command, eval_str=True).parameters.values():
             parameters += options if each.name == name else [each.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
@@ -98,38 +97,15 @@ def together(
 
         run.__name__, run.__doc__, run.__module__ = command.__name__, command.__doc__, command.__module__
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        run.__annotations__ = {each.name: each.annotation for each in parameters}  # typer reads these two
         return run
 
     return decorate
 
 
-def option(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
+def _option(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
     """A parameter as typer reads it; without a default it is required."""
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-FITTING = (
-    "client", "cluster", "family", "penalty", "vary", "covariance", "per_cluster", "tests", "gamma", "lam", "alpha",
-    "reduction", "weights", "offset", "standardize", "ridge", "james_stein", "solver", "options", "tol", "max_iter", "seed",
-)  # fmt: skip
-"""The settings of every command that fits, in the order of their help."""
-
-
-def from_settings(*names: str, **helps: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command an option for each of these settings; it gets them together, as its parameter ``spec``."""
-
-    def make(given: dict[str, Any]) -> Any:
-        from covey.problem.problem import Spec
-
-        chosen = {name: given[_shown(name)] for name in names}
-        if "options" in chosen:
-            chosen["options"] = settings_of(chosen["options"]) or None
-        return Spec(**chosen)
-
-    return together("spec", [_parameter(name, helps.get(name)) for name in names], make)
 
 
 def _shown(name: str) -> str:
@@ -138,38 +114,30 @@ def _shown(name: str) -> str:
 
 
 def _parameter(name: str, help: str | None) -> inspect.Parameter:
-    part = declared()[name]
+    part, shown = declared()[name], _shown(name)
     kind: Any = part.metadata["shell"]
-    default, shown = part.default, _shown(name)
     help = part.metadata["help"] if help is None else help
     help = help.format(choices=", ".join(choices()), first_order=", ".join(first_order()))
     if name == "formula":
-        return option(name, _annotated(kind, typer.Argument(help=help)))
-    flag = f"--{shown.replace('_', '-')}"
-    if kind is bool and default:
-        flag = f"{flag}/--no-{shown.replace('_', '-')}"
-    return option(shown, _annotated(kind, typer.Option(flag, help=help)), default)
+        return _option(name, Annotated[kind, typer.Argument(help=help)])
+    flag = shown.replace("_", "-")
+    flags = f"--{flag}/--no-{flag}" if kind is bool and part.default else f"--{flag}"
+    return _option(shown, Annotated[kind, typer.Option(flags, help=help)], part.default)
 
 
-def _annotated(kind: Any, about: Any) -> Any:
-    return Annotated.__class_getitem__((kind, about))  # type: ignore[attr-defined]
-
-
-def settings_of(given: list[str] | None) -> dict[str, object]:
-    """``name=value`` pairs; a value that reads as JSON (a number, a list) is one, anything else is text."""
-    import json
-
-    from covey.errors import SolverError
-
+def _options_of(given: Sequence[str]) -> dict[str, object]:
+    """Pairs ``name=value``; a value that is JSON (a number, a list) is read as JSON, any other value is text."""
     options: dict[str, object] = {}
-    for pair in given or []:
+    for pair in given:
         name, equals, text = (part.strip() for part in pair.partition("="))
         if not (name and equals):
             raise SolverError(f"The option --option must be name=value, such as p0=0.1. Got {pair!r} instead.")
-        if name in options or name == "checkpoint":
-            twice = "is given twice; leave out one"
-            own = "is not an --option; covey fit has --checkpoint, and covey federate --out resumes by itself"
-            raise SolverError(f"The setting {name!r} {twice if name in options else own}.")
+        if name in options:
+            raise SolverError(f"The setting {name!r} is given twice; leave out one.")
+        if name == "checkpoint":
+            raise SolverError(
+                "The setting 'checkpoint' is not an --option; covey fit has --checkpoint, covey federate resumes from --out."
+            )
         try:
             options[name] = json.loads(text)
         except ValueError:

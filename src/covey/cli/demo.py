@@ -29,8 +29,7 @@ def demo(
     from covey.model.files import check_target, save_model
     from covey.model.summary import describe, summary
     from covey.nodes.network import InMemory
-    from covey.problem.problem import Spec, resolve
-    from covey.problem.reading import read_rows
+    from covey.problem.problem import Spec, read_rows, resolve
     from covey.report.plots import shrinkage_figure
     from covey.report.tables import comparison_table, shrinkage_table
     from covey.reproduce.radon import Shrinkage

@@ -1,4 +1,4 @@
-"""``covey fit``: from a table and a formula to models at three levels."""
+"""``covey fit``: fit the models of all clients, all clusters and the whole to a table."""
 
 from __future__ import annotations
 
@@ -7,30 +7,29 @@ from typing import Annotated, Any
 
 import typer
 
-from covey.cli import _options
+from covey.cli._options import FITTING, AsJson, Table, console, from_settings, print_json, working
 
 
-@_options.from_settings(
-    "formula", *_options.FITTING, "baseline", seed="Seed of the split, of cross-validation and of random choices."
-)
+@from_settings("formula", *FITTING, "baseline", seed="Seed of the split, of cross-validation and of random choices.")
 def fit(
-    data: Annotated[Path, typer.Argument(help="Table: .parquet, .csv, .csv.gz or .tsv.")],
+    data: Table,
     spec: Any,
-    checkpoint: Annotated[Path | None, typer.Option(help="File that these and newton write, and resume from.")] = None,
-    holdout: Annotated[float, typer.Option(help="Share of each client's rows to compare models on; 0 skips it.")] = 0.2,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="File in which newton and randomised algorithms save their state, to resume from.")
+    ] = None,
+    holdout: Annotated[float, typer.Option(help="Share of each client's rows for comparing models; 0 skips it.")] = 0.2,
     out: Annotated[Path | None, typer.Option(help="Folder for the model.")] = None,
-    sums: Annotated[bool, typer.Option("--sums/--no-sums", help="Keep clients' sums in it, which intervals need.")] = True,
-    as_json: _options.AsJson = False,
+    sums: Annotated[bool, typer.Option("--sums/--no-sums", help="Save the clients' sums, which intervals need.")] = True,
+    as_json: AsJson = False,
 ) -> None:
-    """Fit every client's, every cluster's and the global model.
+    """Fit one model for each client, each cluster and all data together.
 
-    The models are compared on held-out rows first, each at its minimum; the one that is kept is then fitted to all rows.
+    First, four kinds of models are compared on held-out rows. Then the hierarchical model is fitted to all rows.
 
     [bold]Example[/bold]   covey fit homes.parquet "log_radon ~ floor" --client county --cluster state --out model
     """
     from dataclasses import replace
 
-    from covey.cli._options import console, print_json, working
     from covey.errors import DataError
     from covey.fitting.comparison import compare
     from covey.fitting.fit import check_solver
@@ -38,8 +37,7 @@ def fit(
     from covey.model.files import check_target, save_model
     from covey.model.summary import describe
     from covey.nodes.network import InMemory
-    from covey.problem.problem import resolve
-    from covey.problem.reading import read_rows
+    from covey.problem.problem import read_rows, resolve
     from covey.tables.rows import read_table
 
     if out is not None:
@@ -51,25 +49,21 @@ def fit(
     if draft.spec.client is None:
         raise DataError("Say which column holds the clients: --client, or a formula with (terms | cluster/client).")
     with working("reading the table") as say:
-
-        def counting(done: int, todo: int) -> None:
-            say(f"cross-validating penalties, {done} of {todo}")
-
         grouped, problem = read_rows(read_table(data, ids=[draft.spec.client, draft.spec.cluster]), draft)
         comparison = None
         if holdout:
             comparison = compare(grouped, problem, test=holdout, progress=lambda name: say(f"fitting {name}"))
         say("fitting all rows")
-
-        def watching(iteration: int, _: float, norm: float) -> None:
-            say(f"fitting all rows: iteration {iteration:,}, gradient norm {norm:.1e}")
-
-        model = fit_problem(InMemory.of(grouped, problem.loss), problem, progress=watching, count=counting)
+        model = fit_problem(
+            InMemory.of(grouped, problem.loss),
+            problem,
+            progress=lambda at, _, norm: say(f"fitting all rows: iteration {at:,}, gradient norm {norm:.1e}"),
+            count=lambda done, todo: say(f"cross-validating penalties, {done} of {todo}"),
+        )
         if out is not None:
             save_model(model, out, sums=sums)
     if as_json:
-        document = _document(model, comparison)
-        print_json({**document, "out": None if out is None else str(out)})
+        print_json({**_document(model, comparison), "out": None if out is None else str(out)})
         return
     screen = console()
     if comparison is not None:

@@ -1,4 +1,4 @@
-"""``covey plan``: what each solver would cost on a network, before anything runs."""
+"""``covey plan``: estimate what each solver would cost on a network, before anything runs there."""
 
 from __future__ import annotations
 
@@ -7,33 +7,37 @@ from typing import Annotated, Any
 
 import typer
 
-from covey.cli import _options
+from covey.cli._options import AsJson, Table, console, from_settings, print_json, working
 
 
-@_options.from_settings(
+@from_settings(
     "formula", "client", "cluster", "family", "gamma", "lam", "alpha", "reduction", "ridge", "weights", "offset", "standardize",
-    "seed", gamma="Pull of clients to their cluster; learned if left out.", seed="Seed of the random choices in the figure.",
+    "seed", gamma="Pull of clients towards their cluster; learned if left out.", seed="Seed of random choices in the figure.",
 )  # fmt: skip
 def plan(
-    data: Annotated[Path, typer.Argument(help="Table: .parquet, .csv, .csv.gz or .tsv.")],
+    data: Table,
     spec: Any,
-    accuracy: Annotated[float, typer.Option(help="Share of the squared distance to the minimiser that may be left.")] = 1e-6,
-    latency: Annotated[float, typer.Option(help="Seconds for a message, one way.")] = 0.05,
-    bandwidth: Annotated[float, typer.Option(help="Megabytes a second, each link.")] = 10.0,
-    figure: Annotated[Path | None, typer.Option(help="PNG of all solvers, measured here: gap against exchanges.")] = None,
-    max_iter: Annotated[int, typer.Option(help="Most iterations of a solver in the figure.")] = 20_000,
-    as_json: _options.AsJson = False,
+    accuracy: Annotated[
+        float, typer.Option(help="Accuracy to reach: share of the squared distance to the minimiser that may remain.")
+    ] = 1e-6,
+    latency: Annotated[float, typer.Option(help="Seconds that a message takes, one way.")] = 0.05,
+    bandwidth: Annotated[float, typer.Option(help="Megabytes per second of each link.")] = 10.0,
+    figure: Annotated[
+        Path | None, typer.Option(help="Run all solvers here, and draw their gap against exchanges: .png, .pdf or .svg.")
+    ] = None,
+    max_iter: Annotated[int, typer.Option(help="Largest number of iterations of a solver in the figure.")] = 20_000,
+    as_json: AsJson = False,
 ) -> None:
-    """Iterations, exchanges on each link, bytes and time of every solver, to a given accuracy; the cheapest is marked.
+    """Estimate iterations, exchanges on each link, bytes and time of every solver; the cheapest is marked.
 
     [bold]Example[/bold]   covey plan homes.parquet "log_radon ~ floor" --client county --cluster state --latency 0.05
     """
-    from covey.cli._options import console, print_json, working
+    from dataclasses import asdict
+
     from covey.errors import DataError
     from covey.fitting.planning import plan as plan_solvers
     from covey.fitting.planning import race
-    from covey.problem.problem import resolve
-    from covey.problem.reading import read_rows
+    from covey.problem.problem import read_rows, resolve
     from covey.tables.rows import read_table
 
     if figure is not None and (figure.suffix not in (".png", ".pdf", ".svg") or not figure.absolute().parent.is_dir()):
@@ -48,14 +52,13 @@ def plan(
             from covey.report.plots import race_figure
 
             paths = race(
-                grouped, problem, accuracy=accuracy, max_iter=max_iter, progress=lambda name: say(f"racing in memory: {name}")
+                grouped, problem, accuracy=accuracy, max_iter=max_iter, progress=lambda name: say(f"running {name} in memory")
             )
             race_figure(paths, figure, accuracy=accuracy)
     if as_json:
-        from dataclasses import asdict
-
-        document = {**network, "cheapest": found.cheapest, "solvers": [_finite(asdict(cost)) for cost in found.costs]}
-        print_json({**document, "figure": None if figure is None else str(figure)})
+        solvers = [{name: _finite(value) for name, value in asdict(cost).items()} for cost in found.costs]
+        about = {"cheapest": found.cheapest, "solvers": solvers, "figure": None if figure is None else str(figure)}
+        print_json({**network, **about})
         return
     screen = console()
     screen.print(str(found), markup=False)
@@ -63,6 +66,6 @@ def plan(
         screen.print(f"\nfigure {figure}", markup=False)
 
 
-def _finite(cost: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no infinity."""
-    return {name: None if value == float("inf") else value for name, value in cost.items()}
+def _finite(value: Any) -> Any:
+    """The value; None for infinity, which JSON lacks."""
+    return None if value == float("inf") else value

@@ -1,4 +1,4 @@
-"""``covey predict``: a model folder and a table to predictions."""
+"""``covey predict``: predict the rows of a table with a saved model."""
 
 from __future__ import annotations
 
@@ -8,36 +8,39 @@ from typing import Annotated
 
 import typer
 
+from covey.cli._options import Table, working
+
 
 def predict(
     model: Annotated[Path, typer.Argument(help="Model folder.")],
-    data: Annotated[Path, typer.Argument(help="Table: .parquet, .csv, .csv.gz or .tsv.")],
-    level: Annotated[str, typer.Option(help="client, cluster or global.")] = "client",
+    data: Table,
+    level: Annotated[str, typer.Option(help="Whose model to use: client, cluster or global.")] = "client",
     unseen: Annotated[
-        str, typer.Option(help="Clients not seen in training: 'parent' (the model one level up) or 'raise'.")
+        str, typer.Option(help="For clients not seen in training: 'parent' uses the model one level up, 'raise' stops.")
     ] = "parent",
     interval: Annotated[
-        float | None, typer.Option(help="Add columns lower and upper that cover the expected response with this probability.")
+        float | None, typer.Option(help="Add columns lower and upper: an interval of the mean response, such as 0.95.")
     ] = None,
-    noise: Annotated[bool, typer.Option("--noise", help="Let them cover a new response instead.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Write to this .parquet or .csv file; else CSV goes to stdout.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object a row.")] = False,
+    noise: Annotated[bool, typer.Option("--noise", help="With --interval: an interval of a new response instead.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="File for the predictions, .parquet or .csv; default: CSV to stdout.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object for each row.")] = False,
 ) -> None:
-    """Predict each row of a table, in its order.
+    """Predict every row of a table.
 
-    The column answered_by says whose model spoke: the client's own, its cluster's or the global one.
+    The column answered_by says which model made the prediction: that of the client, of its cluster, or the global one.
 
     [bold]Example[/bold]   covey predict model new_homes.csv --out predictions.parquet
     """
     import polars as pl
 
-    from covey.cli._options import working
     from covey.errors import DataError
     from covey.model.files import load_model
     from covey.tables.rows import read_table
 
     if noise and interval is None:
-        raise DataError("The option --noise is about an interval; give one with --interval 0.95.")
+        raise DataError("The option --noise needs an interval; add --interval 0.95.")
     if out is not None and out.suffix not in (".parquet", ".csv"):
         raise DataError(f"The output {str(out)!r} must end in .parquet or .csv.")
     if out is not None and (as_json or out.is_dir() or not out.absolute().parent.is_dir()):

@@ -1,4 +1,4 @@
-"""``covey show``: what a model folder holds."""
+"""``covey show``: print a model folder."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from typing import Annotated
 
 import typer
 
+from covey.cli._options import console, print_json
+
 
 def show(
     model: Annotated[Path, typer.Argument(help="Model folder.")],
-    level: Annotated[str, typer.Option(help="Coefficients to list: global, cluster or client.")] = "cluster",
-    limit: Annotated[int, typer.Option(help="Most rows to list.", min=1)] = 20,
+    level: Annotated[str, typer.Option(help="Which coefficients to list: global, cluster or client.")] = "cluster",
+    limit: Annotated[int, typer.Option(help="Largest number of rows to list.", min=1)] = 20,
     as_json: Annotated[bool, typer.Option("--json", help="Print all coefficients of the level as JSON.")] = False,
 ) -> None:
-    """Print a model's summary and coefficients.
+    """Print the summary and the coefficients of a model.
 
     [bold]Example[/bold]   covey show model --level client --limit 40
     """
-    from covey.cli._options import console, print_json
     from covey.errors import ModelError, listing, one_of
     from covey.model.files import load_model
     from covey.model.summary import describe, facts, summary, title
@@ -31,9 +32,9 @@ def show(
     if level == "client" and fitted.elsewhere is not None:
         raise ModelError(f"The clients' models are at their sites, {listing(fitted.elsewhere.sites, 5)}; show them there.")
     if as_json:
+        about = {"title": title(fitted), "facts": facts(fitted), "summary": summary(fitted).to_json()}
         coefficients = fitted.coefficients(level).to_dicts()  # type: ignore[arg-type]
-        told = {"title": title(fitted), "facts": facts(fitted), "summary": summary(fitted).to_json()}
-        print_json({**told, "level": level, "coefficients": coefficients})
+        print_json({**about, "level": level, "coefficients": coefficients})
         return
     screen = console()
     screen.print(describe(fitted), markup=False)

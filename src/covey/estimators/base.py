@@ -17,8 +17,7 @@ from covey.fitting.fit import fit
 from covey.model.files import save_model
 from covey.model.summary import describe
 from covey.nodes.network import InMemory
-from covey.problem.problem import Problem, resolve
-from covey.problem.reading import Arrays, as_frame, read_rows
+from covey.problem.problem import Arrays, Problem, as_frame, read_rows, resolve
 from covey.solvers import Convergence
 from covey.solvers.ledger import Ledger
 from covey.tables.design import response

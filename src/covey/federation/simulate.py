@@ -20,8 +20,7 @@ from covey.federation.site.site import Site
 from covey.federation.wire.checks import check_number
 from covey.federation.wire.transport import InProcess
 from covey.model.model import Model
-from covey.problem.problem import Problem, Spec, resolve
-from covey.problem.reading import as_frame, read_rows
+from covey.problem.problem import Problem, Spec, as_frame, read_rows, resolve
 from covey.tables.design import column
 from covey.tree.hierarchy import encode, lookup
 

@@ -28,7 +28,7 @@ from covey.objective.objective import Penalty, PenaltyLike
 from covey.problem.problem import Problem, Spec
 from covey.solvers import Progress, solve
 from covey.solvers.registry import check_options, first_order
-from covey.tables.bars import Vary, vary_from_setting
+from covey.tables.design import Vary, vary_from_setting
 from covey.tree.hierarchy import Hierarchy
 from covey.variance.columns import ForgetCovariances
 from covey.variance.components import LikelihoodRatio, Shape
@@ -68,7 +68,7 @@ def fit(
     >>> from covey.datasets import load_radon
     >>> from covey.nodes.network import InMemory
     >>> from covey.problem.problem import Spec, resolve
-    >>> from covey.problem.reading import read_rows
+    >>> from covey.problem.problem import read_rows
     >>> data, problem = read_rows(load_radon(), resolve(Spec(formula="log_radon ~ floor + (1 | state/county)")))
     >>> fit(InMemory.of(data, problem.loss), problem).wbar.round(3).tolist()
     [0.941, -0.712]

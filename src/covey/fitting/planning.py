@@ -12,14 +12,14 @@ import numpy as np
 import polars as pl
 from narwhals.typing import IntoDataFrame
 
-from covey.errors import ConvergenceWarning, SolverError, counted, duration, large, listing, size
+from covey.errors import ConvergenceWarning, SolverError, listing
 from covey.fitting.fit import penalty_for
 from covey.losses import Loss, family_of
+from covey.model.summary import counted
 from covey.nodes.network import InMemory
 from covey.objective.objective import Objective
 from covey.objective.theory import Constants
-from covey.problem.problem import Problem, Spec, resolve
-from covey.problem.reading import read_rows
+from covey.problem.problem import Problem, Spec, read_rows, resolve
 from covey.solvers import Fit, minimise
 from covey.solvers.costs import BANDWIDTH, LATENCY, Cost, check_network, costs
 from covey.solvers.registry import direct, find, first_order
@@ -190,3 +190,40 @@ def _direct(objective: Objective) -> list[Fit]:
 
 def _history(fit: Fit) -> pl.DataFrame:
     return pl.DataFrame() if fit.history is None else fit.history.select("exchanges", "objective")
+
+
+_BYTES = (("B", 1.0), ("kB", 1e3), ("MB", 1e6), ("GB", 1e9), ("TB", 1e12))
+_SECONDS = (("s", 1.0), ("min", 60.0), ("h", 3600.0), ("d", 86400.0), ("y", 3.156e7))
+
+
+def large(number: float) -> str:
+    """A number that may be too large to write out.
+
+    >>> large(12345.0), large(2.5e9)
+    ('12,345', '2.5e+09')
+    """
+    return f"{number:,.0f}" if number < 1e7 else f"{number:.1e}"
+
+
+def size(number: float) -> str:
+    """A number of bytes as text.
+
+    >>> size(999.0), size(123_456.0)
+    ('999 B', '123 kB')
+    """
+    return _in_units(number, _BYTES, 1000)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as text, in a suitable unit.
+
+    >>> duration(90.0), duration(7100.0)
+    ('90 s', '118 min')
+    """
+    return _in_units(seconds, _SECONDS, 120)
+
+
+def _in_units(number: float, units: tuple[tuple[str, float], ...], most: float) -> str:
+    """Three digits, in the first unit in which the number is below ``most``."""
+    unit, size = next(((unit, size) for unit, size in units if number < most * size), units[-1])
+    return f"{number / size:.3g} {unit}" if number / size < 1000 else f"{number / size:.0e} {unit}"

@@ -30,7 +30,7 @@ from covey.objective.objective import Penalty
 from covey.problem.problem import Classes, Spec, resolve
 from covey.solvers.direct.elimination import Quadratic
 from covey.solvers.result import Convergence, Fit
-from covey.tables.design import design_from_json
+from covey.tables.scaling import design_from_json
 from covey.tree.hierarchy import Hierarchy
 from covey.variance.components import Components, Learned, Whole
 

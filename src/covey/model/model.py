@@ -17,11 +17,11 @@ from covey.errors import ModelError, SolverError, one_of
 from covey.model.inference import Posterior, quantile
 from covey.model.new_rows import new_rows
 from covey.objective.objective import Penalty
-from covey.problem.problem import Problem, Spec
-from covey.problem.reading import as_frame
+from covey.problem.problem import Problem, Spec, as_frame
 from covey.solvers.ledger import Ledger
 from covey.solvers.result import Convergence, Fit
-from covey.tables.design import Design, numeric
+from covey.tables.design import numeric
+from covey.tables.scaling import Design
 from covey.tree.hierarchy import Hierarchy, Level, Resolved, Unseen
 from covey.variance.components import Learned
 

@@ -9,9 +9,8 @@ import polars as pl
 
 from covey._typing import Anything, Floats
 from covey.errors import DataError
-from covey.problem.reading import as_frame, blocks_of, encode_known
-from covey.tables.bars import compose
-from covey.tables.design import Frame, column, numeric, response
+from covey.problem.problem import as_frame, encode_known
+from covey.tables.design import Frame, column, compose, numeric, response
 from covey.tables.rows import GroupedData, refuse_infinite, side_by_side
 from covey.tree.hierarchy import Level, Resolved, Unseen
 
@@ -64,7 +63,8 @@ def _blocks(model: Model, X: Any, frame: Frame | None) -> tuple[list[Anything], 
     """The columns of new rows, and how many rows there are."""
     if frame is not None and len(frame) == 0:
         raise DataError("The table has no rows to predict.")
-    return blocks_of(model.problem, X, frame), len(X if frame is None else frame)
+    rows = X if frame is None else frame
+    return model.design.blocks(rows), len(rows)
 
 
 def _ids_of(model: Model, frame: Frame | None, client: Any, cluster: Any, level: Level) -> tuple[Any, Any]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from covey._typing import Floats
-from covey.errors import counted, table
 from covey.model.inference import quantile
 from covey.model.model import Model
 from covey.tree.hierarchy import Hierarchy
@@ -229,3 +229,24 @@ def _ends(values: Floats) -> list[float | str]:
 def _range(values: Floats) -> str:
     low, high = (f"{end:.4g}" for end in (float(np.min(values)), float(np.max(values))))
     return low if low == high else f"{low} to {high}"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun.
+
+    >>> counted(1, "row"), counted(12000, "row")
+    ('1 row', '12,000 rows')
+    """
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def table(rows: Iterable[Sequence[str]], widths: Sequence[int]) -> list[str]:
+    """Lines of cells, padded to the widths of their columns; a negative width aligns to the left.
+
+    >>> table([["", "sd"], ["x", "0.25"]], [-4, 6])
+    ['         sd', 'x      0.25']
+    """
+    return [
+        " ".join(f"{cell:<{-width}}" if width < 0 else f"{cell:>{width}}" for cell, width in zip(row, widths, strict=False))
+        for row in rows
+    ]

@@ -1,200 +1,49 @@
-"""From :class:`Spec`, what a user writes, to :class:`Problem`, what a solver needs.
+"""From settings and a table to a :class:`Problem` and its rows.
 
-:func:`resolve` checks a :class:`Spec` and parses its formula. Without a table the result is a draft, which names the columns
-it needs. The columns' categories and classes, read here or agreed on by sites, complete it.
+:func:`resolve` checks a :class:`~covey.problem.settings.Spec` and parses its formula. The result is a draft. It names the
+columns that it needs, but the categories in these columns are not known yet. :func:`read_rows` reads a table and completes the
+draft. In a federated fit the sites agree on the categories instead.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from datetime import date
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import narwhals as nw
 import numpy as np
 
 from covey._typing import Anything
-from covey.errors import FormulaError, ModelError, PenaltyError, SolverError, one_of
-from covey.losses import Loss, family_of, loss_of
-from covey.problem.settings import BASELINES, KINDS, PENALTIES, Settings
-from covey.tables.bars import Grouping, Vary, levels, vary_from_bars, vary_from_setting
-from covey.tables.design import Columns, Design, Formula, design_from_json, unscaled
+from covey.errors import DataError, FormulaError, ModelError, listing
+from covey.losses import Loss
+from covey.problem.settings import COLUMNS
+from covey.problem.settings import Spec as Spec
+from covey.tables.design import (
+    Columns,
+    Formula,
+    Frame,
+    Vary,
+    column,
+    compose,
+    grouping_of,
+    inspect,
+    numeric,
+    repeats,
+    response,
+    vary_from_bars,
+    vary_from_setting,
+)
 from covey.tables.formula import ParsedFormula, parse_formula
-from covey.tables.scaling import Scale
-
-LEVELS = ("client", "cluster")
-
-
-@dataclass(frozen=True)
-class Spec(Settings):
-    """Everything that says how to fit, in plain values; each is declared in :class:`.Settings`.
-
-    ``client``, ``cluster``, ``weights`` and ``offset`` name columns of the table; ``nested`` if clients' ids have a
-    meaning only within their cluster; the rest is explained at the estimators.
-    """
-
-    @property
-    def loss(self) -> Loss:
-        return loss_of(self.family, self.reduction, self.ridge)
-
-    @property
-    def named(self) -> bool:
-        """Whether columns are found by name, in a table, rather than by position."""
-        return any(name is not None for name in (self.client, self.cluster, self.weights, self.offset, self.formula))
-
-    @property
-    def learns(self) -> str | None:
-        """``"reml"``, ``"ml"`` or ``"cv"`` if penalties are to be learned; None if they are given, or a baseline needs none."""
-        if self.baseline is not None:
-            return None
-        if self.penalty != "auto":
-            return self.penalty
-        if any(value is not None for value in (self.gamma, self.lam, self.alpha)):
-            return None
-        return "reml" if family_of(self.family).reml else "ml"
-
-    @property
-    def by_likelihood(self) -> bool:
-        return self.learns in ("reml", "ml")
-
-    @property
-    def kinds(self) -> dict[str, Any]:
-        """The covariance that is asked for at each level."""
-        asked = self.covariance
-        by_level = asked if isinstance(asked, Mapping) else {"client": asked, "cluster": asked}
-        for level, kind in by_level.items():
-            if level not in LEVELS:
-                raise PenaltyError(f"The 'covariance' parameter has the key {level!r}; its levels are 'client' and 'cluster'.")
-            if kind is not None and kind not in KINDS:
-                raise one_of("covariance", kind, KINDS)
-        return {level: by_level.get(level) for level in LEVELS}
-
-    def check(self) -> None:
-        """Refuse settings that no data could make right; those of the solver are for whoever knows the solvers."""
-        loss_of(self.family, self.reduction, self.ridge)
-        self._check_penalty()
-        if self.baseline is not None and self.baseline not in BASELINES:
-            raise one_of("baseline", self.baseline, BASELINES)
-        for name in ("james_stein", "standardize"):
-            if not isinstance(getattr(self, name), bool | np.bool_):
-                raise SolverError(f"The {name!r} parameter must be True or False. Got {getattr(self, name)!r} instead.")
-        if self.james_stein and self.baseline is not None:
-            raise SolverError(
-                f"james_stein=True shrinks the global model of an exact hierarchical fit; leave out baseline={self.baseline!r}."
-            )
-        if not (isinstance(self.tol, int | float) and self.tol > 0):
-            raise SolverError(f"The 'tol' parameter must be a positive number. Got {self.tol!r} instead.")
-        if not (isinstance(self.seed, int) and self.seed >= 0):
-            raise SolverError(f"The seed (random_state) must be a whole number >= 0. Got {self.seed!r} instead.")
-        if not (self.max_iter is None or (isinstance(self.max_iter, int | np.integer) and self.max_iter >= 1)):
-            raise SolverError(f"The 'max_iter' parameter must be a whole number >= 1. Got {self.max_iter!r} instead.")
-
-    def _check_penalty(self) -> None:
-        """Refuse settings of the penalties that contradict each other."""
-        if self.penalty not in PENALTIES:
-            raise one_of("penalty", self.penalty, PENALTIES)
-        if self.penalty == "reml" and not family_of(self.family).reml:
-            raise PenaltyError(f"penalty='reml' is for the gaussian family; for {self.family} use 'ml', which is by Laplace.")
-        if self.by_likelihood and not family_of(self.family).likelihood:
-            raise PenaltyError(
-                f"The loss {self.family!r} is no likelihood to learn penalties from; give gamma and lam, or penalty='cv'."
-            )
-        given = [name for name in ("gamma", "lam", "alpha") if getattr(self, name) is not None]
-        if self.penalty != "auto" and (given or self.baseline is not None):
-            other = given[0] if given else "baseline"
-            raise PenaltyError(f"penalty={self.penalty!r} chooses the penalties itself; leave out {other}=.")
-        for name in ("per_cluster", "tests"):
-            if not isinstance(getattr(self, name), bool | np.bool_):
-                raise PenaltyError(f"The {name!r} parameter must be True or False. Got {getattr(self, name)!r} instead.")
-        asked = [name for name in ("vary", "covariance") if getattr(self, name) is not None]
-        asked += ["per_cluster"] if self.per_cluster else []
-        if any(self.kinds.values()) and self.james_stein:
-            self.check_isotropic("james_stein=True")
-        if asked and not self.by_likelihood:
-            raise PenaltyError(
-                f"{asked[0]}= says what to learn from the likelihood; leave it out, or leave out gamma, lam, alpha, baseline "
-                "and penalty='cv'."
-            )
-        if self.by_likelihood and (self.reduction == "mean" or self.ridge):
-            odd = "reduction='mean'" if self.reduction == "mean" else f"ridge={self.ridge!r}"
-            raise PenaltyError(f"With {odd} the loss is no likelihood to learn penalties from; give gamma, or penalty='cv'.")
-
-    def check_isotropic(self, why: str) -> None:
-        """Refuse other covariances than the one that a solver with one penalty for all terms can use."""
-        if any(self.kinds.values()) and set(self.kinds.values()) != {"isotropic"}:
-            raise PenaltyError(f"{why} knows one penalty for all terms; leave out covariance=, or set it to 'isotropic'.")
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON has it, by the names of the fields."""
-        plain = {part.name: getattr(self, part.name) for part in fields(self)}
-        penalties = {name: _plain_penalty(plain[name]) for name in ("gamma", "lam", "alpha")}
-        return {**plain, **penalties, "vary": _plain_vary(self.vary), "options": _plain_options(self.options)}
-
-    @classmethod
-    def from_json(cls, plain: Mapping[str, Any]) -> Spec:
-        """The specification that JSON stands for, not checked; what an older covey did not write takes its default."""
-        penalties = {name: _penalty_from_plain(plain.get(name)) for name in ("gamma", "lam", "alpha")}
-        return cls(**{**plain, **penalties})
-
-
-def _plain_penalty(value: Any) -> Any:
-    """A penalty as JSON: a number, a list, or pairs of id and value; infinity, which JSON lacks, as text."""
-    if isinstance(value, Mapping):
-        return {"pairs": [[_plain_id(key), _plain_penalty(item)] for key, item in value.items()]}
-    if not isinstance(value, Mapping) and np.ndim(value) == 1:
-        return [_plain_penalty(item) for item in value]
-    if value is None:
-        return None
-    number = float(value)
-    return "inf" if math.isinf(number) else number
-
-
-def _penalty_from_plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {_id_from_plain(key): _penalty_from_plain(item) for key, item in value["pairs"]}
-    if isinstance(value, list | tuple):  # the latter if it came in a message
-        return [_penalty_from_plain(item) for item in value]
-    return math.inf if value == "inf" else value
-
-
-def _plain_options(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """A solver's settings as JSON; a checkpoint is a file of the machine that fitted, and stays behind."""
-    if options is None:
-        return None
-    kept = {name: value for name, value in options.items() if name != "checkpoint"}
-    return {name: _plain_option(value) for name, value in kept.items()}
-
-
-def _plain_option(value: Any) -> Any:
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    return [_plain_option(each) for each in value] if isinstance(value, list | tuple) else value
-
-
-def _plain_vary(vary: Any) -> Any:
-    """Terms as text: one, a list, or lists by level, whatever held them."""
-    if vary is None or isinstance(vary, str):
-        return vary
-    if isinstance(vary, Mapping):
-        return {level: _plain_vary(names) for level, names in vary.items()}
-    return [str(name) for name in vary]
-
-
-def _plain_id(key: Any) -> Any:
-    """An id as JSON: a date, which JSON lacks, as an object."""
-    plain = key.item() if isinstance(key, np.generic) else key
-    return {"date": plain.isoformat()} if isinstance(plain, date) else plain
-
-
-def _id_from_plain(plain: Any) -> Any:
-    return date.fromisoformat(plain["date"]) if isinstance(plain, Mapping) else plain
+from covey.tables.rows import GroupedData
+from covey.tables.scaling import Design, Scale, Scaled, design_from_json, moments
+from covey.tree.hierarchy import is_missing
 
 
 @dataclass(frozen=True)
 class Classes:
-    """The two classes of a binary response, in sorted order, and the type they had."""
+    """The two classes of a binary response, in sorted order, and their numpy type."""
 
     values: tuple[Any, ...]
     dtype: str
@@ -206,7 +55,7 @@ class Classes:
     @property
     def array(self) -> Anything:
         kind = np.dtype(self.dtype).kind
-        # The length of text is that of the values: a document from elsewhere could name one that fills the memory.
+        # The length of text is taken from the values: a length in a document could be so large that it fills the memory.
         return np.array(self.values, dtype=kind if kind in "US" else np.dtype(self.dtype))
 
     def to_json(self) -> dict[str, Any]:
@@ -221,14 +70,14 @@ class Classes:
 
 @dataclass(frozen=True)
 class Schema:
-    """What a table's columns hold.
+    """What the columns of a table hold.
 
     Attributes
     ----------
-    columns : those that the terms are made of
-    categories : of each of them that holds some, in order
-    classes : of a binary response
-    nested : whether clients' ids have a meaning only within their cluster; None without a cluster column
+    columns : the columns that the terms need
+    categories : the categories of those columns that hold categories, in order
+    classes : the two classes of a binary response
+    nested : whether client ids are unique only within their cluster; None without a cluster column
     has_offset : whether rows have a known part of their linear predictor
     """
 
@@ -241,11 +90,11 @@ class Schema:
 
 @dataclass(frozen=True)
 class Problem:
-    """A checked specification, its parsed formula and, unless it is a draft, the design of its terms and the classes.
+    """Checked settings, the parsed formula and, unless it is a draft, the design of the terms and the classes.
 
-    ``spec`` names the client and cluster columns even where only the formula's bars did.
+    ``spec`` names the client and cluster columns, even if only the bars of the formula named them.
 
-    >>> from covey.problem.problem import Spec
+    >>> from covey import Spec
     >>> problem = resolve(Spec(formula="y ~ x + (1 | state/county)"), Schema(("x",), nested=False))
     >>> problem.spec.client, problem.terms, problem.vary.client
     ('county', ('Intercept', 'x'), ('Intercept',))
@@ -261,26 +110,25 @@ class Problem:
 
     @property
     def draft(self) -> bool:
-        """Whether columns and categories are still to be agreed on."""
+        """Whether the columns and their categories are still unknown."""
         return self.agreed_design is None
 
     @property
     def design(self) -> Design:
+        """The design of the terms."""
         if self.agreed_design is None:
             raise FormulaError("The categories of this problem's columns are not known yet; agree on them first.")
         return self.agreed_design
 
     @property
     def terms(self) -> tuple[str, ...]:
+        """The names of the terms."""
         return self.design.terms
 
     @property
     def loss(self) -> Loss:
+        """The loss of the family."""
         return self.spec.loss
-
-    @property
-    def groups(self) -> Grouping:
-        return Grouping(self.spec.client, self.spec.cluster, bool(self.spec.nested))
 
     @property
     def has_bars(self) -> bool:
@@ -289,34 +137,32 @@ class Problem:
 
     @cached_property
     def vary(self) -> Vary:
-        """Which terms vary at each level."""
-        plain = unscaled(self.design)
-        if self.has_bars and isinstance(plain, Formula) and self.formula is not None:
-            return vary_from_bars(self.formula.bars, self.groups, plain)
-        return vary_from_setting(self.spec.vary, self.terms)
+        """The terms that vary at each level."""
+        if self.formula is None or not self.formula.bars or not isinstance(self._unscaled, Formula):
+            return vary_from_setting(self.spec.vary, self.terms)
+        return vary_from_bars(self.formula.bars, self.spec.client, self.spec.cluster, self._unscaled)
+
+    @property
+    def _unscaled(self) -> Columns | Formula:
+        return self.design.inner if isinstance(self.design, Scaled) else self.design
 
     def agree(self, schema: Schema) -> Problem:
-        """The problem that a draft becomes once its columns are known."""
-        design: Design
-        if self.formula is None:
-            design = Columns(schema.columns, self.spec.fit_intercept)
-        else:
+        """Complete a draft with what its columns hold."""
+        design: Design = Columns(schema.columns, self.spec.fit_intercept)
+        if self.formula is not None:
             design = Formula.of(self.formula.common, schema.columns, schema.categories)
         return self.of_design(design, schema.classes, schema.has_offset, schema.nested)
 
     def of_design(self, design: Design, classes: Classes | None, has_offset: bool, nested: bool | None) -> Problem:
-        """The problem with a design that is known already, as that of a model on disk."""
+        """Complete a draft with a design, such as that of a saved model."""
         return Problem(replace(self.spec, nested=nested), self.formula, design, classes, has_offset)
 
     def scaled(self, scale: Scale) -> Problem:
-        """The same problem of standardised terms."""
-        design = unscaled(self.design)
-        if not isinstance(design, Columns | Formula):
-            raise FormulaError("The terms of this problem cannot be standardised.")
-        return replace(self, agreed_design=scale.design(design))
+        """The same problem with standardised terms."""
+        return replace(self, agreed_design=scale.design(self._unscaled))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, from which :meth:`from_json` makes the same problem without parsing any text."""
+        """Plain values, from which :meth:`from_json` builds the same problem without parsing text."""
         return {
             "spec": self.spec.to_json(),
             "formula": None if self.formula is None else self.formula.to_json(),
@@ -327,38 +173,204 @@ class Problem:
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> Problem:
-        """A problem from elsewhere; its settings and every piece of its formula are checked."""
+        """Read a problem that somebody else wrote.
+
+        Every factor of the formula is checked. The settings are checked too, unless it is a draft: the settings of a draft are
+        checked when the completed problem arrives, before anything is fitted.
+        """
         spec = Spec.from_json(plain["spec"])
-        spec.check()
+        if plain["design"] is not None:
+            spec.check()
         formula = None if plain["formula"] is None else ParsedFormula.from_json(plain["formula"])
         rhs = None if formula is None else formula.common
         design = None if plain["design"] is None else design_from_json(plain["design"], rhs)
         classes = None if plain["classes"] is None else Classes.from_json(plain["classes"])
-        return cls(_grouped(spec, formula), formula, design, classes, bool(plain["has_offset"]))
+        return cls(_with_groups(spec, formula), formula, design, classes, bool(plain["has_offset"]))
 
 
 def resolve(spec: Spec, schema: Schema | None = None) -> Problem:
-    """The one way from settings to a problem: settings checked, the formula parsed, client and cluster columns known.
+    """Check settings and parse their formula; every fit begins here.
 
-    Without a ``schema`` the problem is a draft; :meth:`Problem.agree` completes it.
+    Without a ``schema`` the problem is a draft, which :meth:`Problem.agree` completes.
     """
     spec.check()
     formula = None if spec.formula is None else parse_formula(spec.formula)
-    draft = Problem(_grouped(spec, formula), formula)
+    draft = Problem(_with_groups(spec, formula), formula)
     return draft if schema is None else draft.agree(schema)
 
 
-def _grouped(spec: Spec, formula: ParsedFormula | None) -> Spec:
-    """With client and cluster as the formula's bars name them, if it has any."""
+def _with_groups(spec: Spec, formula: ParsedFormula | None) -> Spec:
+    """The settings with the client and cluster columns that the bars of the formula name."""
     if formula is None or not formula.bars:
         return spec
     if spec.vary is not None:
         raise FormulaError("The formula's bars say what varies, and so does vary=; leave one out.")
     if not spec.by_likelihood:
         raise FormulaError(
-            "The formula's bars say what is to be learned from the data; leave out gamma, lam, alpha, baseline and "
-            "penalty='cv'."
+            "The formula's bars say what to learn from the data; leave out gamma, lam, alpha, baseline and penalty='cv'."
         )
-    grouping = levels(formula.bars, spec.client, spec.cluster)
+    grouping = grouping_of(formula.bars, spec.client, spec.cluster)
     nested = grouping.nested if spec.nested is None else spec.nested
     return replace(spec, client=grouping.client, cluster=grouping.cluster, nested=nested)
+
+
+# Rows
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """Arrays that are passed beside a table, with one value for each row; each replaces the column that a setting names."""
+
+    y: Any = None
+    client: Any = None
+    cluster: Any = None
+    weights: Any = None
+    offset: Any = None
+
+
+def read_rows(
+    X: Any, draft: Problem, arrays: Arrays | None = None, columns: Sequence[str] | None = None
+) -> tuple[GroupedData, Problem]:
+    """Read the rows that a draft needs, and complete the draft.
+
+    Parameters
+    ----------
+    X : a data frame; or a matrix, with the names of its columns in ``columns``
+    draft : the problem from :func:`resolve`
+    arrays : columns that are not in ``X``
+
+    Returns
+    -------
+    The rows, sorted and checked, and the problem.
+    """
+    given = Arrays() if arrays is None else arrays
+    rows = as_frame(X) if columns is None else X
+    frame = rows if columns is None else None
+    if len(rows) == 0:
+        raise DataError("The table has no rows; covey needs at least one.")
+    y = given.y
+    if frame is not None:
+        given, y = _from_columns(frame, draft.spec, given), _response(frame, draft, y)
+    names, categories = (tuple(columns or ()), {}) if frame is None else _columns(frame, draft)
+    outcome, classes = encode_response(y, draft.loss)
+    nested = None if frame is None else bool(draft.spec.nested) and repeats(given.cluster, given.client)
+    problem = draft.agree(Schema(names, categories, Classes.of(classes), nested, given.offset is not None))
+    data = GroupedData.from_blocks(
+        problem.design.blocks(rows),
+        len(rows),
+        outcome,
+        compose(given.cluster, given.client) if nested else given.client,
+        given.cluster,
+        weights=given.weights,
+        offset=given.offset,
+        terms=problem.terms,
+        check=problem.loss.check,
+    )
+    if not problem.spec.standardize:
+        return data, problem
+    scale = Scale.of(moments(data.X), data.n_rows, data.terms)
+    return scale.rows(data), problem.scaled(scale)
+
+
+def as_frame(X: Any) -> Frame:
+    """A data frame of any library, as narwhals wraps it."""
+    frame = nw.from_native(X, eager_only=True, pass_through=True)
+    if not isinstance(frame, nw.DataFrame):
+        raise DataError(
+            f"Columns are named, so X must be a data frame (pandas, polars, pyarrow); got {type(X).__name__}. With "
+            "plain arrays, pass client= and cluster= as arrays to fit and predict."
+        )
+    for name in (name for name in frame.columns if not isinstance(name, str)):
+        raise DataError(f"Column names must be text; got {name!r}: rename the columns, or pass a plain array.")
+    return frame
+
+
+def series_values(y: Any) -> Anything:
+    """A column of any library, or a sequence, as an array."""
+    series = nw.from_native(y, series_only=True, pass_through=True)
+    return series.to_numpy() if isinstance(series, nw.Series) else np.asarray(y)
+
+
+def encode_response(y: Any, loss: Loss) -> tuple[Any, Anything | None]:
+    """The response as numbers; if the loss is for two classes, 0 and 1 for the sorted classes, and these classes."""
+    values = series_values(y)
+    if not loss.two_classes:
+        return values, None
+    missing = _missing(values)
+    if missing.any():
+        raise DataError(f"The response is missing (NaN) in row {int(missing.argmax())}; fill the value or leave the row out.")
+    try:
+        classes, codes = np.unique(values, return_inverse=True)
+    except TypeError:
+        raise DataError("The response mixes types that cannot be compared; convert its classes to one type.") from None
+    if len(classes) == 1:
+        raise DataError(f"The response has one class only, {classes.tolist()[0]!r}; a classifier needs rows of two classes.")
+    if len(classes) > 2:
+        raise DataError(
+            f"Only binary classification is supported. The type of the target is multiclass: {listing(classes.tolist(), 5)}; "
+            "keep two classes, or fit one against the rest."
+        )
+    return codes.ravel().astype(np.float64), classes
+
+
+def encode_known(y: Any, classes: Anything | None) -> Any:
+    """New responses as numbers, with the classes of a fitted model."""
+    values = series_values(y)
+    if classes is None:
+        return values
+    known = np.isin(values, classes)
+    if not known.all():
+        shown = values.tolist()[int((~known).argmax())]
+        raise DataError(f"The response is {shown!r}, which is neither of the model's classes {listing(classes.tolist(), 2)}.")
+    return (values == classes[1]).astype(np.float64)
+
+
+def _from_columns(frame: Frame, spec: Spec, given: Arrays) -> Arrays:
+    """Ids, weights and offset: as given, or from the columns that the settings name."""
+    named = {what: getattr(spec, what) for what in COLUMNS if getattr(spec, what) is not None and getattr(given, what) is None}
+    ids = ("client", "cluster")
+    return replace(given, **{what: (column if what in ids else numeric)(frame, name) for what, name in named.items()})
+
+
+def _response(frame: Frame, draft: Problem, y: Any) -> Any:
+    """The response: as given, or from the formula; if both have one they must be equal."""
+    formula = draft.formula
+    if formula is None or formula.response is None:
+        if y is None:
+            raise DataError("There is no response: pass y, or write it to the left of '~' in the formula.")
+        return y
+    named = response(formula, frame)
+    if y is not None and not _same(y, named):  # cross-validation passes a response that the formula names too
+        raise FormulaError(
+            f"The response is given twice, as y and as {formula.response!r} in the formula, and they differ; leave one out."
+        )
+    return named if y is None else y
+
+
+def _columns(frame: Frame, draft: Problem) -> tuple[tuple[str, ...], dict[str, list[Any]]]:
+    """The columns of the terms, and their categories."""
+    spec, formula = draft.spec, draft.formula
+    if formula is not None:
+        columns, categories = inspect(formula.common, frame)
+        if formula.response in columns:
+            raise FormulaError(f"The response {formula.response!r} is also on the right of '~'; remove it there.")
+        return columns, categories
+    features = tuple(name for name in frame.columns if name not in (spec.client, spec.cluster, spec.weights, spec.offset))
+    if "Intercept" in features and spec.fit_intercept:
+        raise DataError(
+            "The column 'Intercept' has the name that covey gives the intercept; rename it, or set fit_intercept=False."
+        )
+    if not features and not spec.fit_intercept:
+        raise DataError("No column is left to learn from; add one, or keep the intercept.")
+    return features, {}
+
+
+def _same(first: Any, second: Any) -> bool:
+    one, two = series_values(first), series_values(second)
+    return one.shape == two.shape and bool((one == two).all())
+
+
+def _missing(values: Anything) -> Anything:
+    if values.dtype.kind == "O":
+        return np.array([is_missing(value) for value in values.tolist()])
+    return np.isnan(values) if values.dtype.kind == "f" else np.zeros(1, dtype=bool)

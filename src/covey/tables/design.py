@@ -1,44 +1,37 @@
-"""How columns become terms: numeric columns as they are, or a formula.
+"""From the columns of a table to the terms of a model, and which terms vary by which groups.
 
-A design remembers what prediction needs (column names, categories) in plain values, so that it can be saved as JSON.
+A design makes the columns of the matrix ``X``. It takes numeric columns as they are (:class:`Columns`) or evaluates a formula
+(:class:`Formula`). It keeps the names and categories that prediction needs as plain values, so it can be saved as JSON.
+
+The bars of a formula, or the ``vary`` setting, say which terms vary: ``y ~ x + (1 + x | state/county)`` lets the intercept and
+``x`` differ between states, and between the counties of a state (Bates et al. 2015, Fitting linear mixed-effects models using
+lme4, section 2.1). covey has two levels, clients within clusters. Formulas that need more are refused.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import narwhals as nw
 import numpy as np
+import polars as pl
 
 from covey._typing import Anything, Floats
-from covey.errors import DataError, FormulaError, ModelError, listing, unknown_column
-from covey.tables.formula import ParsedFormula, Terms, names_in
+from covey.errors import DataError, FormulaError, listing, unknown_column
+from covey.tables.formula import Bar, ParsedFormula, Terms, quoted
+from covey.tree.hierarchy import as_labels, is_missing
 
-Frame = Any  # an eager narwhals DataFrame of whichever library the user works with
-
-
-class Design(Protocol):
-    """What turns a table into the columns of ``X``."""
-
-    @property
-    def terms(self) -> tuple[str, ...]: ...
-
-    @property
-    def columns(self) -> tuple[str, ...]: ...
-
-    def blocks(self, frame: Frame) -> list[Anything]:
-        """Arrays of one or two dimensions that stand side by side in ``X``."""
-        ...
-
-    def to_json(self) -> dict[str, Any]: ...
+Frame = nw.DataFrame[Any]  # of any data frame library
+_CATEGORY = r"(?:\[(?:(?!\]:).)*\])?"  # the category in the name of a term, such as [T.b]
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Numeric columns as they are, after an intercept unless told otherwise."""
+    """Numeric columns as they are, after an intercept if ``intercept`` is true."""
 
     columns: tuple[str, ...]
     intercept: bool = True
@@ -47,15 +40,12 @@ class Columns:
     def terms(self) -> tuple[str, ...]:
         return (("Intercept",) if self.intercept else ()) + self.columns
 
-    def blocks(self, frame: Frame) -> list[Anything]:
-        return self._beside_intercept([numeric(frame, name) for name in self.columns], len(frame))
-
-    def matrix_blocks(self, X: Floats) -> list[Anything]:
-        """The same for a plain matrix, whose columns are taken in order."""
-        return self._beside_intercept([X], len(X))
-
-    def _beside_intercept(self, blocks: list[Anything], n_rows: int) -> list[Anything]:
-        return [np.broadcast_to(1.0, n_rows), *blocks] if self.intercept else blocks
+    def blocks(self, rows: Frame | Anything) -> list[Anything]:
+        """Arrays that stand side by side in ``X``: the columns of a data frame by name, or a matrix as it is."""
+        if not isinstance(rows, nw.DataFrame | np.ndarray):
+            raise DataError("This model was fitted to plain arrays; read it with covey.load and pass arrays to its predict.")
+        blocks = [rows] if isinstance(rows, np.ndarray) else [numeric(rows, name) for name in self.columns]
+        return [np.broadcast_to(1.0, len(rows)), *blocks] if self.intercept else blocks
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": "columns", "columns": list(self.columns), "intercept": self.intercept}
@@ -63,7 +53,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class Formula:
-    """The common terms of a formula, with the columns they need and the categories these have."""
+    """The common terms of a formula, the columns that they need, and the categories of these columns (``levels``)."""
 
     rhs: Terms
     terms: tuple[str, ...]
@@ -72,170 +62,95 @@ class Formula:
 
     @classmethod
     def of(cls, rhs: Terms, columns: Sequence[str], levels: Mapping[str, Sequence[Any]]) -> Formula:
-        """For columns whose categories are known, without any data."""
+        """The design for columns with these categories; no data are needed."""
         design = cls(rhs, (), tuple(columns), levels)
-        terms = tuple(design.columns_of(rhs))
+        terms = tuple(design.terms_of(rhs))
         if not terms:
             raise FormulaError(f"The formula {rhs.text!r} has no terms; write at least '1' for an intercept.")
         return replace(design, terms=terms)
 
-    def columns_of(self, terms: Terms) -> list[str]:
-        """The names of the columns that some terms make of these categories."""
+    def terms_of(self, terms: Terms) -> list[str]:
+        """The names of the columns of ``X`` that some terms make."""
         import pandas as pd
 
-        # One row is enough to see which columns a term makes of its categories.
+        # The names depend on the categories, not on the values. One row is enough.
         row: dict[str, Any] = {name: [1.0] for name in self.columns}
         for name, levels in self.levels.items():
             row[name] = pd.Categorical(list(levels)[:1] or [None], list(levels))
         return [str(name) for name in terms.evaluate(pd.DataFrame(row, index=[0])).columns]
 
-    def blocks(self, frame: Frame) -> list[Anything]:
+    def blocks(self, rows: Frame | Anything) -> list[Anything]:
+        """The columns of ``X`` for the rows of a data frame."""
         import pandas as pd
 
-        table = {name: self._column(frame, name) for name in self.columns}
-        matrix = self.rhs.evaluate(pd.DataFrame(table, index=range(len(frame))))
+        if not isinstance(rows, nw.DataFrame):
+            raise DataError("A formula needs a table with named columns; pass a data frame.")
+        table = {name: self._column(rows, name) for name in self.columns}
+        matrix = self.rhs.evaluate(pd.DataFrame(table, index=range(len(rows))))
         return [matrix[name].to_numpy(dtype=np.float64) for name in matrix.columns]
 
     def to_json(self) -> dict[str, Any]:
         levels = {name: list(values) for name, values in self.levels.items()}
-        return {
-            "kind": "formula",
-            "rhs": self.rhs.text,
-            "terms": list(self.terms),
-            "columns": list(self.columns),
-            "levels": levels,
-        }
+        terms, columns = list(self.terms), list(self.columns)
+        return {"kind": "formula", "rhs": self.rhs.text, "terms": terms, "columns": columns, "levels": levels}
 
     def _column(self, frame: Frame, name: str) -> Any:
         import pandas as pd
 
         if name not in self.levels:
             return numeric(frame, name)
-        values = column(frame, name).to_list()
-        codes = pd.Index(self.levels[name], dtype=object).get_indexer(pd.Index(values, dtype=object))
-        lost = np.flatnonzero(codes < 0)
-        if len(lost) and _is_null(values[lost[0]]):
-            raise DataError(f"Column {name!r} has no category in row {lost[0]}; fill it or leave the row out.")
-        if len(lost):
+        values, levels = column(frame, name).to_list(), self.levels[name]
+        codes = pd.Index(levels, dtype=object).get_indexer(pd.Index(values, dtype=object))
+        for row in np.flatnonzero(codes < 0)[:1]:
+            if is_missing(values[row]):
+                raise DataError(f"Column {name!r} has no category in row {row}; fill it or leave the row out.")
             raise DataError(
-                f"Column {name!r} has the category {values[lost[0]]!r} in row {lost[0]}, which training did not see; "
-                f"the known ones are {listing(self.levels[name])}."
+                f"Column {name!r} has the category {values[row]!r} in row {row}, which training did not see; "
+                f"the known ones are {listing(levels)}."
             )
-        return pd.Categorical.from_codes(codes, categories=list(self.levels[name]))
+        return pd.Categorical.from_codes(codes, categories=list(levels))
 
 
-@dataclass(frozen=True)
-class Scaled:
-    """A design whose terms are put about their ``mean``, in units of their ``sd``; 0 and 1 leave a term as it is.
-
-    >>> scaled = Scaled(Columns(("x",)), mean=(0.0, 10.0), sd=(1.0, 5.0))
-    >>> [block.tolist() for block in scaled.matrix_blocks(np.array([[20.0], [10.0]]))]
-    [[1.0, 1.0], [[2.0], [0.0]]]
-    """
-
-    inner: Columns | Formula
-    mean: tuple[float, ...]
-    sd: tuple[float, ...]
-
-    @property
-    def terms(self) -> tuple[str, ...]:
-        return self.inner.terms
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return self.inner.columns
-
-    def blocks(self, frame: Frame) -> list[Anything]:
-        return self._scaled(self.inner.blocks(frame))
-
-    def matrix_blocks(self, X: Floats) -> list[Anything]:
-        """The same for a plain matrix, if the design is of columns."""
-        if not isinstance(self.inner, Columns):
-            raise DataError("A formula needs a table with named columns; pass a data frame.")
-        return self._scaled(self.inner.matrix_blocks(X))
-
-    def _scaled(self, blocks: list[Anything]) -> list[Anything]:
-        ends = np.cumsum([1 if block.ndim == 1 else block.shape[1] for block in blocks])
-        means, sds = np.split(np.array(self.mean), ends[:-1]), np.split(np.array(self.sd), ends[:-1])
-        return [(block - mean) / sd for block, mean, sd in zip(blocks, means, sds, strict=True)]
-
-    def to_json(self) -> dict[str, Any]:
-        return {"kind": "scaled", "inner": self.inner.to_json(), "mean": list(self.mean), "sd": list(self.sd)}
-
-
-def unscaled(design: Design) -> Design:
-    """The design itself, of terms as they are."""
-    return design.inner if isinstance(design, Scaled) else design
-
-
-def design_from_json(document: Mapping[str, Any], rhs: Terms | None = None) -> Columns | Formula | Scaled:
-    """Rebuild a design; a formula is checked again, whoever wrote it.
-
-    ``rhs`` are the common terms, if they are parsed already; a document that holds other terms is refused.
-    """
-    if document["kind"] == "scaled":
-        inner = plain_design_from_json(document["inner"], rhs)
-        mean, sd = (tuple(float(value) for value in document[name]) for name in ("mean", "sd"))
-        if not len(mean) == len(sd) == len(inner.terms) or not np.isfinite(mean).all() or not (np.array(sd) > 0).all():
-            raise ModelError("The model is damaged: its means and standard deviations do not fit its terms; fit it again.")
-        return Scaled(inner, mean, sd)
-    return plain_design_from_json(document, rhs)
-
-
-def plain_design_from_json(document: Mapping[str, Any], rhs: Terms | None = None) -> Columns | Formula:
-    """The same, of terms as they are."""
-    if document["kind"] == "columns":
-        return Columns(tuple(document["columns"]), bool(document["intercept"]))
-    if rhs is None:
-        rhs = Terms.parse(document["rhs"])
-    if rhs.text != document["rhs"]:
-        raise FormulaError(
-            f"The terms {document['rhs']!r} of a design are not those of the formula, {rhs.text!r}; fit it again."
-        )
-    for name, levels in document["levels"].items():
-        if len(set(levels)) < len(levels):
-            raise ModelError(f"The categories of column {name!r} are listed twice; fit the model again.")
-    return Formula(rhs, tuple(document["terms"]), tuple(document["columns"]), dict(document["levels"]))
+# Columns of a table
 
 
 def response(formula: ParsedFormula, frame: Frame) -> Any:
-    """The left-hand side of a formula: a column as it is, or an expression such as ``log(radon)``."""
+    """The left-hand side of a formula: a column, or an expression such as ``log(radon)``."""
     lhs = formula.response or ""
     plain = lhs.strip("`")
     if plain in frame.columns:
         return frame.get_column(plain).to_native()
-    if re.fullmatch(r"\w+", plain):
+    if formula.expression is None:
         raise unknown_column(plain, frame.columns)
     import pandas as pd
 
-    terms = Terms.parse(f"0 + {lhs}") if formula.expression is None else formula.expression  # an odd one, to name its mistake
-    columns, categorical = inspect(terms, frame)
+    columns, categorical = inspect(formula.expression, frame)
     if categorical:
         raise FormulaError(f"The response {lhs!r} must be numeric; {listing(categorical)} holds categories.")
-    values = terms.evaluate(pd.DataFrame({name: numeric(frame, name) for name in columns}))
+    values = formula.expression.evaluate(pd.DataFrame({name: numeric(frame, name) for name in columns}))
     if values.shape[1] != 1:
         raise FormulaError(f"The response {lhs!r} must be one column or expression.")
     return values.iloc[:, 0].to_numpy(dtype=np.float64)
 
 
-def column(frame: Frame, name: Any) -> Any:
-    """One column of a frame, or the error that says which one is meant."""
+def column(frame: Frame, name: Any) -> nw.Series[Any]:
+    """One column of a frame; if it is not there, the error suggests a similar name."""
     if name not in frame.columns:
         raise unknown_column(name, frame.columns)
     return frame.get_column(name)
 
 
 def numeric(frame: Frame, name: str) -> Floats:
-    """A column as float64; missing values as NaN, for the caller to find and name."""
+    """A column as float64, with NaN for missing values."""
     series = column(frame, name)
-    if series.dtype.is_numeric() or series.dtype == nw.Boolean:
+    if _is_numeric(series):
         return np.asarray(series.cast(nw.Float64()).to_numpy(), dtype=np.float64)
     try:
         if series.dtype == nw.Object:  # pandas keeps numbers that came with None as objects
             return np.asarray(series.to_numpy(), dtype=np.float64)
     except (TypeError, ValueError):
         pass
-    shown = next((value for value in series.to_list() if not _is_null(value)), None)
+    shown = next((value for value in series.to_list() if not is_missing(value)), None)
     raise DataError(
         f"Column {name!r} holds {str(series.dtype).lower()} values (such as {shown!r}), not numbers; name it in a formula "
         "to code its categories, or convert it."
@@ -243,33 +158,32 @@ def numeric(frame: Frame, name: str) -> Floats:
 
 
 def inspect(terms: Terms, frame: Frame) -> tuple[tuple[str, ...], dict[str, list[Any]]]:
-    """The columns that terms need, and the categories of those that hold some, in order."""
-    alone: set[str] = set()
-    categories: set[str] = set()
-    numbers: set[str] = set()
+    """The columns that terms need, and the categories of those columns that hold categories."""
+    categories: set[str] = set()  # columns inside C()
+    plain: set[str] = set()  # columns as they are
+    numbers: set[str] = set()  # columns in other expressions
     for factor in terms.factors:
-        used, wrapped = names_in(factor)
+        used, wrapped = factor.names()
         categories |= wrapped
-        (alone if factor.kind == "lookup" else numbers).update(set(used) - wrapped)
-    text = {name for name in terms.names if not _is_number(column(frame, name))}
+        (plain if factor.kind == "lookup" else numbers).update(set(used) - wrapped)
+    text = {name for name in terms.names if not _is_numeric(column(frame, name))}
     for name in sorted(text - categories):
         _refuse_broken_numbers(frame, name)
     if "Intercept" in terms.names:
-        raise FormulaError(f"The column 'Intercept' in {terms.text!r} has the name of covey's own intercept; rename it.")
-    clash = sorted((categories & (alone | numbers)) | (text & numbers))
+        raise FormulaError(f"The column 'Intercept' in {terms.text!r} has the name that covey gives the intercept; rename it.")
+    clash = sorted((categories & (plain | numbers)) | (text & numbers))
     if clash:
         raise FormulaError(
             f"Column {clash[0]!r} is used both as a category and as a number in {terms.text!r}; add a copy of it."
         )
-    return terms.names, {name: _levels(frame, name) for name in terms.names if name in text | categories}
+    return terms.names, {name: _categories(frame, name) for name in terms.names if name in text | categories}
 
 
 def _refuse_broken_numbers(frame: Frame, name: str) -> None:
-    """A stray word makes a column of numbers one of text; coding each number as a category would hide that."""
-    values = column(frame, name).to_list()
-    words = [(row, value) for row, value in enumerate(values) if isinstance(value, str) and not _reads_as_number(value)]
-    numbers = sum(isinstance(value, str) for value in values) - len(words)
-    if numbers > len(words):
+    """Refuse a column of numbers that a stray word has made text; as categories its numbers would be of no use."""
+    texts = [(row, value) for row, value in enumerate(column(frame, name).to_list()) if isinstance(value, str)]
+    words = [(row, value) for row, value in texts if not _reads_as_number(value)]
+    if len(texts) > 2 * len(words):
         broken = f"except {words[0][1]!r} in row {words[0][0]}" if words else "in every row"
         raise DataError(
             f"Column {name!r} holds text that reads as numbers {broken}; convert it, or write C({name}) for categories."
@@ -284,9 +198,9 @@ def _reads_as_number(text: str) -> bool:
     return True
 
 
-def _levels(frame: Frame, name: str) -> list[Any]:
+def _categories(frame: Frame, name: str) -> list[Any]:
     series = column(frame, name)
-    values = {value for value in series.to_list() if not _is_null(value)}
+    values = {value for value in series.to_list() if not is_missing(value)}
     if hasattr(series.to_native(), "cat") and hasattr(series.to_native().cat, "categories"):
         return [value for value in series.to_native().cat.categories.tolist() if value in values]  # pandas: the user's order
     odd = next((value for value in values if not isinstance(value, str | int | float)), None)
@@ -297,9 +211,175 @@ def _levels(frame: Frame, name: str) -> list[Any]:
     return sorted(values, key=lambda value: (str(type(value)), value))
 
 
-def _is_number(series: Any) -> bool:
+def _is_numeric(series: nw.Series[Any]) -> bool:
     return bool(series.dtype.is_numeric() or series.dtype == nw.Boolean)
 
 
-def _is_null(value: Any) -> bool:
-    return value is None or (isinstance(value, float) and np.isnan(value)) or type(value).__name__ == "NAType"
+# Which terms vary
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """The columns of the two levels; ``nested`` if the formula says that clients lie within clusters."""
+
+    client: str | None
+    cluster: str | None
+    nested: bool = False
+
+
+@dataclass(frozen=True)
+class Vary:
+    """The terms that vary at each level, and the kind of covariance (``full``, ``diagonal``) if bars say it."""
+
+    client: tuple[str, ...]
+    cluster: tuple[str, ...]
+    client_kind: str | None = None
+    cluster_kind: str | None = None
+
+
+def grouping_of(bars: Sequence[Bar], client: str | None = None, cluster: str | None = None) -> Grouping:
+    """Which column holds the clients and which the clusters; bars and settings must agree.
+
+    >>> from covey.tables.formula import parse_formula
+    >>> grouping_of(parse_formula("y ~ (1 | state/county)").bars)
+    Grouping(client='county', cluster='state', nested=True)
+    """
+    pairs = {(bar.within, bar.group): None for bar in bars if bar.within is not None}
+    alone = {bar.group: None for bar in bars if bar.within is None}
+    if len(pairs) > 1:
+        shown = " and ".join(quoted(f"{outer}:{inner}") for outer, inner in list(pairs)[:2])
+        raise FormulaError(f"The bars nest groups in two ways, {shown}; use one cluster column and one client column.")
+    for outer, inner in pairs:
+        if inner in alone:
+            raise FormulaError(f"{quoted(inner)} is alone in one bar and within {quoted(outer)} in another; write both alike.")
+        if client not in (None, inner) or cluster not in (None, outer):
+            raise FormulaError(
+                f"The bars say that {quoted(inner)} lies within {quoted(outer)}, but client={quoted(client)} and "
+                f"cluster={quoted(cluster)}; make them agree."
+            )
+        client, cluster = inner, outer
+    if client is None and cluster is None and len(alone) == 1:
+        client = next(iter(alone))
+    if not set(alone) <= {client, cluster}:
+        raise FormulaError(
+            f"The bars name {', '.join(map(quoted, list(alone)[:3]))} as groups, with client={quoted(client)} and "
+            f"cluster={quoted(cluster)}; write (1 | cluster/client), or set client= and cluster= to match."
+        )
+    return Grouping(client, cluster, nested=bool(pairs))
+
+
+def vary_from_bars(bars: Sequence[Bar], client: str | None, cluster: str | None, design: Formula) -> Vary:
+    """The terms that vary by the columns ``client`` and ``cluster``; at a level without bars no term varies.
+
+    >>> from covey.tables.formula import parse_formula
+    >>> formula = parse_formula("y ~ x + (x | county)")
+    >>> vary_from_bars(formula.bars, "county", None, Formula.of(formula.common, ["x"], {}))
+    Vary(client=('Intercept', 'x'), cluster=(), client_kind='full', cluster_kind=None)
+    """
+    (of_client, client_kind), (of_cluster, cluster_kind) = (
+        _vary_by([bar for bar in bars if bar.group == group], design) for group in (client, cluster)
+    )
+    return Vary(of_client, of_cluster, client_kind, cluster_kind)
+
+
+def vary_from_setting(vary: Any, terms: Sequence[str]) -> Vary:
+    """The terms that the ``vary`` setting names: None for all, a list for both levels, or a mapping from level to list.
+
+    >>> vary_from_setting({"cluster": ["1", "zone"]}, ["Intercept", "x", "zone[T.b]", "zone[T.c]"]).cluster
+    ('Intercept', 'zone[T.b]', 'zone[T.c]')
+    """
+    by_level = vary if isinstance(vary, Mapping) else {"client": vary, "cluster": vary}
+    for level in (level for level in by_level if level not in ("client", "cluster")):
+        raise DataError(f"The 'vary' parameter has the key {level!r}; its levels are 'client' and 'cluster'.")
+    return Vary(_named_terms(by_level.get("client"), terms), _named_terms(by_level.get("cluster"), terms))
+
+
+def _vary_by(bars: Sequence[Bar], design: Formula) -> tuple[tuple[str, ...], str | None]:
+    """The terms that the bars of one group let vary, in the design's order, and the kind of their covariance."""
+    if not bars:
+        return (), None
+    group, named = quoted(bars[0].group), [_terms_of_bar(bar, design) for bar in bars]
+    counts = Counter(term for terms in named for term in terms)
+    for term in (term for term in design.terms if counts[term] > 1):
+        raise FormulaError(f"{quoted(term)} varies by {group} in two bars; leave it out of one, with 0 for an intercept.")
+    uncorrelated = all(bar.diagonal or len(terms) <= 1 for bar, terms in zip(bars, named, strict=True))
+    if len(bars) > 1 and not uncorrelated:
+        raise FormulaError(f"The bars of {group} correlate some terms only, which is not supported; write one bar, | or ||.")
+    return tuple(term for term in design.terms if counts[term]), "diagonal" if uncorrelated else "full"
+
+
+def _terms_of_bar(bar: Bar, design: Formula) -> list[str]:
+    """The columns of ``X`` that a bar names; they must be among those of the terms outside the bars."""
+    common, asked = design.rhs.by_factors(), bar.terms.by_factors()
+    if not asked:
+        raise FormulaError(f"The bar term {quoted(str(bar))} has no terms; write 1 for an intercept that varies.")
+    for factors, term in asked.items():
+        if factors not in common:
+            lost = ":".join(factor.expression for factor in term)
+            what, more = ("The intercept", ", or 0 to the bar") if lost == "1" else (quoted(lost), "")
+            raise FormulaError(
+                f"{what} varies by {quoted(bar.group)} but has no common coefficient; add {lost[:48]} to the terms outside the "
+                f"bars{more}."
+            )
+    # formulaic codes categories by which other terms are there, so the names may differ from those of all terms.
+    names = design.terms_of(Terms(bar.terms.text, tuple(term for factors, term in common.items() if factors in asked)))
+    for name in (name for name in names if name not in design.terms):
+        raise FormulaError(
+            f"The bar term {quoted(str(bar))} has the column {quoted(name)}, but the terms outside the bars code its "
+            "categories in another way; write the bar's terms as they stand there, including the intercept."
+        )
+    return names
+
+
+def _named_terms(names: Any, terms: Sequence[str]) -> tuple[str, ...]:
+    """The terms that one level of ``vary`` names, in the order of ``terms``."""
+    if names is None:
+        return tuple(terms)
+    if not isinstance(names, Iterable):
+        raise DataError(f"The 'vary' parameter must be a list of terms, or lists by level. Got {names!r} instead.")
+    chosen: set[str] = set()
+    for given in [names] if isinstance(names, str) else names:
+        name = "Intercept" if str(given) == "1" else str(given)
+        coded = re.compile(":".join(re.escape(factor) + _CATEGORY for factor in name.split(":")), re.DOTALL)
+        matches = {name} & set(terms) or {term for term in terms if coded.fullmatch(term)}
+        if not matches:
+            raise DataError(f"The 'vary' parameter names {quoted(name)}, which is not a term; the terms are {listing(terms)}.")
+        chosen |= matches
+    return tuple(term for term in terms if term in chosen)
+
+
+# Ids of clients that repeat in several clusters
+
+
+def compose(outer: Any, inner: Any) -> pl.Series:
+    """Labels ``inner:outer``, as lme4 writes them; missing ids stay missing.
+
+    >>> compose(["MN", "WI", None], [1, 1, 2]).to_list()
+    ['1:MN', '1:WI', None]
+    """
+    ids = _beside(outer, inner).select(pl.all().cast(pl.String))
+    labels = ids.select(label=pl.col("inner") + ":" + pl.col("outer"))["label"]
+    # If both columns have ids with a colon, two pairs can have the same label: 'a:b' in 'c', and 'a' in 'b:c'.
+    if ids.select(pl.all().str.contains(":", literal=True).any()).row(0) == (True, True):
+        pairs = ids.with_columns(label=labels).drop_nulls().unique()
+        twice = pairs.filter(pairs["label"].is_duplicated())
+        if len(twice):
+            raise DataError(f"Two pairs of ids read {quoted(twice['label'][0])}; replace the ':' in the ids of one column.")
+    return labels
+
+
+def repeats(outer: Any, inner: Any) -> bool:
+    """Whether some inner id occurs in two outer groups.
+
+    >>> repeats(["MN", "MN", "WI"], [1, 2, 1])
+    True
+    """
+    pairs = _beside(outer, inner).drop_nulls().unique()
+    return pairs["inner"].n_unique() < len(pairs)
+
+
+def _beside(outer: Any, inner: Any) -> pl.DataFrame:
+    ids = {"outer": as_labels(outer, "cluster"), "inner": as_labels(inner, "client")}
+    if len(ids["outer"]) != len(ids["inner"]):
+        raise DataError(f"There are {len(ids['outer'])} cluster ids for {len(ids['inner'])} client ids; every row needs both.")
+    return pl.DataFrame(ids)

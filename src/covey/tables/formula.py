@@ -1,18 +1,19 @@
-"""Formulas: text to terms, once.
+"""Parse formulas: from text to terms and bars.
 
-:func:`parse_formula` makes a :class:`ParsedFormula` of a text: the response, the common terms and lme4's bars, each term as
-factors of which every one is a column, a number or an expression. A parsed formula is a plain value that JSON can hold, so
-that whoever receives it (a site, a saved model) evaluates the terms without parsing any text.
+:func:`parse_formula` reads the response, the common terms and the bars of lme4, such as ``(1 + x | state/county)``. A term is a
+product of factors. A factor is a column, a number or an expression. The result can be written as JSON, so a site or a saved
+model evaluates the terms without parsing text again.
 
-Expressions are evaluated only if every piece is a column, a number, arithmetic or one of ``FUNCTIONS``: a formula that comes
-with a model or a message from elsewhere cannot run code, and cannot ask for more terms than ``MOST_TERMS``.
+A formula may come from somebody else, in a message or in a saved model. Therefore every factor is checked when it is built. An
+expression may hold columns, numbers, arithmetic and ``FUNCTIONS`` only, so it cannot run code. A formula may not expand to more
+than ``MOST_TERMS`` terms, so it cannot fill the memory.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -26,18 +27,15 @@ if TYPE_CHECKING:
     import pandas as pd
 
 FUNCTIONS = ("log", "log2", "log10", "log1p", "exp", "sqrt", "abs", "C", "I")
-MOST_TERMS = 5_000  # that products and powers may expand to
+MOST_TERMS = 5_000
 _MOST_TEXT = 100_000
 _HIGHEST_POWER = 20
-_CONTEXT = {"log1p": np.log1p, "sqrt": np.sqrt, "abs": np.abs}
+_CONTEXT = {"log1p": np.log1p, "sqrt": np.sqrt, "abs": np.abs}  # formulaic provides the other functions
 _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow, ast.UAdd, ast.USub)
-_ARITHMETIC = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.Constant, ast.Load, *_OPERATORS)
+_ALLOWED = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.Call, ast.Constant, ast.Name, ast.Load, *_OPERATORS)
 _QUOTED = re.compile(r"`[^`]*`|'[^']*'|\"[^\"]*\"")
 _NAME = r"`[^`]+`|[^\W\d][\w.]*"
 _GROUPS = re.compile(rf"({_NAME})(?:\s*([/:])\s*({_NAME})(\s*[/:].*)?)?")
-
-FactorKind = Literal["literal", "lookup", "python"]
-_FACTOR_KINDS = ("literal", "lookup", "python")
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,24 @@ class Factor:
     """One factor of a term: a number (``literal``), a column (``lookup``) or an expression (``python``)."""
 
     expression: str
-    kind: FactorKind
+    kind: Literal["literal", "lookup", "python"]
+
+    def __post_init__(self) -> None:
+        text = self.expression
+        if not isinstance(text, str) or self.kind not in ("literal", "lookup", "python") or len(text) > _MOST_TEXT:
+            raise FormulaError(f"The term {quoted(str(text))} is neither a column nor a number nor an expression.")
+        if self.kind == "literal" and not re.fullmatch(r"\d+(\.\d*)?|\.\d+", text):
+            raise FormulaError(f"The constant {quoted(text)} of a term is not a number.")
+
+    def names(self) -> tuple[list[str], set[str]]:
+        """All columns in the factor, and those that stand inside ``C()``."""
+        if self.kind == "lookup":
+            return [self.expression], set()
+        nodes = list(ast.walk(_syntax(self.expression, self.expression)))
+        calls = [node for node in nodes if isinstance(node, ast.Call)]
+        functions = {id(call.func) for call in calls}
+        used = [node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in functions]
+        return used, {call.args[0].id for call in calls if _is_c(call) and isinstance(call.args[0], ast.Name)}
 
 
 Term = tuple[Factor, ...]
@@ -53,7 +68,7 @@ Term = tuple[Factor, ...]
 
 @dataclass(frozen=True)
 class Terms:
-    """The terms of one side of a formula, or of one bar, and the text that they were written as.
+    """The terms of one side of a formula or of one bar, and the text that they were read from.
 
     >>> [[factor.expression for factor in term] for term in Terms.parse("log(x) + zone:x").terms]
     [['1'], ['log(x)'], ['zone', 'x']]
@@ -62,36 +77,34 @@ class Terms:
     text: str
     terms: tuple[Term, ...]
 
-    @classmethod
-    def parse(cls, text: str) -> Terms:
-        """Read a text in Wilkinson's notation, with an intercept unless it says ``0`` or ``- 1``."""
-        terms = cls(text, _read_terms(text))
-        terms.check()
-        return terms
-
-    def check(self) -> None:
-        """Refuse expressions with pieces that are not allowed."""
+    def __post_init__(self) -> None:
+        if len(self.terms) > MOST_TERMS:
+            raise _too_many(self.text)
         for factor in self.factors:
             if factor.kind == "python":
-                _refuse_code(factor.expression, self.text)
+                _check_expression(factor.expression, self.text)
+
+    @classmethod
+    def parse(cls, text: str) -> Terms:
+        """Read terms in Wilkinson's notation; an intercept is added unless the text says ``0`` or ``- 1``."""
+        return cls(text, _read_terms(text))
 
     @property
     def factors(self) -> list[Factor]:
-        """Factors that are not numbers, as often as they occur."""
+        """The factors of all terms, without numbers."""
         return [factor for term in self.terms for factor in term if factor.kind != "literal"]
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The columns that the terms need, in order."""
-        used = (name for factor in self.factors for name in names_in(factor)[0])
-        return tuple(dict.fromkeys(used))
+        """The columns that the terms need, in the order in which they first occur."""
+        return tuple(dict.fromkeys(name for factor in self.factors for name in factor.names()[0]))
 
     def by_factors(self) -> dict[frozenset[str], Term]:
-        """The terms by the expressions of their factors, whose order does not matter."""
+        """Each term by the set of its factors, because ``x:z`` and ``z:x`` are the same term."""
         return {frozenset(factor.expression for factor in term): term for term in self.terms}
 
     def evaluate(self, table: pd.DataFrame) -> pd.DataFrame:
-        """The terms' columns."""
+        """Compute the columns of the terms; categories are coded by treatment contrasts."""
         from formulaic import Formula
         from formulaic.parser.types import Factor as Piece
         from formulaic.parser.types import Term as Product
@@ -110,18 +123,12 @@ class Terms:
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> Terms:
-        """Terms from elsewhere: no text is parsed, and every factor is checked."""
-        if len(plain["terms"]) > MOST_TERMS:
-            raise _too_many(plain["text"])
-        terms = tuple(tuple(_factor_from_json(*factor) for factor in term) for term in plain["terms"])
-        found = cls(str(plain["text"]), terms)
-        found.check()
-        return found
+        return cls(str(plain["text"]), tuple(tuple(Factor(*factor) for factor in term) for term in plain["terms"]))
 
 
 @dataclass(frozen=True)
 class Bar:
-    """``(terms | group)``, or ``(terms | within:group)``; ``diagonal`` if written with ``||``."""
+    """A bar of one level: ``(terms | group)``, or ``(terms | within:group)``; ``diagonal`` if it is written with ``||``."""
 
     terms: Terms
     group: str
@@ -142,9 +149,14 @@ class Bar:
 
 @dataclass(frozen=True)
 class ParsedFormula:
-    """A formula: the response if it names one, the common terms, and the bars, each of one level.
+    """A formula that has been read.
 
-    The response is a column of that name, or else an expression; ``expression`` is None where it can only be a column.
+    Attributes
+    ----------
+    response : text to the left of ``~``; None if there is none
+    expression : the response as a term, used if no column has the name ``response``; None if it can only be a column
+    common : terms outside the bars
+    bars : ``(terms | a/b)`` is two bars, one of ``a`` and one of ``a:b``
     """
 
     response: str | None
@@ -154,7 +166,7 @@ class ParsedFormula:
 
     @property
     def factors(self) -> list[Factor]:
-        """Columns and expressions on both sides, without those of the bars, which are among them."""
+        """The factors of both sides; those of the bars are among them."""
         left = [] if self.response is None else [Factor(self.response.strip("`"), "lookup")]
         return (left if self.expression is None else self.expression.factors) + self.common.factors
 
@@ -175,7 +187,7 @@ class ParsedFormula:
 
 
 def parse_formula(text: str) -> ParsedFormula:
-    """Read a formula: ``response ~ terms`` or terms alone, with bars if any.
+    """Read a formula: ``response ~ terms``, or terms alone.
 
     >>> formula = parse_formula("log(radon) ~ floor + (1 + floor | state/county)")
     >>> formula.response, formula.common.text, [str(bar) for bar in formula.bars]
@@ -190,51 +202,17 @@ def parse_formula(text: str) -> ParsedFormula:
 
 
 def _expression(response: str | None) -> Terms | None:
-    """The response as terms; None for the name of a column, however odd."""
+    """The response as terms; None for the name of a column."""
     if response is None or re.fullmatch(r"`[^`]+`|\w+", response):
         return None
     try:
         return Terms.parse(f"0 + {response}")
     except FormulaError:
-        return None  # a column may still have this name; else the mistake is named when the response is evaluated
+        return None  # only a column can have this name
 
 
-def split_bars(rhs: str) -> tuple[str, tuple[Bar, ...]]:
-    """The right-hand side of a formula without its bar terms, and these, each of one level.
-
-    >>> fixed, bars = split_bars("x + (1 + x | state/county)")
-    >>> fixed, *map(str, bars)
-    ('x', '(1 + x | state)', '(1 + x | state:county)')
-    """
-    if "|" not in rhs:
-        return rhs, ()
-    mask = _mask(rhs)
-    if "|" not in mask:
-        return rhs, ()
-    kept, bars = "", []
-    for start, sign, end in _pieces(rhs, mask):
-        begin = start + len(sign)
-        if "|" in mask[begin:end]:
-            bars += _read_bar(rhs[begin:end].strip(), sign.strip())
-        else:
-            kept += rhs[start:end]
-    return re.sub(r"^\+\s*(?=\S)", "", kept.strip()) or "1", tuple(bars)
-
-
-def names_in(factor: Factor) -> tuple[list[str], set[str]]:
-    """The columns in a factor, and those inside ``C()``."""
-    if factor.kind == "lookup":
-        return [factor.expression], set()
-    tree = _syntax(factor.expression, factor.expression)
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    functions = {id(call.func) for call in calls}
-    used = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in functions]
-    wrapped = {call.args[0].id for call in calls if _is_c(call) and isinstance(call.args[0], ast.Name)}
-    return used, wrapped
-
-
-def show(text: str | None) -> str:
-    """Quoted, and cut so that a long formula does not bury the sentence around it."""
+def quoted(text: str | None) -> str:
+    """The text in quotes for a message, shortened if it is long."""
     return repr(text if text is None or len(text) <= 48 else f"{text[:45]}...")
 
 
@@ -245,11 +223,11 @@ def _read_terms(text: str) -> tuple[Term, ...]:
     from formulaic import Formula
     from formulaic.parser import DefaultFormulaParser
 
-    class Bounded(DefaultFormulaParser):  # type: ignore[misc]
-        """Refuses products and powers of which nobody could wait for the terms, before it expands them."""
+    class BoundedParser(DefaultFormulaParser):  # type: ignore[misc]
+        """Counts the terms of products and powers before it expands them."""
 
         def get_terms_from_ast(self, ast: Any, *, context: Any) -> Any:
-            if _expanded(ast) > MOST_TERMS:
+            if _n_terms(ast) > MOST_TERMS:
                 raise _too_many(text)
             return super().get_terms_from_ast(ast, context=context)
 
@@ -258,7 +236,7 @@ def _read_terms(text: str) -> tuple[Term, ...]:
     if re.search(r"(^|[\s+(*:-])\.($|[\s+)*:-])", text):
         raise FormulaError(f"The formula {text!r} uses '.' for all columns, which is not supported; name the columns.")
     try:
-        parsed = Formula(text, _parser=Bounded())
+        parsed = Formula(text, _parser=BoundedParser())
         if type(parsed).__name__ != "SimpleFormula":
             raise FormulaError(f"The formula {text!r} has several parts; write one, without '|' or a second '~'.")
         return tuple(tuple(Factor(str(each.expr), each.eval_method.value) for each in term.factors) for term in parsed)
@@ -270,40 +248,30 @@ def _read_terms(text: str) -> tuple[Term, ...]:
 
 
 def _too_many(text: str) -> FormulaError:
-    return FormulaError(f"The formula {show(str(text))} asks for more than {MOST_TERMS:,} terms; write fewer.")
+    return FormulaError(f"The formula {quoted(text)} has more than {MOST_TERMS:,} terms; write fewer.")
 
 
-def _expanded(root: Any) -> int:
-    """At most how many terms a syntax tree of formulaic's makes, counting no further than needed."""
+def _n_terms(root: Any) -> int:
+    """An upper bound of the number of terms that a syntax tree of formulaic expands to."""
+    nodes = [root]
+    for node in nodes:
+        nodes += getattr(node, "args", ())
     counts: dict[int, int] = {}
-    pending = [root]
-    while pending:
-        node = pending.pop()
-        children = list(getattr(node, "args", ()))
-        if any(id(child) not in counts for child in children):
-            pending += [node, *(child for child in children if id(child) not in counts)]
-            continue
-        counts[id(node)] = min(_terms_of(node, [counts[id(child)] for child in children]), 2 * MOST_TERMS)
+    for node in reversed(nodes):  # children before their parents
+        below = [counts[id(child)] for child in getattr(node, "args", ())]
+        counts[id(node)] = min(_n_terms_of(node, below), 2 * MOST_TERMS)
     return counts[id(root)]
 
 
-def _terms_of(node: Any, counts: Sequence[int]) -> int:
-    if len(counts) < 2:
-        return max(counts, default=1)
-    symbol, (left, right) = node.operator.symbol, counts
+def _n_terms_of(node: Any, below: Sequence[int]) -> int:
+    if len(below) < 2:
+        return max(below, default=1)
+    symbol, (left, right) = node.operator.symbol, below
     if symbol in ("**", "^"):
         digits = str(getattr(node.args[1], "token", ""))
         power = int(digits) if digits.isdecimal() and len(digits) < 4 else 0
         return int(left**power) if 0 < power <= _HIGHEST_POWER else 2 * MOST_TERMS
     return left + right if symbol in ("+", "-", "~", "|") else left * right + left + right
-
-
-def _factor_from_json(expression: Any, kind: Any) -> Factor:
-    if not isinstance(expression, str) or kind not in _FACTOR_KINDS or len(expression) > _MOST_TEXT:
-        raise FormulaError(f"The term {show(str(expression))} is neither a column nor a number nor an expression.")
-    if kind == "literal" and not re.fullmatch(r"\d+(\.\d*)?|\.\d+", expression):
-        raise FormulaError(f"The constant {show(expression)} of a term is not a number.")
-    return Factor(expression, kind)
 
 
 # Expressions
@@ -316,51 +284,37 @@ def _syntax(expression: str, text: str) -> ast.Expression:
         raise FormulaError(f"The term {expression!r} of {text!r} cannot be read; rename columns that need quotes.") from None
 
 
-def _refuse_code(expression: str, text: str) -> None:
-    for node in _nodes(_syntax(expression, text), text):
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow) and not _is_modest(node):
-            raise FormulaError(f"The power {ast.unparse(node)!r} in {text!r} must be of a column, to a number of at most 20.")
+def _check_expression(expression: str, text: str) -> None:
+    """Refuse an expression that holds anything but columns, numbers, arithmetic and ``FUNCTIONS``."""
+    functions = ", ".join(FUNCTIONS)
+    for node in ast.walk(_syntax(expression, text)):
+        if isinstance(node, ast.Call):
+            if not isinstance(node.func, ast.Name) or node.func.id not in FUNCTIONS or node.keywords or len(node.args) != 1:
+                raise FormulaError(f"{_shown(node, text)} is not supported; the functions, with one argument, are {functions}.")
+            if _is_c(node) and not isinstance(node.args[0], ast.Name):
+                raise FormulaError(f"{_shown(node, text)} must name one column.")
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow) and not _is_small_power(node):
+            raise FormulaError(f"The power {_shown(node, text)} must be of a column, to a number of at most {_HIGHEST_POWER}.")
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitXor):
-            raise FormulaError(f"{ast.unparse(node)!r} in {text!r} is not supported; write a power with '**'.")
+            raise FormulaError(f"{_shown(node, text)} is not supported; write a power with '**'.")
         if isinstance(node, ast.Constant) and not (isinstance(node.value, int | float) and abs(node.value) < 1e300):
-            raise FormulaError(f"The constant {show(str(node.value))} in {text!r} is not a number.")
-        if not isinstance(node, (*_ARITHMETIC, ast.Name)):
+            raise FormulaError(f"The constant {quoted(str(node.value))} in {text!r} is not a number.")
+        if not isinstance(node, _ALLOWED):
             raise FormulaError(
-                f"{_unparsed(node)!r} in {text!r} is not supported; terms are columns, numbers, arithmetic and "
-                f"the functions {', '.join(FUNCTIONS)}."
+                f"{_shown(node, text)} is not supported; terms are columns, numbers, arithmetic and the functions {functions}."
             )
 
 
-def _unparsed(node: ast.AST) -> str:
-    """Source of a node; of an operator, which has none, its name."""
-    return ast.unparse(node) or type(node).__name__
+def _shown(node: ast.AST, text: str) -> str:
+    return f"{ast.unparse(node) or type(node).__name__!r} in {text!r}"
 
 
-def _is_modest(power: ast.BinOp) -> bool:
-    """Whether a power can be computed in no time: numbers to the power of numbers can fill the memory."""
+def _is_small_power(power: ast.BinOp) -> bool:
+    """Whether a power is quick to compute; a power of two large numbers could fill the memory."""
     exponent = power.right.operand if isinstance(power.right, ast.UnaryOp) else power.right
     value = exponent.value if isinstance(exponent, ast.Constant) else None
     small = isinstance(value, int | float) and abs(value) <= _HIGHEST_POWER
     return small and any(isinstance(node, ast.Name) for node in ast.walk(power.left))
-
-
-def _nodes(tree: ast.AST, text: str) -> Iterator[ast.AST]:
-    """All nodes but the calls to known functions, whose arguments are looked at instead."""
-    pending = [tree]
-    while pending:
-        node = pending.pop()
-        if isinstance(node, ast.Call):
-            if not isinstance(node.func, ast.Name) or node.func.id not in FUNCTIONS or node.keywords or len(node.args) != 1:
-                raise FormulaError(
-                    f"{ast.unparse(node)!r} in {text!r} is not supported; the functions, each of one argument, are "
-                    f"{', '.join(FUNCTIONS)}."
-                )
-            if _is_c(node) and not isinstance(node.args[0], ast.Name):
-                raise FormulaError(f"{ast.unparse(node)!r} in {text!r} must name one column.")
-            pending += node.args
-            continue
-        yield node
-        pending += ast.iter_child_nodes(node)
 
 
 def _is_c(call: ast.Call) -> bool:
@@ -370,9 +324,28 @@ def _is_c(call: ast.Call) -> bool:
 # Bars
 
 
+def split_bars(rhs: str) -> tuple[str, tuple[Bar, ...]]:
+    """Separate the bars of a right-hand side from its other terms.
+
+    >>> fixed, bars = split_bars("x + (1 + x | state/county)")
+    >>> fixed, *map(str, bars)
+    ('x', '(1 + x | state)', '(1 + x | state:county)')
+    """
+    mask = _mask(rhs)
+    if "|" not in mask:
+        return rhs, ()
+    common, bars = "", []
+    for sign, start, end in _summands(rhs, mask):
+        if "|" in mask[start:end]:
+            bars += _read_bar(rhs[start:end].strip(), sign.strip())
+        else:
+            common += sign + rhs[start:end]
+    return re.sub(r"^\+\s*(?=\S)", "", common.strip()) or "1", tuple(bars)
+
+
 def _mask(text: str) -> str:
-    """The text with quoted names blotted out, each character in its place."""
-    return _QUOTED.sub(lambda quoted: "_" * len(quoted[0]), text)
+    """The text with quoted names overwritten, so that signs in them are not taken for operators."""
+    return _QUOTED.sub(lambda name: "_" * len(name[0]), text)
 
 
 def _depths(mask: str) -> list[int]:
@@ -380,14 +353,16 @@ def _depths(mask: str) -> list[int]:
     return list(accumulate((char == "(") - (char == ")") for char in mask))
 
 
-def _pieces(rhs: str, mask: str) -> Iterable[tuple[int, str, int]]:
-    """Start, sign and end of each of the terms that '+' and '-' join at the top."""
+def _summands(rhs: str, mask: str) -> Iterator[tuple[str, int, int]]:
+    """The sign, the start and the end of each term; '+' and '-' outside parentheses separate terms."""
     depths = _depths(mask)
     if min(depths) < 0 or depths[-1] > 0:
-        raise FormulaError(f"The parentheses of {show(rhs)} do not match; close each bar term, as in (1 | g).")
+        raise FormulaError(f"The parentheses of {quoted(rhs)} do not match; close each bar term, as in (1 | g).")
     signs = [match for match in re.finditer(r"[+-](?:\s*[+-])*", mask) if depths[match.start()] == 0]
-    starts = [0, *(match.start() for match in signs)]
-    return zip(starts, ["", *(match[0] for match in signs)], [*starts[1:], len(rhs)], strict=True)
+    ends = [*(match.start() for match in signs), len(rhs)]
+    yield "", 0, ends[0]
+    for match, end in zip(signs, ends[1:], strict=True):
+        yield match[0], match.end(), end
 
 
 def _read_bar(text: str, sign: str) -> list[Bar]:
@@ -396,19 +371,19 @@ def _read_bar(text: str, sign: str) -> list[Bar]:
     strokes = list(re.finditer(r"\|+", mask))
     where = {depths[stroke.start()] for stroke in strokes}
     if 0 in where:
-        raise FormulaError(f"The bar in {show(text)} needs parentheses around its terms and its group, as in (1 | g).")
+        raise FormulaError(f"The bar in {quoted(text)} needs parentheses around its terms and its group, as in (1 | g).")
     if mask[0] != "(" or depths.index(0) < len(mask) - 1 or where != {1}:
-        raise FormulaError(f"The bar term in {show(text)} must stand by itself, joined to others by '+', as in x + (1 | g).")
+        raise FormulaError(f"The bar term in {quoted(text)} must stand by itself, joined by '+', as in x + (1 | g).")
     if sign not in ("", "+"):
-        raise FormulaError(f"The bar term {show(text)} follows {sign!r}; bar terms can only be added, with '+'.")
+        raise FormulaError(f"The bar term {quoted(text)} follows {sign!r}; bar terms can only be added, with '+'.")
     if len(strokes) > 1 or len(strokes[0][0]) > 2:
-        raise FormulaError(f"The bar term {show(text)} has more than one bar; write one bar term for each group.")
+        raise FormulaError(f"The bar term {quoted(text)} has more than one bar; write one bar term for each group.")
     stroke = strokes[0]
     terms, groups = text[1 : stroke.start()].strip(), text[stroke.end() : -1].strip()
     if not terms:
-        raise FormulaError(f"The bar term {show(text)} has nothing left of its bar; write 1 for an intercept that varies.")
+        raise FormulaError(f"The bar term {quoted(text)} has nothing left of its bar; write 1 for an intercept that varies.")
     if not groups:
-        raise FormulaError(f"The bar term {show(text)} has nothing right of its bar; name the column of the groups.")
+        raise FormulaError(f"The bar term {quoted(text)} has nothing right of its bar; name the column of the groups.")
     outer, sep, inner = _read_groups(groups)
     parsed, diagonal = Terms.parse(terms), len(stroke[0]) == 2
     upper, lower = Bar(parsed, outer, None, diagonal), Bar(parsed, inner, outer, diagonal)
@@ -419,10 +394,12 @@ def _read_groups(text: str) -> tuple[str, str, str]:
     """``a/b`` into ``("a", "/", "b")``, ``a`` into ``("a", "", "")``."""
     found = _GROUPS.fullmatch(text)
     if found is None:
-        raise FormulaError(f"The groups {show(text)} are not supported; name a column (an odd one in `), or cluster/client.")
+        raise FormulaError(
+            f"The groups {quoted(text)} are not supported; name a column, in ` if it is no plain word, or cluster/client."
+        )
     outer, sep, inner, more = (part or "" for part in found.groups())
     if more:
-        raise FormulaError(f"The groups {show(text)} have more than two levels; keep two, as in (1 | cluster/client).")
+        raise FormulaError(f"The groups {quoted(text)} have more than two levels; keep two, as in (1 | cluster/client).")
     if outer.strip("`") == inner.strip("`"):
-        raise FormulaError(f"The groups {show(text)} name one column twice; write (1 | cluster/client) with two columns.")
+        raise FormulaError(f"The groups {quoted(text)} name one column twice; write (1 | cluster/client) with two columns.")
     return outer.strip("`"), sep, inner.strip("`")

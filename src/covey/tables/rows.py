@@ -1,7 +1,7 @@
-"""Any table to ``GroupedData``: rows sorted by cluster, then client, and everything checked once.
+"""Rows grouped by client and cluster: from any table to :class:`GroupedData`.
 
-Nothing is dropped or guessed in silence: what cannot be used is refused here, by column, client and row, so that
-no later module has to look again.
+Rows are sorted by cluster, then by client, and all values are checked here, once. A value that cannot be used raises an error
+that names its column, client and row. No row is dropped silently.
 """
 
 from __future__ import annotations
@@ -11,34 +11,50 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 import polars as pl
+from numpy.typing import ArrayLike
 
 from covey._typing import Anything, Floats, Ints
 from covey.errors import DataError
-from covey.tables import kernels
 from covey.tree.hierarchy import Hierarchy, encode, segment_sum
 
-Place = Callable[[int], str]  # names a row for the person who has to correct it
+Place = Callable[[int], str]  # names a row in an error message
 Check = Callable[[Floats, Place], None]
 
-_CHUNK = 1 << 18  # rows gathered at a time: bounds the temporary memory of a sort
+_CHUNK = 1 << 18  # rows that are copied at a time, which bounds the temporary memory
 
 
 @dataclass(frozen=True)
 class GroupedData:
-    """Rows of all clients, clients contiguous, clusters contiguous.
+    """Rows of all clients; the rows of a client and the clients of a cluster are contiguous.
 
-    Build it with :meth:`from_arrays`; solvers read it and never write.
+    Build it with :meth:`from_arrays`. Solvers read it and never write to it.
 
     Parameters
     ----------
     X : (N, d) float64, C-contiguous
+        One row for each observation, one column for each term.
     y : (N,) float64
-    client_ptr : (n + 1,); rows ``client_ptr[i]:client_ptr[i + 1]`` belong to client ``i``
-    hierarchy : the ``n`` clients in their ``k`` clusters
-    terms : the ``d`` column names
-    weights, offset : (N,) float64 or None
+        The response.
+    client_ptr : (n + 1,) int64
+        Rows ``client_ptr[i]:client_ptr[i + 1]`` belong to client ``i``.
+    hierarchy : Hierarchy
+        The ``n`` clients in their ``k`` clusters, with their ids.
+    terms : tuple of str
+        The names of the ``d`` columns.
+    weights : (N,) float64 or None
+        Weights of the rows; None means that every row has weight 1.
+    offset : (N,) float64 or None
+        A known part of the linear predictor; None means zero.
+
+    Examples
+    --------
+    >>> from covey import GroupedData
+    >>> data = GroupedData.from_arrays([[1.0], [2.0], [3.0]], [0.1, 0.2, 0.3], ["b", "a", "b"])
+    >>> data.n_rows, data.n_clients, data.n_clusters, data.terms
+    (3, 2, 1, ('x0',))
     """
 
     X: Floats
@@ -52,19 +68,34 @@ class GroupedData:
     @classmethod
     def from_arrays(
         cls,
-        X: Any,
-        y: Any,
-        client: Any = None,
-        cluster: Any = None,
+        X: ArrayLike,
+        y: ArrayLike,
+        client: ArrayLike | None = None,
+        cluster: ArrayLike | None = None,
         *,
-        weights: Any = None,
-        offset: Any = None,
+        weights: ArrayLike | None = None,
+        offset: ArrayLike | None = None,
         terms: Sequence[str] | None = None,
     ) -> GroupedData:
-        """Group plain arrays.
+        """Group the rows of plain arrays.
 
-        Without ``client`` all rows belong to one client; without ``cluster`` all clients to one cluster.
+        Parameters
+        ----------
+        X : (N, d) numbers
+        y : (N,) numbers
+        client, cluster : (N,) ids or None
+            The client of each row and the cluster of that client. Without ``client`` all rows belong to one client; without
+            ``cluster`` all clients belong to one cluster.
+        weights, offset : (N,) numbers or None
+        terms : the ``d`` names of the columns; ``x0``, ``x1``, ... by default
 
+        Returns
+        -------
+        GroupedData
+            The rows, sorted by cluster and client.
+
+        Examples
+        --------
         >>> data = GroupedData.from_arrays([[1.0], [2.0], [3.0]], [0.1, 0.2, 0.3], ["b", "a", "b"])
         >>> data.hierarchy.clients.tolist(), data.client_ptr.tolist(), data.X.ravel().tolist()
         (['a', 'b'], [0, 1, 3], [2.0, 1.0, 3.0])
@@ -89,9 +120,9 @@ class GroupedData:
         terms: tuple[str, ...],
         check: Check | None = None,
     ) -> GroupedData:
-        """Group columns or matrices that stand side by side; what every other way in comes to.
+        """Group columns or matrices that stand side by side; every other constructor calls this one.
 
-        ``check`` may refuse responses that a family cannot have; it is told how to name a row.
+        ``check`` refuses responses that are outside the range of a family.
         """
         if n_rows == 0:
             raise DataError("The table has no rows; covey needs at least one.")
@@ -100,13 +131,14 @@ class GroupedData:
         order, client_ptr, hierarchy = _group(client, cluster, n_rows)
         X = side_by_side(blocks, order)
         if X.shape[1] != len(terms):
-            raise DataError(f"X has {X.shape[1]} columns but {len(terms)} terms are named; give one name a column.")
+            raise DataError(f"X has {X.shape[1]} columns, but {len(terms)} terms are named; give one name for each column.")
         sorted_ = {name: values if order is None else side_by_side([values], order)[:, 0] for name, values in vectors.items()}
         data = cls(X, sorted_.pop("y"), client_ptr, hierarchy, terms, **sorted_)
 
         def place(row: int) -> str:
+            owner = hierarchy.client_ids[int(np.searchsorted(client_ptr, row, side="right")) - 1]
             at = row if order is None else int(order[row])
-            return f"row {at}{data._owner(row)}"
+            return f"row {at}" if data.n_clients == 1 else f"row {at} (client {owner!r})"
 
         data._refuse_bad_values(place)
         if check is not None:
@@ -115,94 +147,91 @@ class GroupedData:
 
     @property
     def n_rows(self) -> int:
+        """The number of rows."""
         return len(self.y)
 
     @property
     def n_clients(self) -> int:
+        """The number of clients."""
         return self.hierarchy.n_clients
 
     @property
     def n_clusters(self) -> int:
+        """The number of clusters."""
         return self.hierarchy.n_clusters
 
     @property
     def n_terms(self) -> int:
+        """The number of terms."""
         return int(self.X.shape[1])
 
     @property
     def rows_per_client(self) -> Ints:
+        """The number of rows of each client."""
         return np.diff(self.client_ptr)
 
     @property
     def rows_that_count(self) -> Floats:
-        """How many rows of each client have a weight above zero."""
+        """The number of rows with a positive weight, of each client."""
         if self.weights is None:
             return self.rows_per_client.astype(np.float64)
         return segment_sum((self.weights > 0).astype(np.float64), self.client_ptr)
 
+    @property
+    def client_of_row(self) -> Ints:
+        """The position of each row's client."""
+        return np.repeat(np.arange(self.n_clients), self.rows_per_client)
+
     def margin(self, theta: Floats) -> Floats:
-        """``x'theta_i + offset`` of each row, ``theta (n, d)``."""
+        """The linear predictor ``x'theta_i + offset`` of each row, for coefficients ``theta (n, d)``."""
         margin: Floats = np.einsum("ld,ld->l", self.X, theta[self.client_of_row])
         return margin if self.offset is None else margin + self.offset
 
-    @property
-    def client_of_row(self) -> Ints:
-        return np.repeat(np.arange(self.n_clients), self.rows_per_client)
-
     def clients(self, start: int, stop: int) -> GroupedData:
-        """A view of some consecutive clients, under the same clusters."""
-        rows = slice(int(self.client_ptr[start]), int(self.client_ptr[stop]))
+        """A view of clients ``start:stop``; all clusters are kept."""
         tree = self.hierarchy
-        return replace(
-            self,
-            X=self.X[rows],
-            y=self.y[rows],
-            client_ptr=self.client_ptr[start : stop + 1] - self.client_ptr[start],
-            hierarchy=Hierarchy(np.clip(tree.cluster_ptr, start, stop) - start, tree.client_ids[start:stop], tree.cluster_ids),
-            weights=None if self.weights is None else self.weights[rows],
-            offset=None if self.offset is None else self.offset[rows],
+        return self._select(
+            slice(int(self.client_ptr[start]), int(self.client_ptr[stop])),
+            self.client_ptr[start : stop + 1] - self.client_ptr[start],
+            Hierarchy(np.clip(tree.cluster_ptr, start, stop) - start, tree.client_ids[start:stop], tree.cluster_ids),
         )
 
     def rows(self, keep: Anything) -> GroupedData:
-        """Some of the rows (a mask), all clients and clusters kept even where none of their rows is."""
+        """The rows where the mask ``keep`` is true; clients and clusters without rows are kept."""
         counts = np.add.reduceat(np.append(keep, 0), self.client_ptr[:-1], dtype=np.int64)
         counts[self.rows_per_client == 0] = 0
-        return replace(
-            self,
-            X=self.X[keep],
-            y=self.y[keep],
-            client_ptr=np.concatenate([[0], np.cumsum(counts)]),
-            weights=None if self.weights is None else self.weights[keep],
-            offset=None if self.offset is None else self.offset[keep],
-        )
+        return self._select(keep, np.concatenate([[0], np.cumsum(counts)]), self.hierarchy)
+
+    def _select(self, rows: slice | Anything, client_ptr: Ints, hierarchy: Hierarchy) -> GroupedData:
+        columns = (None if values is None else values[rows] for values in (self.weights, self.offset))
+        return GroupedData(self.X[rows], self.y[rows], client_ptr, hierarchy, self.terms, *columns)
 
     def split(self, test: float, seed: int | np.random.Generator) -> tuple[GroupedData, GroupedData]:
-        """Hold out a share of the rows within each client, by a seed.
+        """Split into rows for training and rows for testing, at random within each client.
 
-        A client of ``m`` rows gives ``test * m`` of them, rounded up or down by a coin so that small clients are
-        tested too, and always keeps at least one row for training.
+        A client with ``m`` rows gives ``test * m`` of them for testing. This number is rounded up or down at random, so that
+        small clients are tested too. Every client keeps at least one row for training.
         """
         if not 0 < test < 1:
             raise DataError(f"The share of rows held out must be between 0 and 1; got {test!r}.")
         rng = np.random.default_rng(seed)
         rows = self.rows_per_client
-        share = test * rows
-        held = np.floor(share + rng.random(len(rows))).astype(np.int64)
+        held = np.floor(test * rows + rng.random(len(rows))).astype(np.int64)
         held = np.minimum(held, np.maximum(rows - 1, 0))
         out = self._rank_within_client(rng) < np.repeat(held, rows)
         return self.rows(~out), self.rows(out)
 
     def folds(self, count: int, seed: int | np.random.Generator) -> Ints:
-        """A fold for each row, balanced within each client, by a seed."""
+        """A random fold for each row; the folds are balanced within each client."""
         if count < 2:
             raise DataError(f"Cross-validation needs at least 2 folds; got {count!r}.")
         rng = np.random.default_rng(seed)
-        # A random first fold for each client, else fold 0 would hold the only row of every small client.
+        # Each client starts at a random fold. Otherwise fold 0 would hold the only row of every small client.
         start = np.repeat(rng.integers(count, size=self.n_clients), self.rows_per_client)
         return (self._rank_within_client(rng) + start) % count
 
     def pooled(self) -> GroupedData:
-        """The same rows as those of one client in one cluster."""
+        """The same rows, all of one client in one cluster."""
         tree = Hierarchy(np.array([0, 1]), pl.Series(["all"]), pl.Series(["all"]))
         return replace(self, client_ptr=np.array([0, self.n_rows]), hierarchy=tree)
 
@@ -212,7 +241,7 @@ class GroupedData:
         return replace(self, hierarchy=tree)
 
     def _rank_within_client(self, rng: np.random.Generator) -> Ints:
-        """A random order of each client's rows, as ranks from 0."""
+        """The position of each row in a random order of its client's rows."""
         shuffled = np.lexsort((rng.random(self.n_rows), self.client_of_row))
         rank = np.empty(self.n_rows, dtype=np.int64)
         rank[shuffled] = np.arange(self.n_rows) - np.repeat(self.client_ptr[:-1], self.rows_per_client)
@@ -220,7 +249,7 @@ class GroupedData:
 
     def _refuse_bad_values(self, place: Place) -> None:
         refuse_infinite(self.X, self.terms, place)
-        for name, values in (("the response", self.y), ("the weight", self.weights), ("the offset", self.offset)):
+        for name, values in (("The response", self.y), ("The weight", self.weights), ("The offset", self.offset)):
             if values is not None and not np.isfinite(values).all():
                 row = int(np.flatnonzero(~np.isfinite(values))[0])
                 raise _bad_value(name, values[row], place(row))
@@ -231,34 +260,46 @@ class GroupedData:
             if not self.weights.any():
                 raise DataError("All weights are zero; give at least one row a positive weight.")
 
-    def _owner(self, row: int) -> str:
-        client = int(np.searchsorted(self.client_ptr, row, side="right")) - 1
-        return "" if self.n_clients == 1 else f" (client {self.hierarchy.client_ids[client]!r})"
-
 
 def refuse_infinite(X: Floats, terms: Sequence[str], place: Place) -> None:
-    """Raise for the first value of ``X`` that is NaN or infinite, by column and place."""
+    """Raise an error for the first value of ``X`` that is NaN or infinite."""
     for start in range(0, len(X), _CHUNK):
         block = X[start : start + _CHUNK]
         if not np.isfinite(block.sum()) and not np.isfinite(block).all():
             row, column = np.argwhere(~np.isfinite(block))[0]
-            raise _bad_value(f"column {terms[column]!r}", block[row, column], place(start + int(row)))
+            raise _bad_value(f"Column {terms[column]!r}", block[row, column], place(start + int(row)))
 
 
 def _bad_value(what: str, value: float, place: str) -> DataError:
     word = "NaN" if np.isnan(value) else "infinite (inf)"
-    return DataError(f"{what[0].upper()}{what[1:]} is {word} in {place}; fill the value or leave the row out.")
+    return DataError(f"{what} is {word} in {place}; fill the value or leave the row out.")
 
 
 def read_table(path: str | Path, *, ids: Sequence[str | None] = (), text: Sequence[str | None] = ()) -> pl.DataFrame:
-    """Read a Parquet or CSV file (``.parquet``, ``.csv``, ``.csv.gz``, ``.tsv``).
-
-    CSV columns keep the types they show; empty fields and ``NA`` are missing values.
+    r"""Read a table from a file.
 
     Parameters
     ----------
-    ids : columns of ids: numbers that would lose leading zeros (ZIP codes) stay text
-    text : columns that are text whatever they look like
+    path : str or Path
+        A Parquet file (``.parquet``, ``.pq``), or text with commas (``.csv``) or tabs (``.tsv``), which may be compressed
+        (``.csv.gz``, ``.tsv.gz``). In a text file, empty fields and ``NA`` are missing values.
+    ids : sequence of str
+        Columns of a text file that hold ids. Numbers with leading zeros (ZIP codes) stay text there. None is ignored.
+    text : sequence of str
+        Columns of a text file that are read as text, even if they look like numbers. None is ignored.
+
+    Returns
+    -------
+    polars.DataFrame
+
+    Examples
+    --------
+    >>> import covey, pathlib, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = pathlib.Path(folder) / "homes.csv"
+    ...     _ = path.write_text("zip,radon\n02139,1.5\n55401,NA\n")
+    ...     covey.read_table(path, ids=["zip"]).rows()
+    [('02139', 1.5), ('55401', None)]
     """
     path = Path(path)
     suffix = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
@@ -270,14 +311,14 @@ def read_table(path: str | Path, *, ids: Sequence[str | None] = (), text: Sequen
         if suffix in (".parquet", ".pq"):
             return pl.read_parquet(path)
         if suffix in (".csv", ".csv.gz", ".tsv", ".tsv.gz"):
-            return _read_csv(path, "\t" if "tsv" in suffix else ",", {*ids} - {None}, {*text} - {None})
+            return _read_csv(path, "\t" if "tsv" in suffix else ",", set(ids), set(text))
     except (pl.exceptions.PolarsError, OSError) as problem:
         reason = str(problem).strip().splitlines()[0].rstrip(".")
         raise DataError(f"The file {str(path)!r} cannot be read: {reason}.") from None
     raise DataError(f"The file {str(path)!r} must end in .parquet, .csv, .csv.gz or .tsv; convert it first.")
 
 
-def _read_csv(path: Path, separator: str, ids: set[Any], text: set[Any]) -> pl.DataFrame:
+def _read_csv(path: Path, separator: str, ids: set[str | None], text: set[str | None]) -> pl.DataFrame:
     names = pl.read_csv(path, separator=separator, n_rows=0).columns
     as_text = {name: pl.String for name in names if name in ids | text}
     frame = pl.read_csv(path, separator=separator, infer_schema_length=None, null_values=["NA"], schema_overrides=as_text)
@@ -291,13 +332,12 @@ def _read_csv(path: Path, separator: str, ids: set[Any], text: set[Any]) -> pl.D
 def _vector(values: Any, name: str, n_rows: int) -> Floats:
     what = "the response" if name == "y" else f"the {name}"
     raw = np.asarray(values)
-    text = raw.dtype.kind in "USMm" or (raw.dtype.kind == "O" and any(isinstance(value, str) for value in raw.flat))
     try:
+        if raw.dtype.kind in "USMm" or (raw.dtype.kind == "O" and any(isinstance(value, str) for value in raw.flat)):
+            raise TypeError
         vector = raw.astype(np.float64, copy=False)
     except (TypeError, ValueError):
-        text = True
-    if text:
-        raise DataError(f"{what.capitalize()} must be numbers; convert the column, or choose another family.")
+        raise DataError(f"{what.capitalize()} must be numbers; convert the column, or choose another family.") from None
     if vector.ndim != 1:
         raise DataError(f"{what.capitalize()} must be one column; got shape {vector.shape}.")
     if len(vector) != n_rows:
@@ -306,18 +346,18 @@ def _vector(values: Any, name: str, n_rows: int) -> Floats:
 
 
 def _group(client: Any, cluster: Any, n_rows: int) -> tuple[Anything | None, Ints, Hierarchy]:
-    """The order that sorts rows by cluster, then client (None if they are sorted), and the hierarchy."""
+    """The order that sorts rows by cluster and client (None if they are sorted), ``client_ptr``, and the hierarchy."""
     if client is None and cluster is not None:
-        raise DataError("Clusters were given without clients; say which column holds the clients with client=.")
+        raise DataError("Clusters were given without clients; name the column of the clients with client=.")
     client_ids, i = _codes(client, "client", n_rows)
     cluster_ids, j = _codes(cluster, "cluster", n_rows)
     parent = np.full(len(client_ids), -1, dtype=np.int64)
     counts = np.zeros(len(client_ids), dtype=np.int64)
-    row = kernels.find_parents(i, j, parent, counts)
+    row = find_parents(i, j, parent, counts)
     if row >= 0:
         raise DataError(
             f"Client {client_ids[int(i[row])]!r} is in clusters {cluster_ids[int(j[row])]!r} and "
-            f"{cluster_ids[int(parent[i[row]])]!r}; a client belongs to one cluster: correct the column, or make the "
+            f"{cluster_ids[int(parent[i[row]])]!r}, but a client belongs to one cluster; correct the column, or make the "
             "client ids unique, for example by joining cluster and client."
         )
     del j
@@ -327,7 +367,7 @@ def _group(client: Any, cluster: Any, n_rows: int) -> tuple[Anything | None, Int
     client_ptr = np.concatenate([[0], np.cumsum(counts[by_cluster])])
     cluster_ptr = np.concatenate([[0], np.cumsum(np.bincount(parent, minlength=len(cluster_ids)))])
     order = np.empty(n_rows, dtype=np.int32 if n_rows < 2**31 else np.int64)
-    moved = kernels.counting_sort(i, rank, client_ptr, order)
+    moved = counting_sort(i, rank, client_ptr, order)
     return order if moved else None, client_ptr, Hierarchy(cluster_ptr, client_ids.gather(by_cluster), cluster_ids)
 
 
@@ -336,12 +376,12 @@ def _codes(ids: Any, what: str, n_rows: int) -> tuple[pl.Series, Ints]:
         return pl.Series(["all"]), np.zeros(n_rows, dtype=np.int64)
     distinct, codes = encode(ids, what)
     if len(codes) != n_rows:
-        raise DataError(f"There are {len(codes)} {what} ids for {n_rows} rows; give one id a row.")
+        raise DataError(f"There are {len(codes)} {what} ids for {n_rows} rows; give one id for each row.")
     return distinct, codes
 
 
 def side_by_side(blocks: Sequence[Anything], order: Anything | None = None) -> Floats:
-    """Blocks side by side, rows in the given order, with no more than a chunk of temporaries."""
+    """Join blocks side by side, with the rows in the given order; temporary memory is one chunk."""
     if order is None and len(blocks) == 1 and blocks[0].ndim == 2:
         return np.ascontiguousarray(blocks[0], dtype=np.float64)
     matrices = [block if block.ndim == 2 else block[:, None] for block in blocks]
@@ -352,17 +392,46 @@ def side_by_side(blocks: Sequence[Anything], order: Anything | None = None) -> F
         part = X[:, left : left + matrix.shape[1]]
         if order is None:
             part[:] = matrix
+        elif matrix.dtype == np.float64 and matrix.flags.c_contiguous and part.flags.c_contiguous:
+            take_rows(matrix, order, part)
         else:
             for start in range(0, n_rows, _CHUNK):
-                rows = slice(start, start + _CHUNK)
-                _take_rows(matrix, order[rows], part[rows])
+                part[start : start + _CHUNK] = matrix[order[start : start + _CHUNK]]
         left += matrix.shape[1]
     return X
 
 
-def _take_rows(source: Anything, rows: Anything, target: Floats) -> None:
-    """``target[:] = source[rows]``; for plain matrices on all cores, since far-off rows cost a wait for memory each."""
-    if source.dtype == np.float64 and source.flags.c_contiguous and target.flags.c_contiguous:
-        kernels.take_rows(source, rows, target)
-    else:
-        target[:] = source[rows]
+# Compiled loops
+
+
+@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+def find_parents(client: Ints, cluster: Ints, parent: Ints, counts: Ints) -> int:
+    """Find the cluster and the number of rows of each client; returns the first row that contradicts, or -1."""
+    for row in range(len(client)):
+        i = client[row]
+        if parent[i] >= 0 and parent[i] != cluster[row]:
+            return row
+        parent[i] = cluster[row]
+        counts[i] += 1
+    return -1
+
+
+@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+def counting_sort(client: Ints, rank: Ints, ptr: Ints, order: Anything) -> bool:
+    """Fill ``order`` with the rows, stably sorted by the rank of their client; returns whether a row moves."""
+    place = ptr[:-1].copy()
+    moved = False
+    for row in range(len(client)):
+        at = rank[client[row]]
+        order[place[at]] = row
+        moved |= place[at] != row
+        place[at] += 1
+    return moved
+
+
+@numba.njit(parallel=True, cache=True)  # type: ignore[untyped-decorator]
+def take_rows(source: Floats, rows: Anything, target: Floats) -> None:
+    """``target[:] = source[rows]`` on all cores, because every distant row waits for memory."""
+    for at in numba.prange(len(rows)):
+        for a in range(source.shape[1]):
+            target[at, a] = source[rows[at], a]

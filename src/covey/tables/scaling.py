@@ -1,32 +1,34 @@
-"""Terms about their means, in units of their standard deviations, so that one penalty means the same for all of them.
+"""Standardise terms: subtract their mean and divide by their standard deviation, so that one penalty suits all of them.
 
-Mean and standard deviation come from sums of the rows and of their squares that are exact and add (:mod:`covey.exact`), so they
-are the same bits for any assignment of rows to sites.
+The mean and the standard deviation come from exact sums of the rows and of their squares (:mod:`covey.exact`). These sums can
+be added over sites. The result is the same to the last bit for any assignment of rows to sites.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from covey._typing import Floats
-from covey.errors import DataError
+from covey._typing import Anything, Floats
+from covey.errors import DataError, FormulaError, ModelError
 from covey.exact import WIDE, WIDE_DIGITS, Exact, accumulate_moments, from_digits
 from covey.records import Record
-from covey.tables.design import Columns, Formula, Scaled
+from covey.tables.design import Columns, Formula, Frame
+from covey.tables.formula import Terms
 from covey.tables.rows import GroupedData
 
-_UNITS = 1 << 32 * WIDE  # in one, of the integers of a wide sum
-_EQUAL = 286  # a variance of at most 2^-286 is what rounding leaves of equal values
+_UNIT = 1 << 32 * WIDE  # the number 1 as an integer of a wide sum
+_EQUAL = 286  # rounding alone makes a variance of up to 2^-286 of equal values
 _FAINT = 236  # a mean square below 2^-236 has lost digits
 
 
 @dataclass(frozen=True, eq=False)
 class Scale(Record):
-    """How terms are standardised: ``mean (d,)`` and ``sd (d,)``, 0 and 1 for a term that is left as it is.
+    """How terms are standardised: ``mean (d,)`` and ``sd (d,)``; 0 and 1 leave a term as it is.
 
     >>> import numpy as np
     >>> X = np.array([[1.0, 2.0, 1e9], [1.0, 4.0, 1e9 + 3]])
@@ -40,16 +42,16 @@ class Scale(Record):
 
     @classmethod
     def of(cls, found: Exact, rows: int, terms: Sequence[str]) -> Scale:
-        """From the :func:`moments` of all rows, added over sites.
+        """The scale from the :func:`moments` of all rows, added over sites.
 
-        Terms that are constant are left as they are. If none is, there is no intercept to take up what centring takes away,
-        and the others keep their zero.
+        A constant term is left as it is. Without a constant term there is no intercept that could absorb the means, so no term
+        is centred.
         """
         sums = found.integers()
-        spreads = [_Spread.of(sums[0, at], sums[1, at], int(rows), term) for at, term in enumerate(terms)]
-        centred = any(each.total and not each.varies for each in spreads)
-        means = [each.mean() if centred and each.varies else 0.0 for each in spreads]
-        return cls(np.array(means), np.array([each.deviation() if each.varies else 1.0 for each in spreads]))
+        spreads = [_mean_and_sd(sums[0, at], sums[1, at], int(rows), term) for at, term in enumerate(terms)]
+        centred = any(mean and not sd for mean, sd in spreads)
+        means = [mean if centred and sd else 0.0 for mean, sd in spreads]
+        return cls(np.array(means), np.array([sd or 1.0 for _, sd in spreads]))
 
     def rows(self, data: GroupedData) -> GroupedData:
         """The same rows, standardised."""
@@ -58,8 +60,72 @@ class Scale(Record):
         return replace(data, X=X)
 
     def design(self, inner: Columns | Formula) -> Scaled:
-        """What does the same to new rows."""
+        """A design that standardises new rows in the same way."""
         return Scaled(inner, tuple(self.mean.tolist()), tuple(self.sd.tolist()))
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A design with standardised terms; a mean of 0 and an sd of 1 leave a term as it is.
+
+    >>> scaled = Scaled(Columns(("x",)), mean=(0.0, 10.0), sd=(1.0, 5.0))
+    >>> [block.tolist() for block in scaled.blocks(np.array([[20.0], [10.0]]))]
+    [[1.0, 1.0], [[2.0], [0.0]]]
+    """
+
+    inner: Columns | Formula
+    mean: tuple[float, ...]
+    sd: tuple[float, ...]
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        return self.inner.terms
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return self.inner.columns
+
+    def blocks(self, rows: Frame | Anything) -> list[Anything]:
+        blocks = self.inner.blocks(rows)
+        ends = np.cumsum([1 if block.ndim == 1 else block.shape[1] for block in blocks])
+        means, sds = np.split(np.array(self.mean), ends[:-1]), np.split(np.array(self.sd), ends[:-1])
+        return [(block - mean) / sd for block, mean, sd in zip(blocks, means, sds, strict=True)]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": "scaled", "inner": self.inner.to_json(), "mean": list(self.mean), "sd": list(self.sd)}
+
+
+Design = Columns | Formula | Scaled
+"""What turns a table into the columns of ``X``: ``terms``, ``columns``, ``blocks(rows)`` and ``to_json()``."""
+
+
+def design_from_json(document: Mapping[str, Any], rhs: Terms | None = None) -> Design:
+    """Rebuild a design from JSON; the formula is checked again.
+
+    ``rhs`` are the common terms, if the formula is parsed already; a document with other terms is refused.
+    """
+    scaled = document["kind"] == "scaled"
+    inner = _inner_from_json(document["inner"] if scaled else document, rhs)
+    if not scaled:
+        return inner
+    mean, sd = (tuple(float(value) for value in document[name]) for name in ("mean", "sd"))
+    if not len(mean) == len(sd) == len(inner.terms) or not np.isfinite(mean).all() or not (np.array(sd) > 0).all():
+        raise ModelError("The model is damaged: its means and standard deviations do not fit its terms; fit it again.")
+    return Scaled(inner, mean, sd)
+
+
+def _inner_from_json(document: Mapping[str, Any], rhs: Terms | None) -> Columns | Formula:
+    if document["kind"] == "columns":
+        return Columns(tuple(document["columns"]), bool(document["intercept"]))
+    terms = Terms.parse(document["rhs"]) if rhs is None else rhs
+    if terms.text != document["rhs"]:
+        raise FormulaError(
+            f"The terms {document['rhs']!r} of a design are not those of the formula, {terms.text!r}; fit the model again."
+        )
+    for name, levels in document["levels"].items():
+        if len(set(levels)) < len(levels):
+            raise ModelError(f"The categories of column {name!r} are listed twice; fit the model again.")
+    return Formula(terms, tuple(document["terms"]), tuple(document["columns"]), dict(document["levels"]))
 
 
 def moments(X: Floats) -> Exact:
@@ -74,38 +140,22 @@ def moments(X: Floats) -> Exact:
     return from_digits(digits)
 
 
-@dataclass(frozen=True)
-class _Spread:
-    """The values of one term: how many, their sum in units of ``1 / _UNITS``, and their variance.
+def _mean_and_sd(total: int | None, squares: int | None, rows: int, term: str) -> tuple[float, float]:
+    """The mean and the standard deviation of one term; the latter is 0 if the values are equal up to rounding.
 
-    These are integers, so nothing is rounded before mean and deviation are, each once. ``variance`` is in units of
-    ``1 / (rows * _UNITS)^2``, and 0 for values that are equal as far as sums can tell.
+    ``total`` and ``squares`` are in units of ``1 / _UNIT``, and None if they overflow. They are integers, so the mean and the
+    standard deviation are rounded only once.
     """
-
-    rows: int
-    total: int
-    variance: int
-
-    @classmethod
-    def of(cls, total: int | None, squares: int | None, rows: int, term: str) -> _Spread:
-        if total is None or squares is None:
-            raise DataError(f"The values of term {term!r} are too large to standardise; put its column in a larger unit.")
-        if squares << _FAINT < rows * _UNITS and (squares or total):
-            raise DataError(f"The values of term {term!r} are too small to standardise; put its column in a smaller unit.")
-        variance = squares * rows * _UNITS - total**2
-        return cls(rows, total, variance if variance << _EQUAL > (rows * _UNITS) ** 2 else 0)
-
-    @property
-    def varies(self) -> bool:
-        return self.variance > 0
-
-    def mean(self) -> float:
-        return self.total / (self.rows * _UNITS)
-
-    def deviation(self) -> float:
-        """The nearest number to the root of the variance, rounded once."""
-        # 64 bits of the quotient, and one that says whether more would follow.
-        shift = max(0, 64 + self.rows.bit_length() - self.variance.bit_length() // 2)
-        root = math.isqrt(self.variance << 2 * shift)
-        more = root**2 != self.variance << 2 * shift
-        return (2 * root + more) / (self.rows * _UNITS << shift + 1)
+    if total is None or squares is None:
+        raise DataError(f"The values of term {term!r} are too large to standardise; put its column in a larger unit.")
+    if squares << _FAINT < rows * _UNIT and (squares or total):
+        raise DataError(f"The values of term {term!r} are too small to standardise; put its column in a smaller unit.")
+    unit = rows * _UNIT
+    variance = squares * unit - total**2  # in units of 1 / unit^2
+    if variance << _EQUAL <= unit**2:
+        return total / unit, 0.0
+    # 64 bits of the square root, and one bit that says whether the rest is zero.
+    shift = max(0, 64 + rows.bit_length() - variance.bit_length() // 2)
+    root = math.isqrt(variance << 2 * shift)
+    more = root**2 != variance << 2 * shift
+    return total / unit, (2 * root + more) / (unit << shift + 1)

@@ -16,7 +16,7 @@ import polars as pl
 from covey._typing import Anything
 from covey.errors import DataError, FederationError, listing
 from covey.federation.wire.ids import plain_ids
-from covey.tables.bars import compose
+from covey.tables.design import compose
 from covey.tables.rows import read_table
 from covey.tree.hierarchy import as_labels
 

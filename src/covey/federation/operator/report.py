@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from covey.errors import size
 from covey.exact import LIMBS, WIDE
 from covey.federation.operator.journal import Exchange
+from covey.fitting.planning import size
 from covey.model.summary import describe
 from covey.solvers.costs import BANDWIDTH, LATENCY
 from covey.solvers.ledger import links, quadratic_links

@@ -15,15 +15,12 @@ from covey.errors import DataError, FederationError, FormulaError
 from covey.exact import Exact, segment_sum
 from covey.federation.wire.agreement import Agree, Joined, Profile, SiteTotals, formula_of
 from covey.federation.wire.ids import in_order, keyed_hash, plain_ids, tags_of
-from covey.problem.problem import Problem
-from covey.problem.reading import as_frame, encode_known, series_values
+from covey.problem.problem import Problem, as_frame, encode_known, series_values
 from covey.records import digest
-from covey.tables.bars import compose, repeats
-from covey.tables.design import Formula, column, inspect, numeric, response
+from covey.tables.design import Formula, column, compose, inspect, numeric, repeats, response
 from covey.tables.rows import GroupedData
 from covey.tables.scaling import moments
-from covey.tree.hierarchy import Hierarchy
-from covey.tree.hierarchy import as_labels, encode, is_missing, kind, lookup
+from covey.tree.hierarchy import Hierarchy, as_labels, encode, is_missing, kind, lookup
 
 
 def profile_of(table: Any, draft: Problem, key: str = "", minimum: int = 1) -> Profile:
