@@ -12,8 +12,10 @@ import polars as pl
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
+from covey.errors import counted
 from covey.report.plots import GAP_LABEL, STYLES, plot_gap, race_title, save_figure
 from covey.reproduce.communication import TARGET
+from covey.reproduce.donors import change_along_lam
 from covey.reproduce.limits import JAMES_STEIN_DESIGNS
 from covey.reproduce.robustness import CHOSEN_PENALTIES, where_closer
 from covey.reproduce.simulation import BASELINES, OF_THE_PAPER
@@ -65,9 +67,10 @@ def _distance(study: Study) -> tuple[Figure, str]:
     ten = dict(means.filter(pl.col("rows") == 10).select("method", "average").iter_rows())
     gain, at = means.filter(pl.col("method") == "James-Stein").select(-pl.col("above"), "rows").sort("above").row(-1)
     against = ", ".join(f"{ten[name]:.2f} {name}" for name in BASELINES)
+    shrunk = f"closer still by up to {gain:.1f}% (at {counted(at, 'row')})" if gain > 0 else "not closer at any size"
     title = (
         f"The minimiser is closer to the truth than the paper's three baselines {where} (at 10 rows {ten['minimiser']:.2f}, "
-        f"against {against}). James-Stein is closer still by up to {gain:.1f}% (at {at} rows). Bars: sd between runs"
+        f"against {against}). James-Stein is {shrunk}. Bars: sd between runs"
     )
     return figure, title
 
@@ -111,14 +114,15 @@ def _james_stein(study: Study) -> tuple[Figure, str]:
 def _race(study: Study) -> tuple[Figure, str]:
     curves = study.table("curves")
     figure, panels = _panels(11.5, 5.8, 2, sharey=True)
-    labels = {"exchanges": "exchanges of a client (log scale)", "bytes": "traffic of the whole network (bytes, log scale)"}
-    for panel, (axis, label) in zip(panels, labels.items(), strict=True):
+    axes = (("exchanges", "exchanges of a client (log scale)", 0.7), ("bytes", "bytes of the whole network (log scale)", 5e3))
+    for panel, (axis, label, least) in zip(panels, axes, strict=True):
         for name in curves["solver"].unique(maintain_order=True).to_list():
             here = curves.filter(pl.col("solver") == name, pl.col("gap") < 100, pl.col(axis) > 0)
             measured, bound = (here.filter(pl.col("kind") == kind) for kind in ("measured", "promised"))
             colour = plot_gap(panel, name, *_smoothed(measured[axis].to_numpy(), measured["gap"].to_numpy()))
             panel.plot(bound[axis].to_numpy(), bound["gap"].to_numpy(), color=colour, linestyle=":")
         panel.set_ylim(5e-15, 30)
+        panel.set_xlim(left=least)
         panel.set_xlabel(label)
     panels[0].set_ylabel(GAP_LABEL)
     panels[0].plot([], [], color="#606060", linestyle=":", label="bound of the theorem, in the solver's colour")
@@ -148,7 +152,7 @@ def _settings(study: Study) -> tuple[Figure, str]:
     labels = [name if name.startswith("tau") else f"tau = {name}" for name in tau["tau"].to_list()]
     right.bar(labels, tau["iterations"].to_numpy(), width=0.6, color=STYLES[0]["color"])
     right.set_ylabel(f"iterations to a gap of {TARGET:g}")
-    right.set_xlabel("tau, share of the cluster term in exchanges between clusters")
+    right.set_xlabel("tau, share of the cluster term\nin exchanges between clusters")
     best = chance.sort("exchanges").row(0, named=True)
     counts = ", ".join(f"{count:,.0f} at {label}" for label, count in zip(labels, tau["iterations"].to_list(), strict=True))
     return figure, (
@@ -192,12 +196,12 @@ def _penalties(study: Study) -> tuple[Figure, str]:
     panel.set_xscale("log")
     panel.set_yscale("log")
     panel.set_xlabel("lam, penalty on the distance of clusters to the global model (log scale)")
-    panel.set_ylabel("gamma, penalty on the distance of ZIP codes to their cluster (log scale)")
+    panel.set_ylabel("gamma, penalty on the distance\nof ZIP codes to their cluster (log scale)")
     figure.colorbar(drawn, label="cross-validated mean client cross-entropy (nats per row)")
-    along = 100 * float(np.ptp(scores[i]) / np.ptp(scores))
-    return figure, (
-        f"Cross-validation chooses gamma = {gammas[i]:.3g} and lam = {lams[j]:.3g} (star); along lam the score changes by "
-        f"{along:.2g}% of its range"
+    along = change_along_lam(scores)
+    return (
+        figure,
+        f"Cross-validation chooses gamma = {gammas[i]:.3g} and lam = {lams[j]:.3g} (star); along lam the score {along}",
     )
 
 

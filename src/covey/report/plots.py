@@ -81,8 +81,7 @@ _METADATA: dict[str, dict[str, None]] = {".png": {"Software": None}, ".svg": {"D
 _SMALLEST_GAP = 1e-14
 
 GAP_LABEL = (
-    "(objective - minimum) / (objective at zero - minimum)\n"
-    f"(log scale; values below {_SMALLEST_GAP:g}, the rounding error, are drawn there)"
+    f"gap: (objective - minimum) / (same at zero)\n(log scale; values below {_SMALLEST_GAP:g} are drawn at {_SMALLEST_GAP:g})"
 )
 
 
@@ -90,7 +89,8 @@ def save_figure(draw: Callable[[], tuple[Figure, str]], *paths: Path) -> str:
     """Draw a figure in the style that all figures share, put its title on it, save it to each path, and return the title."""
     with mpl.rc_context(_SETTINGS):
         figure, title = draw()
-        figure.suptitle("\n".join(wrap(title, 92)), fontsize=12.5, x=0.01, ha="left")
+        lines = wrap(title, int(10.2 * figure.get_figwidth()), break_on_hyphens=False)
+        figure.suptitle("\n".join(lines), fontsize=12.5, x=0.01, ha="left")
         for path in paths:
             figure.savefig(path, dpi=150, metadata=_METADATA.get(path.suffix))
     return title
@@ -101,7 +101,7 @@ def plot_gap(panel: Any, solver: str, x: Floats, gap: Floats) -> str:
     name, *variant = solver.split()
     style = STYLES[names().index(name) % len(STYLES)]
     style = {**style, "marker": "", "linestyle": (0, (2, 1))} if variant else style
-    panel.loglog(x, np.maximum(gap, _SMALLEST_GAP), markevery=0.1, label=solver, **style)
+    panel.loglog(x, np.maximum(gap, _SMALLEST_GAP), markevery=max(1, len(x) // 10), label=solver, **style)
     return str(style["color"])
 
 
@@ -109,8 +109,8 @@ def race_title(exchanges: Mapping[str, float | None], accuracy: float) -> str:
     """The number of exchanges with which each solver reaches a gap; None if it does not."""
     reached = [f"{name} {count:,.0f}" for name, count in exchanges.items() if count is not None]
     missed = [name for name, count in exchanges.items() if count is None]
-    parts = [f"reached by {', '.join(reached)}" if reached else "", f"not reached by {', '.join(missed)}" if missed else ""]
-    return f"Exchanges of a client to a gap of {accuracy:g}: {'; '.join(part for part in parts if part)}"
+    parts = [", ".join(reached)] * bool(reached) + [f"not reached by {', '.join(missed)}"] * bool(missed)
+    return f"Exchanges of a client to a gap of {accuracy:g}: {'; '.join(parts)}"
 
 
 def race_figure(histories: Mapping[str, pl.DataFrame], path: Path, *, accuracy: float) -> Path:

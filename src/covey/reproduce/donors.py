@@ -183,9 +183,7 @@ def _findings(scores: dict[str, Scores], found: Search) -> list[str]:
     for name, value, grid in (("gamma", found.gamma, found.gammas), ("lam", found.lam, found.lams)):
         edge = " (the edge of the paper's grid)" if value in (grid.min(), grid.max()) else ""
         chosen.append(f"{name} = {value:.3g}{edge}")
-    across = float(np.ptp(found.scores[found.gammas == found.gamma]) / max(np.ptp(found.scores), 1e-300))
-    percent = f"{100 * across:.2g}%" if across >= 1e-5 else "less than 0.001%"
-    said = [f"Cross-validation chooses {' and '.join(chosen)}; along lam the score changes by {percent} of its range."]
+    said = [f"Cross-validation chooses {' and '.join(chosen)}; along lam the score {change_along_lam(found.scores)}."]
     for rival, words in (("single-model", "for the single model"), ("locally-trained", "for models trained alone")):
         apart = ours - scores[rival].entropy
         mean, error = float(apart.mean()), float(apart.std() / np.sqrt(len(apart)))
@@ -197,19 +195,27 @@ def _findings(scores: dict[str, Scores], found: Search) -> list[str]:
     return said
 
 
+def change_along_lam(scores: Floats) -> str:
+    """How much the scores ``(gammas, lams)`` change in the row of the best one."""
+    best = scores[np.unravel_index(scores.argmin(), scores.shape)[0]]
+    share = float(np.ptp(best) / max(np.ptp(scores), 1e-300))
+    return f"changes by {f'{100 * share:.2g}%' if share >= 1e-5 else 'less than 0.001%'} of its range"
+
+
 def _about_conjecture(scores: dict[str, Scores], iterations: int) -> str:
     """A sentence: did the paper's model lose to the single model because it had not converged?"""
     stopped, least, single = (score.entropy for score in scores.values())
     lost, left = stopped - single, least - single
     error = float(left.std() / np.sqrt(len(left)))
+    known = f"(standard error {error:.4f}), so the conjecture"
     if lost.mean() <= 0:
         verdict = "the iterate is not worse here, so there is nothing to explain"
     elif left.mean() > 2 * error:
-        verdict = f"the minimum is still worse by {left.mean():.4f} (standard error {error:.4f}), so the conjecture fails"
+        verdict = f"the minimum is still worse by {left.mean():.4f} {known} fails on these data"
     elif left.mean() >= -2 * error:
-        verdict = f"the minimum is level with it ({left.mean():+.4f}, standard error {error:.4f}), so the conjecture holds"
+        verdict = f"the minimum differs from it by {left.mean():+.4f}, which is within chance {known} holds on these data"
     else:
-        verdict = f"the minimum is better by {-left.mean():.4f} (standard error {error:.4f}), so the conjecture holds"
+        verdict = f"the minimum is better by {-left.mean():.4f} {known} holds on these data"
     return (
         "The paper conjectures that its model is worse than the single model (0.215 against 0.211) because it had not "
         f"converged. With the paper's penalties the iterate after {iterations:,} iterations has {stopped.mean():.4f}, the "

@@ -106,6 +106,11 @@ def where_closer(wrong: pl.DataFrame) -> str:
     shares: dict[bool, list[str]] = {True: [], False: []}
     for row in wrong.to_dicts():
         shares[row[TRUE_PENALTIES] < row["single-cluster"]].append(f"{100 * row['wrong share']:g}%")
-    words = {True: "closer to the truth than a single cluster", False: "not closer"}
-    return ", ".join(f"{words[closer]} with {', '.join(at)} of the clients in a random cluster"
-                     for closer, at in shares.items() if at)  # fmt: skip
+    if not (shares[True] and shares[False]):
+        return (
+            f"{'' if shares[True] else 'not '}closer to the truth than a single cluster at all shares of random clusters tried"
+        )
+    closer, others = (", ".join(shares[kind]) for kind in (True, False))
+    return (
+        f"closer to the truth than a single cluster if {closer} of the clients are in a random cluster, but not if {others} are"
+    )
