@@ -13,6 +13,7 @@ from covey.problem.reading import read_rows
 from covey.report import plots
 from covey.report.plots import shrinkage_figure
 from covey.report.tables import coefficient_table, comparison_table, shrinkage_table
+from covey.reproduce.communication import exchanges_to_gap
 from covey.reproduce.radon import fit_all, typical_clients
 
 
@@ -84,8 +85,8 @@ def test_the_race_names_the_solvers_that_reach_the_gap_and_those_that_do_not(tmp
     }
     reached = {"newton": 5, "al2sgd_plus": 4000, "one_coin": None}
     title = "Exchanges of a client to a gap of 1e-06: newton 5, al2sgd_plus 4,000; not reached by one_coin"
-    assert plots.race_title(reached, 1e-6) == title
-    assert plots.race_title({"l2gd": None}, 1e-6) == "Exchanges of a client to a gap of 1e-06: not reached by l2gd"
+    assert exchanges_to_gap(reached, 1e-6) == title
+    assert exchanges_to_gap({"l2gd": None}, 1e-6) == "Exchanges of a client to a gap of 1e-06: not reached by l2gd"
     path = plots.race_figure(histories, tmp_path / "race.png", accuracy=1e-6)
     assert plt.imread(path).shape[1] > 1000
 

@@ -413,12 +413,3 @@ def test_tables_that_share_no_zip_are_refused():
             pl.DataFrame({"id": [1], "date": ["2024-01-01"], "zip": ["02139"]}),
             pl.DataFrame({"zip": [], "cluster": []}, schema={"zip": pl.String, "cluster": pl.String}),
         )
-
-
-def test_frames_of_any_library_and_nothing_else():
-    pandas = [frame.to_pandas() for frame in (pl.DataFrame({"id": [1] * 5, "date": ["2024-02-01"] * 5}),)]
-    gifts = pl.DataFrame({"id": [1], "date": ["2024-01-01"], "zip": ["02139"]})
-    zips = pl.DataFrame({"zip": ["02139"], "cluster": ["middle"]})
-    assert solicitations(pandas[0], gifts.to_pandas(), zips.to_arrow(), at_least=1).rows.height == 1
-    with pytest.raises(DataError, match=r"gifts table must be a data frame .* got str"):
-        solicitations(pandas[0], "gifts.csv", zips)

@@ -13,8 +13,8 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
 from covey.errors import counted
-from covey.report.plots import GAP_LABEL, STYLES, plot_gap, race_title, save_figure
-from covey.reproduce.communication import TARGET
+from covey.report.plots import GAP_LABEL, STYLES, plot_gap, save_figure
+from covey.reproduce.communication import TARGET, exchanges_to_gap
 from covey.reproduce.donors import change_along_lam
 from covey.reproduce.limits import JAMES_STEIN_DESIGNS
 from covey.reproduce.robustness import CHOSEN_PENALTIES, where_closer
@@ -129,7 +129,7 @@ def _race(study: Study) -> tuple[Figure, str]:
     handles = panels[0].get_legend_handles_labels()
     figure.legend(*handles, loc="outside lower center", ncols=4, title="measured (means over a twelfth of a decade)")
     exchanges = dict(study.table("race").select("solver", f"exchanges to {TARGET:g}").iter_rows())
-    return figure, race_title(exchanges, TARGET)
+    return figure, exchanges_to_gap(exchanges, TARGET)
 
 
 def _smoothed(x: Any, gap: Any) -> tuple[Any, Any]:

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 from covey._typing import Floats
 from covey.model.model import Model
+from covey.reproduce.communication import exchanges_to_gap
 from covey.solvers.registry import names
 
 _ALONE, _OWN, _CLUSTER = "#b0b0b0", "#1f6fb4", "#d1495b"
@@ -105,14 +106,6 @@ def plot_gap(panel: Any, solver: str, x: Floats, gap: Floats) -> str:
     return str(style["color"])
 
 
-def race_title(exchanges: Mapping[str, float | None], accuracy: float) -> str:
-    """The number of exchanges with which each solver reaches a gap; None if it does not."""
-    reached = [f"{name} {count:,.0f}" for name, count in exchanges.items() if count is not None]
-    missed = [name for name, count in exchanges.items() if count is None]
-    parts = [", ".join(reached)] * bool(reached) + [f"not reached by {', '.join(missed)}"] * bool(missed)
-    return f"Exchanges of a client to a gap of {accuracy:g}: {'; '.join(parts)}"
-
-
 def race_figure(histories: Mapping[str, pl.DataFrame], path: Path, *, accuracy: float) -> Path:
     """Plot the measured gap of each solver against its exchanges and save the figure.
 
@@ -136,7 +129,7 @@ def race_figure(histories: Mapping[str, pl.DataFrame], path: Path, *, accuracy: 
         panel.set_xlabel("exchanges of a client, plus one (log scale)")
         panel.set_ylabel(GAP_LABEL)
         figure.legend(loc="outside lower center", ncols=len(histories))
-        return figure, race_title(exchanges, accuracy)
+        return figure, exchanges_to_gap(exchanges, accuracy)
 
     save_figure(draw, path)
     return path

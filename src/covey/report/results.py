@@ -32,14 +32,12 @@ the paper's number, their difference and a verdict.
 
 def check_folder(folder: Path) -> None:
     """Raise an error if results cannot be written to a folder, or would replace a file that covey did not write."""
-    if folder.exists() and not folder.is_dir():
-        raise DataError(f"{str(folder)!r} is a file; give a folder for the results with --out.")
+    for path in (folder, *(folder / name for name in ORDER)):
+        if path.exists() and not path.is_dir():
+            raise DataError(f"{str(path)!r} is a file, but results need a folder there; move it or change --out.")
     page = folder / "README.md"
     if page.exists() and not (page.is_file() and page.read_bytes().startswith(_HEAD.splitlines()[0].encode())):
         raise DataError(f"{str(page)!r} was not written by covey and would be replaced; give another folder with --out.")
-    for name in ORDER:
-        if (folder / name).exists() and not (folder / name).is_dir():
-            raise DataError(f"{str(folder / name)!r} is a file, but results need a folder there; move it or change --out.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):

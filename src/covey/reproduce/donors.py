@@ -19,16 +19,7 @@ from covey.losses import Bernoulli, loss_of
 from covey.objective.objective import Penalty
 from covey.reproduce import paper
 from covey.reproduce.mailings import Mailing
-from covey.reproduce.study import (
-    Claim,
-    Say,
-    Study,
-    Table,
-    generator,
-    integer_seed,
-    no_convergence_warnings,
-    silent,
-)
+from covey.reproduce.study import Claim, Say, Study, Table, generator, integer_seed, no_convergence_warnings, silent
 from covey.solvers import minimise
 from covey.solvers.first_order.loop import Watch
 from covey.tables.rows import GroupedData

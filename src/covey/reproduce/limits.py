@@ -169,18 +169,16 @@ def _errors(design: str, d: int, rng: np.random.Generator) -> Floats:
     """Squared errors of one draw: ``(sizes of wbar*, clients or global model, without or with James-Stein)``."""
     direction = rng.standard_normal(d)
     direction /= np.linalg.norm(direction)
-    if design == "one cluster":
-        theta = rng.standard_normal((10, d))
-        X, client, cluster = np.tile(np.eye(d), (10, 1)), np.repeat(np.arange(10), d), np.zeros(10 * d, dtype=int)
-        y, lam = theta.ravel() + rng.standard_normal(10 * d), np.inf
-    elif design == "unequal columns":
-        theta, direction = rng.standard_normal((3, d)), np.eye(d)[0]
-        scale = np.sqrt(np.append(0.3, np.full(d - 1, 100.0)))
-        X, client, cluster = np.tile(np.diag(scale), (3, 1)), np.repeat(np.arange(3), d), np.zeros(3 * d, dtype=int)
-        y, lam = (theta * scale).ravel() + rng.standard_normal(3 * d), np.inf
-    else:
+    if design == "five clusters":
         drawn = simulate(clusters=5, clients=4, rows=10, d=d, seed=rng)
         X, y, theta, client, cluster, lam = drawn.X, drawn.y, drawn.theta, drawn.client, drawn.cluster, 1.0
+    else:
+        n, scale = 10, np.ones(d)
+        if design == "unequal columns":
+            n, scale, direction = 3, np.sqrt(np.append(0.3, np.full(d - 1, 100.0))), np.eye(d)[0]
+        theta = rng.standard_normal((n, d))
+        X, client, cluster = np.tile(np.diag(scale), (n, 1)), np.repeat(np.arange(n), d), np.zeros(n * d, dtype=int)
+        y, lam = (theta * scale).ravel() + rng.standard_normal(n * d), np.inf
     errors = np.empty((len(SIZES), 2, 2))
     for s, size in enumerate(SIZES):
         wbar = size * direction

@@ -1,4 +1,4 @@
-"""The demonstration: home radon by county in state."""
+"""The fits of ``covey demo``: home radon by county and state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from covey.tables.rows import GroupedData
 
 
 def fit_all(data: GroupedData, problem: Problem) -> tuple[Model, Floats]:
-    """The model on all rows, and each client's estimate alone: NaN where its rows do not determine every term."""
+    """The model of all rows, and the local estimate ``(n, d)`` of each client: NaN if its rows do not determine every term."""
     model = fit(InMemory.of(data, problem.loss), problem)
     local = locally_trained(data, problem.loss).theta
     determined = problem.loss.strong_convexity(data) > 0
@@ -22,7 +22,7 @@ def fit_all(data: GroupedData, problem: Problem) -> tuple[Model, Floats]:
 
 
 def typical_clients(model: Model, local: Floats, count: int = 8) -> list[int]:
-    """Clients from the smallest to the largest, among those with an estimate of their own."""
-    known = np.flatnonzero(np.isfinite(local).all(axis=1))
-    by_size = known[np.argsort(model.rows[known], kind="stable")]
+    """Clients from the smallest to the largest, among those with a local estimate."""
+    determined = np.flatnonzero(np.isfinite(local).all(axis=1))
+    by_size = determined[np.argsort(model.rows[determined], kind="stable")]
     return [int(i) for i in by_size[np.linspace(0, len(by_size) - 1, count).round().astype(int)]]

@@ -21,17 +21,7 @@ from covey.losses import Gaussian
 from covey.nodes.network import InMemory
 from covey.objective.objective import Penalty
 from covey.reproduce import paper
-from covey.reproduce.study import (
-    Claim,
-    Say,
-    Study,
-    Table,
-    generator,
-    integer_seed,
-    no_convergence_warnings,
-    silent,
-    tracked,
-)
+from covey.reproduce.study import Claim, Say, Study, Table, generator, integer_seed, no_convergence_warnings, silent, tracked
 from covey.solvers import minimise, sweep
 from covey.tables.rows import GroupedData
 

@@ -18,9 +18,7 @@ ZIPs with fewer than ``at_least`` appeals. ``Solicitations.counts`` has the numb
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import narwhals as nw
 import numpy as np
 import polars as pl
 
@@ -79,17 +77,17 @@ class Solicitations:
         return [f"{_LABELS[name].format(at_least=self.at_least)}: {count:,}." for name, count in self.counts.items() if count]
 
 
-def solicitations(appeals: Any, gifts: Any, zips: Any, *, at_least: int = 5) -> Solicitations:
+def solicitations(appeals: pl.DataFrame, gifts: pl.DataFrame, zips: pl.DataFrame, *, at_least: int = 5) -> Solicitations:
     """Make one row for each appeal; the module docstring defines the columns.
 
-    Frames may be of pandas, polars or pyarrow. Dates are dates, datetimes or ISO text; ids and ZIPs are text or whole numbers.
-    ZIPs are compared as text: short ones get leading zeros up to five digits, and ZIP+4 (``60637-1234``) is cut to five.
+    Dates are dates, datetimes or ISO text; ids and ZIPs are text or whole numbers. ZIPs are compared as text: short ones get
+    leading zeros up to five digits, and ZIP+4 (``60637-1234``) is cut to five.
 
     Parameters
     ----------
-    appeals : data frame with columns ``id``, ``date``
-    gifts : data frame with columns ``id``, ``date``, ``zip``
-    zips : data frame with columns ``zip``, ``cluster``
+    appeals : columns ``id``, ``date``
+    gifts : columns ``id``, ``date``, ``zip``
+    zips : columns ``zip``, ``cluster``
     at_least : ZIPs with fewer appeals are left out
 
     Returns
@@ -106,7 +104,6 @@ def solicitations(appeals: Any, gifts: Any, zips: Any, *, at_least: int = 5) -> 
     """
     if isinstance(at_least, bool) or not isinstance(at_least, int | np.integer) or at_least < 1:
         raise DataError(f"The 'at_least' parameter must be a whole number >= 1. Got {at_least!r} instead.")
-    appeals, gifts, zips = (_as_polars(table, name) for table, name in ((appeals, "appeals"), (gifts, "gifts"), (zips, "zips")))
     cluster_of = _clusters(zips)
     asked, given = _table(appeals, "appeals"), _table(gifts, "gifts").with_columns(_zip(gifts, "gifts"))
     counts = {"appeals": asked.height, "gifts": given.height}
@@ -117,7 +114,8 @@ def solicitations(appeals: Any, gifts: Any, zips: Any, *, at_least: int = 5) -> 
     counts["appeals_same_day"] = counts["appeals"] - asked.height
     given = _history(given)
     answered = _answered(given, asked)
-    counts_of_gifts = _count_unanswering(given, asked, answered)
+    idle = given.filter(answered.is_null())
+    history = idle.join(asked, on="donor", how="semi").height
     success = np.zeros(asked.height, dtype=np.int8)
     success[answered.drop_nulls().to_numpy()] = 1
     rows = _last_gift_before(asked.with_columns(success=pl.Series(success)), given)
@@ -129,7 +127,7 @@ def solicitations(appeals: Any, gifts: Any, zips: Any, *, at_least: int = 5) -> 
     rows = rows.filter(~without)
     counts["appeals_without_zip"] = rows["zip"].null_count()
     rows = rows.drop_nulls("zip")
-    counts |= counts_of_gifts
+    counts |= {"gifts_before_first_appeal": history, "gifts_never_appealed": idle.height - history}
     if rows.is_empty():
         raise DataError(
             f"None of the {counts['appeals']} appeals comes after a gift of the same donor with a known ZIP; check that the "
@@ -158,23 +156,9 @@ def solicitations(appeals: Any, gifts: Any, zips: Any, *, at_least: int = 5) -> 
     counts |= {"unknown_zips": unknown.height, "unknown_zip_appeals": int(unknown["len"].sum())}
     counts |= {"rows": rows.height, "zips": kept.height, "clusters": kept["cluster"].n_unique()}
     counts["successes"] = int(rows["success"].sum())
-    rows = rows.select(
-        "zip",
-        places["cluster"].gather(rows["place"]),
-        donors.gather(rows["donor"]),
-        pl.col("day").alias("date"),
-        "success",
-        "recency",
-        "frequency",
-    )
+    gathered = (places["cluster"].gather(rows["place"]), donors.gather(rows["donor"]))
+    rows = rows.select("zip", *gathered, pl.col("day").alias("date"), "success", "recency", "frequency")
     return Solicitations(rows, counts, at_least)
-
-
-def _as_polars(table: Any, name: str) -> pl.DataFrame:
-    frame = nw.from_native(table, eager_only=True, pass_through=True)
-    if not isinstance(frame, nw.DataFrame):
-        raise DataError(f"The {name} table must be a data frame (pandas, polars, pyarrow); got {type(table).__name__}.")
-    return frame.to_polars()
 
 
 def _number_donors(*tables: pl.DataFrame) -> tuple[pl.Series, list[pl.DataFrame]]:
@@ -211,22 +195,15 @@ def _answered(given: pl.DataFrame, asked: pl.DataFrame) -> pl.Series:
     return latest.select(pl.when(pl.col("asked") == pl.col("donor")).then("appeal").alias("appeal")).to_series()
 
 
-def _count_unanswering(given: pl.DataFrame, asked: pl.DataFrame, answered: pl.Series) -> dict[str, int]:
-    idle = given.filter(answered.is_null())
-    history = idle.join(asked, on="donor", how="semi").height
-    return {"gifts_before_first_appeal": history, "gifts_never_appealed": idle.height - history}
-
-
 def _last_gift_before(asked: pl.DataFrame, given: pl.DataFrame) -> pl.DataFrame:
     """The appeals with ``zip``, ``recency`` and ``frequency`` from the donor's last gift before that day, or null."""
     last = given.filter((pl.col("key") != pl.col("key").shift(-1)).fill_null(True))  # the last gift of each day
     last = last.select("zip", "frequency", before="key", giver="donor", gift_day="day")
     rows = asked.with_columns(before=pl.col("key") - 1).drop("key").join_asof(last, on="before", strategy="backward")
-    own = pl.when(pl.col("giver") == pl.col("donor"))
-    recency = (pl.col("day") - pl.col("gift_day")).dt.total_days()
-    return rows.select(
-        "donor", "day", "success", zip=own.then("zip"), recency=own.then(recency), frequency=own.then("frequency")
-    )
+    rows = rows.with_columns(recency=(pl.col("day") - pl.col("gift_day")).dt.total_days())
+    same_donor = pl.when(pl.col("giver") == pl.col("donor"))
+    known = (same_donor.then(name).alias(name) for name in ("zip", "recency", "frequency"))
+    return rows.select("donor", "day", "success", *known)
 
 
 def _places(rows: pl.DataFrame, cluster_of: pl.DataFrame) -> pl.DataFrame:
@@ -282,12 +259,9 @@ def _zip(frame: pl.DataFrame, name: str) -> pl.Series:
 
     Spreadsheets drop leading zeros and append ``.0``; both are corrected.
     """
-    zips = frame["zip"]
-    if zips.dtype.is_integer():
-        zips = zips.cast(pl.String)
-        frame = frame.with_columns(zips)
-    if not (zips.dtype in _TEXT or zips.dtype == pl.Null):
-        raise DataError(f"The 'zip' column of the {name} table holds {zips.dtype}; cast it to text or whole numbers.")
+    kind = frame["zip"].dtype
+    if not (kind in (*_TEXT, pl.Null) or kind.is_integer()):
+        raise DataError(f"The 'zip' column of the {name} table holds {kind}; cast it to text or whole numbers.")
     zip_ = pl.col("zip").cast(pl.String).str.strip_chars().str.replace(r"^(\d{1,9})\.0$", "$1")
     zip_ = pl.when(zip_.str.contains(r"^\d{1,5}$")).then(zip_.str.zfill(5)).otherwise(zip_)
     cut = pl.when(zip_.str.contains(_ZIP_PLUS_FOUR)).then(zip_.str.slice(0, 5)).when(zip_ != "").then(zip_)
