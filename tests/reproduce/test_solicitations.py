@@ -71,7 +71,7 @@ def test_a_gift_on_the_day_of_the_appeal_is_not_before_it():
     assert counts["appeals_never_gave"] == 0
 
 
-def test_appeals_without_history_are_left_out_and_told_apart():
+def test_appeals_without_history_are_left_out_and_counted_by_reason():
     rows, counts = drawn([(1, 0), (2, 0), (2, 5), (3, 0)], [(1, -1, "60637"), (3, 7, "60637")])
     assert [row[1] for row in rows] == [1]
     assert counts["appeals_never_gave"] == 2

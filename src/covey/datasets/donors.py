@@ -79,18 +79,6 @@ class _Donors:
         return _Donors(**{name: values[chosen] for name, values in vars(self).items()})
 
 
-@dataclass(frozen=True)
-class _Wave:
-    """The donors mailed on one day, the probability that each one gives, and the gifts."""
-
-    day: int
-    mailed: Ints
-    chance: Floats
-    givers: Ints
-    gift_days: Ints
-    gift_places: Ints
-
-
 def simulate_donors(
     *,
     zips: int = 29_490,
@@ -132,12 +120,11 @@ def simulate_donors(
     days = np.cumsum(rng.integers(*_GAP, size=_WAVES)) - _GAP[0]
     donors = _draw_donors(rng, counts, zips, days)
     theta[:, 0] += _calibrate(rng, donors, theta, days, success)
-    early = _early_gifts(rng, donors)
-    asked, given = [], [early]
+    asked, given = [], [_early_gifts(rng, donors)]
     ids = 1 + rng.permutation(len(donors.appeals))  # otherwise donors of one ZIP would have adjacent ids
-    for wave in _mail(rng, donors, theta, days):
-        asked.append((wave.mailed, np.full(len(wave.mailed), wave.day)))
-        given.append((wave.givers, wave.gift_days, wave.gift_places))
+    for _, appeals_sent, gifts_received in _mail(rng, donors, theta, days):
+        asked.append(appeals_sent)
+        given.append(gifts_received)
     place = np.concatenate([places for *_, places in given])
     cluster = pl.Series("cluster", BRACKETS).gather(bracket)
     truth = pl.DataFrame([names, cluster]).hstack(pl.DataFrame(theta, ["intercept", "log_recency", "log_frequency"]))
@@ -203,7 +190,7 @@ def _draw_donors(rng: np.random.Generator, counts: Ints, zips: int, days: Ints) 
     return _Donors(appeals, enters, last, gifts, place, moves, home)
 
 
-def _early_gifts(rng: np.random.Generator, donors: _Donors) -> tuple[Ints, Ints, Ints]:
+def _early_gifts(rng: np.random.Generator, donors: _Donors) -> tuple[Ints, ...]:
     """Donor, day and ZIP of the gifts before the donor's first wave: ``gifts`` of each donor, the latest on ``last``."""
     who = np.repeat(np.arange(len(donors.gifts)), donors.gifts)
     latest = np.cumsum(donors.gifts) - 1
@@ -214,8 +201,13 @@ def _early_gifts(rng: np.random.Generator, donors: _Donors) -> tuple[Ints, Ints,
     return who, donors.last[who] - ago, donors.place[who]
 
 
-def _mail(rng: np.random.Generator, donors: _Donors, theta: Floats, days: Ints) -> Iterator[_Wave]:
-    """Simulate the waves one after the other; the gifts of a wave change the covariates of the next."""
+def _mail(
+    rng: np.random.Generator, donors: _Donors, theta: Floats, days: Ints
+) -> Iterator[tuple[Floats, tuple[Ints, ...], tuple[Ints, ...]]]:
+    """Simulate the waves one after the other; the gifts of a wave change the covariates of the next.
+
+    Each wave gives the probabilities of a gift; donor and day of the appeals; and donor, day and ZIP of the gifts.
+    """
     now = replace(donors, last=donors.last.copy(), gifts=donors.gifts.copy(), place=donors.place.copy())
     to_come = donors.appeals.copy()
     answer = loss_of("bernoulli")
@@ -233,7 +225,7 @@ def _mail(rng: np.random.Generator, donors: _Donors, theta: Floats, days: Ints) 
         now.last[givers] = gift_days
         now.gifts[givers] += 1
         now.place[givers] = gift_places
-        yield _Wave(int(day), mailed, chance, givers, gift_days, gift_places)
+        yield chance, (mailed, np.full(len(mailed), day)), (givers, gift_days, gift_places)
 
 
 def _calibrate(rng: np.random.Generator, donors: _Donors, theta: Floats, days: Ints, success: float) -> float:
@@ -247,12 +239,12 @@ def _calibrate(rng: np.random.Generator, donors: _Donors, theta: Floats, days: I
     for _ in range(18):
         middle = (low + high) / 2
         shifted = theta + np.array([middle, 0.0, 0.0])
-        chance = np.concatenate([wave.chance for wave in _mail(rng, some, shifted, days)])
+        chance = np.concatenate([chance for chance, *_ in _mail(rng, some, shifted, days)])
         low, high = (middle, high) if chance.mean() < success else (low, middle)
     return (low + high) / 2
 
 
-def _dated(ids: Ints, rows: list[tuple[Ints, Ints]]) -> pl.DataFrame:
+def _dated(ids: Ints, rows: list[tuple[Ints, ...]]) -> pl.DataFrame:
     """A table of ids and dates; days are counted from the first wave."""
     who, day = (np.concatenate(columns) for columns in zip(*rows, strict=True))
     since: Anything = np.datetime64(_FIRST_WAVE) + day.astype("timedelta64[D]")

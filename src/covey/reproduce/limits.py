@@ -40,12 +40,7 @@ def study(*, seed: int = 0, quick: bool = False, say: Say = silent) -> Study:
         settings={"designs": draws, "repeats": repeats, "dimensions": list(dimensions), "sizes": list(SIZES), "seed": seed},
         findings=findings(equal, gain),
         tables=(
-            Table(
-                "gls",
-                "Generalised least squares of Proposition 5.3 (not_gls), solved densely, against the minimiser",
-                equal,
-                digits=-2,
-            ),
+            Table("gls", "Dense generalised least squares (Proposition 5.3, not_gls) against the minimiser", equal, digits=-2),
             Table(
                 "james-stein",
                 "Mean squared error with James-Stein divided by that without, by coefficients d and |wbar*|",
@@ -114,10 +109,9 @@ def gls_table(draws: int, seed: int, say: Say) -> pl.DataFrame:
     """The largest difference between dense generalised least squares and the minimiser, over all clients and draws."""
     rows = []
     for at, name in enumerate(tracked(list(DESIGNS), "generalised least squares", say)):
-        design, sizes, unequal = DESIGNS[name]
         worst, clients = 0.0, 0
         for draw in range(draws):
-            data, penalty = _problem(generator(seed, 6, at, draw), design, sizes, unequal)
+            data, penalty = _problem(generator(seed, 6, at, draw), name)
             theta = minimise(data, Gaussian(), penalty).theta
             dense = np.array([gls(data, penalty, i) for i in range(data.n_clients)])
             worst = max(worst, float(np.abs(dense - theta).max() / np.abs(theta).max()))
@@ -126,9 +120,9 @@ def gls_table(draws: int, seed: int, say: Say) -> pl.DataFrame:
     return pl.DataFrame(rows)
 
 
-def _problem(
-    rng: np.random.Generator, design: Callable[[np.random.Generator, int, int], Floats], sizes: tuple[int, int], unequal: bool
-) -> tuple[GroupedData, Penalty]:
+def _problem(rng: np.random.Generator, name: str) -> tuple[GroupedData, Penalty]:
+    """Data and penalties drawn from one of ``DESIGNS``."""
+    design, sizes, unequal = DESIGNS[name]
     k, d = int(rng.integers(2, 5)), 4
     clients = rng.integers(2, 5, size=k)
     parent = np.repeat(np.arange(k), clients)

@@ -32,7 +32,6 @@ GRID = np.linspace(0.01, 2.0, 20)  # the paper's grid for the penalty of the sin
 
 BASELINES = ("locally-trained", "single-model", "single-cluster")
 OF_THE_PAPER = (*BASELINES, "one-coin iterate", "minimiser")
-BEYOND = ("James-Stein", "oracle wbar", "single-cluster (authors' code)")
 
 FURTHER_RUNS = 100  # to estimate the spread between runs; with five runs this estimate would be uncertain by half
 
