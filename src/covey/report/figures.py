@@ -146,8 +146,8 @@ def _settings(study: Study) -> tuple[Figure, str]:
     for name, style in zip(("iterations", "iterations, promised", "exchanges"), STYLES, strict=False):
         left.loglog(chance["multiple of the best"].to_numpy(), chance[name].to_numpy(), label=name, **style)
     left.xaxis.set_major_formatter("{x:g}")
-    left.set_xlabel("p0 and p, multiple of Corollary 4.4 (log scale)")
-    left.set_ylabel(f"iterations or exchanges to a gap of {TARGET:g} (log scale)")
+    left.set_xlabel("p0 and p, as a multiple of those of Corollary 4.4 (log scale)")
+    left.set_ylabel(f"iterations or exchanges\nto a gap of {TARGET:g} (log scale)")
     left.legend()
     labels = [name if name.startswith("tau") else f"tau = {name}" for name in tau["tau"].to_list()]
     right.bar(labels, tau["iterations"].to_numpy(), width=0.6, color=STYLES[0]["color"])
