@@ -89,7 +89,7 @@ def test_the_committed_results_are_whole_and_what_the_readme_says():
         assert (f"<!-- study: {name} -->" in page) == (name != "donors-tables")
     for link in re.findall(r"\]\(([^)]+)\)", page):
         assert (results / link).exists(), link
-    assert "quick look" not in page
+    assert "Quick run" not in page
     claims = pl.read_csv(results / "simulation" / "claims.csv")
     agree = claims.filter(pl.col("verdict").str.starts_with("agrees")).height
     said = re.search(r"In the simulation (\d+) of the paper's (\d+) numbers agree", README.read_text())

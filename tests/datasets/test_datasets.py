@@ -1,4 +1,4 @@
-"""The bundled survey against what is known of it, and simulators against the law they draw from."""
+"""The bundled survey has its known size and fit; simulated data follow the stated model."""
 
 from __future__ import annotations
 

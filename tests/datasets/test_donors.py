@@ -1,4 +1,4 @@
-"""The simulated charity keeps its promises: sizes, share of success, and a law that the pipeline's rows follow."""
+"""The simulated charity has the requested sizes and share of success, and its rows follow the stated model."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_the_global_slopes_are_found_again(rows):
     assert slopes["f"] == pytest.approx(0.4, abs=0.12)
 
 
-def test_coefficients_scatter_as_told():
+def test_coefficients_have_the_given_standard_deviation():
     spread = {}
     for zip_sd in (0.25, 0.0):
         truth = simulate_donors(zips=2000, appeals=20_000, zip_sd=zip_sd).coefficients

@@ -1,4 +1,4 @@
-"""Tables say what the numbers are; the figure has labels, a legend and every client."""
+"""Tables show the numbers of the model; figures have labels and a title that states the numbers."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from covey.problem.problem import Spec, read_rows, resolve
 from covey.report import plots
 from covey.report.plots import shrinkage_figure
 from covey.report.tables import coefficient_table, comparison_table, shrinkage_table
+from covey.reproduce.communication import exchanges_to_gap
 from covey.reproduce.radon import Shrinkage
 
 
@@ -102,15 +103,25 @@ def test_figure(homes, tmp_path):
     assert (pixels[..., :3].min(axis=2) < 0.9).mean() > 0.01
 
 
-def test_the_race_has_labels_and_a_title_that_says_who_gets_there(tmp_path):
-    told = {
+def test_the_race_names_the_solvers_that_reach_the_gap_and_those_that_do_not(tmp_path):
+    histories = {
         "newton": pl.DataFrame({"exchanges": [0, 1, 5], "gap": [1.0, 0.1, 0.0]}),
         "al2sgd_plus": pl.DataFrame({"exchanges": [0, 1000, 4000], "gap": [1.0, 1e-3, 1e-7]}),
         "one_coin": pl.DataFrame({"exchanges": [0, 10, 20], "gap": [1.0, 0.5, 0.4]}),
     }
-    assert (
-        plots._finding(told, 1e-6) == "Exchanges to a gap of 1e-06: newton 5, al2sgd_plus 4,000; not reached here by one_coin"
-    )
-    assert plots._finding({"l2gd": told["one_coin"]}, 1e-6) == "None reaches a gap of 1e-06"
-    path = plots.race_figure(told, tmp_path / "race.png", accuracy=1e-6)
+    reached = {"newton": 5, "al2sgd_plus": 4000, "one_coin": None}
+    title = "Exchanges of a client to a gap of 1e-06: newton 5, al2sgd_plus 4,000; not reached by one_coin"
+    assert exchanges_to_gap(reached, 1e-6) == title
+    assert exchanges_to_gap({"l2gd": None}, 1e-6) == "Exchanges of a client to a gap of 1e-06: not reached by l2gd"
+    path = plots.race_figure(histories, tmp_path / "race.png", accuracy=1e-6)
     assert plt.imread(path).shape[1] > 1000
+
+
+def test_the_race_says_where_it_cuts_small_gaps(monkeypatch, tmp_path):
+    drawn = []
+    monkeypatch.setattr(plots.Figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    plots.race_figure({"newton": pl.DataFrame({"exchanges": [0, 5], "gap": [1.0, 0.0]})}, tmp_path / "r.png", accuracy=1e-6)
+    (panel,) = drawn[0].axes
+    assert panel.get_lines()[0].get_ydata().min() == 1e-14
+    assert "values below 1e-14 are drawn at 1e-14" in panel.get_ylabel()
+    assert drawn[0].get_suptitle() == "Exchanges of a client to a gap of 1e-06: newton 5"

@@ -1,4 +1,4 @@
-"""Bundled data and simulators."""
+"""Bundled data and simulated data."""
 
 from __future__ import annotations
 

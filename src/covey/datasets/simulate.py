@@ -1,6 +1,6 @@
-"""Simulated hierarchies of any size, from the model the objective comes from (PAPER.md, sections 1 and 4).
+"""Simulate data from the hierarchical model of equation 5.1 (hlm) in arXiv:2204.13619, with any family of responses.
 
-w_j = wbar + N(0, cluster_sd^2 I)    theta_i = w_j + N(0, client_sd^2 I)    y | x'theta_i from the family
+w_j = wbar + N(0, cluster_sd^2 I)    theta_i = w_j + N(0, client_sd^2 I)    y given x'theta_i from the family
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from covey.tables.rows import GroupedData
 
 @dataclass(frozen=True)
 class Simulation:
-    """Rows and the truth behind them: ``theta (n, d)``, ``w (k, d)``, ``wbar (d,)``; ids count from 0."""
+    """Rows ``X (N, d)``, ``y``, ``client`` and ``cluster (N,)``, and the coefficients that generated them.
+
+    The true coefficients are ``theta (n, d)`` of clients, ``w (k, d)`` of clusters and ``wbar (d,)``. Ids count from 0.
+    """
 
     X: Floats
     y: Floats
@@ -31,11 +34,11 @@ class Simulation:
 
     @property
     def data(self) -> GroupedData:
-        """Ready for a solver."""
+        """The rows in the form that solvers take."""
         return GroupedData.from_arrays(self.X, self.y, self.client, self.cluster)
 
     def frame(self) -> pl.DataFrame:
-        """As a table with columns ``client``, ``cluster``, ``y``, ``x0``, ``x1``, ..."""
+        """The rows as a table with columns ``client``, ``cluster``, ``y``, ``x0``, ``x1``, ..."""
         columns: dict[str, Any] = {"client": self.client, "cluster": self.cluster, "y": self.y}
         return pl.DataFrame({**columns, **{f"x{a}": self.X[:, a] for a in range(self.X.shape[1])}})
 
@@ -55,25 +58,35 @@ def simulate(
     equal_rows: bool = True,
     seed: int | np.random.Generator = 0,
 ) -> Simulation:
-    """Draw a hierarchy of ``clusters`` x ``clients`` clients and their rows.
+    """Simulate ``clusters`` clusters with ``clients`` clients each.
 
     Parameters
     ----------
     family : "gaussian", "bernoulli", "poisson" or "gamma"
-    noise_sd : residual standard deviation of a Gaussian response, coefficient of variation of a gamma one
-    rows : rows of each client; with ``equal_rows=False`` their mean, at least one each
-    d : number of coefficients; ``X`` is standard normal, its first column 1 with ``intercept``
-    wbar : the global coefficients, a number or ``d`` of them
+    noise_sd : residual standard deviation of a Gaussian response; coefficient of variation of a gamma response
+    rows : rows of each client; with ``equal_rows=False`` their mean, and each client has at least one
+    d : number of coefficients
+    wbar : the global coefficients, one number or ``d`` numbers
+    cluster_sd, client_sd : standard deviation of clusters around the global model and of clients around their cluster
+    intercept : whether the first column of ``X`` is 1; the other columns are standard normal
+    equal_rows : whether all clients have the same number of rows
+    seed : a whole number or a generator
 
+    Returns
+    -------
+    Simulation
+
+    Examples
+    --------
     >>> drawn = simulate("poisson", clusters=3, clients=4, rows=5, d=2, client_sd=0.3, cluster_sd=0.3, seed=1)
     >>> drawn.X.shape, drawn.theta.shape, drawn.data.n_clusters
     ((60, 2), (12, 2), 3)
     """
     loss = loss_of(family)
     if min(clusters, clients, d) < 1 or rows < 1:
-        raise DataError("A simulation needs at least one cluster, client, row and coefficient.")
+        raise DataError(f"A simulation needs clusters, clients, rows and d >= 1; got {clusters}, {clients}, {rows:g} and {d}.")
     if min(cluster_sd, client_sd, noise_sd) < 0:
-        raise DataError("Standard deviations must be >= 0.")
+        raise DataError(f"Standard deviations must be >= 0; got {cluster_sd:g}, {client_sd:g} and {noise_sd:g}.")
     rng = np.random.default_rng(seed)
     n = clusters * clients
     centre = np.broadcast_to(np.asarray(wbar, dtype=np.float64), (d,)).copy()

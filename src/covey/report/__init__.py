@@ -1,1 +1,1 @@
-"""Tables for the terminal and figures; nothing in the core imports this."""
+"""Tables for the terminal, figures, and the pages of the studies; the core does not import this package."""

@@ -1,182 +1,139 @@
-"""The figures of the studies, each drawn from the study's own tables and saved as PNG and SVG."""
+"""The figures of the studies, drawn from their tables and saved as PNG and SVG."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from textwrap import wrap
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 import polars as pl
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
-from covey.report.plots import racer
+from covey.model.summary import counted
+from covey.report.plots import GAP_LABEL, STYLES, plot_gap, save_figure
+from covey.reproduce.communication import TARGET, exchanges_to_gap
+from covey.reproduce.donors import change_along_lam
 from covey.reproduce.limits import JAMES_STEIN_DESIGNS
-from covey.reproduce.robustness import turning_point
-from covey.reproduce.simulation import exceptions
+from covey.reproduce.robustness import CHOSEN_PENALTIES, where_closer
+from covey.reproduce.simulation import BASELINES, OF_THE_PAPER
 from covey.reproduce.study import Study
-
-# Okabe and Ito's colours, which everybody can tell apart, each with a marker and a line of its own for print in grey.
-_STYLES: list[dict[str, Any]] = [
-    {"color": "#0072b2", "marker": "o", "linestyle": "-"},
-    {"color": "#d55e00", "marker": "s", "linestyle": "--"},
-    {"color": "#009e73", "marker": "^", "linestyle": "-."},
-    {"color": "#cc79a7", "marker": "D", "linestyle": ":"},
-    {"color": "#000000", "marker": "v", "linestyle": "-"},
-    {"color": "#e69f00", "marker": "P", "linestyle": "--"},
-    {"color": "#56b4e9", "marker": "X", "linestyle": "-."},
-]
-_PRINT: Any = {
-    "font.size": 11,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "svg.hashsalt": "covey",  # else every run would name the parts of a drawing anew
-    "svg.fonttype": "none",
-}
 
 
 def draw(study: Study, folder: Path) -> list[tuple[str, str]]:
-    """All figures of a study into a folder; the file name of each without its ending, and its title."""
-    kind = "donors" if study.name.startswith("donors") else study.name
-    drawn = []
-    for name, make in _FIGURES[kind].items():
-        with mpl.rc_context(_PRINT):
-            figure, title = make(study)
-            figure.suptitle("\n".join(wrap(title, 92)), fontsize=12.5, x=0.01, ha="left")
-            figure.savefig(folder / f"{name}.png", dpi=150, metadata={"Software": None})
-            figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
-        drawn.append((name, title))
-    return drawn
+    """Draw all figures of a study into a folder; returns the name of each, without suffix, and its title."""
+    figures = _FIGURES[study.name.split("-")[0]]
+    paths = {name: (folder / f"{name}.png", folder / f"{name}.svg") for name in figures}
+    return [(name, save_figure(partial(make, study), *paths[name])) for name, make in figures.items()]
+
+
+def _panels(width: float, height: float, count: int = 1, **options: Any) -> tuple[Figure, list[Any]]:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, list(np.atleast_1d(figure.subplots(1, count, **options)))
 
 
 def _distance(study: Study) -> tuple[Figure, str]:
-    """Figure sim_mse_n, and how far each method is from the minimiser."""
+    """Figure 1 (sim_mse_n), and the distances relative to the minimiser's."""
     runs = study.table("runs")
-    figure = Figure(figsize=(11.5, 5.6), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    methods = ["locally-trained", "single-model", "single-cluster", "one-coin iterate", "minimiser"]
-    for name, style in zip(methods, _STYLES, strict=False):
-        told = _by(runs.filter(pl.col("method") == name), "rows", "average")
-        left.errorbar(*told, capsize=3, linewidth=1.5, markersize=5, label=name, **style)
-    best = runs.filter(pl.col("method") == "minimiser").select("rows", "run", least="average")
-    beside = runs.join(best, on=["rows", "run"]).with_columns(above=100 * (pl.col("average") / pl.col("least") - 1))
-    shown = ["locally-trained", "single-cluster", "one-coin iterate", "James-Stein", "oracle wbar"]
-    for name in shown:
-        style = _STYLES[[*methods, "James-Stein", "oracle wbar"].index(name)]
-        told = _by(beside.filter(pl.col("method") == name), "rows", "above")
-        right.errorbar(*told, capsize=3, linewidth=1.5, markersize=5, label=name, **style)
-    right.axhline(0, color="#000000", linewidth=0.8)
-    right.set_yscale("symlog", linthresh=1)
-    right.yaxis.set_major_formatter("{x:g}")
-    left.set_yscale("log")
-    left.set_yticks([0.3, 0.5, 1, 2, 3, 4, 6])
-    left.yaxis.set_major_formatter("{x:g}")
-    left.yaxis.set_minor_formatter("")
-    left.set_ylabel("average distance to the true coefficients (log scale)")
-    right.set_ylabel("percent farther from the truth than the minimiser\n(linear from -1 to 1, logarithmic beyond)")
-    for panel in (left, right):
+    figure, (left, right) = _panels(11.5, 5.6, 2)
+    styles = dict(zip((*OF_THE_PAPER, "James-Stein", "oracle wbar"), STYLES, strict=True))
+    optimum = runs.filter(pl.col("method") == "minimiser").select("rows", "run", least="average")
+    runs = runs.join(optimum, on=["rows", "run"]).with_columns(above=100 * (pl.col("average") / pl.col("least") - 1))
+    relative = ["locally-trained", "single-cluster", "one-coin iterate", "James-Stein", "oracle wbar"]
+    for panel, column, methods in ((left, "average", OF_THE_PAPER), (right, "above", relative)):
+        for name in methods:
+            by_rows = runs.filter(pl.col("method") == name).group_by("rows")
+            points = by_rows.agg(pl.col(column).mean().alias("mean"), pl.col(column).std().alias("sd")).sort("rows")
+            panel.errorbar(*(points[part].to_numpy() for part in ("rows", "mean", "sd")), label=name, **styles[name])
         panel.set_xscale("log")
         panel.set_xticks(sorted(runs["rows"].unique().to_list()))
-        panel.xaxis.set_major_formatter("{x:g}")
         panel.xaxis.set_minor_formatter("")
         panel.set_xlabel("rows of each client (log scale)")
-        panel.legend(frameon=False, fontsize=9.5)
-    table = study.table("distance")
-    ten = {row["method"]: row["average"] for row in table.filter(pl.col("rows") == 10).to_dicts()}
-    worse = exceptions(runs)
-    claim = "closest to the truth at every size" if not worse else f"not closest everywhere ({worse[0]})"
+        panel.legend()
+    right.axhline(0, color="#000000", linewidth=0.8)
+    right.set_yscale("symlog", linthresh=1)
+    left.set_yscale("log")
+    left.set_yticks([0.3, 0.5, 1, 2, 3, 4, 6])
+    left.yaxis.set_minor_formatter("")
+    for axis in (left.xaxis, left.yaxis, right.xaxis, right.yaxis):
+        axis.set_major_formatter("{x:g}")
+    left.set_ylabel("average distance to the true coefficients (log scale)")
+    right.set_ylabel("percent farther from the truth than the minimiser\n(linear from -1 to 1, logarithmic beyond)")
+    means = runs.group_by("rows", "method").agg(pl.col("average").mean(), pl.col("least").mean(), pl.col("above").mean())
+    lost = means.filter(pl.col("method").is_in(BASELINES), pl.col("average") <= pl.col("least")).sort("rows")["rows"].unique()
+    where = "at every size" if lost.is_empty() else f"except at {', '.join(map(str, lost.to_list()))} rows"
+    ten = dict(means.filter(pl.col("rows") == 10).select("method", "average").iter_rows())
+    gain, at = means.filter(pl.col("method") == "James-Stein").select(-pl.col("above"), "rows").sort("above").row(-1)
+    against = ", ".join(f"{ten[name]:.2f} {name}" for name in BASELINES)
+    shrunk = f"closer still by up to {gain:.1f}% (at {counted(at, 'row')})" if gain > 0 else "not closer at any size"
     title = (
-        f"The hierarchy is {claim}: {ten['minimiser']:.2f} at 10 rows a client, against "
-        f"{ten['single-cluster']:.2f} for one cluster and {ten['locally-trained']:.2f} alone (bars: sd between runs)"
+        f"The minimiser is closer to the truth than the paper's three baselines {where} (at 10 rows {ten['minimiser']:.2f}, "
+        f"against {against}). James-Stein is {shrunk}. Bars: sd between runs"
     )
     return figure, title
 
 
-def _by(frame: pl.DataFrame, x: str, y: str) -> tuple[Any, Any, Any]:
-    told = frame.group_by(x).agg(pl.col(y).mean().alias("mean"), pl.col(y).std().alias("sd")).sort(x)
-    return told[x].to_numpy(), told["mean"].to_numpy(), told["sd"].to_numpy()
-
-
 def _wrong_clusters(study: Study) -> tuple[Figure, str]:
     wrong = study.table("clusters")
-    figure = Figure(figsize=(8.5, 5.2), layout="constrained")
-    panel = figure.subplots()
-    share = 100 * wrong["wrong share"].to_numpy()
-    for name, style in zip(wrong.columns[1:], _STYLES, strict=False):
-        panel.plot(share, wrong[name].to_numpy(), linewidth=1.6, markersize=5, label=name, **style)
-    panel.set_xlabel("clients put into a cluster at random (percent)")
+    figure, (panel,) = _panels(8.5, 5.4)
+    for name, style in zip(wrong.columns[1:], STYLES, strict=False):
+        panel.plot(100 * wrong["wrong share"].to_numpy(), wrong[name].to_numpy(), label=name, **style)
+    panel.set_xlabel("clients in a random cluster (percent)")
     panel.set_ylabel("average distance to the true coefficients")
-    panel.legend(frameon=False, fontsize=10)
-    cost = 100 * float((wrong["hierarchy, penalties by CV"].to_numpy() / wrong["single-cluster"].to_numpy() - 1).max())
-    harm = "never worse than it" if cost <= 0 else f"at worst {cost:.1f}% worse"
-    return figure, f"The hierarchy is {turning_point(wrong)}; with penalties by cross-validation {harm}"
+    panel.legend()
+    cost = 100 * float((wrong[CHOSEN_PENALTIES] / wrong["single-cluster"] - 1).to_numpy().max())
+    worst = f"at most {cost:.1f}% farther than a single cluster" if cost > 0 else "closer than a single cluster at all of them"
+    return figure, f"With the true penalties the hierarchy is {where_closer(wrong)}; with cross-validated ones it is {worst}"
 
 
 def _james_stein(study: Study) -> tuple[Figure, str]:
     gain = study.table("james-stein")
-    figure = Figure(figsize=(12.5, 5.2), layout="constrained")
-    panels = figure.subplots(1, 3, sharey=True)
-    words = ("10 clients in one cluster (prop. JS)", "5 clusters of 4 clients", "3 clients, unequal columns")
-    for panel, design, name in zip(panels, JAMES_STEIN_DESIGNS, words, strict=True):
-        for d, style in zip(gain["d"].unique(maintain_order=True).to_list(), _STYLES, strict=False):
+    figure, panels = _panels(12.5, 5.2, 3, sharey=True)
+    titles = ("10 clients in one cluster (Proposition 5.4)", "5 clusters of 4 clients", "3 clients, unequal columns")
+    for panel, design, title in zip(panels, JAMES_STEIN_DESIGNS, titles, strict=True):
+        for d, style in zip(gain["d"].unique(maintain_order=True).to_list(), STYLES, strict=False):
             here = gain.filter(pl.col("design") == design, pl.col("d") == d)
             size, ratio, error = (here[name].to_numpy() for name in ("|wbar*|", "clients", "standard error"))
-            panel.errorbar(size, ratio, 2 * error, capsize=3, linewidth=1.5, markersize=5, label=f"d = {d}", **style)
+            panel.errorbar(size, ratio, 2 * error, label=f"d = {d}", **style)
         panel.axhline(1, color="#606060", linewidth=0.8)
-        panel.set_title(name, fontsize=11)
+        panel.set_title(title)
     figure.supxlabel("|wbar*|, length of the true global model, in standard deviations of a client", fontsize=11)
-    panels[0].set_ylabel("clients' mean squared error, James-Stein / plain")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=10)
-    best = gain.sort("clients").row(0, named=True)
-    worst = gain.sort("clients").row(-1, named=True)
+    panels[0].set_ylabel("clients' mean squared error,\nwith James-Stein divided by without")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center")
+    best, worst = (gain.sort("clients").row(at, named=True) for at in (0, -1))
     title = (
-        f"James-Stein lowers the clients' squared error by up to {100 * (1 - best['clients']):.0f}%, where the global model "
-        f"is near zero; at worst it raises it by {100 * (worst['clients'] - 1):.1f}% (bars: two standard errors)"
+        f"James-Stein lowers the clients' squared error by up to {100 * (1 - best['clients']):.1f}% ({best['design']}, "
+        f"d = {best['d']}, |wbar*| = {best['|wbar*|']:g}); the largest ratio is {worst['clients']:.4f} "
+        "(bars: two standard errors)"
     )
     return figure, title
 
 
 def _race(study: Study) -> tuple[Figure, str]:
     curves = study.table("curves")
-    figure = Figure(figsize=(11.5, 5.6), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    for panel, axis, words in zip(
-        panels,
-        ("exchanges", "bytes"),
-        ("exchanges of a client (log scale)", "bytes of the whole network (log scale)"),
-        strict=True,
-    ):
-        for name, style in zip(curves["solver"].unique(maintain_order=True).to_list(), _STYLES, strict=False):
+    figure, panels = _panels(11.5, 5.8, 2, sharey=True)
+    axes = (("exchanges", "exchanges of a client (log scale)", 0.7), ("bytes", "bytes of the whole network (log scale)", 5e3))
+    for panel, (axis, label, least) in zip(panels, axes, strict=True):
+        for name in curves["solver"].unique(maintain_order=True).to_list():
             here = curves.filter(pl.col("solver") == name, pl.col("gap") < 100, pl.col(axis) > 0)
-            color = racer(name)[0]  # as in the figure of a plan
-            told, theory = here.filter(pl.col("kind") == "measured"), here.filter(pl.col("kind") == "promised")
-            line = "-" if name in ("sweep", "newton") else style["linestyle"] if style["linestyle"] != ":" else (0, (5, 1))
-            x, gap = _smoothed(told[axis].to_numpy(), told["gap"].to_numpy())
-            panel.plot(
-                x, np.maximum(gap, 1e-12), color=color, marker=style["marker"], markersize=4,
-                markevery=1 if name in ("sweep", "newton") else 3, linestyle=line, linewidth=1.4, label=name,
-            )  # fmt: skip
-            panel.plot(theory[axis].to_numpy(), theory["gap"].to_numpy(), color=color, linewidth=1.4, linestyle=":")
-        panel.set_xscale("log")
-        panel.set_yscale("log")
-        panel.set_ylim(3e-13, 30)
-        panel.set_xlim(left=0.7 if axis == "exchanges" else 5e3)
-        panel.set_xlabel(words)
-    panels[0].set_ylabel("objective above its minimum, share of that at zero")
-    panels[0].plot([], [], color="#606060", linestyle=":", label="promised, same colour")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=7, frameon=False, fontsize=10)
-    rows = {row["solver"]: row["exchanges to 1e-06"] for row in study.table("race").to_dicts()}
-    reached = ", ".join(f"{name} {count:,.0f}" for name, count in rows.items() if count is not None)
-    missed = ", ".join(name for name, count in rows.items() if count is None)
-    return figure, f"Exchanges to a gap of 1e-6: {reached}" + (f"; not reached by {missed}" if missed else "")
+            measured, bound = (here.filter(pl.col("kind") == kind) for kind in ("measured", "promised"))
+            colour = plot_gap(panel, name, *_smoothed(measured[axis].to_numpy(), measured["gap"].to_numpy()))
+            panel.plot(bound[axis].to_numpy(), bound["gap"].to_numpy(), color=colour, linestyle=":")
+        panel.set_ylim(5e-15, 30)
+        panel.set_xlim(left=least)
+        panel.set_xlabel(label)
+    panels[0].set_ylabel(GAP_LABEL)
+    panels[0].plot([], [], color="#606060", linestyle=":", label="bound of the theorem, in the solver's colour")
+    handles = panels[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=4, title="measured (means over a twelfth of a decade)")
+    exchanges = dict(study.table("race").select("solver", f"exchanges to {TARGET:g}").iter_rows())
+    return figure, exchanges_to_gap(exchanges, TARGET)
 
 
 def _smoothed(x: Any, gap: Any) -> tuple[Any, Any]:
-    """Means over a twelfth of a decade: a run by coins jumps at each exchange, and the theorems speak of its mean."""
+    """Means over a twelfth of a decade, because the theorems bound the mean of a randomised run, which jumps."""
     bins = np.floor(12 * np.log10(x)).astype(int)
     starts = np.flatnonzero(np.diff(bins, prepend=bins[0] - 1))
     counts = np.diff(np.append(starts, len(x)))
@@ -185,80 +142,67 @@ def _smoothed(x: Any, gap: Any) -> tuple[Any, Any]:
 
 def _settings(study: Study) -> tuple[Figure, str]:
     chance, tau = study.table("chance"), study.table("tau")
-    figure = Figure(figsize=(11.5, 5.0), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-    multiple = chance["multiple of the best"].to_numpy()
-    for name, style in zip(("iterations", "iterations, promised", "exchanges"), _STYLES, strict=False):
-        left.plot(multiple, chance[name].to_numpy(), linewidth=1.6, markersize=5, label=name, **style)
-    left.set_xscale("log")
-    left.set_yscale("log")
+    figure, (left, right) = _panels(11.5, 5.0, 2, width_ratios=(3, 2))
+    for name, style in zip(("iterations", "iterations, promised", "exchanges"), STYLES, strict=False):
+        left.loglog(chance["multiple of the best"].to_numpy(), chance[name].to_numpy(), label=name, **style)
     left.xaxis.set_major_formatter("{x:g}")
-    left.set_xlabel("chance of an exchange, multiple of cor. opt_conv_rate (log scale)")
-    left.set_ylabel("number to a gap of 1e-6 (log scale)")
-    left.legend(frameon=False, fontsize=10)
-    places = np.arange(len(tau))
-    right.bar(places, tau["iterations"].to_numpy(), width=0.6, color="#0072b2")
-    right.set_xticks(places, [f"tau = {name}" if not name.startswith("tau") else name for name in tau["tau"].to_list()])
-    right.set_ylabel("iterations to a gap of 1e-6")
-    right.set_xlabel("share of the cluster term in global exchanges")
-    best = chance.sort("exchanges").row(0, named=True)["multiple of the best"]
-    counts = ", ".join(f"{count:,.0f} with tau = {name}" for name, count in tau.select("tau", "iterations").iter_rows())
-    title = f"al2sgd_plus needs fewest exchanges at {best:g} x the theorem's chances; iterations: {counts}"
-    return figure, title
+    left.set_xlabel("p0 and p, as a multiple of those of Corollary 4.4 (log scale)")
+    left.set_ylabel(f"iterations or exchanges\nto a gap of {TARGET:g} (log scale)")
+    left.legend()
+    labels = [name if name.startswith("tau") else f"tau = {name}" for name in tau["tau"].to_list()]
+    right.bar(labels, tau["iterations"].to_numpy(), width=0.6, color=STYLES[0]["color"])
+    right.set_ylabel(f"iterations to a gap of {TARGET:g}")
+    right.set_xlabel("tau, share of the cluster term\nin exchanges between clusters")
+    best = chance.sort("exchanges").row(0, named=True)
+    counts = ", ".join(f"{count:,.0f} at {label}" for label, count in zip(labels, tau["iterations"].to_list(), strict=True))
+    return figure, (
+        f"al2sgd_plus needs the fewest exchanges ({best['exchanges']:.0f}) at {best['multiple of the best']:g} times the "
+        f"probabilities of Corollary 4.4; iterations: {counts}"
+    )
 
 
 def _histograms(study: Study) -> tuple[Figure, str]:
-    """Figure cross_hist: the distribution of the clients' cross-entropy under each model."""
+    """Figure 2 (cross_hist): the distribution of the clients' cross-entropy under each model."""
     counts = study.table("histogram")
     table = {row["model"]: row for row in study.table("cross-entropy").to_dicts()}
-    figure = Figure(figsize=(11.5, 4.6), layout="constrained")
-    panels = figure.subplots(1, 3, sharey=True)
+    many = table["hierarchical"]["ZIPs"] >= 50
+    figure, panels = _panels(11.5, 4.6, 3, sharey=True)
     for panel, model in zip(panels, ("hierarchical", "locally-trained", "single-model"), strict=True):
-        values = counts[model].to_numpy()
-        panel.bar(
-            counts["from"].to_numpy(), values, width=0.05, align="edge", color="#0072b2", edgecolor="white", linewidth=0.2
-        )
-        panel.axvline(1, color="#d55e00", linewidth=1.2, linestyle="--")
-        if table[model]["ZIPs"] >= 50:
-            panel.set_yscale("log")
-        panel.set_title(f"{model}: average {table[model]['average']:.3f}", fontsize=11)
-        panel.set_ylim(bottom=0.7 if table[model]["ZIPs"] >= 50 else 0)
-        panel.text(
-            0.98, 0.95, f"{table[model]['above 1']:,} above 1", transform=panel.transAxes, ha="right", va="top", fontsize=10
-        )
-    panels[0].set_ylabel("ZIP codes" + (" (log scale)" if table["hierarchical"]["ZIPs"] >= 50 else ""))
-    figure.supxlabel("cross-entropy of a ZIP code on held-out rows, in nats a row (last bar: 3 and more)", fontsize=11)
-    ours, single, alone = (table[name] for name in ("hierarchical", "single-model", "locally-trained"))
-    title = (
-        f"Of {alone['ZIPs']:,} ZIP codes {alone['above 1']:,} have a cross-entropy above 1 when trained alone, "
-        f"{single['above 1']:,} under a single model, {ours['above 1']:,} under the hierarchy"
+        left, height = counts["from"].to_numpy(), counts[model].to_numpy()
+        panel.bar(left, height, width=0.05, align="edge", color=STYLES[0]["color"], edgecolor="white", linewidth=0.2)
+        panel.axvline(1, color=STYLES[1]["color"], linewidth=1.2, linestyle="--")
+        panel.set_yscale("log" if many else "linear")
+        panel.set_ylim(bottom=0.7 if many else 0)
+        panel.set_title(f"{model}: average {table[model]['average']:.3f}")
+        panel.text(0.98, 0.95, f"{table[model]['above 1']:,} above 1", transform=panel.transAxes, ha="right", va="top")
+    panels[0].set_ylabel("number of ZIP codes" + (" (log scale)" if many else ""))
+    figure.supxlabel("cross-entropy of a ZIP code on held-out rows, in nats per row (last bar: 3 and more)", fontsize=11)
+    ours, single, alone = (table[name]["above 1"] for name in ("hierarchical", "single-model", "locally-trained"))
+    return figure, (
+        f"Of {table['hierarchical']['ZIPs']:,} ZIP codes, {alone:,} have a cross-entropy above 1 if trained alone, {single:,} "
+        f"under a single model and {ours:,} under the hierarchy"
     )
-    return figure, title
 
 
 def _penalties(study: Study) -> tuple[Figure, str]:
-    """The cross-validated score over the grid."""
+    """The cross-validated score on the grid of penalties."""
     grid = study.table("penalties")
-    gammas = grid["gamma"].to_numpy()
+    gammas, scores = grid["gamma"].to_numpy(), grid.drop("gamma").to_numpy()
     lams = np.array([float(name.removeprefix("lam=")) for name in grid.columns[1:]])
-    scores = grid.select(grid.columns[1:]).to_numpy()
-    figure = Figure(figsize=(8.5, 5.6), layout="constrained")
-    panel = figure.subplots()
+    figure, (panel,) = _panels(8.5, 5.6)
     drawn = panel.pcolormesh(lams, gammas, scores, shading="nearest", cmap="viridis_r", norm=PowerNorm(0.5), rasterized=True)
     i, j = np.unravel_index(scores.argmin(), scores.shape)
     panel.plot(lams[j], gammas[i], marker="*", markersize=15, color="white", markeredgecolor="black", clip_on=False)
     panel.set_xscale("log")
     panel.set_yscale("log")
-    panel.set_xlabel("lam, pull of clusters to the global model (log scale)")
-    panel.set_ylabel("gamma, pull of ZIP codes to their cluster (log scale)")
-    figure.colorbar(drawn, label="cross-validated mean client cross-entropy")
-    across, whole = float(np.ptp(scores[i])), float(np.ptp(scores))
-    along = (
-        "lam hardly matters"
-        if across < 0.01 * whole
-        else f"along lam the score moves by {100 * across / whole:.0f}% of its range"
+    panel.set_xlabel("lam, penalty on the distance of clusters to the global model (log scale)")
+    panel.set_ylabel("gamma, penalty on the distance\nof ZIP codes to their cluster (log scale)")
+    figure.colorbar(drawn, label="cross-validated mean client cross-entropy (nats per row)")
+    along = change_along_lam(scores)
+    return (
+        figure,
+        f"Cross-validation chooses gamma = {gammas[i]:.3g} and lam = {lams[j]:.3g} (star); along lam the score {along}",
     )
-    return figure, f"Cross-validation takes gamma = {gammas[i]:.3g}, lam = {lams[j]:.3g} (star); {along}"
 
 
 _FIGURES: dict[str, dict[str, Callable[[Study], tuple[Figure, str]]]] = {

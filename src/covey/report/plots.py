@@ -1,8 +1,8 @@
-"""Figures of a model and of a plan; those of the studies are in ``figures``."""
+"""Figures of a model and of a plan, and the style of all figures; :mod:`.figures` draws the figures of the studies."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -12,8 +12,10 @@ import numpy as np
 import polars as pl
 from matplotlib.figure import Figure
 
+from covey._typing import Floats
+from covey.reproduce.communication import exchanges_to_gap
 from covey.reproduce.radon import Shrinkage
-from covey.solvers.registry import direct, names
+from covey.solvers.registry import names
 
 _ALONE, _OWN, _CLUSTER = "#b0b0b0", "#1f6fb4", "#d1495b"
 
@@ -27,13 +29,13 @@ def shrinkage_figure(found: Shrinkage, path: Path, *, title: str, clients: str, 
     cluster, k = spec.cluster or "cluster", tree.n_clusters
     columns = min(3, k)
     lines = -(-k // columns)
-    with mpl.rc_context({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}):
+
+    def draw() -> tuple[Figure, str]:
         figure = Figure(figsize=(3.7 * columns, 2.5 * lines + 1.3), layout="constrained")
         panels = np.atleast_1d(np.array(figure.subplots(lines, columns, sharex=True, sharey=True))).ravel()
-        for j, panel in enumerate(panels):
-            if j >= k:
-                panel.set_visible(False)
-                continue
+        for panel in panels[k:]:
+            panel.set_visible(False)
+        for j, panel in enumerate(panels[:k]):
             units = slice(tree.cluster_ptr[j], tree.cluster_ptr[j + 1])
             counts = found.model.rows[units]
             alone, own = (values[units] - found.cluster[units] for values in (found.alone, found.personalised))
@@ -44,62 +46,92 @@ def shrinkage_figure(found: Shrinkage, path: Path, *, title: str, clients: str, 
             panel.scatter(counts, own, s=14, color=_OWN, zorder=3, label="personalised")
             panel.set_xscale("log")
             panel.xaxis.set_major_formatter("{x:g}")
-            panel.set_title(f"{tree.cluster_ids[j]}: {len(counts)} {clients}", fontsize=11, loc="left")
+            panel.set_title(f"{tree.cluster_ids[j]}: {len(counts)} {clients}", loc="left")
             if j + columns >= k:
-                panel.set_xlabel(f"{rows} (log scale)", fontsize=11)
-        handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=11)
-        figure.suptitle(title, fontsize=13, x=0.01, ha="left")
+                panel.set_xlabel(f"{rows} (log scale)")
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
         figure.supylabel(f"mean minus that of the {cluster}'s model ({unit})", fontsize=11)
-        figure.savefig(path, dpi=150)
+        return figure, title
+
+    save_figure(draw, path)
     return path
 
 
-_COLOURS = ("#1f6fb4", "#2a9d8f", "#8d6a9f", "#e2a03f", "#d1495b")
+# The colours of Okabe and Ito, which colour-blind readers can tell apart. Markers and lines differ too, for print in grey.
+STYLES: list[dict[str, Any]] = [
+    {"color": "#0072b2", "marker": "o", "linestyle": "-"},
+    {"color": "#d55e00", "marker": "s", "linestyle": "--"},
+    {"color": "#009e73", "marker": "^", "linestyle": "-."},
+    {"color": "#cc79a7", "marker": "D", "linestyle": (0, (5, 1))},
+    {"color": "#000000", "marker": "v", "linestyle": "-"},
+    {"color": "#e69f00", "marker": "P", "linestyle": "--"},
+    {"color": "#56b4e9", "marker": "X", "linestyle": "-."},
+]
+_SETTINGS: Any = {
+    "font.size": 11,
+    "legend.fontsize": 10,
+    "legend.frameon": False,
+    "lines.linewidth": 1.5,
+    "lines.markersize": 5,
+    "errorbar.capsize": 3,
+    "axes.titlesize": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "svg.hashsalt": "covey",  # with a random salt the same figure would give other bytes in every run
+    "svg.fonttype": "none",
+}
+_METADATA: dict[str, dict[str, None]] = {".png": {"Software": None}, ".svg": {"Date": None}}
 _SMALLEST_GAP = 1e-14
 
-
-def racer(name: str) -> tuple[str, str, str]:
-    """Colour, marker and line of a solver, by its place among them; a variant of it has a broken line."""
-    solver, *variant = name.split()
-    if solver not in names():
-        return "#606060", "", ":"
-    at = names().index(solver)
-    return _COLOURS[at % len(_COLOURS)], "os^D"[at % 4] if solver in direct() else "", "--" if variant else "-"
+GAP_LABEL = (
+    f"gap: (objective - minimum) / (same at zero)\n(log scale; values below {_SMALLEST_GAP:g} are drawn at {_SMALLEST_GAP:g})"
+)
 
 
-def race_figure(told: Mapping[str, pl.DataFrame], path: Path, *, accuracy: float) -> Path:
-    """Gap to the minimum against exchanges, measured, a line for each solver; both axes are logarithmic."""
-    with mpl.rc_context({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(8.5, 5.2), layout="constrained")
+def save_figure(draw: Callable[[], tuple[Figure, str]], *paths: Path) -> str:
+    """Draw a figure in the style that all figures share, put its title on it, save it to each path, and return the title."""
+    with mpl.rc_context(_SETTINGS):
+        figure, title = draw()
+        lines = wrap(title, int(10.2 * figure.get_figwidth()), break_on_hyphens=False)
+        figure.suptitle("\n".join(lines), fontsize=12.5, x=0.01, ha="left")
+        for path in paths:
+            figure.savefig(path, dpi=150, metadata=_METADATA.get(path.suffix))
+    return title
+
+
+def plot_gap(panel: Any, solver: str, x: Floats, gap: Floats) -> str:
+    """Plot the gap of a solver on two log scales and return the colour; a variant ("l2gd switching") has a dashed line."""
+    name, *variant = solver.split()
+    style = STYLES[names().index(name) % len(STYLES)]
+    style = {**style, "marker": "", "linestyle": (0, (2, 1))} if variant else style
+    panel.loglog(x, np.maximum(gap, _SMALLEST_GAP), markevery=max(1, len(x) // 10), label=solver, **style)
+    return str(style["color"])
+
+
+def race_figure(histories: Mapping[str, pl.DataFrame], path: Path, *, accuracy: float) -> Path:
+    """Plot the measured gap of each solver against its exchanges and save the figure.
+
+    Parameters
+    ----------
+    histories : by solver, a frame with the columns ``exchanges`` and ``gap``
+    path : a .png, .pdf or .svg file
+    accuracy : a gap that the figure marks
+    """
+
+    def draw() -> tuple[Figure, str]:
+        figure = Figure(figsize=(8.5, 5.4), layout="constrained")
         panel = figure.subplots()
-        for name, history in told.items():
-            color, marker, line = racer(name)
-            exchanges, gap = history["exchanges"].to_numpy(), history["gap"].to_numpy()
-            # A gap below rounding has no logarithm worth drawing; an exchange is counted from one to have a place on the axis.
-            kept = np.maximum(gap, _SMALLEST_GAP)
-            panel.plot(exchanges + 1, kept, color=color, marker=marker, linestyle=line, markersize=5, linewidth=1.6, label=name)
-        panel.axhline(accuracy, color="#b0b0b0", linewidth=1.0, linestyle=":", zorder=0)
-        panel.set_xscale("log")
-        panel.set_yscale("log")
+        exchanges: dict[str, Any] = {}
+        for name, history in histories.items():
+            plot_gap(panel, name, history["exchanges"].to_numpy() + 1, history["gap"].to_numpy())
+            exchanges[name] = history.filter(pl.col("gap") <= accuracy)["exchanges"].min()
+        panel.axhline(accuracy, color="#808080", linewidth=1.0, linestyle=":", zorder=0)
+        panel.text(0.5, accuracy, f"gap {accuracy:g}", transform=panel.get_yaxis_transform(), ha="center", va="bottom")
         panel.xaxis.set_major_formatter("{x:,.0f}")
-        middle = panel.get_yaxis_transform()
-        panel.text(0.5, accuracy, f"gap {accuracy:g}", transform=middle, fontsize=10, ha="center", va="bottom")
         panel.set_xlabel("exchanges of a client, plus one (log scale)")
-        panel.set_ylabel("objective above its minimum, share of that at zero")
-        figure.legend(loc="outside lower center", ncols=len(told), frameon=False, fontsize=10)
-        figure.suptitle(_finding(told, accuracy), fontsize=12.5, x=0.01, ha="left")
-        figure.savefig(path, dpi=150)
+        panel.set_ylabel(GAP_LABEL)
+        figure.legend(loc="outside lower center", ncols=len(histories))
+        return figure, exchanges_to_gap(exchanges, accuracy)
+
+    save_figure(draw, path)
     return path
-
-
-def _finding(told: Mapping[str, pl.DataFrame], accuracy: float) -> str:
-    """Who gets there, in how many exchanges."""
-    there: dict[str, Any] = {
-        name: history.filter(pl.col("gap") <= accuracy)["exchanges"].min() for name, history in told.items()
-    }
-    got = [f"{name} {count:,}" for name, count in there.items() if count is not None]
-    missed = [name for name, count in there.items() if count is None]
-    words = f"Exchanges to a gap of {accuracy:g}: {', '.join(got)}" if got else f"None reaches a gap of {accuracy:g}"
-    rest = f"; not reached here by {', '.join(missed)}" if got and missed else ""
-    return "\n".join(wrap(words + rest, 88))

@@ -1,8 +1,8 @@
-"""Rich tables: models side by side, and how far clients are shrunk."""
+"""Tables for the terminal: held-out errors of models, shrinkage of clients, and coefficients."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from rich.table import Table
@@ -13,35 +13,44 @@ from covey.model.model import Model
 from covey.reproduce.radon import Shrinkage
 
 
+def _table(title: str, text: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table whose columns are first text, aligned to the left, then numbers, aligned to the right."""
+    table = Table(title=title, title_justify="left", title_style="bold", caption_justify="left")
+    for name in text:
+        table.add_column(name)
+    for name in numbers:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
 def comparison_table(errors: Mapping[str, float], family: str, rows: int) -> Table:
-    """Held-out error of each model, the best in bold."""
+    """The held-out error of each model; the best is bold."""
     best = min(errors.values())
-    table = Table(title=f"Held-out error on {rows:,} rows", title_justify="left", title_style="bold")
-    table.add_column("model")
-    table.add_column(family_of(family).error_name, justify="right")
-    table.add_column("above the best", justify="right")
-    for name, error in errors.items():
-        style = "bold" if error == best else ""
-        above = "best" if error == best else f"+{100 * (error / best - 1):.1f}%" if best else "-"
-        table.add_row(name, f"{error:.4f}", above, style=style)
+    above = ["best" if error == best else f"+{100 * (error / best - 1):.1f}%" if best else "-" for error in errors.values()]
+    cells = [(name, f"{error:.4f}", more) for (name, error), more in zip(errors.items(), above, strict=True)]
+    numbers = (family_of(family).error_name, "above the best")
+    table = _table(f"Held-out error on {rows:,} rows", ["model"], numbers, cells)
+    for row, error in zip(table.rows, errors.values(), strict=True):
+        row.style = "bold" if error == best else ""
     return table
 
 
 def shrinkage_table(found: Shrinkage, units: Ints, title: str, caption: str) -> Table:
     """The mean of some clients: alone, by their cluster's model, personalised, and how far it has moved to the cluster."""
-    model = found.model
-    table = Table(title=title, title_justify="left", title_style="bold", caption=caption, caption_justify="left")
-    table.add_column(model.spec.client or "client")
-    for name in ("rows", "alone", model.spec.cluster or "cluster", "personalised", "moved"):
-        table.add_column(name, justify="right")
+    model, cells = found.model, []
     for i in units.tolist():
-        means = (f"{values[i]:.2f}" for values in (found.alone, found.cluster, found.personalised))
-        table.add_row(str(model.hierarchy.client_ids[i]), f"{model.rows[i]:,}", *means, f"{100 * found.moved[i]:.0f}%")
+        means = [f"{values[i]:.2f}" for values in (found.alone, found.cluster, found.personalised)]
+        cells.append([str(model.hierarchy.client_ids[i]), f"{model.rows[i]:,}", *means, f"{100 * found.moved[i]:.0f}%"])
+    numbers = ("rows", "alone", model.spec.cluster or "cluster", "personalised", "moved")
+    table = _table(title, [model.spec.client or "client"], numbers, cells)
+    table.caption = caption
     return table
 
 
 def _with_errors(model: Model, level: str, values: Floats) -> list[list[str]]:
-    """Coefficients with their standard errors in brackets, if these are known."""
+    """Coefficients as text, with their standard errors in brackets if the model has them."""
     if model.learned is None or not model.learned.knows(level):
         return [[f"{value:.4g}" for value in row] for row in values]
     errors = np.atleast_2d(model.posterior.standard_errors(level))  # type: ignore[arg-type]
@@ -50,32 +59,22 @@ def _with_errors(model: Model, level: str, values: Floats) -> list[list[str]]:
 
 
 def coefficient_table(model: Model, level: str, limit: int) -> Table:
-    """Coefficients of one level, a row for each unit and a column for each term."""
-    tree, spec = model.hierarchy, model.spec
-    table = Table(title=f"Coefficients, {level} level", title_justify="left", title_style="bold")
+    """The coefficients of one level: a row for each client or cluster, up to ``limit``, and a column for each term."""
+    tree, cluster, title = model.hierarchy, model.spec.cluster or "cluster", f"Coefficients, {level} level"
     if level == "global":
-        table.add_column("term")
-        table.add_column("estimate", justify="right")
-        for term, told in zip(model.terms, _with_errors(model, level, model.wbar[None])[0], strict=True):
-            table.add_row(term, told)
-        return table
-    values = model.w if level == "cluster" else model.theta
-    shown = _with_errors(model, level, values[:limit])
-    table.add_column(spec.cluster or "cluster")
+        estimates = _with_errors(model, level, model.wbar[None])[0]
+        return _table(title, ["term"], ["estimate"], zip(model.terms, estimates, strict=True))
+    values = (model.w if level == "cluster" else model.theta)[:limit]
+    shown = _with_errors(model, level, values)
     if level == "client":
-        table.add_column(spec.client or "client")
-        table.add_column("rows", justify="right")
+        names, size = [cluster, model.spec.client or "client"], "rows"
+        ids = [[str(tree.cluster_ids[int(tree.parent[i])]), str(tree.client_ids[i])] for i in range(len(values))]
+        sizes, total = model.rows, len(model.theta)
     else:
-        table.add_column("clients", justify="right")
-    for term in model.terms:
-        table.add_column(term, justify="right")
-    for at in range(min(limit, len(values))):
-        if level == "client":
-            ids = [str(tree.cluster_ids[int(tree.parent[at])]), str(tree.client_ids[at]), f"{model.rows[at]:,}"]
-        else:
-            ids = [str(tree.cluster_ids[at]), f"{model.clients_of_cluster[at]:,}"]
-        table.add_row(*ids, *shown[at])
-    if len(values) > limit:
-        table.caption = f"{limit} of {len(values):,}; --limit shows more"
-        table.caption_justify = "left"
+        names, size = [cluster], "clients"
+        ids = [[str(tree.cluster_ids[j])] for j in range(len(values))]
+        sizes, total = model.clients_of_cluster, len(model.w)
+    cells = [[*ids[at], f"{sizes[at]:,}", *shown[at]] for at in range(len(values))]
+    table = _table(title, names, [size, *model.terms], cells)
+    table.caption = f"{limit} of {total:,}; --limit shows more" if total > limit else None
     return table

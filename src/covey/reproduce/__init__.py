@@ -1,1 +1,1 @@
-"""The paper's studies, their tables and figures."""
+"""The studies of ``covey reproduce``: the experiments of arXiv:2204.13619, and questions that the paper leaves open."""

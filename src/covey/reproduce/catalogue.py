@@ -1,24 +1,22 @@
-"""All studies by name, in the order of ``covey reproduce``."""
+"""The studies of ``covey reproduce`` by name, in the order in which ``covey reproduce all`` runs them."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from covey.errors import one_of
 from covey.reproduce import communication, donors, limits, robustness, simulation
-from covey.reproduce.mailings import Mailing, from_tables, karlan_list, simulated
-from covey.reproduce.paper import CLIENTS
+from covey.reproduce.mailings import from_tables, karlan_list, simulated
 from covey.reproduce.study import Say, Study, silent
 
-APPEALS = 5_000_000  # what the paper's quartiles of accuracy, with 6% success, say of its size
-
-_DRAWN = {
+STUDIES = ("simulation", "donors", "limits", "communication", "robustness")
+_WITHOUT_DATA = {
     "simulation": simulation.study,
     "limits": limits.study,
     "communication": communication.study,
     "robustness": robustness.study,
 }
-STUDIES = ("simulation", "donors", "limits", "communication", "robustness")
 
 
 def run(
@@ -30,31 +28,38 @@ def run(
     tables: tuple[Path, Path, Path] | None = None,
     say: Say = silent,
 ) -> Study:
-    """One study; for donors from the public experiment (``data``), from tables of one's own, or simulated.
+    """Run one study.
 
+    Parameters
+    ----------
+    name : one of ``STUDIES``
+    seed : determines all random draws
+    quick : smaller problems and fewer runs
+    data : for donors, the file of the public mailing experiment (Karlan and List 2007)
+    tables : for donors, files of appeals, gifts and ZIP codes; without ``data`` and ``tables`` the tables are simulated
+    say : receives progress
+
+    Returns
+    -------
+    Study
+
+    Examples
+    --------
     >>> study = run("limits", quick=True)
     >>> study.table("gls")["largest relative difference"].max() < 1e-9
     True
     """
-    if name in _DRAWN:
-        study = _DRAWN[name](seed=seed, quick=quick, say=say)
-    elif name == "donors":
-        called, mailing = _mailing(data, tables, seed, quick, say)
-        study = donors.study(mailing, name=called, seed=seed, quick=quick, say=say)
-    else:
+    common: dict[str, Any] = {"seed": seed, "quick": quick, "say": say}
+    if name not in STUDIES:
         raise one_of("study", name, STUDIES)
-    return study
-
-
-def _mailing(
-    data: Path | None, tables: tuple[Path, Path, Path] | None, seed: int, quick: bool, say: Say
-) -> tuple[str, Mailing]:
+    if name != "donors":
+        return _WITHOUT_DATA[name](**common)
     if data is not None:
-        return "donors-karlan-list", karlan_list(data)
-    if tables is not None:
-        return "donors-tables", from_tables(*tables)
-    zips, appeals = (1500, 150_000) if quick else (CLIENTS, APPEALS)
-    say("drawing appeals and gifts", 0, 1)
-    drawn = simulated(zips=zips, appeals=appeals, seed=seed)
-    say("drawing appeals and gifts", 1, 1)
-    return "donors", drawn
+        mailing = karlan_list(data)
+    elif tables is not None:
+        mailing = from_tables(*tables)
+    else:
+        say("simulating appeals and gifts", 0, 1)
+        mailing = simulated(seed=seed, **({"zips": 1500, "appeals": 150_000} if quick else {}))
+        say("simulating appeals and gifts", 1, 1)
+    return donors.study(mailing, **common)

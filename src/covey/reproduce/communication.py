@@ -1,13 +1,13 @@
-"""What the algorithms cost on a network: gap against exchanges and bytes, beside what their theorems promise.
+"""Communication cost of the algorithms: gap against exchanges and bytes, beside the bounds of their theorems.
 
-And what their settings do: the chance of an exchange, ``tau`` between the two kinds of coin, clusters with schedules of their
-own. The paper gives the theorems and leaves such a study to others. Checks, which only serve to see how far a run is, are not
-counted.
+The study also varies the settings: the probability of an exchange, ``tau``, and clusters that exchange less often. The bounds
+are those of Theorem 3.5 (conv_rate) and Theorem 4.3 (al2sgd_conv_rate) of arXiv:2204.13619; the paper has no such experiment.
+Checks only measure how far a run is, so their exchanges are not counted.
 """
 
 from __future__ import annotations
 
-import warnings
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,20 +15,11 @@ import polars as pl
 
 from covey._typing import Floats
 from covey.datasets import simulate
-from covey.errors import ConvergenceWarning
 from covey.losses import loss_of
 from covey.nodes.network import InMemory
 from covey.objective.objective import Objective, Penalty
-from covey.objective.theory import (
-    Constants,
-    Recipe,
-    distance_bound,
-    expected_smoothness,
-    noise,
-    switch,
-    switching_bound,
-)
-from covey.reproduce.study import Say, Study, Table, generator, silent, whole
+from covey.objective.theory import Constants, Recipe, distance_bound, expected_smoothness, noise, switch, switching_bound
+from covey.reproduce.study import Say, Study, Table, generator, integer_seed, no_convergence_warnings, silent, tracked
 from covey.solvers import minimise
 from covey.solvers.first_order import al2sgd_plus, l2gd, one_coin
 from covey.solvers.first_order.curvature import constants
@@ -37,64 +28,75 @@ from covey.solvers.ledger import Links, links, rates
 from covey.solvers.registry import direct
 from covey.solvers.result import Fit
 
-CALL = "calL: the expected smoothness of a step, on which the iterations depend; cor. opt_conv_rate sets p0 and p by it."
-COARSE, TARGET = 1e-2, 1e-6  # of the gap at zero
+COARSE, TARGET = 1e-2, 1e-6  # relative to the gap at zero
 REPEATS = 10
 
 
 class RaceProblem(NamedTuple):
-    """One objective, with its minimum, its constants, and the gap at zero."""
+    """An objective with its minimiser ``theta (n, d)``, its minimum, the gap at zero and its constants."""
 
     objective: Objective
     theta: Floats
     minimum: float
     gap: float
-    known: Constants
+    constants: Constants
+
+    def minimise(self, solver: str, **settings: Any) -> Fit:
+        """Run a solver without warnings: the study shows which runs do not converge."""
+        with no_convergence_warnings():
+            return minimise(self.objective.data, self.objective.loss, self.objective.penalty, solver=solver, **settings)
 
 
 def problem(seed: int) -> RaceProblem:
-    """10 clusters of 10 clients, 20 rows and 5 coefficients, a Gaussian loss averaged over each client's rows."""
+    """10 clusters of 10 clients with 20 rows and 5 coefficients; a Gaussian loss, averaged over the rows of each client."""
     data = simulate(
         clusters=10, clients=10, rows=20, d=5, wbar=1.0, cluster_sd=0.5, client_sd=0.5, seed=generator(seed, 8)
     ).data
     objective = Objective(data, loss_of("gaussian", "mean"), Penalty.of(data.hierarchy, gamma=1.0, lam=5.0))
     best = minimise(data, objective.loss, objective.penalty)
     gap = objective.value(np.zeros_like(best.theta)) - best.convergence.objective
-    known = constants(InMemory.of(data, objective.loss, objective.penalty.gamma), objective.penalty)
-    return RaceProblem(objective, best.theta, best.convergence.objective, gap, known)
+    measured = constants(InMemory.of(data, objective.loss, objective.penalty.gamma), objective.penalty)
+    return RaceProblem(objective, best.theta, best.convergence.objective, gap, measured)
 
 
 def study(*, seed: int = 0, quick: bool = False, say: Say = silent) -> Study:
-    """The race, then the settings; quick: one repeat instead of ten, shorter runs."""
+    """The race of all solvers, then the settings; ``quick`` takes one repeat instead of ten, and shorter runs."""
     repeats, longest = (1, 2000) if quick else (REPEATS, 20_000)
     here = problem(seed)
-    seeds = [whole(generator(seed, 9, repeat)) for repeat in range(repeats)]
+    seeds = [integer_seed(generator(seed, 9, repeat)) for repeat in range(repeats)]
     curves = race(here, longest, seeds[0], say)
     reached = arrivals(curves)
-    chance = effect_of_chance(here, seeds, say)
+    chance = effect_of_probability(here, seeds, say)
     tau = effect_of_tau(here, seeds, say)
     schedules = unequal_schedules(here, seeds, say)
-    known = here.known
+    known = here.constants
     return Study(
-        "communication",
-        "Communication: gap against exchanges and bytes, and what the settings do",
-        {"problem": "10 x 10 clients, 20 rows, d = 5, gamma = 1, lam = 5", "target": TARGET, "repeats": repeats, "seed": seed},
-        (*_about_race(reached), _about_chance(chance), _about_tau(tau), _about_schedules(schedules)),
-        (),
-        (
-            Table("race", "Exchanges of a client, and bytes of the network, to two gaps", reached, digits=0),
-            Table("chance", "al2sgd_plus with p0 and p at a multiple of the best", chance, CALL),
+        name="communication",
+        title="Communication: gap against exchanges and bytes, and the effect of the settings",
+        settings={"problem": "10 x 10 clients, 20 rows, d = 5, gamma = 1, lam = 5", "target": TARGET, "repeats": repeats}
+        | {"seed": seed},
+        findings=findings(reached, chance, tau, schedules),
+        tables=(
+            Table("race", "Exchanges of a client, and bytes of the network, to reach two gaps", reached, digits=0),
+            Table(
+                "chance",
+                "al2sgd_plus with p0 and p at a multiple of their best values",
+                chance,
+                "calL is the expected smoothness of a step, which determines the number of iterations. The best p0 and p are "
+                "those of Corollary 4.4 (async_al2sgd_plus_opt_conv_rate), which minimise it.",
+            ),
             Table("tau", "al2sgd_plus by tau, at the best p0 and p", tau),
-            Table("schedules", "al2sgd_plus, five clusters of ten on slow links that exchange less often", schedules),
-            Table("curves", "Every point of the figure", curves, shown=False),
+            Table("schedules", "al2sgd_plus if five of the ten clusters exchange less often within the cluster", schedules),
+            Table("curves", "All points of the figure", curves, shown=False),
         ),
-        (
+        remarks=(
             f"L = {known.L:.3g}, Ltilde = {known.L_row:.3g}, mu = {known.mu:.3g}, C1 = {known.C1:.3g}, C2 = {known.C2:.3g}.",
-            "The gap is that of the objective to its minimum, as a share of the gap at zero; one is reached when first met. "
-            "Promised: a bound on the expected gap, with the expected exchanges. For l2gd and one_coin that is "
-            "thm. conv_rate, a bound on the squared distance, times half the smoothness of the objective; for al2sgd_plus "
-            "L-Katyusha's potential with its constants, of which the paper states the order. Checks are not counted. "
-            "l2gd switching: its steps shrink from a certain iteration on (Gower et al. 2019).",
+            "The gap is the objective minus its minimum, divided by the same at zero. A gap is reached when a run is first at "
+            "or below it. 'promised' is the theorem's bound on the expected gap, at the expected number of exchanges. For l2gd "
+            "and one_coin the bound is that of Theorem 3.5 (conv_rate) on the squared distance, times half the smoothness of "
+            "the objective. For al2sgd_plus it is the potential of L-Katyusha with its constants; the paper states its order "
+            "only. 'l2gd switching' decreases its steps after a number of iterations (Gower et al. 2019). Checks are not "
+            "counted.",
         ),
         quick=quick,
     )
@@ -105,7 +107,6 @@ def study(*, seed: int = 0, quick: bool = False, say: Say = silent) -> Study:
 
 def race(here: RaceProblem, longest: int, seed: int, say: Say) -> pl.DataFrame:
     """Measured and promised gap of every solver, by exchanges and bytes."""
-    data, loss, penalty = here.objective.data, here.objective.loss, here.objective.penalty
     watch: dict[str, Any] = {"seed": seed, "tol": 0.0, "minimum": here.minimum, "every": max(1, longest // 1000)}
     runs: dict[str, dict[str, Any]] = {
         "sweep": {},
@@ -115,16 +116,12 @@ def race(here: RaceProblem, longest: int, seed: int, say: Say) -> pl.DataFrame:
         "l2gd switching": {"steps": "switching", "max_iter": longest, **watch},
         "one_coin": {"max_iter": longest, **watch},
     }
-    told = []
-    for at, (name, settings) in enumerate(runs.items()):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)  # a race shows where a solver stalls
-            fit = minimise(data, loss, penalty, solver=name.split()[0], **settings)
-        told.append(_measured(here, name, fit, seed))
+    curves = []
+    for name in tracked(list(runs), "race", say):
+        curves.append(_measured(here, name, here.minimise(name.split()[0], **runs[name]), seed))
         if name not in direct():
-            told.append(_promised(here, name, told[-1]["iteration"].to_numpy()))
-        say("race", at + 1, len(runs))
-    return pl.concat(told, how="vertical_relaxed")
+            curves.append(_promised(here, name, int(curves[-1]["iteration"][-1])))
+    return pl.concat(curves, how="vertical_relaxed")
 
 
 def _measured(here: RaceProblem, name: str, fit: Fit, seed: int) -> pl.DataFrame:
@@ -133,10 +130,10 @@ def _measured(here: RaceProblem, name: str, fit: Fit, seed: int) -> pl.DataFrame
         raise TypeError("every solver in the race keeps a history")
     exchanges, size = history["exchanges"].to_numpy(), history["bytes"].to_numpy()
     if name not in direct():
-        # A check may add an exchange; what the random choices alone ask for is counted from the schedule itself.
+        # A check may add an exchange, so count from the schedule: it has only the exchanges of the random choices.
         schedule, network = _schedule(_recipe(here, name), seed), _links(here)
         spent = [network.of(schedule.rounds(0, t), t) if t else network.nothing for t in history["iteration"].to_list()]
-        exchanges, size = np.array([each.exchanges for each in spent]), np.array([each.bytes for each in spent])
+        exchanges, size = (np.array([getattr(cost, kind) for cost in spent]) for kind in ("exchanges", "bytes"))
     rows = pl.DataFrame(
         {
             "iteration": history["iteration"],
@@ -146,18 +143,19 @@ def _measured(here: RaceProblem, name: str, fit: Fit, seed: int) -> pl.DataFrame
         }
     ).filter(pl.col("exchanges") > 0)
     first = pl.DataFrame([{"iteration": 0, "exchanges": 0.0, "bytes": 0.0, "gap": 1.0}])
-    told = pl.concat([first, rows], how="vertical_relaxed")
-    return told.select(pl.lit(name).alias("solver"), pl.lit("measured").alias("kind"), *rows.columns)
+    return pl.concat([first, rows], how="vertical_relaxed").select(
+        pl.lit(name).alias("solver"), pl.lit("measured").alias("kind"), *rows.columns
+    )
 
 
 def _recipe(here: RaceProblem, name: str) -> Recipe:
     if name == "al2sgd_plus":
-        return al2sgd_plus.recipe(here.known)
-    return one_coin.recipe(here.known) if name == "one_coin" else l2gd.recipe(here.known)
+        return al2sgd_plus.recipe(here.constants)
+    return one_coin.recipe(here.constants) if name == "one_coin" else l2gd.recipe(here.constants)
 
 
 def _schedule(recipe: Recipe, seed: int) -> Schedule:
-    """The choices of a run; consecutive steps of Algorithm 1 share an exchange, since ``gamma`` is the same for all."""
+    """The random choices of a run; in Algorithm 1 consecutive steps share an exchange, because ``gamma`` is equal for all."""
     return Schedule(recipe.probabilities, seed, merge=recipe.probabilities.rho == 0)
 
 
@@ -166,15 +164,13 @@ def _links(here: RaceProblem) -> Links:
     return links(data.hierarchy.sizes, data.n_terms)
 
 
-def _promised(here: RaceProblem, name: str, iterations: Any) -> pl.DataFrame:
-    """The theorem's bound on the expected gap, a share of that at zero, after some iterations."""
-    known, distance = here.known, float((here.theta**2).sum())
-    t = np.unique(np.round(np.geomspace(1, max(iterations[-1], 2), 200)).astype(int))
-    recipe = _recipe(here, name)
+def _promised(here: RaceProblem, name: str, iterations: int) -> pl.DataFrame:
+    """The theorem's bound on the expected gap, relative to the gap at zero, up to a number of iterations."""
+    known, distance, recipe = here.constants, float((here.theta**2).sum()), _recipe(here, name)
+    t = np.unique(np.round(np.geomspace(1, max(iterations, 2), 200)).astype(int))
     if name == "al2sgd_plus":
-        katyusha = al2sgd_plus.Katyusha.of(known, recipe.smoothness, recipe.probabilities.rho)
-        size = katyusha.potential(distance, here.gap)
-        bound = katyusha.a1 / (2 * katyusha.b1 * katyusha.b2) * size * katyusha.contraction**t
+        start, contraction = _katyusha_bound(here, recipe)
+        bound = start * contraction**t
     else:
         sigma2 = noise(here.objective, here.theta, recipe.probabilities)
         if name == "l2gd switching":
@@ -183,36 +179,29 @@ def _promised(here: RaceProblem, name: str, iterations: Any) -> pl.DataFrame:
         else:
             far = distance_bound(t, eta=recipe.largest_step, mu=known.mu, sigma2=sigma2, start=distance)
         bound = 0.5 * (known.L + known.gamma_max) * far
-    exchanges, size = _expected(here, recipe)
-    return pl.DataFrame(
-        {
-            "solver": name,
-            "kind": "promised",
-            "iteration": t,
-            "exchanges": exchanges * t,
-            "bytes": size * t,
-            "gap": bound / here.gap,
-        }
-    )
-
-
-def _expected(here: RaceProblem, recipe: Recipe) -> tuple[float, float]:
-    """Exchanges of a client and bytes of the network, expected in an iteration."""
     within, between = rates(_schedule(recipe, 0))
-    spent = _links(here).count(within, between)
-    return float(np.max(within)), float(spent.bytes)
+    size = float(_links(here).count(within, between).bytes)
+    counts = {"iteration": t, "exchanges": float(np.max(within)) * t, "bytes": size * t}
+    return pl.DataFrame({"solver": name, "kind": "promised", **counts, "gap": bound / here.gap})
+
+
+def _katyusha_bound(here: RaceProblem, recipe: Recipe) -> tuple[float, float]:
+    """Start and contraction of the bound on the expected gap of ``al2sgd_plus``: start * contraction^t."""
+    katyusha = al2sgd_plus.Katyusha.of(here.constants, recipe.smoothness, recipe.probabilities.rho)
+    size = katyusha.potential(float((here.theta**2).sum()), here.gap)
+    return katyusha.a1 / (2 * katyusha.b1 * katyusha.b2) * size, katyusha.contraction
 
 
 def arrivals(curves: pl.DataFrame) -> pl.DataFrame:
-    """The first point of each curve at each target; empty where it is not reached."""
+    """Exchanges and bytes at the first point of each curve at or below each target; null if there is none."""
     rows: list[dict[str, Any]] = []
     for name in curves["solver"].unique(maintain_order=True).to_list():
         row: dict[str, Any] = {"solver": name}
         for target in (COARSE, TARGET):
             for kind, suffix in (("measured", ""), ("promised", ", promised")):
-                there = curves.filter(pl.col("solver") == name, pl.col("kind") == kind, pl.col("gap") <= target)
-                row[f"exchanges to {target:g}{suffix}"] = float(there["exchanges"][0]) if len(there) else None
-                row[f"bytes to {target:g}{suffix}"] = float(there["bytes"][0]) if len(there) else None
+                below = curves.filter(pl.col("solver") == name, pl.col("kind") == kind, pl.col("gap") <= target)
+                for unit in ("exchanges", "bytes"):
+                    row[f"{unit} to {target:g}{suffix}"] = float(below[unit][0]) if len(below) else None
         rows.append(row)
     return pl.DataFrame(rows, infer_schema_length=None)
 
@@ -220,147 +209,124 @@ def arrivals(curves: pl.DataFrame) -> pl.DataFrame:
 # The settings
 
 
-def _run(here: RaceProblem, seed: int, **settings: Any) -> Fit:
-    """al2sgd_plus until the target, stopped at the check that found it there."""
-    data, loss, penalty = here.objective.data, here.objective.loss, here.objective.penalty
-    watch: dict[str, Any] = {"seed": seed, "tol": 0.0, "minimum": here.minimum}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)
-        most, history = 2000, None
-        while history is None or history.is_empty():
-            fit = minimise(data, loss, penalty, solver="al2sgd_plus", max_iter=most, every=25, **watch, **settings)
-            history = fit.history.filter(pl.col("gap") <= TARGET * here.gap) if fit.history is not None else None
-            most *= 4
-        there = int(history["iteration"][0])
-        return minimise(data, loss, penalty, solver="al2sgd_plus", max_iter=there, every=there, **watch, **settings)
+class Trial(NamedTuple):
+    """``al2sgd_plus`` with some settings, until it reaches the target: averages over seeds."""
+
+    recipe: Recipe
+    iterations: float
+    within: Floats
+    between: float
+
+    def row(self, here: RaceProblem) -> dict[str, float]:
+        """The columns that several tables share."""
+        start, contraction = _katyusha_bound(here, self.recipe)
+        bound = float(np.ceil(np.log(start / here.gap / TARGET) / -np.log(contraction)))
+        exchanges = float(np.max(self.within))
+        smoothness = self.recipe.smoothness
+        return {"calL": smoothness, "iterations": self.iterations, "iterations, promised": bound, "exchanges": exchanges}
 
 
-def _average(here: RaceProblem, seeds: list[int], **settings: Any) -> dict[str, Any]:
-    fits = [_run(here, seed, **settings) for seed in seeds]
-    ledgers = [fit.ledger for fit in fits if fit.ledger is not None]
-    return {
-        "iterations": float(np.mean([fit.convergence.iterations for fit in fits])),
-        "within": np.mean([ledger.within for ledger in ledgers], axis=0),
-        "between": float(np.mean([ledger.between for ledger in ledgers])),
-    }
-
-
-def effect_of_chance(here: RaceProblem, seeds: list[int], say: Say) -> pl.DataFrame:
-    """Iterations and exchanges to the target with the chances of an exchange at multiples of the best."""
-    best = al2sgd_plus.recipe(here.known).probabilities
-    rows = []
-    factors = (0.1, 0.3, 1.0, 3.0, 10.0)
-    for at, factor in enumerate(factors):
-        p0, p = min(0.95, factor * best.p0), min(0.95, factor * float(best.p[0]))
-        recipe = al2sgd_plus.recipe(here.known, p0=p0, p=p, rho=best.rho)
-        told = _average(here, seeds, p0=p0, p=p, rho=best.rho)
-        rows.append(
-            {
-                "multiple of the best": factor,
-                "p0": p0,
-                "p": p,
-                "calL": recipe.smoothness,
-                "iterations": told["iterations"],
-                "iterations, promised": _katyusha_iterations(here, recipe),
-                "exchanges": float(np.max(told["within"])),
-            }
+def _trials(here: RaceProblem, seeds: list[int], step: str, tried: list[dict[str, Any]], say: Say) -> Iterator[Trial]:
+    """Run ``al2sgd_plus`` with each of the settings."""
+    for settings in tracked(tried, step, say):
+        fits = [_run(here, seed, **settings) for seed in seeds]
+        ledgers = [fit.ledger for fit in fits if fit.ledger is not None]
+        yield Trial(
+            al2sgd_plus.recipe(here.constants, **settings),
+            float(np.mean([fit.convergence.iterations for fit in fits])),
+            np.mean([ledger.within for ledger in ledgers], axis=0),
+            float(np.mean([ledger.between for ledger in ledgers])),
         )
-        say("chance of an exchange", at + 1, len(factors))
-    return pl.DataFrame(rows)
+
+
+def _run(here: RaceProblem, seed: int, **settings: Any) -> Fit:
+    """Run ``al2sgd_plus`` to the first check at which it has reached the target."""
+    settings |= {"seed": seed, "tol": 0.0, "minimum": here.minimum}
+    most, history = 2000, None
+    while history is None or history.is_empty():
+        fit = here.minimise("al2sgd_plus", max_iter=most, every=25, **settings)
+        history = fit.history.filter(pl.col("gap") <= TARGET * here.gap) if fit.history is not None else None
+        most *= 4
+    last = int(history["iteration"][0])
+    return here.minimise("al2sgd_plus", max_iter=last, every=last, **settings)
+
+
+def effect_of_probability(here: RaceProblem, seeds: list[int], say: Say) -> pl.DataFrame:
+    """Iterations and exchanges to the target with ``p0`` and ``p`` at multiples of their best values."""
+    best = al2sgd_plus.recipe(here.constants).probabilities
+    factors = (0.1, 0.3, 1.0, 3.0, 10.0)
+    chances = [{"p0": min(0.95, factor * best.p0), "p": min(0.95, factor * float(best.p[0]))} for factor in factors]
+    trials = _trials(here, seeds, "probability of an exchange", [{**pair, "rho": best.rho} for pair in chances], say)
+    rows = zip(factors, chances, trials, strict=True)
+    return pl.DataFrame([{"multiple of the best": factor, **pair, **trial.row(here)} for factor, pair, trial in rows])
 
 
 def effect_of_tau(here: RaceProblem, seeds: list[int], say: Say) -> pl.DataFrame:
-    """Iterations and exchanges to the target with ``tau`` at 0, 1 and the best."""
-    best = al2sgd_plus.recipe(here.known).probabilities
+    """Iterations and exchanges to the target with ``tau`` at 0, 1 and its best value."""
+    best = al2sgd_plus.recipe(here.constants).probabilities
+    taus = {"0": 0.0, "1": 1.0, f"tau* = {float(best.tau[0]):.2f}": float(best.tau[0])}
+    tried = [{"p0": best.p0, "p": float(best.p[0]), "tau": tau, "rho": best.rho} for tau in taus.values()]
     rows = []
-    for at, (name, tau) in enumerate((("0", 0.0), ("1", 1.0), ("tau*", float(best.tau[0])))):
-        chances = {"p0": best.p0, "p": float(best.p[0]), "tau": tau, "rho": best.rho}
-        recipe = al2sgd_plus.recipe(here.known, **chances)
-        told = _average(here, seeds, **chances)
-        psi = expected_smoothness(here.known, recipe.probabilities, 0.0)
-        rows.append(
-            {
-                "tau": f"{name} = {tau:.2f}" if name == "tau*" else name,
-                "calL of the penalty": psi,
-                "calL": recipe.smoothness,
-                "iterations": told["iterations"],
-                "iterations, promised": _katyusha_iterations(here, recipe),
-                "exchanges": float(np.max(told["within"])),
-            }
-        )
-        say("tau", at + 1, 3)
+    for label, trial in zip(taus, _trials(here, seeds, "tau", tried, say), strict=True):
+        penalty_smoothness = expected_smoothness(here.constants, trial.recipe.probabilities, 0.0)
+        rows.append({"tau": label, "calL of the penalty": penalty_smoothness, **trial.row(here)})
     return pl.DataFrame(rows)
 
 
 def unequal_schedules(here: RaceProblem, seeds: list[int], say: Say) -> pl.DataFrame:
-    """Half of the clusters exchange less often among themselves: what they save, and what it costs all."""
-    best = al2sgd_plus.recipe(here.known).probabilities
-    k = len(best.p)
-    slow = np.arange(k) >= k // 2
+    """Half of the clusters exchange less often within the cluster: what they save, and what it costs everybody."""
+    best = al2sgd_plus.recipe(here.constants).probabilities
+    slow, factors = np.arange(len(best.p)) >= len(best.p) // 2, (1.0, 0.5, 0.25, 0.1)
+    tried = [{"p0": best.p0, "p": np.where(slow, factor * best.p, best.p), "rho": best.rho} for factor in factors]
     rows = []
-    factors = (1.0, 0.5, 0.25, 0.1)
-    for at, factor in enumerate(factors):
-        p = np.where(slow, factor * best.p, best.p)
-        settings = {"p0": best.p0, "p": p, "rho": best.rho}
-        recipe = al2sgd_plus.recipe(here.known, **settings)
-        told = _average(here, seeds, **settings)
-        alone = told["within"] - told["between"]
+    for factor, trial in zip(factors, _trials(here, seeds, "schedules", tried, say), strict=True):
+        inside = trial.within - trial.between
         rows.append(
             {
                 "slow clusters' share of p": factor,
-                "calL": recipe.smoothness,
-                "iterations": told["iterations"],
-                "exchanges within a fast cluster": float(alone[~slow].mean()),
-                "exchanges within a slow cluster": float(alone[slow].mean()),
-                "exchanges between clusters": told["between"],
+                "calL": trial.recipe.smoothness,
+                "iterations": trial.iterations,
+                "exchanges within a fast cluster": float(inside[~slow].mean()),
+                "exchanges within a slow cluster": float(inside[slow].mean()),
+                "exchanges between clusters": trial.between,
             }
         )
-        say("schedules", at + 1, len(factors))
     return pl.DataFrame(rows)
 
 
-def _katyusha_iterations(here: RaceProblem, recipe: Recipe) -> float:
-    """The theorem's number of iterations to the target, for the gap of the objective."""
-    katyusha = al2sgd_plus.Katyusha.of(here.known, recipe.smoothness, recipe.probabilities.rho)
-    size = katyusha.potential(float((here.theta**2).sum()), here.gap)
-    start = katyusha.a1 / (2 * katyusha.b1 * katyusha.b2) * size / here.gap
-    return float(np.ceil(np.log(start / TARGET) / -np.log(katyusha.contraction)))
+def exchanges_to_gap(exchanges: Mapping[str, float | None], gap: float) -> str:
+    """The number of exchanges with which each solver reaches a gap; None if it does not.
+
+    >>> exchanges_to_gap({"newton": 2, "al2sgd_plus": 1095, "l2gd": None}, 1e-6)
+    'Exchanges of a client to a gap of 1e-06: newton 2, al2sgd_plus 1,095; not reached by l2gd'
+    """
+    reached = [f"{name} {count:,.0f}" for name, count in exchanges.items() if count is not None]
+    missed = [name for name, count in exchanges.items() if count is None]
+    parts = [", ".join(reached)] * bool(reached) + [f"not reached by {', '.join(missed)}"] * bool(missed)
+    return f"Exchanges of a client to a gap of {gap:g}: {'; '.join(parts)}"
 
 
-# In words
-
-
-def _about_race(reached: pl.DataFrame) -> list[str]:
-    rows, column = {row["solver"]: row for row in reached.to_dicts()}, f"exchanges to {TARGET:g}"
-    counts = [f"{name} {row[column]:,.0f}" for name, row in rows.items() if row[column] is not None]
-    missed = [name for name, row in rows.items() if row[column] is None]
-    said = [f"Exchanges of a client to a gap of {TARGET:g}: {', '.join(counts)}."]
-    fast, promised = rows["al2sgd_plus"][column], rows["al2sgd_plus"][f"{column}, promised"]
-    if fast is not None and promised is not None:
-        kept = "which holds" if fast <= promised else "which this run exceeds"
-        said.append(f"The bound for al2sgd_plus is {promised:,.0f} on average over the coins, {kept}.")
-    if missed:
-        said.append(f"Not reached in the run by {', '.join(missed)}.")
-    return said
-
-
-def _about_chance(chance: pl.DataFrame) -> str:
-    fewest, quickest = chance.sort("exchanges").row(0, named=True), chance.sort("iterations").row(0, named=True)
-    return (
-        f"Fewest exchanges ({fewest['exchanges']:.0f}) at {fewest['multiple of the best']:g} x the chances of cor. "
-        f"opt_conv_rate, fewest iterations at {quickest['multiple of the best']:g} x ({quickest['iterations']:.0f})."
-    )
-
-
-def _about_tau(tau: pl.DataFrame) -> str:
-    said = [f"{row['tau']}: {row['calL of the penalty']:.3g} and {row['iterations']:,.0f} iterations" for row in tau.to_dicts()]
-    return f"Expected smoothness of the penalty and iterations by tau: {'; '.join(said)}."
-
-
-def _about_schedules(schedules: pl.DataFrame) -> str:
+def findings(reached: pl.DataFrame, chance: pl.DataFrame, tau: pl.DataFrame, schedules: pl.DataFrame) -> tuple[str, ...]:
+    """Sentences about the tables."""
+    column = f"exchanges to {TARGET:g}"
+    measured, bounds = (dict(reached.select("solver", name).iter_rows()) for name in (column, f"{column}, promised"))
+    bound = "beyond the end of the run" if bounds["al2sgd_plus"] is None else f"{bounds['al2sgd_plus']:,.0f}"
+    fewest, quickest = (chance.sort(name).row(0, named=True) for name in ("exchanges", "iterations"))
+    by_tau = [f"{row['tau']}: {row['calL of the penalty']:.3g} and {row['iterations']:,.0f}" for row in tau.to_dicts()]
     equal, least = schedules.row(0, named=True), schedules.row(-1, named=True)
-    share, inside = least["slow clusters' share of p"], "exchanges within a slow cluster"
+    share, inside, between = "slow clusters' share of p", "exchanges within a slow cluster", "exchanges between clusters"
+    total, before = least[inside] + least[between], equal[inside] + equal[between]
+    verdict = "it does not help slow links" if total >= before else "it helps slow links"
     return (
-        f"Clusters on slow links can exchange among themselves {1 / share:.0f} x less often: {least[inside]:.1f} times instead "
-        f"of {equal[inside]:.1f}, for {least['iterations']:,.0f} iterations in all instead of {equal['iterations']:,.0f}."
+        f"{exchanges_to_gap(measured, TARGET)}. The theorem's bound for al2sgd_plus, on average over the random choices, is "
+        f"{bound}.",
+        f"Fewest exchanges ({fewest['exchanges']:.0f}) at {fewest['multiple of the best']:g} times the probabilities of "
+        f"Corollary 4.4 (async_al2sgd_plus_opt_conv_rate); fewest iterations ({quickest['iterations']:,.0f}) at "
+        f"{quickest['multiple of the best']:g} times.",
+        f"Expected smoothness of the penalty, and iterations, by tau: {'; '.join(by_tau)}.",
+        f"When slow clusters exchange within the cluster with {least[share]:g} times the best "
+        f"probability, they make {least[inside]:.1f} such exchanges, not {equal[inside]:.1f}. The run then needs "
+        f"{least['iterations']:,.0f} iterations, not {equal['iterations']:,.0f}, and {least[between]:.1f} exchanges between "
+        f"clusters, not {equal[between]:.1f}. In total a slow cluster exchanges {total:.1f} times, not {before:.1f}: "
+        f"{verdict}.",
     )

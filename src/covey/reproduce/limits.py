@@ -1,9 +1,10 @@
-"""Limits of unbiased estimators (prop. not_gls and prop. JS): what the paper calls costly or unclear how to do.
+"""Limits of unbiased estimators: Propositions 5.3 (not_gls) and 5.4 (JS) of arXiv:2204.13619.
 
-- Prop. not_gls promises a better estimator, generalised least squares on all clients' rows, one dense problem for each client.
-  It is computed here as the proof defines it, and equals the minimiser for every design (errata 5).
-- Prop. JS promises a biased one that is better still, by a shrinkage factor the paper leaves open. The server can compute the
-  factor; here is what it gains, by the number of coefficients and the size of the true global model.
+- Proposition 5.3 (not_gls) states that generalised least squares on all clients' rows has no larger error than the minimiser.
+  It needs one dense problem for each client, which the paper calls costly. This study solves these problems as the proof
+  defines them. The solution equals the minimiser for every design (errata 5).
+- Proposition 5.4 (JS) states that a biased estimator has no larger error, and leaves the shrinkage factor open. The server of
+  covey computes the factor. This study measures the gain by the number of coefficients and the length of the true global model.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from covey._typing import Floats
 from covey.datasets import simulate
 from covey.losses import Gaussian
 from covey.objective.objective import Penalty
-from covey.reproduce.study import Say, Study, Table, generator, silent
+from covey.reproduce.study import Say, Study, Table, generator, silent, tracked
 from covey.solvers import minimise
 from covey.tables.rows import GroupedData
 
@@ -29,25 +30,25 @@ _ROUNDING = 1e-9
 
 
 def study(*, seed: int = 0, quick: bool = False, say: Say = silent) -> Study:
-    """Dense generalised least squares over random designs, then James-Stein; quick: fewer draws and dimensions."""
+    """Dense generalised least squares on random designs, then James-Stein; ``quick`` takes fewer draws and dimensions."""
     draws, repeats, dimensions = (3, 20, (2, 5, 20)) if quick else (20, 150, DIMENSIONS)
     equal = gls_table(draws, seed, say)
     gain = james_stein_table(dimensions, repeats, seed, say)
     return Study(
-        "limits",
-        "Limits of unbiased estimators: generalised least squares and James-Stein",
-        {"designs": draws, "repeats": repeats, "dimensions": list(dimensions), "sizes": list(SIZES), "seed": seed},
-        (*_about_gls(equal), *_about_james_stein(gain)),
-        (),
-        (
-            Table("gls", "Generalised least squares of prop. not_gls, solved densely, against the minimiser", equal, digits=-2),
+        name="limits",
+        title="Limits of unbiased estimators: generalised least squares and James-Stein",
+        settings={"designs": draws, "repeats": repeats, "dimensions": list(dimensions), "sizes": list(SIZES), "seed": seed},
+        findings=findings(equal, gain),
+        tables=(
+            Table("gls", "Dense generalised least squares (Proposition 5.3, not_gls) against the minimiser", equal, digits=-2),
             Table(
                 "james-stein",
-                "Mean squared error with James-Stein over that without (below 1: it gains), by coefficients and |wbar*|",
+                "Mean squared error with James-Stein divided by that without, by coefficients d and |wbar*|",
                 gain,
-                "Clients, global model: whose error. One cluster: ten clients as in prop. JS. Five clusters: of 4 clients with "
-                "10 rows each. Unequal columns: three clients in one cluster whose data hardly tell the first coefficient "
-                "(precision 0.3, of the others 100), along which wbar* lies.",
+                "A ratio below 1 is a gain. 'clients' and 'global model' say whose error it is. One cluster: ten clients as in "
+                "Proposition 5.4 (JS). Five clusters: 4 clients each, with 10 rows each. Unequal columns: three clients in one "
+                "cluster whose data have little information on the first coefficient (precision 0.3; the others have 100), "
+                "and wbar* lies along it.",
             ),
         ),
         quick=quick,
@@ -58,10 +59,11 @@ def study(*, seed: int = 0, quick: bool = False, say: Say = silent) -> Study:
 
 
 def gls(data: GroupedData, penalty: Penalty, client: int) -> Floats:
-    """``theta_tilde`` of one client, as in the proof of prop. not_gls: all rows as noisy observations of its ``theta``.
+    """The estimator ``theta_tilde`` of one client in the proof of Proposition 5.3 (not_gls).
 
-    The noise of a row of client ``a`` is ``x'(theta_a - theta_1)`` plus its own, and ``theta_a - theta_1`` has the covariance
-    of the ``xi`` in the proof: ``1/lam_j`` for cluster ``j``, ``1/gamma_i`` for client ``i``. One dense solve, N x N.
+    It treats all rows as noisy observations of this client's ``theta``, here ``theta_1``. The noise of a row of client ``a`` is
+    ``x'(theta_a - theta_1)`` plus the residual. ``theta_a - theta_1`` has the covariance of the ``xi`` in the proof:
+    ``1/lam_j`` for cluster ``j`` and ``1/gamma_i`` for client ``i``. This is one dense N x N system for N rows.
     """
     parent, owner = data.hierarchy.parent, data.client_of_row
     within, across = 1 / penalty.gamma, 1 / penalty.lam
@@ -79,7 +81,7 @@ def gls(data: GroupedData, penalty: Penalty, client: int) -> Floats:
 
 
 def _orthogonal(rng: np.random.Generator, rows: int, d: int) -> Floats:
-    """``X'X`` a multiple of the identity, the case of thm. blue."""
+    """``X'X`` is a multiple of the identity, the case of Theorem 5.1 (blue)."""
     X: Floats = rng.uniform(0.5, 3) * np.linalg.qr(rng.standard_normal((max(rows, d), d)))[0]
     return X
 
@@ -104,24 +106,23 @@ DESIGNS: dict[str, tuple[Callable[[np.random.Generator, int, int], Floats], tupl
 
 
 def gls_table(draws: int, seed: int, say: Say) -> pl.DataFrame:
-    """The largest difference between dense generalised least squares and the minimiser, over all clients of all draws."""
+    """The largest difference between dense generalised least squares and the minimiser, over all clients and draws."""
     rows = []
-    for at, (name, (design, sizes, unequal)) in enumerate(DESIGNS.items()):
+    for at, name in enumerate(tracked(list(DESIGNS), "generalised least squares", say)):
         worst, clients = 0.0, 0
         for draw in range(draws):
-            data, penalty = _problem(generator(seed, 6, at, draw), design, sizes, unequal)
+            data, penalty = _problem(generator(seed, 6, at, draw), name)
             theta = minimise(data, Gaussian(), penalty).theta
             dense = np.array([gls(data, penalty, i) for i in range(data.n_clients)])
             worst = max(worst, float(np.abs(dense - theta).max() / np.abs(theta).max()))
             clients += data.n_clients
-            say("generalised least squares", at * draws + draw + 1, len(DESIGNS) * draws)
         rows.append({"design": name, "draws": draws, "dense problems": clients, "largest relative difference": worst})
     return pl.DataFrame(rows)
 
 
-def _problem(
-    rng: np.random.Generator, design: Callable[[np.random.Generator, int, int], Floats], sizes: tuple[int, int], unequal: bool
-) -> tuple[GroupedData, Penalty]:
+def _problem(rng: np.random.Generator, name: str) -> tuple[GroupedData, Penalty]:
+    """Data and penalties drawn from one of ``DESIGNS``."""
+    design, sizes, unequal = DESIGNS[name]
     k, d = int(rng.integers(2, 5)), 4
     clients = rng.integers(2, 5, size=k)
     parent = np.repeat(np.arange(k), clients)
@@ -144,37 +145,34 @@ def _problem(
 
 
 def james_stein_table(dimensions: tuple[int, ...], repeats: int, seed: int, say: Say) -> pl.DataFrame:
-    """Ratio of mean squared errors, James-Stein over plain, for the clients and for the global model, with standard errors."""
+    """Mean squared error with James-Stein divided by that without, for clients and global model, with standard errors."""
     rows = []
-    for at, d in enumerate(dimensions):
+    for d in tracked(dimensions, "James-Stein", say):
         for design in JAMES_STEIN_DESIGNS:
             errors = np.array([_errors(design, d, generator(seed, 7, d, repeat)) for repeat in range(repeats)])
             for s, size in enumerate(SIZES):
                 (plain, shrunk), (plain_top, shrunk_top) = errors[:, s, 0].T, errors[:, s, 1].T
                 ratio = shrunk.mean() / plain.mean()
                 error = (shrunk - ratio * plain).std() / np.sqrt(repeats) / plain.mean()
-                told = {"clients": ratio, "standard error": error, "global model": shrunk_top.mean() / plain_top.mean()}
-                rows.append({"design": design, "d": d, "|wbar*|": size, **told})
-        say("James-Stein", at + 1, len(dimensions))
+                ratios = {"clients": ratio, "standard error": error, "global model": shrunk_top.mean() / plain_top.mean()}
+                rows.append({"design": design, "d": d, "|wbar*|": size, **ratios})
     return pl.DataFrame(rows)
 
 
 def _errors(design: str, d: int, rng: np.random.Generator) -> Floats:
-    """Squared errors ``(sizes, clients or global model, plain or James-Stein)`` of a draw, at each size of ``wbar*``."""
+    """Squared errors of one draw: ``(sizes of wbar*, clients or global model, without or with James-Stein)``."""
     direction = rng.standard_normal(d)
     direction /= np.linalg.norm(direction)
-    if design == "one cluster":
-        theta = rng.standard_normal((10, d))
-        X, client, cluster = np.tile(np.eye(d), (10, 1)), np.repeat(np.arange(10), d), np.zeros(10 * d, dtype=int)
-        y, lam = theta.ravel() + rng.standard_normal(10 * d), np.inf
-    elif design == "unequal columns":
-        theta, direction = rng.standard_normal((3, d)), np.eye(d)[0]
-        scale = np.sqrt(np.append(0.3, np.full(d - 1, 100.0)))
-        X, client, cluster = np.tile(np.diag(scale), (3, 1)), np.repeat(np.arange(3), d), np.zeros(3 * d, dtype=int)
-        y, lam = (theta * scale).ravel() + rng.standard_normal(3 * d), np.inf
-    else:
+    if design == "five clusters":
         drawn = simulate(clusters=5, clients=4, rows=10, d=d, seed=rng)
         X, y, theta, client, cluster, lam = drawn.X, drawn.y, drawn.theta, drawn.client, drawn.cluster, 1.0
+    else:
+        n, scale = 10, np.ones(d)
+        if design == "unequal columns":
+            n, scale, direction = 3, np.sqrt(np.append(0.3, np.full(d - 1, 100.0))), np.eye(d)[0]
+        theta = rng.standard_normal((n, d))
+        X, client, cluster = np.tile(np.diag(scale), (n, 1)), np.repeat(np.arange(n), d), np.zeros(n * d, dtype=int)
+        y, lam = (theta * scale).ravel() + rng.standard_normal(n * d), np.inf
     errors = np.empty((len(SIZES), 2, 2))
     for s, size in enumerate(SIZES):
         wbar = size * direction
@@ -187,27 +185,18 @@ def _errors(design: str, d: int, rng: np.random.Generator) -> Floats:
     return errors
 
 
-def _about_gls(equal: pl.DataFrame) -> list[str]:
+def findings(equal: pl.DataFrame, gain: pl.DataFrame) -> tuple[str, ...]:
+    """Sentences about the tables."""
     worst = max(equal["largest relative difference"].to_list())
-    verdict = "they are the same estimator" if worst < _ROUNDING else "they are NOT the same estimator"
-    return [
-        f"Over {equal['dense problems'].sum():,} dense problems of five kinds, generalised least squares and the minimiser "
-        f"differ by at most {worst:.0e} of the largest coefficient: {verdict}, and the minimiser costs one exchange."
-    ]
-
-
-def _about_james_stein(gain: pl.DataFrame) -> list[str]:
+    same = "they are the same estimator" if worst < _ROUNDING else "they are NOT the same estimator"
     best = gain.sort("clients").row(0, named=True)
     harm = gain.filter(pl.col("clients") > 1 + 3 * pl.col("standard error") + 1e-12)
-    where = [f"{row['design']}, d = {row['d']}, |wbar*| = {row['|wbar*|']:g}: {row['clients']:.3f}" for row in harm.to_dicts()]
-    said = [
-        f"James-Stein gains most where the global model is near zero and coefficients are many: up to "
-        f"{100 * (1 - best['clients']):.1f}% of the clients' squared error ({best['design']}, d = {best['d']}, "
-        f"|wbar*| = {best['|wbar*|']:g}), and less the larger |wbar*| is, where the factor goes to 1.",
-    ]
-    said.append(
-        f"It raises the clients' error by more than three standard errors in {len(where)} of {gain.height} cells ({where[0]})."
-        if where
-        else f"In none of {gain.height} cells does it raise the clients' error by more than three standard errors."
+    cells = [f"{row['design']}, d = {row['d']}, |wbar*| = {row['|wbar*|']:g}: {row['clients']:.3f}" for row in harm.to_dicts()]
+    return (
+        f"In {equal['dense problems'].sum():,} dense problems of five kinds, generalised least squares and the minimiser "
+        f"differ by at most {worst:.0e} of the largest coefficient: {same}. The minimiser needs one exchange.",
+        f"The largest gain of James-Stein is {100 * (1 - best['clients']):.1f}% of the clients' squared error "
+        f"({best['design']}, d = {best['d']}, |wbar*| = {best['|wbar*|']:g}).",
+        f"James-Stein raises the clients' error by more than three standard errors in {len(cells)} of {gain.height} cells"
+        + (f" ({cells[0]})." if cells else "."),
     )
-    return said

@@ -1,13 +1,13 @@
-"""The paper's simulation (table sum_n, figure sim_mse_n): 20 clusters of 20 clients, 20 coefficients, all variances 1.
+"""The paper's simulation: Table 1 (sum_n) and Figure 1 (sim_mse_n) of arXiv:2204.13619.
 
-Each method's distance to the true coefficients, by rows a client. The paper runs the one-coin variant with p = 0.1 and a step
-of 1e-4 for 50,000 iterations; beside that iterate stands the minimiser it is on the way to, and beyond the paper James-Stein
-and an oracle that knows the true global model.
+There are 20 clusters of 20 clients and 20 coefficients; all variances are 1. The study measures the distance of each method's
+estimates to the true coefficients, for several numbers of rows per client. The paper runs its one-coin variant with p = 0.1 and
+a step of 1e-4 for 50,000 iterations. The study adds the exact minimiser that this iterate approaches, James-Stein shrinkage
+(Proposition 5.4, JS), and an oracle that is given the true global model.
 """
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -16,44 +16,49 @@ import polars as pl
 
 from covey._typing import Floats
 from covey.datasets import Simulation, simulate
-from covey.errors import ConvergenceWarning
 from covey.fitting.selection import locally_trained, single_cluster, single_model
 from covey.losses import Gaussian
 from covey.nodes.network import InMemory
 from covey.objective.objective import Penalty
 from covey.reproduce import paper
-from covey.reproduce.study import Claim, Say, Study, Table, generator, silent, whole
+from covey.reproduce.study import Claim, Say, Study, Table, generator, integer_seed, no_convergence_warnings, silent, tracked
 from covey.solvers import minimise, sweep
 from covey.tables.rows import GroupedData
 
 SIZES = (1, 5, 10, 25, 50, 100, 200)
 RUNS = 5
 ITERATIONS = 50_000
-GRID = np.linspace(0.01, 2.0, 20)  # the paper's, for the penalty of the single-cluster model
+GRID = np.linspace(0.01, 2.0, 20)  # the paper's grid for the penalty of the single-cluster model
 
-OF_THE_PAPER = ("locally-trained", "single-model", "single-cluster", "one-coin iterate", "minimiser")
-BEYOND = ("James-Stein", "oracle wbar", "single-cluster (authors' code)")
+BASELINES = ("locally-trained", "single-model", "single-cluster")
+OF_THE_PAPER = (*BASELINES, "one-coin iterate", "minimiser")
 
-FURTHER_RUNS = 100  # by which the spread between runs is known; five runs would leave it uncertain by half
+FURTHER_RUNS = 100  # to estimate the spread between runs; with five runs this estimate would be uncertain by half
+
+_MEASURES = ("average", "sd", "max")
 
 
 def draw(m: int, seed: int, run: int) -> Simulation:
-    """The clients of one run: the same true coefficients for every number of rows ``m``."""
+    """The data of one run with ``m`` rows per client; the true coefficients are the same for every ``m``."""
     return simulate(clusters=20, clients=20, rows=m, d=20, seed=generator(seed, 0, run))
 
 
+def minimiser(data: GroupedData, gamma: float = 1.0, lam: float = 1.0) -> Floats:
+    """The exact minimiser for a Gaussian response; 1 and 1 are the penalties of the true variances."""
+    return minimise(data, Gaussian(), Penalty.of(data.hierarchy, gamma=gamma, lam=lam)).theta
+
+
 def estimates(drawn: Simulation, *, iterations: int = ITERATIONS, seed: int = 0, run: int = 0) -> dict[str, Floats]:
-    """Every method's coefficients, ``(n, d)`` each."""
+    """The coefficients ``(n, d)`` of every method."""
     data, loss, penalty = drawn.data, Gaussian(), Penalty.of(drawn.data.hierarchy, gamma=1.0, lam=1.0)
     rng = generator(seed, 1, run)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)  # the paper's iterate is not meant to have converged
+    with no_convergence_warnings():
         return {
             "locally-trained": locally_trained(data, loss).theta,
             "single-model": single_model(data, loss).theta,
-            "single-cluster": single_cluster(data, loss, grid=GRID, seed=whole(rng)).theta,
-            "one-coin iterate": paper_iterate(data, iterations, seed=whole(rng)),
-            "minimiser": minimise(data, loss, penalty).theta,
+            "single-cluster": single_cluster(data, loss, grid=GRID, seed=integer_seed(rng)).theta,
+            "one-coin iterate": paper_iterate(data, iterations, seed=integer_seed(rng)),
+            "minimiser": minimiser(data),
             "James-Stein": minimise(data, loss, penalty, james_stein=True).theta,
             "oracle wbar": sweep(InMemory.of(data, loss, penalty.gamma), penalty, lambda *_: drawn.wbar).theta,
             "single-cluster (authors' code)": as_published(data, drawn.theta),
@@ -61,7 +66,7 @@ def estimates(drawn: Simulation, *, iterations: int = ITERATIONS, seed: int = 0,
 
 
 def paper_iterate(data: GroupedData, iterations: int, seed: int) -> Floats:
-    """Where the paper's algorithm is after so many iterations, with the paper's settings."""
+    """The paper's algorithm after a number of iterations, with the paper's settings."""
     penalty = Penalty.of(data.hierarchy, gamma=1.0, lam=1.0)
     watch: dict[str, Any] = {"tol": 0.0, "max_iter": iterations, "every": iterations, "seed": seed}
     return minimise(data, Gaussian(), penalty, solver="one_coin", p=0.1, eta=1e-4, **watch).theta
@@ -70,103 +75,93 @@ def paper_iterate(data: GroupedData, iterations: int, seed: int) -> Floats:
 def as_published(data: GroupedData, truth: Floats) -> Floats:
     """The single-cluster baseline of the authors' public code, with its two slips (errata 8).
 
-    It adds ``lambda * centre`` where ``lambda (A_i + lambda I)^-1 centre`` is meant, and takes the penalty with the least
-    true error, which nobody with real data could know.
+    The code adds ``lambda * centre`` instead of ``lambda (A_i + lambda I)^-1 centre``. It also takes the penalty with the least
+    error to the true coefficients, which are unknown for real data.
     """
     n, d = truth.shape
     A = Gaussian().hessian(data, np.zeros((n, d)))
     b = -Gaussian().gradient(data, np.zeros((n, d)))
-    best, least = truth, np.inf
+    tried = []
     for lam in GRID:
         inverse = np.linalg.inv(A + lam * np.eye(d))
-        own = np.einsum("iab,ib->ia", inverse, b)
-        centre = np.linalg.solve(np.eye(d) - lam * inverse.mean(axis=0), own.mean(axis=0))
-        theta = own + lam * centre
-        error = float(np.linalg.norm(theta - truth, axis=1).mean())
-        if error < least:
-            best, least = theta, error
-    return best
+        shrunk = np.einsum("iab,ib->ia", inverse, b)
+        centre = np.linalg.solve(np.eye(d) - lam * inverse.mean(axis=0), shrunk.mean(axis=0))
+        tried.append(shrunk + lam * centre)
+    return min(tried, key=lambda theta: measure(theta, truth)["average"])
 
 
 def measure(estimate: Floats, truth: Floats) -> dict[str, float]:
-    """Average, sd and maximum over clients of the distance, and of the squared distance."""
+    """Average, standard deviation and maximum over clients of the distance, and of the squared distance."""
     distance = np.linalg.norm(estimate - truth, axis=1)
-    squared = distance**2
+    kinds = {"": distance, "_squared": distance**2}
     return {
-        "average": float(distance.mean()),
-        "sd": float(distance.std()),
-        "max": float(distance.max()),
-        "average_squared": float(squared.mean()),
-        "sd_squared": float(squared.std()),
-        "max_squared": float(squared.max()),
+        f"{name}{kind}": float(statistic(values))
+        for kind, values in kinds.items()
+        for name, statistic in (("average", np.mean), ("sd", np.std), ("max", np.max))
     }
 
 
 def study(*, seed: int = 0, quick: bool = False, say: Say = silent) -> Study:
-    """All sizes and runs; quick: two sizes, two runs."""
+    """Run all sizes; ``quick`` takes two sizes and two runs."""
     sizes, runs = ((1, 10), 2) if quick else (SIZES, RUNS)
     rows = []
-    for run in range(runs):
-        for m in sizes:
-            drawn = draw(m, seed, run)
-            for method, theta in estimates(drawn, seed=seed, run=run).items():
-                rows.append({"rows": m, "run": run, "method": method, **measure(theta, drawn.theta)})
-            say("simulation", len(rows) // (len(OF_THE_PAPER) + len(BEYOND)), runs * len(sizes))
-    each = pl.DataFrame(rows)
-    table, stopped = summary(each), early(seed, quick, say)
+    for run, m in tracked([(run, m) for run in range(runs) for m in sizes], "simulation", say):
+        drawn = draw(m, seed, run)
+        for method, theta in estimates(drawn, seed=seed, run=run).items():
+            rows.append({"rows": m, "run": run, "method": method, **measure(theta, drawn.theta)})
+    results = pl.DataFrame(rows)
+    table = summary(results)
     between = spread(sorted({m for m, _ in paper.SIMULATION} & set(sizes)), 15 if quick else FURTHER_RUNS, seed, say)
     return Study(
-        "simulation",
-        "Simulation: distance of every client's coefficients to the truth",
-        {
-            "rows": list(sizes),
-            "runs": runs,
-            "iterations": ITERATIONS,
-            "p": 0.1,
-            "eta": 1e-4,
-            "gamma": 1,
-            "lam": 1,
-            "seed": seed,
-        },
-        findings(each, table),
-        claims(table, between, runs),
-        (
+        name="simulation",
+        title="Simulation: distance of every client's coefficients to the truth",
+        settings={"rows": list(sizes), "runs": runs, "iterations": ITERATIONS, "p": 0.1, "eta": 1e-4, "gamma": 1, "lam": 1}
+        | {"seed": seed},
+        findings=findings(results, table),
+        claims=claims(table, between, runs),
+        tables=(
             Table(
                 "distance",
-                "Distance to the truth, |theta_hat - theta*|, as the paper's table reports it",
-                _distances(table),
-                "Average, sd and max over clients, each averaged over runs; 'average between': sd of the average between runs; "
-                "'max of runs': the largest distance of all. Oracle wbar: the minimiser if the true global model were known.",
+                "Distance to the truth, |theta_hat - theta*|, as in Table 1 (sum_n)",
+                table.select("rows", "method", "average", "average_between", "sd", "max", "max_of_runs"),
+                "Average, sd and max are over clients, then averaged over runs. 'average between' is the standard deviation of "
+                "the average between runs. 'max of runs' is the largest distance in any run. 'oracle wbar' is the minimiser "
+                "with the true global model.",
             ),
-            Table("squared", "Squared distance, as the paper's caption says", _squared(table)),
+            Table(
+                "squared",
+                "Squared distance, as the caption of Table 1 says",
+                table.select("rows", "method", "average_squared", "average_squared_between", "sd_squared", "max_squared"),
+            ),
             Table(
                 "early",
-                "10 rows a client: the one-coin iterate on its way to the minimiser (run 0)",
-                stopped,
+                "10 rows per client: the one-coin iterate after a number of iterations, and the minimiser (run 0)",
+                early(seed, quick, say),
                 "The paper prints an average of 3.46 and a maximum of 8.676.",
             ),
             Table(
                 "spread",
-                f"What one run may give by chance: {between['runs'][0]} further draws, each method in closed form",
+                f"Spread between single runs: {between['runs'][0]} further draws, each method in closed form",
                 between,
-                "The single-cluster model has its best penalty here, 1/2, and the minimiser stands for its iterate.",
+                "The single-cluster model has its best penalty here, 1/2. The minimiser replaces the one-coin iterate.",
             ),
-            Table("runs", "Every run", each, shown=False),
+            Table("runs", "All runs", results, shown=False),
         ),
-        (
-            "A number of the paper agrees if it differs from ours by at most two standard deviations of the difference of two "
-            "averages over runs, of five there and as many as we made. Where it does not, but one run in twenty or more would "
-            "differ as much from our average, it agrees as that of one run: the paper says that results are averages of five, "
-            "but not how its maxima and standard deviations (over clients, as ours) were put together.",
+        remarks=(
+            "A number of the paper agrees if it differs from ours by at most two standard deviations of the difference between "
+            "an average over the paper's five runs and an average over our runs. It 'agrees as one run' if it does not agree, "
+            "but differs by at most two standard deviations of the difference between one run and our average. The paper says "
+            "that its results are averages over five runs. It does not say how its maxima and standard deviations were "
+            "combined.",
         ),
         quick=quick,
     )
 
 
-def summary(each: pl.DataFrame) -> pl.DataFrame:
-    """Averages over runs, and the standard deviation between runs of what the paper prints."""
-    statistics = ("average", "sd", "max", "average_squared", "sd_squared", "max_squared")
-    return each.group_by("rows", "method", maintain_order=True).agg(
+def summary(results: pl.DataFrame) -> pl.DataFrame:
+    """Averages over runs, and the standard deviation between runs."""
+    statistics = [f"{name}{kind}" for kind in ("", "_squared") for name in _MEASURES]
+    return results.group_by("rows", "method", maintain_order=True).agg(
         *(pl.col(name).mean() for name in statistics),
         *(pl.col(name).std().alias(f"{name}_between") for name in statistics),
         pl.col("max").max().alias("max_of_runs"),
@@ -174,55 +169,45 @@ def summary(each: pl.DataFrame) -> pl.DataFrame:
 
 
 def early(seed: int, quick: bool, say: Say) -> pl.DataFrame:
-    """The paper's algorithm, looked at before its 50,000 iterations are over, at 10 rows a client."""
-    drawn, rows = draw(10, seed, 0), []
+    """The paper's algorithm stopped before and after its 50,000 iterations, at 10 rows per client."""
+    drawn, theta = draw(10, seed, 0), {}
     counts = (500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 200_000)[: 5 if quick else 8]
-    run_seed = whole(generator(seed, 1, 0, 1))
-    for at, iterations in enumerate(counts):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)
-            theta = paper_iterate(drawn.data, iterations, run_seed)
-        told = measure(theta, drawn.theta)
-        rows.append({"iterations": f"{iterations:,}", "average": told["average"], "max": told["max"]})
-        say("stopping early", at + 1, len(counts))
-    told = measure(minimise(drawn.data, Gaussian(), Penalty.of(drawn.data.hierarchy)).theta, drawn.theta)
-    return pl.DataFrame([*rows, {"iterations": "minimiser", "average": told["average"], "max": told["max"]}])
+    run_seed = integer_seed(generator(seed, 1, 0, 1))
+    with no_convergence_warnings():
+        for iterations in tracked(counts, "stopping early", say):
+            theta[f"{iterations:,}"] = paper_iterate(drawn.data, iterations, run_seed)
+    theta["minimiser"] = minimiser(drawn.data)
+    rows = [{"iterations": label, **measure(estimate, drawn.theta)} for label, estimate in theta.items()]
+    return pl.DataFrame(rows).select("iterations", "average", "max")
 
 
 def spread(sizes: list[int], runs: int, seed: int, say: Say) -> pl.DataFrame:
-    """How average, sd and maximum vary from run to run: mean, standard deviation, and the range of the maximum."""
+    """Mean, standard deviation and range over many runs of the average, the standard deviation and the maximum."""
     rows = []
-    for m in sizes:
-        told: dict[str, list[dict[str, float]]] = {}
-        for run in range(runs):
-            drawn = simulate(clusters=20, clients=20, rows=m, d=20, seed=generator(seed, 2, m, run))
-            data, merged, loss = drawn.data, drawn.data.one_cluster(), Gaussian()
-            fits = {
-                "locally-trained": locally_trained(data, loss),
-                "single-model": single_model(data, loss),
-                "single-cluster": minimise(merged, loss, Penalty.of(merged.hierarchy, gamma=0.5, lam=np.inf)),
-                "one-coin iterate": minimise(data, loss, Penalty.of(data.hierarchy)),
-            }
-            for method, fit in fits.items():
-                told.setdefault(method, []).append(measure(fit.theta, drawn.theta))
-            say("spread between runs", sizes.index(m) * runs + run + 1, len(sizes) * runs)
-        for method, each in told.items():
-            frame = pl.DataFrame(each).select("average", "sd", "max")
-            means = frame.mean().row(0, named=True)
-            between = frame.select(pl.all().std().name.suffix("_between")).row(0, named=True)
-            ends = {f"least_{name}": frame[name].min() for name in frame.columns}
-            ends |= {f"largest_{name}": frame[name].max() for name in frame.columns}
-            rows.append({"rows": m, "method": method, "runs": runs, **means, **between, **ends})
-    return pl.DataFrame(rows)
+    for m, run in tracked([(m, run) for m in sizes for run in range(runs)], "spread between runs", say):
+        drawn = simulate(clusters=20, clients=20, rows=m, d=20, seed=generator(seed, 2, m, run))
+        data, merged, loss = drawn.data, drawn.data.one_cluster(), Gaussian()
+        fits = {
+            "locally-trained": locally_trained(data, loss).theta,
+            "single-model": single_model(data, loss).theta,
+            "single-cluster": minimiser(merged, 0.5, np.inf),
+            "one-coin iterate": minimiser(data),
+        }
+        rows += [{"rows": m, "method": method, **measure(theta, drawn.theta)} for method, theta in fits.items()]
+    of = pl.col(*_MEASURES)
+    between, least, largest = of.std().name.suffix("_between"), of.min().name.prefix("least_"), of.max().name.prefix("largest_")
+    statistics = (pl.first("rows", "method"), pl.lit(runs).alias("runs"), of.mean(), between, least, largest)
+    groups = pl.DataFrame(rows).partition_by("rows", "method", maintain_order=True)
+    return pl.concat(group.select(statistics) for group in groups)
 
 
 def claims(table: pl.DataFrame, between: pl.DataFrame, runs: int) -> tuple[Claim, ...]:
-    """The paper's table, number by number."""
+    """The numbers of Table 1 beside ours."""
     found = []
     for (m, method), printed in paper.SIMULATION.items():
         here = (pl.col("rows") == m, pl.col("method") == method)
         for ours, chance in zip(table.filter(*here).to_dicts(), between.filter(*here).to_dicts(), strict=True):
-            for name, value in zip(("average", "sd", "max"), printed, strict=True):
+            for name, value in zip(_MEASURES, printed, strict=True):
                 strict, loose = (float(2 * np.sqrt(1 / n + 1 / runs) * chance[f"{name}_between"]) for n in (RUNS, 1))
                 claim = Claim(f"{m} rows, {method}: {name} of the distance", value, ours[name], strict, loose=loose)
                 if runs < RUNS:
@@ -232,7 +217,7 @@ def claims(table: pl.DataFrame, between: pl.DataFrame, runs: int) -> tuple[Claim
 
 
 def _why(value: float, name: str, chance: dict[str, float]) -> str:
-    """Which of two numbers that differ is wrong, and what shows it."""
+    """The reason for a difference, with the numbers that show it."""
     least, largest = chance[f"least_{name}"], chance[f"largest_{name}"]
     lie = f"in {chance['runs']} further draws single runs lie between {least:.3g} and {largest:.3g}"
     if least <= value <= largest:
@@ -240,59 +225,43 @@ def _why(value: float, name: str, chance: dict[str, float]) -> str:
     return f"the paper's is wrong: {lie}; see errata 9 and table 'early'"
 
 
-def findings(each: pl.DataFrame, table: pl.DataFrame) -> tuple[str, ...]:
-    """What the tables say, with the numbers that say it."""
-    said = []
-    worse, closer = exceptions(each), [words for words, _ in deficits(each)]
-    rivals = ", ".join(name for name in OF_THE_PAPER if name != "minimiser")
-    if worse:
-        said.append(f"The minimiser is not the best everywhere; closer to the truth: {'; '.join(worse)}.")
+def findings(results: pl.DataFrame, table: pl.DataFrame) -> tuple[str, ...]:
+    """Sentences about the tables."""
+    closer = closer_than_minimiser(results)
+    certain = [words for words, is_certain in closer if is_certain]
+    if certain:
+        first = f"The minimiser does not have the smallest average distance everywhere. Closer: {'; '.join(certain)}."
     else:
-        but = f", but for differences well within chance: {'; '.join(closer)}" if closer else ""
-        said.append(f"At every size the exact minimiser is on average at least as close to the truth as {rivals}{but}.")
-    ten = {row["method"]: row for row in table.filter(pl.col("rows") == 10).to_dicts()}
-    said.append(
-        f"At 10 rows a client the minimiser's average distance is {ten['minimiser']['average']:.3f} and its worst client's "
-        f"{ten['minimiser']['max']:.2f}; the paper's algorithm after 50,000 iterations is at "
-        f"{ten['one-coin iterate']['average']:.3f} and {ten['one-coin iterate']['max']:.2f} (the paper prints 3.46 and 8.676)."
-    )
+        first = f"No method of the paper ({', '.join(OF_THE_PAPER[:-1])}) is closer to the truth than the exact minimiser"
+        words = "; ".join(words for words, _ in closer)
+        first += f" beyond chance. Within chance: {words}." if closer else "."
     few = min(table["rows"].to_list())
-    first = {row["method"]: row["average"] for row in table.filter(pl.col("rows") == few).to_dicts()}
-    said.append(
-        f"With {few} row a client James-Stein is at {first['James-Stein']:.3f}, the minimiser at {first['minimiser']:.3f}, an "
-        f"oracle that knows the true global model at {first['oracle wbar']:.3f}; with 10 rows the three lie within "
-        f"{_apart(ten):.1g} of each other."
+    ten, least = ({row["method"]: row for row in table.filter(pl.col("rows") == m).to_dicts()} for m in (10, few))
+    optimum, iterate = ten["minimiser"], ten["one-coin iterate"]
+    averages = [ten[name]["average"] for name in ("minimiser", "James-Stein", "oracle wbar")]
+    return (
+        first,
+        f"At 10 rows per client the minimiser has an average distance of {optimum['average']:.3f} and a maximum of "
+        f"{optimum['max']:.2f}. The paper's algorithm after 50,000 iterations has {iterate['average']:.3f} and "
+        f"{iterate['max']:.2f} (the paper prints 3.46 and 8.676).",
+        f"At {few} row per client the average distance is {least['James-Stein']['average']:.3f} for James-Stein, "
+        f"{least['minimiser']['average']:.3f} for the minimiser and {least['oracle wbar']['average']:.3f} for an oracle with "
+        f"the true global model. At 10 rows the three differ by at most {max(averages) - min(averages):.1g}.",
     )
-    return tuple(said)
 
 
-def _apart(rows: dict[str, dict[str, float]]) -> float:
-    averages = [rows[name]["average"] for name in ("minimiser", "James-Stein", "oracle wbar")]
-    return max(averages) - min(averages)
+def closer_than_minimiser(results: pl.DataFrame) -> list[tuple[str, bool]]:
+    """Where a method of the paper is closer to the truth than the minimiser, on average over runs.
 
-
-def exceptions(each: pl.DataFrame) -> list[str]:
-    """Where a method of the paper's table is closer than the minimiser, by more than two standard errors over the runs."""
-    return [words for words, certain in deficits(each) if certain]
-
-
-def deficits(each: pl.DataFrame) -> list[tuple[str, bool]]:
-    """Where a method of the paper's table is closer than the minimiser on average over the runs; whether that is certain."""
-    least = each.filter(pl.col("method") == "minimiser").select("rows", "run", least="average")
-    apart = each.join(least, on=["rows", "run"]).with_columns(apart=pl.col("least") - pl.col("average"))
-    means = apart.group_by("rows", "method", maintain_order=True).agg(
-        pl.col("apart").mean(), (pl.col("apart").std() / pl.len().sqrt()).alias("error")
+    The second element says whether the difference is more than two standard errors.
+    """
+    optimum = results.filter(pl.col("method") == "minimiser").select("rows", "run", least="average")
+    gain = results.join(optimum, on=["rows", "run"]).with_columns(gain=pl.col("least") - pl.col("average"))
+    means = gain.group_by("rows", "method", maintain_order=True).agg(
+        pl.col("gain").mean(), (pl.col("gain").std() / pl.len().sqrt()).fill_null(0.0).alias("error")
     )
-    closer = means.filter(pl.col("method").is_in(OF_THE_PAPER), pl.col("apart") > 0)
+    closer = means.filter(pl.col("method").is_in(OF_THE_PAPER), pl.col("gain") > 0)
     return [
-        (f"{method} by {gap:.1g} at {m} rows (standard error {error or 0:.1g})", gap > 2 * (error or 0.0))
-        for m, method, gap, error in closer.iter_rows()
+        (f"{method} by {gain:.1g} at {m} rows (standard error {error:.1g})", gain > 2 * error)
+        for m, method, gain, error in closer.iter_rows()
     ]
-
-
-def _distances(table: pl.DataFrame) -> pl.DataFrame:
-    return table.select("rows", "method", "average", "average_between", "sd", "max", "max_of_runs")
-
-
-def _squared(table: pl.DataFrame) -> pl.DataFrame:
-    return table.select("rows", "method", "average_squared", "average_squared_between", "sd_squared", "max_squared")

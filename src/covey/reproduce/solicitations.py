@@ -1,26 +1,24 @@
-"""From the raw tables of a charity to rows a model can learn from: one row for each appeal, by as-of joins.
+"""Turn the raw tables of a charity into rows for a model: one row for each appeal.
 
-The tables are ``appeals(id, date)``, ``gifts(id, date, zip)`` and ``zips(zip, cluster)``; ``id`` is a donor. All
-comparisons are by whole days, and no row looks at a day after its appeal except for ``success``.
+The tables are ``appeals(id, date)``, ``gifts(id, date, zip)`` and ``zips(zip, cluster)``; ``id`` is a donor. Dates are compared
+by whole days. Only ``success`` uses gifts on or after the day of the appeal.
 
-- success: a gift answers the donor's latest appeal on or before its day, hence exactly one appeal; an appeal is a success
-  if any gift answers it. Gifts before the first appeal are history and answer none.
-- frequency: the gifts strictly before the day of the appeal, each of several on one day.
-- recency: the days since the last of them, so at least 1.
-- zip: the ZIP of that last gift, or of the latest earlier one whose ZIP is known. Of several gifts on that last day with
-  different ZIPs the greatest ZIP is taken, so that the order of the rows does not matter.
-- cluster: that of the ZIP in ``zips``, else "unknown".
+- success: 1 if a gift answers the appeal. A gift answers the donor's latest appeal on or before its day, and no other. Gifts
+  before the donor's first appeal answer none.
+- frequency: the number of the donor's gifts before the day of the appeal.
+- recency: the days since the last of these gifts, at least 1.
+- zip: the ZIP of that last gift, or of the latest earlier gift with a ZIP. If the donor made several gifts on that day with
+  different ZIPs, the greatest ZIP counts, so that the order of the rows does not matter.
+- cluster: the cluster of the ZIP in ``zips``, or "unknown" if there is none.
 
-Two appeals to a donor on one day are one. Appeals without an earlier gift or without a known ZIP, and those of ZIPs with
-fewer than ``at_least`` appeals, are left out. Everything left out or put right is counted.
+Two appeals to a donor on one day count as one. Appeals without an earlier gift or without a known ZIP are left out, and so are
+ZIPs with fewer than ``at_least`` appeals. ``Solicitations.counts`` has the number of rows left out or corrected.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import narwhals as nw
 import numpy as np
 import polars as pl
 
@@ -30,72 +28,40 @@ _ISO = r"^\d{4}-\d{2}-\d{2}([T ]\d{2}:\d{2}(:\d{2}(\.\d+)?)?(Z|[+-]\d{2}:?\d{2})
 _ZIP_PLUS_FOUR = r"^\d{5}-?\d{4}$"
 _TEXT = (pl.String, pl.Categorical, pl.Enum)
 
-# Donor and day in one integer: a join on one sorted column is a plain merge, and a donor's days stay side by side.
+# Donor and day in one integer: then a join on one sorted column is a merge, and the days of a donor are adjacent.
 _DONOR = 1 << 32
 _DAY_0 = 1 << 31
 
-_SENTENCES = {
-    "appeals": ("appeal was read", "appeals were read"),
-    "gifts": ("gift was read", "gifts were read"),
-    "appeals_out_of_order": (
-        "appeal came after a later one of the same donor; the table was sorted",
-        "appeals came after a later one of the same donor; the table was sorted",
-    ),
-    "gifts_out_of_order": (
-        "gift came after a later one of the same donor; the table was sorted",
-        "gifts came after a later one of the same donor; the table was sorted",
-    ),
-    "appeals_same_day": (
-        "appeal repeated another to the same donor on the same day and was left out",
-        "appeals repeated another to the same donor on the same day and were left out",
-    ),
-    "appeals_never_gave": (
-        "appeal went to someone with no gift at all and was left out",
-        "appeals went to people with no gift at all and were left out",
-    ),
-    "appeals_before_first_gift": (
-        "appeal came before any gift on an earlier day and was left out",
-        "appeals came before any gift on an earlier day and were left out",
-    ),
-    "appeals_without_zip": (
-        "appeal had no known ZIP at the time and was left out",
-        "appeals had no known ZIP at the time and were left out",
-    ),
-    "gifts_before_first_appeal": (
-        "gift came before its donor's first appeal: it is history and answers no appeal",
-        "gifts came before their donor's first appeal: they are history and answer no appeal",
-    ),
-    "gifts_never_appealed": (
-        "gift of a donor who got no appeal was ignored",
-        "gifts of donors who got no appeal were ignored",
-    ),
-    "donors_moved": (
-        "donor changed ZIP between appeals; each appeal goes to the ZIP of the time",
-        "donors changed ZIP between appeals; each appeal goes to the ZIP of the time",
-    ),
-    "small_zips": (
-        "ZIP had fewer than {at_least} appeals and was left out",
-        "ZIPs had fewer than {at_least} appeals and were left out",
-    ),
-    "small_zip_appeals": ("appeal was left out with such a ZIP", "appeals were left out with such ZIPs"),
-    "unknown_zips": (
-        'of the ZIPs kept has no cluster in the zips table; its cluster is "unknown"',
-        'of the ZIPs kept have no cluster in the zips table; their cluster is "unknown"',
-    ),
-    "unknown_zip_appeals": ("of the appeals kept went to such a ZIP", "of the appeals kept went to such ZIPs"),
-    "rows": ("appeal was kept", "appeals were kept"),
-    "zips": ("ZIP was kept", "ZIPs were kept"),
-    "clusters": ("cluster was kept", "clusters were kept"),
-    "successes": ("of the appeals kept was answered by a gift", "of the appeals kept were answered by a gift"),
+_LABELS = {
+    "appeals": "Appeals read",
+    "gifts": "Gifts read",
+    "appeals_out_of_order": "Appeals listed after a later one of the same donor; the table was sorted",
+    "gifts_out_of_order": "Gifts listed after a later one of the same donor; the table was sorted",
+    "appeals_same_day": "Appeals left out because they repeat another one to the same donor on the same day",
+    "appeals_never_gave": "Appeals left out because they went to people without any gift",
+    "appeals_before_first_gift": "Appeals left out because the donor had no gift on an earlier day",
+    "appeals_without_zip": "Appeals left out because the donor's ZIP was unknown at that time",
+    "gifts_before_first_appeal": "Gifts before the donor's first appeal; they count as history and answer no appeal",
+    "gifts_never_appealed": "Gifts ignored because the donor got no appeal",
+    "donors_moved": "Donors who changed ZIP between appeals; each appeal belongs to the ZIP at that time",
+    "small_zips": "ZIPs left out because they have fewer than {at_least} appeals",
+    "small_zip_appeals": "Appeals left out with these ZIPs",
+    "unknown_zips": 'ZIPs kept that have no cluster in the zips table; their cluster is "unknown"',
+    "unknown_zip_appeals": "Appeals kept in these ZIPs",
+    "rows": "Appeals kept",
+    "zips": "ZIPs kept",
+    "clusters": "Clusters kept",
+    "successes": "Appeals kept that a gift answers",
 }
 
 
 @dataclass(frozen=True)
 class Solicitations:
-    """Rows ``zip, cluster, id, date, success, recency, frequency``, and what became of every row read.
+    """The rows of a model and the number of rows read, left out and corrected.
 
-    ``rows`` is sorted by cluster, ZIP, id and date. In ``counts`` the appeals add up: ``rows`` is ``appeals`` less those
-    of the same day, of people who never gave, before the first gift, without a ZIP and in small ZIPs.
+    ``rows`` has the columns ``zip, cluster, id, date, success, recency, frequency`` and is sorted by cluster, ZIP, id and date.
+    In ``counts``, ``rows`` equals ``appeals`` minus the appeals of the same day, to people who never gave, before the first
+    gift, without a ZIP and in small ZIPs.
     """
 
     rows: pl.DataFrame
@@ -103,28 +69,33 @@ class Solicitations:
     at_least: int = 5
 
     def lines(self) -> list[str]:
-        """A sentence for each count that is not zero.
+        """A line for each count that is not zero.
 
         >>> Solicitations(pl.DataFrame(), {"appeals": 1200, "gifts": 0, "small_zips": 1}).lines()
-        ['1,200 appeals were read.', '1 ZIP had fewer than 5 appeals and was left out.']
+        ['Appeals read: 1,200.', 'ZIPs left out because they have fewer than 5 appeals: 1.']
         """
-        words = {name: _SENTENCES[name][count != 1].format(at_least=self.at_least) for name, count in self.counts.items()}
-        return [f"{count:,} {words[name]}." for name, count in self.counts.items() if count]
+        return [f"{_LABELS[name].format(at_least=self.at_least)}: {count:,}." for name, count in self.counts.items() if count]
 
 
-def solicitations(appeals: Any, gifts: Any, zips: Any, *, at_least: int = 5) -> Solicitations:
-    """One row for each appeal that a model can learn from; see the module for the definitions.
+def solicitations(appeals: pl.DataFrame, gifts: pl.DataFrame, zips: pl.DataFrame, *, at_least: int = 5) -> Solicitations:
+    """Make one row for each appeal; the module docstring defines the columns.
+
+    Dates are dates, datetimes or ISO text; ids and ZIPs are text or whole numbers. ZIPs are compared as text: short ones get
+    leading zeros up to five digits, and ZIP+4 (``60637-1234``) is cut to five.
 
     Parameters
     ----------
-    appeals : ``id``, ``date``
-    gifts : ``id``, ``date``, ``zip``
-    zips : ``zip``, ``cluster``
-    at_least : the fewest appeals of a ZIP that is kept
+    appeals : columns ``id``, ``date``
+    gifts : columns ``id``, ``date``, ``zip``
+    zips : columns ``zip``, ``cluster``
+    at_least : ZIPs with fewer appeals are left out
 
-    Frames may be of pandas, polars or pyarrow. Dates are dates, datetimes or ISO text; ids and ZIPs are text or whole numbers.
-    ZIPs are compared as text: fewer than five digits are padded, and ZIP+4 (``60637-1234``) is cut to its first five.
+    Returns
+    -------
+    Solicitations
 
+    Examples
+    --------
     >>> appeals = pl.DataFrame({"id": [1, 1], "date": ["2024-03-01", "2024-06-01"]})
     >>> gifts = pl.DataFrame({"id": [1, 1], "date": ["2024-02-28", "2024-03-09"], "zip": [2139, 2139]})
     >>> zips = pl.DataFrame({"zip": ["02139"], "cluster": ["middle"]})
@@ -133,7 +104,6 @@ def solicitations(appeals: Any, gifts: Any, zips: Any, *, at_least: int = 5) -> 
     """
     if isinstance(at_least, bool) or not isinstance(at_least, int | np.integer) or at_least < 1:
         raise DataError(f"The 'at_least' parameter must be a whole number >= 1. Got {at_least!r} instead.")
-    appeals, gifts, zips = (_as_polars(table, name) for table, name in ((appeals, "appeals"), (gifts, "gifts"), (zips, "zips")))
     cluster_of = _clusters(zips)
     asked, given = _table(appeals, "appeals"), _table(gifts, "gifts").with_columns(_zip(gifts, "gifts"))
     counts = {"appeals": asked.height, "gifts": given.height}
@@ -144,7 +114,8 @@ def solicitations(appeals: Any, gifts: Any, zips: Any, *, at_least: int = 5) -> 
     counts["appeals_same_day"] = counts["appeals"] - asked.height
     given = _history(given)
     answered = _answered(given, asked)
-    counts_of_gifts = _count_unanswering(given, asked, answered)
+    idle = given.filter(answered.is_null())
+    history = idle.join(asked, on="donor", how="semi").height
     success = np.zeros(asked.height, dtype=np.int8)
     success[answered.drop_nulls().to_numpy()] = 1
     rows = _last_gift_before(asked.with_columns(success=pl.Series(success)), given)
@@ -156,11 +127,11 @@ def solicitations(appeals: Any, gifts: Any, zips: Any, *, at_least: int = 5) -> 
     rows = rows.filter(~without)
     counts["appeals_without_zip"] = rows["zip"].null_count()
     rows = rows.drop_nulls("zip")
-    counts |= counts_of_gifts
+    counts |= {"gifts_before_first_appeal": history, "gifts_never_appealed": idle.height - history}
     if rows.is_empty():
         raise DataError(
-            f"None of the {counts['appeals']} appeals follows a gift of the same donor with a known ZIP; check that the ids of "
-            "the two tables match and that the gifts start before the appeals."
+            f"None of the {counts['appeals']} appeals comes after a gift of the same donor with a known ZIP; check that the "
+            "ids of the two tables match and that the gifts start before the appeals."
         )
     moved = (pl.col("donor") == pl.col("donor").shift(1)) & (pl.col("zip") != pl.col("zip").shift(1))
     counts["donors_moved"] = rows.filter(moved)["donor"].n_unique()
@@ -173,43 +144,29 @@ def solicitations(appeals: Any, gifts: Any, zips: Any, *, at_least: int = 5) -> 
         raise DataError(
             f"No ZIP has {at_least} appeals or more (the largest has {places['len'].max()!r}); lower the 'at_least' parameter."
         )
-    # Rows are in order of donor and day; a stable sort by place is the whole order.
+    # The rows are in order of donor and day, so a stable sort by place gives the final order.
     rows = rows.join(kept.select("zip", "place"), on="zip", maintain_order="left").sort("place", maintain_order=True)
     unknown = kept.filter(pl.col("cluster") == "unknown")
     if unknown.height == kept.height:
-        example = "has no rows with a cluster" if cluster_of.is_empty() else f"has {_short(cluster_of['zip'][0])}, for one"
+        example = "has no row with a cluster" if cluster_of.is_empty() else f"has for example {_short(cluster_of['zip'][0])}"
         raise DataError(
-            f"None of the {kept.height:,} ZIPs of the gifts, {_short(kept['zip'][0])} for one, is in the zips table, which "
-            f"{example}; check that both write ZIPs alike."
+            f"The zips table has none of the {kept.height:,} ZIPs of the gifts table (for example {_short(kept['zip'][0])}); "
+            f"it {example}. Write ZIPs in the same way in both tables."
         )
     counts |= {"unknown_zips": unknown.height, "unknown_zip_appeals": int(unknown["len"].sum())}
     counts |= {"rows": rows.height, "zips": kept.height, "clusters": kept["cluster"].n_unique()}
     counts["successes"] = int(rows["success"].sum())
-    rows = rows.select(
-        "zip",
-        places["cluster"].gather(rows["place"]),
-        donors.gather(rows["donor"]),
-        pl.col("day").alias("date"),
-        "success",
-        "recency",
-        "frequency",
-    )
+    gathered = (places["cluster"].gather(rows["place"]), donors.gather(rows["donor"]))
+    rows = rows.select("zip", *gathered, pl.col("day").alias("date"), "success", "recency", "frequency")
     return Solicitations(rows, counts, at_least)
 
 
-def _as_polars(table: Any, name: str) -> pl.DataFrame:
-    frame = nw.from_native(table, eager_only=True, pass_through=True)
-    if not isinstance(frame, nw.DataFrame):
-        raise DataError(f"The {name} table must be a data frame (pandas, polars, pyarrow); got {type(table).__name__}.")
-    return frame.to_polars()
-
-
 def _number_donors(*tables: pl.DataFrame) -> tuple[pl.Series, list[pl.DataFrame]]:
-    """The sorted ids of all donors, and the tables with ``donor`` (the place among them) and ``key`` (donor and day)."""
+    """The sorted ids of all donors, and the tables with ``donor`` (index of the id) and ``key`` (donor and day)."""
     kinds = [table.schema["id"] for table in tables]
     if kinds[0] != kinds[1]:
         if not all(kind.is_integer() for kind in kinds):
-            raise DataError(f"The ids are {kinds[0]} in the appeals table but {kinds[1]} in the gifts table; cast them alike.")
+            raise DataError(f"The ids are {kinds[0]} in the appeals table but {kinds[1]} in the gifts table; use one type.")
         tables = tuple(table.with_columns(pl.col("id").cast(pl.Int64)) for table in tables)
     ids = pl.concat([table["id"].unique() for table in tables]).unique().sort()
     codes = pl.DataFrame({"id": ids}).with_columns(donor=pl.int_range(pl.len(), dtype=pl.Int64))
@@ -218,13 +175,13 @@ def _number_donors(*tables: pl.DataFrame) -> tuple[pl.Series, list[pl.DataFrame]
 
 
 def _out_of_order(table: pl.DataFrame) -> int:
-    """How many rows are of an earlier day than the row of the same donor before them."""
+    """Number of rows with an earlier day than the previous row of the same donor."""
     by_donor = table.select(pl.col("key").sort_by("donor", maintain_order=True)).to_series()
     return int((by_donor < by_donor.shift(1)).sum())
 
 
 def _history(given: pl.DataFrame) -> pl.DataFrame:
-    """The gifts in order, each with ``frequency``, the gifts of its donor so far, and the latest known ``zip``."""
+    """The sorted gifts with ``frequency``, the number of the donor's gifts so far, and the latest known ``zip``."""
     given = given.drop("id").sort("key", "zip", nulls_last=False).with_row_index("gift")
     first = (pl.col("donor") != pl.col("donor").shift(1)).fill_null(True)
     start = pl.when(first).then("gift").forward_fill().cast(pl.Int64)
@@ -233,37 +190,30 @@ def _history(given: pl.DataFrame) -> pl.DataFrame:
 
 
 def _answered(given: pl.DataFrame, asked: pl.DataFrame) -> pl.Series:
-    """The appeal that each gift answers, null if none: the donor's latest on or before its day."""
+    """For each gift the appeal that it answers: the donor's latest on or before its day, or null."""
     latest = given.select("key", "donor").join_asof(asked.select("key", "appeal", asked="donor"), on="key", strategy="backward")
     return latest.select(pl.when(pl.col("asked") == pl.col("donor")).then("appeal").alias("appeal")).to_series()
 
 
-def _count_unanswering(given: pl.DataFrame, asked: pl.DataFrame, answered: pl.Series) -> dict[str, int]:
-    idle = given.filter(answered.is_null())
-    history = idle.join(asked, on="donor", how="semi").height
-    return {"gifts_before_first_appeal": history, "gifts_never_appealed": idle.height - history}
-
-
 def _last_gift_before(asked: pl.DataFrame, given: pl.DataFrame) -> pl.DataFrame:
-    """The appeals with ``zip``, ``recency`` and ``frequency`` at the donor's last gift before the day, null if none."""
-    last = given.filter((pl.col("key") != pl.col("key").shift(-1)).fill_null(True))  # of each day, all its gifts counted
+    """The appeals with ``zip``, ``recency`` and ``frequency`` from the donor's last gift before that day, or null."""
+    last = given.filter((pl.col("key") != pl.col("key").shift(-1)).fill_null(True))  # the last gift of each day
     last = last.select("zip", "frequency", before="key", giver="donor", gift_day="day")
     rows = asked.with_columns(before=pl.col("key") - 1).drop("key").join_asof(last, on="before", strategy="backward")
-    own = pl.when(pl.col("giver") == pl.col("donor"))
-    recency = (pl.col("day") - pl.col("gift_day")).dt.total_days()
-    return rows.select(
-        "donor", "day", "success", zip=own.then("zip"), recency=own.then(recency), frequency=own.then("frequency")
-    )
+    rows = rows.with_columns(recency=(pl.col("day") - pl.col("gift_day")).dt.total_days())
+    same_donor = pl.when(pl.col("giver") == pl.col("donor"))
+    known = (same_donor.then(name).alias(name) for name in ("zip", "recency", "frequency"))
+    return rows.select("donor", "day", "success", *known)
 
 
 def _places(rows: pl.DataFrame, cluster_of: pl.DataFrame) -> pl.DataFrame:
-    """The ZIPs by cluster and ZIP, with the number of appeals ``len`` and their place in this order."""
+    """The ZIPs, sorted by cluster and ZIP, with their number of appeals ``len`` and their index ``place``."""
     places = rows.group_by("zip").len().join(cluster_of, on="zip", how="left")
     return places.with_columns(pl.col("cluster").fill_null("unknown")).sort("cluster", "zip").with_row_index("place")
 
 
 def _clusters(zips: pl.DataFrame) -> pl.DataFrame:
-    """Each ZIP with its one cluster; ZIPs whose cluster is not given are not in it."""
+    """The cluster of each ZIP; ZIPs without a cluster are left out."""
     _require(zips, "zips", "zip", "cluster")
     pairs = zips.select(_zip(zips, "zips"), pl.col("cluster").cast(pl.String).str.strip_chars().replace("", None))
     pairs = pairs.drop_nulls().unique()
@@ -277,7 +227,7 @@ def _clusters(zips: pl.DataFrame) -> pl.DataFrame:
 
 
 def _table(frame: pl.DataFrame, name: str) -> pl.DataFrame:
-    """The ``id`` and the ``day`` of each row, all there."""
+    """Columns ``id`` and ``day`` of a table, without missing values."""
     _require(frame, name, "id", "date", *(["zip"] if name == "gifts" else []))
     if frame.is_empty():
         raise DataError(f"The {name} table has no rows; it needs at least one.")
@@ -305,16 +255,13 @@ def _days(dates: pl.Series, name: str) -> pl.Series:
 
 
 def _zip(frame: pl.DataFrame, name: str) -> pl.Series:
-    """ZIPs as text of five digits where they are numbers or ZIP+4; blank text is missing.
+    """ZIPs as text: numbers and ZIP+4 become five digits, and blank text is missing.
 
-    Zeros that a spreadsheet took from the front are put back, and the ``.0`` taken off that it put behind.
+    Spreadsheets drop leading zeros and append ``.0``; both are corrected.
     """
-    zips = frame["zip"]
-    if zips.dtype.is_integer():
-        zips = zips.cast(pl.String)
-        frame = frame.with_columns(zips)
-    if not (zips.dtype in _TEXT or zips.dtype == pl.Null):
-        raise DataError(f"The 'zip' column of the {name} table holds {zips.dtype}; cast it to text or whole numbers.")
+    kind = frame["zip"].dtype
+    if not (kind in (*_TEXT, pl.Null) or kind.is_integer()):
+        raise DataError(f"The 'zip' column of the {name} table holds {kind}; cast it to text or whole numbers.")
     zip_ = pl.col("zip").cast(pl.String).str.strip_chars().str.replace(r"^(\d{1,9})\.0$", "$1")
     zip_ = pl.when(zip_.str.contains(r"^\d{1,5}$")).then(zip_.str.zfill(5)).otherwise(zip_)
     cut = pl.when(zip_.str.contains(_ZIP_PLUS_FOUR)).then(zip_.str.slice(0, 5)).when(zip_ != "").then(zip_)
@@ -335,7 +282,7 @@ def _refuse_missing(values: pl.Series, name: str) -> None:
         rows = missing.arg_true()
         more = f" and {len(rows) - 1:,} more" if len(rows) > 1 else ""
         raise DataError(
-            f"The {values.name!r} column of the {name} table is missing in row {rows[0]}{more}; fill it or leave the row out."
+            f"The {values.name!r} column of the {name} table is missing in row {rows[0]}{more}; fill it or drop the row."
         )
 
 

@@ -1,27 +1,61 @@
-"""What a study leaves behind: tables, findings in words, and each number of the paper beside ours."""
+"""The parts of a study: tables, findings in words, and the numbers that the paper prints beside ours.
+
+The paper is Lyu, Hanzely and Kolar (2022), "Personalized Federated Learning with Multiple Known Clusters", arXiv:2204.13619. A
+study is a function ``study(seed=..., quick=..., say=...)`` that returns a :class:`Study`. :mod:`covey.report.results` writes it
+to files, and :mod:`covey.report.figures` draws its figures from its tables.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import polars as pl
 
-Say = Callable[[str, int, int], None]
-"""Told what is being done, and how much of it is done and to do."""
+from covey.errors import ConvergenceWarning
 
+Say = Callable[[str, int, int], None]
+"""Receives progress: the name of the current step, how many parts of it are done, and how many there are."""
+
+Item = TypeVar("Item")
 Verdict = Literal["agrees", "agrees as one run", "differs", "not comparable"]
 
 
-def silent(what: str, done: int, todo: int) -> None:
-    """Say nothing."""
+def silent(step: str, done: int, total: int) -> None:
+    """Report no progress."""
+
+
+def tracked(items: Sequence[Item], step: str, say: Say) -> Iterator[Item]:
+    """Iterate over ``items`` and report progress after each one."""
+    for done, item in enumerate(items, 1):
+        yield item
+        say(step, done, len(items))
+
+
+@contextmanager
+def no_convergence_warnings() -> Iterator[None]:
+    """Hide convergence warnings: the tables of a study show which runs did not converge."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        yield
 
 
 @dataclass(frozen=True)
 class Table:
-    """Numbers for a reader: shown with so many ``digits`` after the point, kept in full in a file of that ``name``."""
+    """A table of a study.
+
+    Attributes
+    ----------
+    name : name of the CSV file, which has all digits
+    title, note : text above and below the table on the page
+    frame : the numbers
+    digits : digits after the decimal point on the page
+    shown : whether the page shows the table or only links to the CSV file
+    """
 
     name: str
     title: str
@@ -38,10 +72,11 @@ class Claim:
     Attributes
     ----------
     what : the number, in words
-    paper, ours : its value there and here
-    spread : how far the two may lie apart by chance; None where no chance is involved or none is known
-    loose : the same if the paper's is not the average of its runs, as it says, but that of one of them
-    why : what is behind a difference, or why the two cannot be compared
+    paper, ours : its value in the paper and here
+    spread : largest difference that chance explains; None if the numbers do not depend on chance
+    why : the reason for a difference, or why the two numbers cannot be compared
+    comparable : whether both numbers come from the same kind of data
+    loose : largest difference that chance explains if the paper's number comes from one run instead of the average of several
     """
 
     what: str
@@ -67,7 +102,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Study:
-    """One part of ``covey reproduce``: everything in it follows from its settings, the seed among them."""
+    """One part of ``covey reproduce``. Its settings, which include the seed, determine everything in it."""
 
     name: str
     title: str
@@ -79,15 +114,15 @@ class Study:
     quick: bool = False
 
     def table(self, name: str) -> pl.DataFrame:
-        """The frame of one table."""
+        """The numbers of one table."""
         return next(table.frame for table in self.tables if table.name == name)
 
 
 def generator(seed: int, *path: int) -> np.random.Generator:
-    """A stream of its own for each part of a study, from one seed: parts can be left out without changing the others."""
+    """An independent random stream for each part of a study, so that a change in one part does not change the others."""
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=path))
 
 
-def whole(rng: np.random.Generator) -> int:
-    """A seed drawn from a generator, for what takes a whole number."""
+def integer_seed(rng: np.random.Generator) -> int:
+    """An integer seed drawn from a generator."""
     return int(rng.integers(2**31))
