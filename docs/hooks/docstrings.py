@@ -1,0 +1,55 @@
+"""Docstrings as mkdocstrings needs them: those of the running program, in numpydoc and Markdown."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from importlib import import_module
+from typing import Any
+
+import griffe
+
+SECTION = re.compile(r"^(Parameters|Attributes|Returns|Raises)\n-+\n", re.M)
+
+
+class Docstrings(griffe.Extension):
+    """Replace and rewrite docstrings after they are read."""
+
+    def on_class(self, *, cls: griffe.Class, **_: Any) -> None:
+        """Take a docstring that the program completes when it is imported, such as that of an estimator."""
+        found = getattr(import_module(cls.module.path), cls.name, None)
+        if cls.docstring is not None and inspect.isclass(found) and found.__doc__:
+            cls.docstring.value = inspect.cleandoc(found.__doc__)
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Write roles and examples as Markdown, and one-line descriptions of parameters as descriptions."""
+        if obj.docstring is not None:
+            obj.docstring.value = sessions(parameters(roles(obj.docstring.value)))
+
+
+def roles(text: str) -> str:
+    """``:class:`~covey.x.Y``` becomes ```Y```."""
+    text = re.sub(r":[a-z]+:`~[\w.]*?(\w+)`", r"`\1`", text)
+    return re.sub(r":[a-z]+:`\.?([^`]+)`", r"`\1`", text)
+
+
+def parameters(text: str) -> str:
+    """``name : what it is``, without an indented description below, describes a parameter: this is no type."""
+    lines, inside, out = text.split("\n"), False, []
+    for at, line in enumerate(lines):
+        following = lines[at + 1] if at + 1 < len(lines) else ""
+        if re.fullmatch(r"-{3,}", following):
+            inside = line.strip() in ("Parameters", "Attributes")
+        found = re.fullmatch(r"(\*{0,2}\w[\w, *]*?) : (.*)", line) if inside else None
+        if found and not following.startswith(" "):
+            out += [found[1], f"    {found[2]}"]
+        else:
+            out.append(line)
+    return "\n".join(out)
+
+
+def sessions(text: str) -> str:
+    """Examples outside of a section ``Examples`` become blocks of code."""
+    head, mark, tail = text.partition("\nExamples\n---")
+    blocks = re.sub(r"(?:^|(?<=\n\n))(>>>.*?)(?=\n\n|\Z)", r"```pycon\n\1\n```", head.rstrip(), flags=re.S)
+    return blocks + ("\n" + mark + tail if mark else "")
