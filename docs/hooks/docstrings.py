@@ -17,7 +17,10 @@ class Docstrings(griffe.Extension):
 
     def on_class(self, *, cls: griffe.Class, **_: Any) -> None:
         """Take a docstring that the program completes when it is imported, such as that of an estimator."""
-        found = getattr(import_module(cls.module.path), cls.name, None)
+        try:
+            found = getattr(import_module(cls.module.path), cls.name, None)
+        except ImportError:  # of an optional part, such as Flower
+            return
         if cls.docstring is not None and inspect.isclass(found) and found.__doc__:
             cls.docstring.value = inspect.cleandoc(found.__doc__)
 
