@@ -37,17 +37,24 @@ def roles(text: str) -> str:
 
 
 def parameters(text: str) -> str:
-    """``name : what it is``, without an indented description below, describes a parameter: this is no type."""
+    """``name : what it is``, without an indented description below, describes a parameter: this is no type.
+
+    Of ``a, b : type`` with one description below, each name gets a row of its own.
+    """
     lines, inside, out = text.split("\n"), False, []
     for at, line in enumerate(lines):
         following = lines[at + 1] if at + 1 < len(lines) else ""
         if re.fullmatch(r"-{3,}", following):
             inside = line.strip() in ("Parameters", "Attributes")
         found = re.fullmatch(r"(\*{0,2}\w[\w, *]*?) : (.*)", line) if inside else None
-        if found and not following.startswith(" "):
-            out += [found[1], f"    {found[2]}"]
-        else:
+        if found is None:
             out.append(line)
+            continue
+        first, *others = found[1].split(", ")
+        kind, said = (found[2], []) if following.startswith(" ") else ("", [f"    {found[2]}"])
+        for name in others:  # the description stands at the first of them
+            out += [f"{name} : {kind}".rstrip(" :"), f"    See `{first}`."]
+        out += [f"{first} : {kind}".rstrip(" :"), *said]
     return "\n".join(out)
 
 

@@ -1,8 +1,10 @@
-"""Hooks of ``mkdocs build``: the command line page is made from the commands, and sessions are highlighted as such."""
+"""Hooks of ``mkdocs build``: fill in the command line and the places of public names, mark interactive sessions."""
 
 from __future__ import annotations
 
 import re
+from functools import reduce
+from importlib import import_module
 from typing import Any
 
 import typer
@@ -16,7 +18,21 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Fill in the commands, and mark interactive Python sessions, so that prompts and output look different from code."""
     if COMMANDS in markdown:
         markdown = markdown.replace(COMMANDS, command_line())
+    markdown = re.sub(r"^::: (covey\.[\w.]+)\n(?: {4}options:\n)?", _reference, markdown, flags=re.M)
     return re.sub(r"^(\s*```)python\n(?=\s*>>>)", r"\1pycon\n", markdown, flags=re.M)
+
+
+def _reference(found: re.Match[str]) -> str:
+    """A public name under its public heading, read where it is defined: a function may have the name of its module."""
+    public = found[1]
+    thing = resolve(public)
+    options = f"    options:\n      heading: {public}\n      toc_label: {public.rsplit('.', 1)[1]}\n"
+    return f"::: {thing.__module__}.{thing.__qualname__}\n{options}"
+
+
+def resolve(public: str) -> Any:
+    """What a public name such as ``covey.solvers.sweep`` stands for."""
+    return reduce(getattr, public.split(".")[1:], import_module("covey"))
 
 
 def command_line() -> str:
