@@ -15,19 +15,21 @@ SECTION = re.compile(r"^(Parameters|Attributes|Returns|Raises)\n-+\n", re.M)
 class Docstrings(griffe.Extension):
     """Replace and rewrite docstrings after they are read."""
 
-    def on_class(self, *, cls: griffe.Class, **_: Any) -> None:
-        """Take a docstring that the program completes when it is imported, such as that of an estimator."""
-        try:
-            found = getattr(import_module(cls.module.path), cls.name, None)
-        except ImportError:  # of an optional part, such as Flower
-            return
-        if cls.docstring is not None and inspect.isclass(found) and found.__doc__:
-            cls.docstring.value = inspect.cleandoc(found.__doc__)
-
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Write roles and examples as Markdown, and one-line descriptions of parameters as descriptions."""
-        if obj.docstring is not None:
-            obj.docstring.value = sessions(parameters(roles(obj.docstring.value)))
+        if obj.docstring is None:
+            return
+        text = running(obj) if obj.is_class else None
+        obj.docstring.value = sessions(parameters(roles(text or obj.docstring.value)))
+
+
+def running(cls: griffe.Object) -> str | None:
+    """The docstring of a class as the program has it: that of an estimator is completed when it is imported."""
+    try:
+        found = getattr(import_module(cls.module.path), cls.name, None)
+    except ImportError:  # of an optional part, such as Flower
+        return None
+    return inspect.cleandoc(found.__doc__) if inspect.isclass(found) and found.__doc__ else None
 
 
 def roles(text: str) -> str:
