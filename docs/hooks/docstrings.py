@@ -43,21 +43,23 @@ def parameters(text: str) -> str:
 
     Of ``a, b : type`` with one description below, each name gets a row of its own.
     """
-    lines, inside, out = text.split("\n"), False, []
-    for at, line in enumerate(lines):
+    lines, inside, out, others = text.split("\n"), False, [], []
+    for at, line in enumerate([*lines, ""]):
         following = lines[at + 1] if at + 1 < len(lines) else ""
+        if not line.startswith(" ") and not (line == "" and following.startswith(" ")):
+            out += others
+            others = []
         if re.fullmatch(r"-{3,}", following):
             inside = line.strip() in ("Parameters", "Attributes")
         found = re.fullmatch(r"(\*{0,2}\w[\w, *]*?) : (.*)", line) if inside else None
         if found is None:
             out.append(line)
             continue
-        first, *others = found[1].split(", ")
-        kind, said = (found[2], []) if following.startswith(" ") else ("", [f"    {found[2]}"])
-        for name in others:  # the description stands at the first of them
-            out += [f"{name} : {kind}".rstrip(" :"), f"    See `{first}`."]
-        out += [f"{first} : {kind}".rstrip(" :"), *said]
-    return "\n".join(out)
+        first, *rest = found[1].split(", ")
+        kind, said = (f" : {found[2]}", []) if following.startswith(" ") else ("", [f"    {found[2]}"])
+        out += [f"{first}{kind}", *said]
+        others = [part for name in rest for part in (f"{name}{kind}", f"    See `{first}`.")]
+    return "\n".join(out).rstrip()
 
 
 def sessions(text: str) -> str:

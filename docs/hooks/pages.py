@@ -27,7 +27,7 @@ def _reference(found: re.Match[str]) -> str:
     public = found[1]
     thing = resolve(public)
     options = f"    options:\n      heading: {public}\n      toc_label: {public.rsplit('.', 1)[1]}\n"
-    return f"::: {thing.__module__}.{thing.__qualname__}\n{options}"
+    return f"[](){{ #{public} }}\n\n::: {thing.__module__}.{thing.__qualname__}\n{options}"
 
 
 def resolve(public: str) -> Any:
