@@ -32,6 +32,11 @@ def learned(homes: pl.DataFrame) -> HierarchicalRegressor:
     return HierarchicalRegressor(formula="log_radon ~ 1 + (1 | state/county)", tests=False).fit(homes)
 
 
+def given(homes: pl.DataFrame, gamma: float, lam: float) -> HierarchicalRegressor:
+    groups = {"client": "county", "cluster": "state"}
+    return HierarchicalRegressor(formula="log_radon ~ 1", **groups, gamma=gamma, lam=lam).fit(homes)
+
+
 def counties(homes: pl.DataFrame, model: HierarchicalRegressor) -> pl.DataFrame:
     """A row for each county: homes, mean of its own homes, estimate, and the estimate of its state."""
     own = homes.group_by("state", "county").agg(homes=pl.len(), alone=pl.col("log_radon").mean())
@@ -46,7 +51,9 @@ def held_out(homes: pl.DataFrame, lam: float) -> list[float]:
     train, test = homes.filter(kept), homes.filter(~kept)
     errors = []
     for gamma in GAMMAS:
-        model = HierarchicalRegressor(formula="log_radon ~ 1", client="county", cluster="state", gamma=gamma, lam=lam).fit(train)
+        model = HierarchicalRegressor(formula="log_radon ~ 1", client="county", cluster="state", gamma=gamma, lam=lam).fit(
+            train
+        )
         errors.append(float(np.sqrt(np.mean((test["log_radon"].to_numpy() - model.predict(test)) ** 2))))
     return errors
 
@@ -89,7 +96,9 @@ def path(homes: pl.DataFrame, ratio: float, lam: float) -> Figure:
     some = homes.filter(state="MN").group_by("county").len().sort("len", "county")["county"].to_list()[::9]
     tracks = []
     for gamma in GAMMAS:
-        model = HierarchicalRegressor(formula="log_radon ~ 1", client="county", cluster="state", gamma=gamma, lam=lam).fit(homes)
+        model = HierarchicalRegressor(formula="log_radon ~ 1", client="county", cluster="state", gamma=gamma, lam=lam).fit(
+            homes
+        )
         place = {name: at for at, name in enumerate(model.clients_.tolist())}
         tracks.append([model.coef_[place[name], 0] for name in some])
     figure = Figure(figsize=(8, 6), layout="constrained")

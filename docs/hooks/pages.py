@@ -66,7 +66,6 @@ def _flags(option: Any) -> str:
     return flags if option.is_flag else f"{flags} VALUE"
 
 
-
 def _default(option: Any) -> str:
     if option.required:
         return "required"
