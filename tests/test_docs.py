@@ -40,6 +40,7 @@ def newcomer(tmp_path, monkeypatch):
     """An empty folder to work in; what is registered or imported there is forgotten afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    registry.load_all()  # covey's own solvers register once, when they are imported
     monkeypatch.setattr(registry, "_registered", dict(registry._registered))
     modules, families, records = set(sys.modules), set(FAMILIES), set(Record.registered)
     yield tmp_path
