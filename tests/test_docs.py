@@ -37,19 +37,20 @@ def load(path):
 
 @pytest.fixture
 def newcomer(tmp_path, monkeypatch):
-    """An empty folder to work in; what is registered or imported there is forgotten afterwards."""
+    """An empty folder to work in; what its files register is forgotten afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    registry.load_all()  # covey's own solvers register once, when they are imported
-    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
-    modules, families, records = set(sys.modules), set(FAMILIES), set(Record.registered)
+    families = set(FAMILIES)
     yield tmp_path
-    for known, before in ((FAMILIES, families), (Record.registered, records)):
-        for name in set(known) - before:
-            del known[name]
-    for name in set(sys.modules) - modules:
-        if getattr(sys.modules[name], "__file__", None) and str(tmp_path) in sys.modules[name].__file__:
-            del sys.modules[name]
+    ours = {path.stem for path in tmp_path.glob("*.py")}
+    solvers_made = {name for name, solver in registry._registered.items() if solver.run.__module__ in ours}
+    records = {name for name, record in Record.registered.items() if record.__module__ in ours}
+    made = ((FAMILIES, set(FAMILIES) - families), (registry._registered, solvers_made), (Record.registered, records))
+    for registered, names in made:
+        for name in names:
+            del registered[name]
+    for name in ours:
+        sys.modules.pop(name, None)
 
 
 @pytest.mark.parametrize("name", ["add-a-family", "add-a-solver"])
