@@ -19,7 +19,13 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     if COMMANDS in markdown:
         markdown = markdown.replace(COMMANDS, command_line())
     markdown = re.sub(r"^::: (covey\.[\w.]+)\n(?: {4}options:\n)?", _reference, markdown, flags=re.M)
+    # GitHub wants a backslash before a bar within code within a table; Python-Markdown would show it.
+    markdown = re.sub(r"^\|.*$", lambda row: re.sub(r"`[^`]*`", _bars, row[0]), markdown, flags=re.M)
     return re.sub(r"^(\s*```)python\n(?=\s*>>>)", r"\1pycon\n", markdown, flags=re.M)
+
+
+def _bars(code: re.Match[str]) -> str:
+    return code[0].replace(r"\|", "|")
 
 
 def _reference(found: re.Match[str]) -> str:
