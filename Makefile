@@ -1,12 +1,13 @@
 # make demo   fits the bundled data and shows the result        make test   lint, types and tests
 # make test-federation  the deployments that take minutes
 # make bench  the speed benchmarks                              make clean  removes the environments
+# make docs   the documentation site, in site/
 # make bench-report  runs them beside other programs and writes docs/benchmarks (needs Rscript with lme4 and glmmTMB for these)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-federation bench bench-report clean
+.PHONY: demo test test-federation bench bench-report docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/covey demo
@@ -26,8 +27,11 @@ bench: $(VENV)/.installed-dev
 bench-report: $(VENV)/.installed-dev $(VENV)-peers/.installed
 	COVEY_PEERS_PYTHON=$(CURDIR)/$(VENV)-peers/bin/python $(BIN)/python benchmarks/report.py
 
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) $(VENV)-peers covey-demo covey-results
+	rm -rf site $(VENV) $(VENV)-peers covey-demo covey-results
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "covey needs Python 3.11 or newer; run 'make PYTHON=/path/to/python3.11'"; exit 2; }
@@ -44,6 +48,10 @@ $(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
 $(VENV)/.installed-simulation: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e ".[simulation]"
 	@touch $@
+
+$(VENV)/.installed-docs: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e ".[docs]"
+	@touch $@ $(VENV)/.installed
 
 $(VENV)-peers/.installed: benchmarks/peers/requirements.txt
 	$(PYTHON) -m venv $(VENV)-peers
