@@ -16,7 +16,7 @@ import covey
 
 SOURCE = Path(covey.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
-BASIC = ("_typing", "_version", "errors", "records", "exact")
+BASIC = ("_typing", "_version", "errors", "records", "kernels", "exact")
 CORE = ("tree", "tables", "losses", "objective", "problem", "nodes", "solvers", "variance", "model", "fitting", "estimators")
 INTERFACES = ("datasets", "federation", "reproduce", "report", "cli", "__main__")
 INSIDE_FEDERATION = ("wire", "privacy", "site", "operator", "simulate", "flower")
@@ -145,8 +145,8 @@ import sys
 from covey.solvers.first_order import kernels as randomised
 from covey import datasets, GroupedData, Penalty
 from covey.solvers import minimise
-from covey.tables.rows import counting_sort, find_parents
-from covey.tree.hierarchy import rank_in_table
+from covey.kernels import counting_sort, find_parents
+from covey.kernels import rank_in_table
 from covey.losses import Gaussian, Bernoulli, kernels
 from covey.solvers.direct import kernels as direct
 homes = datasets.load_radon().sample(fraction=1.0, shuffle=True, seed=0)

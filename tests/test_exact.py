@@ -15,24 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from covey.exact import (
-    DIGITS,
-    LIMBS,
-    QUANTUM,
+from covey.exact import DIGITS, LIMBS, QUANTUM, WIDE, WIDE_DIGITS, Exact, from_digits, segment_sum, total
+from covey.kernels import (
     TOO_LARGE,
-    WIDE,
-    WIDE_DIGITS,
-    Exact,
     accumulate_in,
     accumulate_moments,
     accumulate_rows,
     carry_digits,
-    from_digits,
     round_limbs,
-    segment_sum,
     sum_segments,
     sum_segments_serially,
-    total,
 )
 
 QUANTA = 2**96

@@ -7,12 +7,12 @@ import polars as pl
 import pytest
 
 from covey.errors import CoveyError, FederationError
-from covey.exact import TOO_LARGE
 from covey.federation.operator.settings import RunSettings
 from covey.federation.site.policy import Policy
 from covey.federation.site.site import Site
 from covey.federation.wire.letters import Letter, Refusal
 from covey.federation.wire.transport import Failure
+from covey.kernels import TOO_LARGE
 from covey.nodes.network import Batch
 from covey.records import decode, encode
 from covey.solvers.first_order.l2gd import L2gdMove

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 
-from covey.tables.rows import counting_sort, find_parents, take_rows
-from covey.tree.hierarchy import rank_in_table
+from covey.kernels import counting_sort, find_parents, rank_in_table, take_rows
 from tests.conftest import seeds
 
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
 import polars as pl
 from numpy.typing import ArrayLike
 
 from covey._typing import Anything, Floats, Ints
 from covey.errors import DataError
+from covey.kernels import counting_sort, find_parents, take_rows
 from covey.tree.hierarchy import Hierarchy, encode, segment_sum
 
 Place = Callable[[int], str]  # names a row in an error message
@@ -402,36 +402,3 @@ def side_by_side(blocks: Sequence[Anything], order: Anything | None = None) -> F
 
 
 # Compiled loops
-
-
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
-def find_parents(client: Ints, cluster: Ints, parent: Ints, counts: Ints) -> int:
-    """Find the cluster and the number of rows of each client; returns the first row that contradicts, or -1."""
-    for row in range(len(client)):
-        i = client[row]
-        if parent[i] >= 0 and parent[i] != cluster[row]:
-            return row
-        parent[i] = cluster[row]
-        counts[i] += 1
-    return -1
-
-
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
-def counting_sort(client: Ints, rank: Ints, ptr: Ints, order: Anything) -> bool:
-    """Fill ``order`` with the rows, stably sorted by the rank of their client; returns whether a row moves."""
-    place = ptr[:-1].copy()
-    moved = False
-    for row in range(len(client)):
-        at = rank[client[row]]
-        order[place[at]] = row
-        moved |= place[at] != row
-        place[at] += 1
-    return moved
-
-
-@numba.njit(parallel=True, cache=True)  # type: ignore[untyped-decorator]
-def take_rows(source: Floats, rows: Anything, target: Floats) -> None:
-    """``target[:] = source[rows]`` on all cores, because every distant row waits for memory."""
-    for at in numba.prange(len(rows)):
-        for a in range(source.shape[1]):
-            target[at, a] = source[rows[at], a]

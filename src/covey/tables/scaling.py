@@ -15,7 +15,8 @@ import numpy as np
 
 from covey._typing import Anything, Floats
 from covey.errors import DataError, FormulaError, ModelError
-from covey.exact import WIDE, WIDE_DIGITS, Exact, accumulate_moments, from_digits
+from covey.exact import WIDE, WIDE_DIGITS, Exact, from_digits
+from covey.kernels import accumulate_moments
 from covey.records import Record
 from covey.tables.design import Columns, Formula, Frame
 from covey.tables.formula import Terms

@@ -14,10 +14,10 @@ from typing import Any, Literal, cast
 import narwhals as nw
 import numpy as np
 import polars as pl
-from numba import njit
 
 from covey._typing import Anything, Floats, Ints
 from covey.errors import DataError, listing, one_of
+from covey.kernels import rank_in_table
 
 _KINDS = {
     pl.Int64: "integers",
@@ -83,20 +83,6 @@ def _encode_integers(values: Ints) -> tuple[pl.Series, Ints]:
         return pl.Series(np.flatnonzero(place) + low), codes
     ids, inverse = np.unique(values, return_inverse=True)
     return pl.Series(ids), inverse.astype(np.int64, copy=False)
-
-
-@njit(cache=True)  # type: ignore[untyped-decorator]
-def rank_in_table(values: Ints, low: int, place: Ints, codes: Ints) -> None:
-    """Set ``codes`` to the rank of each row, and ``place`` to the rank of each value counted from 1; 0 if it is absent."""
-    for row in range(len(values)):
-        place[values[row] - low] = 1
-    rank = 0
-    for at in range(len(place)):
-        if place[at]:
-            rank += 1
-            place[at] = rank
-    for row in range(len(values)):
-        codes[row] = place[values[row] - low] - 1
 
 
 def lookup(labels: pl.Series, known: pl.Series, what: str) -> Ints:

@@ -33,7 +33,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from covey.errors import FederationError, listing
-from covey.exact import TOO_LARGE, Exact
+from covey.exact import Exact
+from covey.kernels import TOO_LARGE
 
 KEY_BYTES = 32
 MINIMUM_SITES = 2

@@ -14,8 +14,8 @@ from covey.objective.objective import Penalty
 from covey.problem.problem import Problem
 from covey.solvers.result import Convergence, Fit
 from covey.tables.scaling import Scale
-from covey.variance.components import Components, Whole
 from covey.variance.columns import node_learned
+from covey.variance.components import Components, Whole
 
 
 def site_model(node: Node, problem: Problem, delivered: Deliver) -> Model:

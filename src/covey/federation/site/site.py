@@ -32,13 +32,10 @@ from covey.federation.site.table import check_design, counts, grouped, joined, p
 from covey.federation.wire.agreement import Agree, Deliver, DrawSalt, Hello, Joined, Profile, SealedSalts, SiteMessage
 from covey.federation.wire.checks import check_number
 from covey.federation.wire.letters import Letter, Refusal
-from covey.nodes.network import Batch, Message
-from covey.nodes.network import Node
-from covey.problem.problem import Problem
-from covey.problem.problem import Spec
+from covey.nodes.network import Batch, Message, Node, threads_for
+from covey.problem.problem import Problem, Spec
 from covey.records import decode, encode
 from covey.solvers.registry import load_all
-from covey.nodes.network import threads_for
 from covey.tables.rows import GroupedData, read_table
 from covey.tables.scaling import Scale
 

@@ -13,7 +13,7 @@ import numpy as np
 from numba import njit, prange
 
 from covey._typing import Anything, Floats, Ints
-from covey.exact import accumulate_in, accumulate_rows
+from covey.kernels import accumulate_in, accumulate_rows
 from covey.losses.kernels import FASTMATH, GAUSSIAN, exponent, exponentials, slope
 from covey.nodes.network import BLOCK
 

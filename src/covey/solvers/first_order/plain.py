@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from covey._typing import Anything, Floats, Ints
-from covey.exact import accumulate_rows
+from covey.kernels import accumulate_rows
 from covey.losses import Loss
 from covey.solvers.first_order.schedule import uniforms
 from covey.tree.hierarchy import segment_sum
