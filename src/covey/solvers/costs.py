@@ -57,14 +57,14 @@ class Setting:
 
     Attributes
     ----------
-    objective, known : the problem and its constants
+    objective, constants : the problem and its constants
     best : its minimiser
     accuracy : share of ``|theta_hat|^2`` to which ``E|theta - theta_hat|^2`` has to fall, from zero
     latency, bandwidth : seconds for a message one way, megabytes a second
     """
 
     objective: Objective
-    known: Constants
+    constants: Constants
     best: Fit
     accuracy: float
     latency: float

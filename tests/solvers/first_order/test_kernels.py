@@ -45,7 +45,7 @@ def moved(family, steps, closed, wanted):
     strength, force, local = rng.uniform(0, 0.1, size=k), 0.1 * rng.normal(size=(k, d)), rng.uniform(1, 2, size=k)
     start, share = np.arange(k) * 3, rng.uniform(size=data.n_clients)
     node, rate = Node(data, loss, problem.gamma), l2gd.StepSizes(0.02, 30.0)
-    basis = l2gd._basis(data, loss) if closed else l2gd._NO_BASIS
+    basis = l2gd.Eigenbasis.of(node) if closed else l2gd._NO_BASIS
     theta = 0.3 * rng.normal(size=(data.n_clients, d))
     out, sums = np.empty_like(theta), empty_digits(blocks, d)
     kernels.l2gd_move(
@@ -120,7 +120,7 @@ def test_check():
 def test_project():
     """Each client's loss in its eigenbasis: where it is flat, neither curvature nor minimiser."""
     data, loss = random_problem(9, d=4).data, loss_of("gaussian")
-    basis = l2gd._basis(data, loss)
+    basis = l2gd.Eigenbasis.of(Node(data, loss, np.ones(data.n_clients)))
     here = loss.expand(data, np.zeros((data.n_clients, 4)))
     for i in range(data.n_clients):
         V, curved, best = (part[basis.ptr[i] : basis.ptr[i + 1]] for part in basis[1:])

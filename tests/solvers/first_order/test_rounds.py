@@ -159,7 +159,7 @@ def test_a_run_that_only_grows_says_so():
     with pytest.warns(ConvergenceWarning) as told:
         minimise(data, Gaussian(), Penalty.of(data.hierarchy), solver="l2gd", eta=1.0, max_iter=20)
     assert "the objective has grown: give a smaller step eta" in str(told[-1].message)
-    with pytest.raises(SolverError, match="The objective is not finite at the start, at client 0 above all"):
+    with pytest.raises(SolverError, match=r"The objective is not finite at the start, .*client 0"):
         minimise(data, Gaussian(), Penalty.of(data.hierarchy), solver="l2gd", start=np.full((6, 2), 1e200))
 
 
@@ -220,7 +220,7 @@ def test_a_non_finite_iterate_stops_and_keeps_the_last_good_checkpoint(tmp_path)
         ("al2sgd_plus", {"rho": 7}, r"The 'rho' parameter must lie in \[0, 1\]"),
         ("al2sgd_plus", {"mu": 0.0}, r"The 'mu' parameter must be a number > 0\. Got 0\.0 instead"),
         ("al2sgd_plus", {"mu": "a"}, r"The 'mu' parameter must be a number > 0\. Got 'a' instead"),
-        ("l2gd", {"mu": 1e6}, r"mu = 1e\+06 cannot be: the objective is nowhere more curved than"),
+        ("l2gd", {"mu": 1e6}, r"mu = 1e\+06 is too large: .* at most"),
         ("l2gd", {"L": -5}, r"The 'L' parameter must be a number > 0\. Got -5 instead"),
         ("l2gd", {"eta": True}, r"The 'eta' parameter must be a number > 0\. Got True instead"),
         ("l2gd", {"minimum": "a"}, r"The 'minimum' parameter must be a number\. Got 'a' instead"),
