@@ -96,7 +96,7 @@ def test_a_network_in_memory_gives_what_data_gives(small):
         ({"solver": "l2gd", "options": {"tol": 1}}, r"'tol' is not an option"),
         ({"options": {"eta": 1}}, r"The solver 'auto' has no option 'eta'; it takes no options"),
         ({"solver": "l2gd", "options": 3}, r"'options' parameter must map names to values. Got 3"),
-        ({"solver": "one_coin", "james_stein": True}, r"james_stein=True needs the curvature that 'one_coin'"),
+        ({"solver": "one_coin", "james_stein": True}, r"james_stein=True needs the curvature, which 'one_coin'"),
     ],
 )
 def test_mistakes(small, given, message):

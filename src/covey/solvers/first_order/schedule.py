@@ -155,8 +155,8 @@ def server_probability(p0: float, k: int) -> float:
     """The probability of a vote for an exchange at each of ``k`` servers, for which the majority has probability ``p0``.
 
     If ``k`` is even, the first server decides a tie. Its vote in a tie is fair by symmetry, so the majority of ``k`` servers
-    has the same probability as that of ``k - 1``. For ``2m - 1`` servers the probability of at least ``m`` votes is the incomplete
-    beta function ``I_q(m, m)``; this function inverts it.
+    has the same probability as that of ``k - 1``. For ``2m - 1`` servers the probability of at least ``m`` votes is the
+    incomplete beta function ``I_q(m, m)``; this function inverts it.
 
     >>> round(server_probability(0.1, 5), 4), round(server_probability(0.1, 6), 4)
     (0.2466, 0.2466)
