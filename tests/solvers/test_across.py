@@ -174,14 +174,14 @@ def test_a_kernel_with_fast_arithmetic_sums_exactly(family):
     start = np.random.default_rng(0).normal(size=(data.n_clients, 3))
     network = begun(data, loss_of(family), penalty, drawn, StepSizes(1e-3), start)
     everybody, steps = np.ones(k, dtype=bool), np.full(k, 5)
-    told = network.ask(L2gdMove(Move(Pull.none(k, 3), everybody, 0 * steps, steps, everybody))).total
+    moved = network.ask(L2gdMove(Move(Pull.none(k, 3), everybody, 0 * steps, steps, everybody))).total
     asked = network.ask(AskMeans(total)).total
-    np.testing.assert_array_equal(told.limbs, asked.limbs)
+    np.testing.assert_array_equal(moved.limbs, asked.limbs)
     share, tree = penalty.gamma / total[data.hierarchy.parent], data.hierarchy
     for j, a in product(range(k), range(3)):
         mine = slice(tree.cluster_ptr[j], tree.cluster_ptr[j + 1])
         exactly = sum(Fraction(value) for value in (share[mine] * network.node.theta[mine, a]).tolist())
-        assert abs(Fraction(told.integers()[j, a], 2**96) - exactly) <= Fraction(300, 2**97)
+        assert abs(Fraction(moved.integers()[j, a], 2**96) - exactly) <= Fraction(300, 2**97)
 
 
 def arrays(message):
@@ -260,7 +260,7 @@ def test_what_only_memory_can_do_is_refused():
         solve(network, penalty, solver="l2gd", james_stein=True)
 
 
-def test_across_sites_nobody_names_the_client_that_diverges():
+def test_across_sites_the_diverging_client_is_not_named():
     data, loss, penalty = problem(3, "gaussian", weighted=False)
     network = Sharded(data, loss, penalty, np.arange(data.n_clients) % 2)
     with (

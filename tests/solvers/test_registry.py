@@ -14,7 +14,7 @@ from covey import GroupedData, InMemory, Penalty, minimise, solve
 from covey.errors import CoveyError, SolverError
 from covey.losses import Bernoulli, Gaussian
 from covey.solvers import registry
-from covey.solvers.result import Fit, begin_at, coefficients
+from covey.solvers.result import Fit, begin_at
 from tests.solvers.first_order.shared import quietly
 
 
@@ -24,14 +24,14 @@ def small():
     return data, Penalty.of(data.hierarchy)
 
 
-def test_names_are_known_without_numba():
+def test_names_need_no_numba():
     code = "import sys; from covey.solvers import registry; print(registry.choices()); sys.exit('numba' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0
     assert "'sweep', 'newton', 'l2gd', 'one_coin', 'al2sgd_plus'" in done.stdout
 
 
-def test_what_files_say_is_what_is_registered():
+def test_declarations_in_files_agree_with_the_register():
     for name in registry.names():
         declared = registry.find(name)
         assert declared.name == name == declared.run.__name__
@@ -61,7 +61,7 @@ def test_a_new_solver_is_one_function(small, monkeypatch):
     def lazy(network, penalty, *, start=None, patience=1, tol=1e-8):
         begin_at(network, start)
         best = minimise(network.node.data, network.loss, penalty)
-        return Fit(coefficients(network) + patience, best.w, best.wbar, best.convergence)
+        return Fit(network.node.coefficients() + patience, best.w, best.wbar, best.convergence)
 
     data, penalty = small
     assert registry.names()[-1] == "lazy"

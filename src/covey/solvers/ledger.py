@@ -115,12 +115,6 @@ def quadratic_links(clients: Ints, d: int) -> Links:
     return Links(clients, d * (d + 1) // 2 + 2 * d + 6, d + 2)
 
 
-def paper_rates(schedule: Schedule) -> tuple[Floats, float]:
-    """Expected exchanges in an iteration by Proposition 3.2: within each cluster alone ``(k,)``, and between clusters."""
-    chances = schedule.probabilities
-    return (1 - chances.p0) * chances.p * (1 - chances.p), chances.p0 * (1 - chances.p0)
-
-
 def rates(schedule: Schedule) -> tuple[Floats, float]:
     """Expected exchanges in an iteration that have to happen: all within each cluster ``(k,)``, and those between clusters.
 
@@ -137,6 +131,10 @@ def rates(schedule: Schedule) -> tuple[Floats, float]:
 
 
 def expected(schedule: Schedule, iterations: int) -> Ledger:
-    """A ledger with the paper's numbers for some iterations, and nothing else."""
-    within, between = paper_rates(schedule)
-    return Ledger(0 * schedule.probabilities.p.astype(np.int64), 0, 0.0, 0.0, 0, within * iterations, between * iterations)
+    """A ledger with the numbers of Proposition 3.2 for some iterations, and nothing else.
+
+    ``paper_within`` counts exchanges within a cluster alone, ``paper_between`` those between clusters.
+    """
+    p0, p = schedule.probabilities.p0, schedule.probabilities.p
+    within, between = (1 - p0) * p * (1 - p), p0 * (1 - p0)
+    return Ledger(0 * p.astype(np.int64), 0, 0.0, 0.0, 0, within * iterations, between * iterations)

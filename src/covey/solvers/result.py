@@ -71,6 +71,13 @@ class Fit:
     history: pl.DataFrame | None = None
     ledger: Ledger | None = None
 
+    @classmethod
+    def of(cls, network: Network, w: Floats, wbar: Floats, end: Convergence, history: pl.DataFrame, ledger: Ledger) -> Fit:
+        """With the clients' coefficients in the network; ``(0, d)`` if the clients are in other processes."""
+        node = network.clients()
+        theta = np.empty((0, len(network.terms))) if node is None else node.coefficients()
+        return cls(theta, w, wbar, end, history, ledger)
+
 
 HISTORY = {
     "iteration": pl.Int64,
@@ -123,12 +130,6 @@ def direct_history(network: Network, path: Iterable[tuple[int, float, float, int
 def certified_gap(gradient_norm: float, mu: float) -> float | None:
     """``|grad|^2 / (2 mu)`` if ``mu > 0``."""
     return gradient_norm**2 / (2 * mu) if mu > 0 else None
-
-
-def coefficients(network: Network) -> Floats:
-    """The clients' ``theta (n, d)``; ``(0, d)`` if the clients are in other processes."""
-    node = network.clients()
-    return np.empty((0, len(network.terms))) if node is None else node.coefficients()
 
 
 def node_of(network: Network, parameter: str) -> Node:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -43,10 +44,10 @@ def outcomes(drawn, k):
     """Every outcome of one iteration's random choices, with its probability."""
     if drawn.p0 > 0:
         yield drawn.p0, Choices(np.array([True]), np.zeros((1, k), dtype=bool), np.array([False]))
-    for heads in product([False, True], repeat=k):
-        chance = np.prod(np.where(heads, drawn.p, 1 - drawn.p))
+    for exchange in product([False, True], repeat=k):
+        chance = np.prod(np.where(exchange, drawn.p, 1 - drawn.p))
         if chance > 0:
-            yield (1 - drawn.p0) * chance, Choices(np.array([False]), np.array([heads]), np.array([False]))
+            yield (1 - drawn.p0) * chance, Choices(np.array([False]), np.array([exchange]), np.array([False]))
 
 
 def some_probabilities(k, rng, p0=0.3):
@@ -68,9 +69,9 @@ def begun(data, loss, penalty, drawn, rate, start, closed=None):
 def l2gd_rounds(network, penalty, drawn, rate, rounds):
     """Run some rounds of Algorithm 1 from where the network is."""
     top, (_, gamma) = Centres.of(penalty), equal_within(network.tree, penalty)
-    pull = partial(next_pull, top, drawn.shares(top.alpha), rate, gamma)
+    setup = SimpleNamespace(move=L2gdMove, next_pull=partial(next_pull, top, drawn.shares(top.alpha), rate, gamma))
     no_anchor = np.zeros((1, 1))
-    assert run_rounds(network, L2gdMove, pull, top, rounds, no_anchor)[1] is None
+    assert run_rounds(network, setup, top, rounds, no_anchor)[1] is None
 
 
 def follow(problem, drawn, eta, start, seed, times):

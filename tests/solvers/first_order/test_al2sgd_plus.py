@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -42,14 +43,15 @@ def oracle_mean(problem, loss, drawn, next_pull, rng):
     top, n, d = Centres.of(penalty), data.n_clients, data.n_terms
     pace = al2sgd_plus.Katyusha(eta=1.0, a1=0.3, a2=0.4, b1=0.9, b2=0.05, rho=0.2)
     x, y, z = rng.normal(size=(3, n, d))
-    pull, anchor = partial(next_pull, top, drawn.shares(top.alpha)), data.hierarchy.mean_up(x, penalty.gamma)
+    setup = SimpleNamespace(move=al2sgd_plus.KatyushaMove, next_pull=partial(next_pull, top, drawn.shares(top.alpha)))
+    anchor = data.hierarchy.mean_up(x, penalty.gamma)
     theta = pace.a1 * z + pace.a2 * x + (1 - pace.a1 - pace.a2) * y
 
     def estimate(choices, t=0):
         network = InMemory.of(data, loss, penalty.gamma, y)
         network.ask(al2sgd_plus.KatyushaBegin(drawn.local, pace, top.total, seed=1))
         network.node.keep(al2sgd_plus.KatyushaPoints(x, z, loss.gradient(data, x)))
-        assert run_rounds(network, al2sgd_plus.KatyushaMove, pull, top, group(choices, t), anchor, announce=True)[1] is None
+        assert run_rounds(network, setup, top, group(choices, t), anchor, announce=True)[1] is None
         return (theta - network.node.theta) / pace.eta
 
     k, own = data.n_clusters, streams(1, data.hierarchy)
@@ -65,8 +67,8 @@ def oracle_mean(problem, loss, drawn, next_pull, rng):
     over_rows = np.array([np.mean([by_row[i, row] for row in range(data.rows_per_client[i])], axis=0) for i in range(n)])
     mean = np.zeros((n, d))
     for chance, choices in outcomes(drawn, k):
-        heads = choices.between[0] | choices.within[0][data.hierarchy.parent]
-        mean += chance * np.where(heads[:, None], estimate(choices), over_rows)
+        exchange = choices.between[0] | choices.within[0][data.hierarchy.parent]
+        mean += chance * np.where(exchange[:, None], estimate(choices), over_rows)
     return mean, Objective(data, loss, penalty).gradient(theta)
 
 
@@ -130,9 +132,9 @@ def test_declared_rates_are_the_observed_ones():
         known = constants_of(Objective(data, Gaussian(), penalty))
         assert known.mu == pytest.approx(1 / kappa, rel=5e-3)
         best = minimise(data, Gaussian(), penalty, solver="sweep")
-        counts, watch = [], {"every": int(np.sqrt(10 * kappa)), "minimum": best.convergence.objective}
+        counts, control = [], {"every": int(np.sqrt(10 * kappa)), "minimum": best.convergence.objective}
         for seed in range(3):
-            fit = minimise(data, Gaussian(), penalty, solver="al2sgd_plus", seed=seed, tol=1e-16, **watch)
+            fit = minimise(data, Gaussian(), penalty, solver="al2sgd_plus", seed=seed, tol=1e-16, **control)
             gap = fit.history["gap"].to_numpy()
             counts.append(fit.history["iteration"][int(np.argmax(gap <= 1e-8 * gap[0]))])
         needed["al2sgd_plus"].append(np.mean(counts))

@@ -1,4 +1,4 @@
-"""The compiled loops of the randomised algorithms against plain twins. Whole runs are compared in ``test_references``."""
+"""The compiled loops of the randomised algorithms against plain numpy. Whole runs are compared in ``test_references``."""
 
 from __future__ import annotations
 
@@ -141,13 +141,13 @@ def test_group(seed, merge):
     across, anchors = np.zeros(most, dtype=np.int64), np.zeros(most, dtype=bool)
     used = kernels.group(between, within, refresh, merge, start, steps, across, inside, anchors)
     for j in range(k):
-        story = []
+        steps_of_cluster = []
         for r in range(used):
-            story += (
+            steps_of_cluster += (
                 ["local"] * steps[r, j] + ["between"] * across[r] + ["within"] * inside[r, j] + ["refresh"] * int(anchors[r])
             )
         plain = []
         for t in range(T):
             plain.append("between" if between[t] else "within" if within[t, j] else "local")
             plain += ["refresh"] * int(refresh[t])
-        assert story == plain
+        assert steps_of_cluster == plain

@@ -81,9 +81,9 @@ def dense(problem, drawn, eta):
     within = lift(G @ (eye - tau) @ (eye - a) @ np.linalg.inv((1 - drawn.p0) * p) @ to_cluster)
     local = lift(np.linalg.inv((1 - drawn.p0) * (eye - p)))
     maps = [(drawn.p0, I - eta * between, np.zeros(n * d))]
-    for heads in product([False, True], repeat=data.n_clusters):
-        chance = (1 - drawn.p0) * np.prod(np.where(heads, drawn.p, 1 - drawn.p))
-        pick = lift(np.diag(np.array(heads)[parent].astype(float)))
+    for exchange in product([False, True], repeat=data.n_clusters):
+        chance = (1 - drawn.p0) * np.prod(np.where(exchange, drawn.p, 1 - drawn.p))
+        pick = lift(np.diag(np.array(exchange)[parent].astype(float)))
         maps.append((chance, I - eta * (pick @ within + (I - pick) @ local @ A), eta * (I - pick) @ local @ b))
     return maps
 
@@ -170,8 +170,8 @@ def test_switching_steps_arrive_where_a_constant_step_stalls(solver):
 
 
 @quietly
-def test_heads_take_the_step_of_their_own_iteration():
-    """Switching steps, merged heads: the same as the algorithm written out, one iteration at a time."""
+def test_merged_steps_use_the_step_size_of_their_iteration():
+    """Switching steps and merged exchanges: the same as the algorithm written out, one iteration at a time."""
     data = simulate(clusters=2, clients=3, rows=6, d=2, seed=1).data
     tree, gamma = data.hierarchy, 0.5
     penalty = Penalty.of(tree, gamma=gamma, lam=1.0)
@@ -179,11 +179,11 @@ def test_heads_take_the_step_of_their_own_iteration():
     fit = minimise(
         data, Gaussian(), penalty, solver="l2gd", steps="switching", p0=p0, p=p, mu=5.0, max_iter=T, every=T, tol=0.0, seed=2
     )
-    coin = Probabilities(p0, p, best_tau(p0, p))
+    chances = Probabilities(p0, p, best_tau(p0, p))
     objective = Objective(data, Gaussian(), penalty)
     best = recipe(constants_of(objective, mu=5.0), p0=p0, p=p)
-    choices, theta, parent = Schedule(coin, 2).choices(0, T), np.zeros((6, 2)), tree.parent
-    alpha, tau, heads = penalty.alpha[parent][:, None], coin.tau[parent][:, None], choices.within
+    choices, theta, parent = Schedule(chances, 2).choices(0, T), np.zeros((6, 2)), tree.parent
+    alpha, tau, exchange = penalty.alpha[parent][:, None], chances.tau[parent][:, None], choices.within
     assert switch(best.smoothness, 5.0) < T / 2
     for t in range(T):
         eta = float(switching_steps(t, best.smoothness, 5.0))
@@ -194,7 +194,7 @@ def test_heads_take_the_step_of_their_own_iteration():
             continue
         pull = eta * gamma * (1 - tau) * (1 - alpha) / ((1 - p0) * p[parent][:, None]) * to_cluster
         local = eta / ((1 - p0) * (1 - p[parent][:, None])) * Gaussian().gradient(data, theta)
-        theta = theta - np.where(heads[t][parent][:, None], pull, local)
+        theta = theta - np.where(exchange[t][parent][:, None], pull, local)
     np.testing.assert_allclose(fit.theta, theta, atol=1e-12)
 
 
@@ -220,7 +220,7 @@ def test_local_runs_are_gradient_steps(family):
 
 @quietly
 def test_equal_and_unequal_gamma_give_the_same_iterates():
-    """Merging heads changes what is sent, not what is computed."""
+    """Merging exchanges changes what is sent, not what is computed."""
     drawn = simulate(clusters=3, clients=3, rows=6, d=2, seed=1)
     data = drawn.data
     merged = Penalty.of(data.hierarchy, gamma=2.0, lam=3.0)
@@ -238,16 +238,16 @@ def test_equal_and_unequal_gamma_give_the_same_iterates():
 @quietly
 @pytest.mark.parametrize("one_cluster", [False, True])
 def test_alpha_one_and_one_cluster_are_the_single_cluster_method(one_cluster):
-    """L2GD of Hanzely and Richtarik, written out: one coin, one mean."""
+    """L2GD of Hanzely and Richtarik, written out: one random choice, one mean."""
     data = random_problem(4, weighted=False).data
     data = data.one_cluster() if one_cluster else data
     k, T, eta = data.n_clusters, 300, 1e-3
     penalty = Penalty.of(data.hierarchy, gamma=2.0, alpha=0.3 if one_cluster else 1.0)
     fit = minimise(data, Gaussian(), penalty, solver="l2gd", eta=eta, p0=0.3, p=0.0, seed=7, max_iter=T, tol=0.0)
-    heads = Schedule(Probabilities(0.3, np.zeros(k), np.ones(k)), 7).choices(0, T).between
+    exchanges = Schedule(Probabilities(0.3, np.zeros(k), np.ones(k)), 7).choices(0, T).between
     theta = np.zeros((data.n_clients, data.n_terms))
-    for head in heads:
-        if head:
+    for exchange in exchanges:
+        if exchange:
             theta = theta - eta * 2.0 / 0.3 * (theta - theta.mean(axis=0))
         else:
             theta = theta - eta / 0.7 * Gaussian().gradient(data, theta)

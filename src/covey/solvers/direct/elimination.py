@@ -94,7 +94,7 @@ def eliminate(children: Quadratic, spread: Spread, ptr: Ints) -> Quadratic:
 
 
 class Marginal(NamedTuple):
-    """What each parent sees of its children, the sum of their ``log|I + A S|``, and each child's own ``C`` and ``r``."""
+    """What each parent sees of its children, the sum of their ``log|I + A S|``, and the ``C`` and ``r`` of each child."""
 
     seen: Quadratic
     volume: Floats
@@ -138,7 +138,7 @@ def descend(A: Floats, b: Floats, spread: Spread, parent: Ints, x: Floats) -> tu
     return t, force
 
 
-def sensitivity(own: Marginal, width: int, ptr: Ints, x: Floats, P: Floats) -> tuple[Floats, Floats]:
+def sensitivity(children: Marginal, width: int, ptr: Ints, x: Floats, P: Floats) -> tuple[Floats, Floats]:
     """For each parent, sums over its children of ``C - C P C`` and of ``f f'``, where ``f = r - C x`` is the force on a child.
 
     With ``x (k, d)`` the parents' posterior means and ``P (k, d, d)`` their covariances, this is the derivative of the marginal
@@ -146,7 +146,7 @@ def sensitivity(own: Marginal, width: int, ptr: Ints, x: Floats, P: Floats) -> t
     """
     blocks = Blocks.of(ptr)
     bend, pull = np.zeros((blocks.count, width, width)), np.zeros((blocks.count, width, width))
-    kernels.sensitivity(own.C, own.r, width, blocks.ptr, blocks.owner, x, P, bend, pull)
+    kernels.sensitivity(children.C, children.r, width, blocks.ptr, blocks.owner, x, P, bend, pull)
     return segment_sum(bend, blocks.of_parent), segment_sum(pull, blocks.of_parent)
 
 

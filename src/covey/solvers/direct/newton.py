@@ -36,17 +36,7 @@ from covey.solvers.direct.elimination import Quadratic, Spread, descend, elimina
 from covey.solvers.direct.james_stein import factor_of, shrunk
 from covey.solvers.direct.sweep import one_sweep, solve_top
 from covey.solvers.registry import algorithm
-from covey.solvers.result import (
-    Checkpoint,
-    Convergence,
-    Fit,
-    Progress,
-    after,
-    begin_at,
-    certified_gap,
-    coefficients,
-    direct_history,
-)
+from covey.solvers.result import Checkpoint, Convergence, Fit, Progress, after, begin_at, certified_gap, direct_history
 from covey.tables.rows import GroupedData
 
 _ARMIJO = 1e-4
@@ -414,7 +404,7 @@ def newton(
         account = replace(account, message=message)
     if separated or not account.converged:
         warn(account.message)
-    fit = Fit(coefficients(network), last.top.w, last.top.wbar, account, *direct_history(network, path, last.mu))
+    fit = Fit.of(network, last.top.w, last.top.wbar, account, *direct_history(network, path, last.mu))
     return _shrink(network, penalty, fit, tol, max_iter, progress) if james_stein else fit
 
 

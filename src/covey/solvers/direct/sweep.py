@@ -30,7 +30,7 @@ from covey.records import Reply
 from covey.solvers.direct.elimination import Quadratic, Spread, descend, eliminate, expanded, solve_symmetric
 from covey.solvers.direct.james_stein import Shrink, shrunk
 from covey.solvers.registry import algorithm
-from covey.solvers.result import Convergence, Fit, after, certified_gap, coefficients, direct_history
+from covey.solvers.result import Convergence, Fit, after, certified_gap, direct_history
 from covey.tables.rows import GroupedData
 
 _CHUNK = 1 << 15  # clients whose matrices are in memory at the same time
@@ -191,7 +191,7 @@ def one_sweep(network: Network, penalty: Penalty, *, settle: Settle | None = Non
     message = f"solved exactly in one exchange, gradient norm {norm:.1e}"
     exact = norm <= _WORKING_PRECISION * size
     end = Convergence("sweep", exact, 1, 1, objective, norm, certified_gap(norm, mu), message)
-    return Fit(coefficients(network), w, wbar, end, *direct_history(network, [(1, objective, norm, 1)], mu))
+    return Fit.of(network, w, wbar, end, *direct_history(network, [(1, objective, norm, 1)], mu))
 
 
 def _refined(network: Network, penalty: Penalty, fit: Fit, centre: Floats | None, tol: float) -> Fit:

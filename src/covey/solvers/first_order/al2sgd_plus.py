@@ -33,7 +33,6 @@ import numpy as np
 
 from covey._typing import Anything, Floats
 from covey.errors import SolverError, probability
-from covey.losses import Loss
 from covey.nodes.network import Message, Network, Node
 from covey.objective.objective import Objective, Penalty
 from covey.objective.theory import Constants, Probabilities, Recipe, Shares, expected_smoothness, mixing, probabilities
@@ -41,50 +40,32 @@ from covey.records import Record
 from covey.solvers.costs import Cost, Setting
 from covey.solvers.first_order import kernels, plain
 from covey.solvers.first_order.loop import Control, ControlOptions, Setup, prepare, run
-from covey.solvers.first_order.protocol import (
-    Centres,
-    ClusterSums,
-    Move,
-    PreparedClients,
-    Pull,
-    empty_digits,
-    node_sums,
-    summed,
-)
+from covey.solvers.first_order.protocol import Centres, ClientBlocks, ClusterSums, Move, Pull, empty_digits, node_sums, summed
 from covey.solvers.first_order.schedule import Choices, PerCluster, Round, Schedule, streams, uniforms
 from covey.solvers.registry import algorithm
 from covey.solvers.result import Fit
-from covey.tables.rows import GroupedData
 
 
 def reference(
-    data: GroupedData,
-    loss: Loss,
-    penalty: Penalty,
-    chances: Probabilities,
-    choices: Choices,
-    pace: Katyusha,
-    theta: Floats,
-    seed: int,
+    objective: Objective, chances: Probabilities, choices: Choices, pace: Katyusha, theta: Floats, seed: int
 ) -> Floats:
     """Algorithm 2 with given random ``choices``, from ``theta (n, d)``; returns the last ``y``. ``seed`` determines the rows.
 
     The paper prints Algorithm 2 without line numbers; the comments count its lines from "Input".
     """
-    gamma, alpha, parent = penalty.gamma, mixing(penalty), data.hierarchy.parent
+    data, loss, gamma, alpha = objective.data, objective.loss, objective.penalty.gamma, mixing(objective.penalty)
     p0, p, tau, eta, rows = chances.p0, chances.p, chances.tau, pace.eta, data.rows_per_client
-    averages = Objective(data, loss, penalty).means
     # f_i is the mean over the client's rows l of f_il = share_i * (loss of row l) + ridge / 2 |.|^2.
     single, share = replace(loss, reduction="sum", ridge=0.0), (rows * loss.scale(data))[:, None]
     x = y = z = theta  # line 2
     for t in range(len(choices.between)):  # line 3
-        theta = pace.a1 * z + pace.a2 * x + (1 - pace.a1 - pace.a2) * y  # line 4
-        (tbar_j, tbar), (xbar_j, xbar) = averages(theta), averages(x)  # lines 7, 8, 15
+        theta = pace.theta(x, y, z)  # line 4
+        (tbar_j, tbar), (xbar_j, xbar) = objective.means(theta), objective.means(x)  # lines 7, 8, 15
         drawn = data.client_ptr[:-1] + (uniforms(streams(seed, data.hierarchy), t, 1)[:, 0] * rows).astype(int)
         one = data.rows(np.isin(np.arange(data.n_rows), drawn))
         change = share * (single.gradient(one, theta) - single.gradient(one, x)) + loss.ridge * (theta - x)
         g = loss.gradient(data, x)
-        for i, j in enumerate(parent):  # the estimate of lines 9, 16 and 19
+        for i, j in enumerate(data.hierarchy.parent):  # the estimate of lines 9, 16 and 19
             to_all, to_own = (theta[i] - tbar) - (x[i] - xbar), (theta[i] - tbar_j[j]) - (x[i] - xbar_j[j])
             g[i] += alpha[j] * gamma[i] * (x[i] - xbar) + (1 - alpha[j]) * gamma[i] * (x[i] - xbar_j[j])
             if choices.between[t]:  # line 6: xi_0 = 1; the paper's oracle lacks the term with tau_j
@@ -121,6 +102,10 @@ class Katyusha(Record):
         a1 = min(0.5, math.sqrt(eta * constants.mu * max(0.5, a2 / rho)))
         b2 = 1 / max(2 * constants.mu, 4 * a1 / eta)
         return cls(eta, a1, a2, 1 - b2 * constants.mu, b2, rho)
+
+    def theta(self, x: Floats, y: Floats, z: Floats) -> Floats:
+        """The point ``theta`` of line 4."""
+        return self.a1 * z + self.a2 * x + (1.0 - self.a1 - self.a2) * y
 
     def potential(self, distance: float, gap: float) -> float:
         """The Lyapunov function at x = y = z: ``|z - theta_hat|^2`` plus the weighted objective gaps at y and x."""
@@ -173,7 +158,7 @@ class KatyushaBegin(Message[None], label="al2sgd_plus begin", reply=False):
     seed: int
 
     def at(self, node: Node) -> None:
-        PreparedClients.begin(node, self)
+        ClientBlocks.begin(node, self)
         node.keep(RowStreams(streams(self.seed, node.data.hierarchy)))
         y = node.coefficients()
         node.keep(KatyushaPoints(y, y, node.loss.gradient(node.data, y)))
@@ -195,15 +180,17 @@ class KatyushaMove(Message[ClusterSums], label="al2sgd_plus move"):
         if move.anchor is not None:
             pull = node.gamma[:, None] * (points.x - node.data.hierarchy.down(move.anchor))
             points = replace(points, gradient=points.gradient + pull)
-        clients = PreparedClients.of(node, begin.total)
+        clients, rows = ClientBlocks.of(node, begin.total), node.state(RowStreams).start
         blocks = clients.blocks
-        y, z, sums = np.empty_like(before), np.empty_like(before), empty_digits(blocks, before.shape[1])
-        move_clients: Any = kernels.al2sgd_plus_move if node.loss.compiled else plain.al2sgd_plus_move
-        move_clients(
-            *clients.operands, node.state(RowStreams).start, blocks.ptr, blocks.owner, node.gamma, clients.share,
-            move.pull.strength, move.pull.force, move.exchanged, move.start, move.steps, begin.local, (pace.eta, pace.a1,
-            pace.a2, pace.b1, pace.b2), move.wanted, points.x, points.gradient, before, points.z, y, z, sums,
-        )  # fmt: skip
+        if node.loss.compiled:
+            y, z, sums = np.empty_like(before), np.empty_like(before), empty_digits(blocks, before.shape[1])
+            kernels.al2sgd_plus_move(
+                *clients.operands, rows, blocks.ptr, blocks.owner, node.gamma, clients.share, move.pull.strength,
+                move.pull.force, move.exchanged, move.start, move.steps, begin.local, (pace.eta, pace.a1, pace.a2, pace.b1,
+                pace.b2), move.wanted, points.x, points.gradient, before, points.z, y, z, sums,
+            )  # fmt: skip
+        else:
+            y, z, sums = plain.al2sgd_plus_move(node, clients, begin, points, rows, move)
         node.theta = y
         if move.refresh:  # lines 26 to 29
             node.keep(KatyushaPoints(y, z, node.loss.gradient(node.data, y)))

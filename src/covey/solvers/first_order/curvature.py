@@ -57,7 +57,11 @@ def constants(
     given = {name: value for name, value in (("mu", mu), ("L", L), ("L_row", L_row)) if value is not None}
     for name, value in given.items():
         number(name, value, above=0.0)
-    _refuse_weightless(network)
+    rows, weighted = network.ask(CountRows()).number.T
+    weightless: Anything = (weighted == 0) & (rows > 0)
+    if weightless.any():
+        name = network.tree.cluster_ids[int(weightless.argmax())]
+        raise DataError(f"All rows of cluster {name!r} have weight 0; leave the cluster out, or give a row a positive weight.")
     loss = network.loss
     bound = loss.ridge if mu is None and not loss.quadratic and loss.ridge > 0 else mu
     measured = ["mu"] if bound is None and not loss.quadratic else []
@@ -406,11 +410,3 @@ class CountRows(Message[Counts], label="rows", phase="measure"):
     def at(self, node: Node) -> Counts:
         tree, per_client = node.data.hierarchy, np.column_stack([node.data.rows_per_client, node.data.rows_that_count])
         return Counts(tree.sum_up(per_client).astype(np.int64))
-
-
-def _refuse_weightless(network: Network) -> None:
-    rows, count = network.ask(CountRows()).number.T
-    empty: Anything = (count == 0) & (rows > 0)
-    if empty.any():
-        name = network.tree.cluster_ids[int(empty.argmax())]
-        raise DataError(f"All rows of cluster {name!r} have weight 0; leave the cluster out, or give a row a positive weight.")

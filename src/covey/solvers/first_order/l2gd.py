@@ -26,52 +26,31 @@ import numpy as np
 
 from covey._typing import Anything, Floats, Ints
 from covey.errors import one_of
-from covey.losses import Loss
 from covey.nodes.network import Message, Network, Node
+from covey.objective import theory
 from covey.objective.objective import Objective, Penalty
-from covey.objective.theory import (
-    Constants,
-    Probabilities,
-    Recipe,
-    Shares,
-    expected_smoothness,
-    iterations,
-    mixing,
-    noise,
-    probabilities,
-    switch,
-    switching_iterations,
-    switching_steps,
-)
+from covey.objective.theory import Constants, Probabilities, Recipe, Shares, mixing
 from covey.records import Count, Record
 from covey.solvers.costs import Cost, Setting
 from covey.solvers.first_order import kernels, plain
 from covey.solvers.first_order.loop import Control, ControlOptions, Setup, prepare, run
-from covey.solvers.first_order.protocol import Centres, ClusterSums, Move, PreparedClients, Pull, empty_digits, summed
+from covey.solvers.first_order.protocol import Centres, ClientBlocks, ClusterSums, Move, Pull, empty_digits, summed
 from covey.solvers.first_order.schedule import Choices, PerCluster, Round, Schedule
 from covey.solvers.registry import algorithm
 from covey.solvers.result import Fit
-from covey.tables.rows import GroupedData
 from covey.tree.hierarchy import Hierarchy
 
 
 def reference(
-    data: GroupedData,
-    loss: Loss,
-    penalty: Penalty,
-    chances: Probabilities,
-    choices: Choices,
-    eta: Callable[[int], float],
-    theta: Floats,
+    objective: Objective, chances: Probabilities, choices: Choices, eta: Callable[[int], float], theta: Floats
 ) -> Floats:
     """Algorithm 1 with given random ``choices`` and the step ``eta(t)``, from ``theta (n, d)``; returns the last ``theta``."""
-    gamma, alpha, parent = penalty.gamma, mixing(penalty), data.hierarchy.parent
+    gamma, alpha = objective.penalty.gamma, mixing(objective.penalty)
     p0, p, tau = chances.p0, chances.p, chances.tau
-    averages = Objective(data, loss, penalty).means
     for t in range(len(choices.between)):  # line 2
-        tbar_j, tbar = averages(theta)  # lines 5, 6 and 12
-        gradient, step = loss.gradient(data, theta), np.empty_like(theta)
-        for i, j in enumerate(parent):
+        tbar_j, tbar = objective.means(theta)  # lines 5, 6 and 12
+        gradient, step = objective.loss.gradient(objective.data, theta), np.empty_like(theta)
+        for i, j in enumerate(objective.data.hierarchy.parent):
             if choices.between[t]:  # line 4: xi_0 = 1
                 both = alpha[j] * (theta[i] - tbar) + tau[j] * (1 - alpha[j]) * (theta[i] - tbar_j[j])
                 step[i] = gamma[i] / p0 * both  # line 7
@@ -96,10 +75,10 @@ class StepSizes(Record):
 
     @property
     def last(self) -> int:
-        return switch(1 / (2 * self.eta), self.mu) if self.mu > 0 else 0
+        return theory.switch(1 / (2 * self.eta), self.mu) if self.mu > 0 else 0
 
     def at(self, t: Any) -> Any:
-        return self.eta if self.mu == 0 else switching_steps(t, 1 / (2 * self.eta), self.mu)
+        return self.eta if self.mu == 0 else theory.switching_steps(t, 1 / (2 * self.eta), self.mu)
 
 
 @dataclass(frozen=True)
@@ -116,7 +95,7 @@ class L2gdBegin(Message[None], label="l2gd begin", reply=False):
     closed: bool
 
     def at(self, node: Node) -> None:
-        PreparedClients.begin(node, self)
+        ClientBlocks.begin(node, self)
         node.cache.pop(Eigenbasis, None)
 
 
@@ -132,14 +111,17 @@ class L2gdMove(Message[ClusterSums], label="l2gd move"):
 
     def at(self, node: Node) -> ClusterSums:
         begin, move, theta = node.state(L2gdBegin), self.move, node.coefficients()
-        clients, rate = PreparedClients.of(node, begin.total), begin.rate
+        clients, rate = ClientBlocks.of(node, begin.total), begin.rate
         blocks, basis = clients.blocks, Eigenbasis.of(node) if begin.closed else _NO_BASIS
-        out, sums = np.empty_like(theta), empty_digits(blocks, theta.shape[1])
-        move_clients: Any = kernels.l2gd_move if node.loss.compiled else plain.l2gd_move
-        move_clients(
-            *clients.operands, begin.closed, *basis, blocks.ptr, blocks.owner, node.gamma, clients.share, move.pull.strength,
-            move.pull.force, move.start, move.steps, begin.local, rate.eta, rate.mu, rate.last, move.wanted, theta, out, sums,
-        )  # fmt: skip
+        if node.loss.compiled:
+            out, sums = np.empty_like(theta), empty_digits(blocks, theta.shape[1])
+            kernels.l2gd_move(
+                *clients.operands, begin.closed, *basis, blocks.ptr, blocks.owner, node.gamma, clients.share,
+                move.pull.strength, move.pull.force, move.start, move.steps, begin.local, rate.eta, rate.mu, rate.last,
+                move.wanted, theta, out, sums,
+            )  # fmt: skip
+        else:
+            out, sums = plain.l2gd_move(node, clients, begin, move)
         node.theta = out
         return summed(blocks, sums)
 
@@ -223,7 +205,7 @@ def descent(
     smoothness = 1 / (2 * rate.eta)
 
     def needed(tol: float) -> int:
-        return math.ceil(rate.last / tol) if switching else iterations(tol, smoothness=smoothness, mu=constants.mu)[0]
+        return math.ceil(rate.last / tol) if switching else theory.iterations(tol, smoothness=smoothness, mu=constants.mu)[0]
 
     stalls = "raise max_iter; a constant step ends in its noise, which steps='switching' and solver='al2sgd_plus' overcome"
     slow = "steps that shrink like 1/t are slow at the end: raise max_iter, or use solver='al2sgd_plus'"
@@ -257,8 +239,8 @@ def equal_within(tree: Hierarchy, penalty: Penalty) -> tuple[bool, Floats]:
 
 def recipe(constants: Constants, *, p0: Any = None, p: Any = None, tau: Any = None) -> Recipe:
     """Probabilities by Corollary 3.6 (opt_conv_rate), largest step by Theorem 3.5 (conv_rate)."""
-    chances = probabilities(constants, constants.L, p0=p0, p=p, tau=tau)
-    smoothness = expected_smoothness(constants, chances, constants.L)
+    chances = theory.probabilities(constants, constants.L, p0=p0, p=p, tau=tau)
+    smoothness = theory.expected_smoothness(constants, chances, constants.L)
     return Recipe(chances, smoothness, 1 / (2 * smoothness), "1 / (2 calL)")
 
 
@@ -270,10 +252,10 @@ def cost(setting: Setting) -> Cost:
 def descent_cost(name: str, recipe: Recipe, setting: Setting) -> Cost:
     """The smaller of the bounds for constant and for switching steps."""
     objective, mu = setting.objective, setting.constants.mu
-    sigma2 = noise(objective, setting.best.theta, recipe.probabilities)
+    sigma2 = theory.noise(objective, setting.best.theta, recipe.probabilities)
     rate = {"smoothness": recipe.smoothness, "mu": mu, "sigma2": sigma2, "start": setting.distance}
-    constant, eta = iterations(setting.accuracy, **rate)
-    switching = switching_iterations(setting.accuracy, **rate)
+    constant, eta = theory.iterations(setting.accuracy, **rate)
+    switching = theory.switching_iterations(setting.accuracy, **rate)
     how = "steps='switching'" if switching < constant else f"eta={eta:.2g}"
     pace = 1 / (mu * (recipe.largest_step if switching < constant else eta))
     merge = equal_within(objective.data.hierarchy, objective.penalty)[0]

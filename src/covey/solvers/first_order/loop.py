@@ -27,7 +27,7 @@ from covey.solvers.first_order.protocol import AskMeans, Centres, CheckGap, Clus
 from covey.solvers.first_order.schedule import Rounds, Schedule, Vote
 from covey.solvers.ledger import Ledger, Links, expected, links
 from covey.solvers.registry import unknown_option
-from covey.solvers.result import HISTORY, Checkpoint, Convergence, Fit, Progress, begin_at, certified_gap, coefficients, entry
+from covey.solvers.result import HISTORY, Checkpoint, Convergence, Fit, Progress, begin_at, certified_gap, entry
 
 _TOGETHER = 1 << 20  # random choices grouped into rounds at a time, over all clusters
 _MOST_ITERATIONS = 1_000_000  # by default
@@ -153,14 +153,6 @@ class Check(NamedTuple):
     norm: float
 
 
-class Verdict(NamedTuple):
-    """Whether a run is done, its certified gap if there is one, and the curvature to use from here on."""
-
-    done: bool
-    gap: float | None
-    mu: float
-
-
 def run(network: Network, penalty: Penalty, setup: Setup, control: Control) -> Fit:
     """Run an algorithm over a network, from the coefficients that its nodes have."""
     identity = {"solver": setup.name, "seed": int(control.seed), "vote": control.vote, "every": control.every}
@@ -186,41 +178,34 @@ class Loop:
     links: Links
     saved: Checkpoint
 
-    @property
-    def max_iter(self) -> int:
-        if self.control.max_iter is not None:
-            return int(self.control.max_iter)
-        return int(min(max(2 * self.setup.needed(max(self.control.tol, 1e-16)), 1000), _MOST_ITERATIONS))
-
-    def next_check(self, t: int) -> int:
-        """The iteration of the next check. It must not depend on ``max_iter``: where a run is cut changes its last bits."""
-        if self.control.every is not None:
-            return t + int(self.control.every)
-        return t + max(spacing(self.setup.pace), t // 20)
-
     def run(self) -> Fit:
         """Check and advance until the gap is certified, or until ``max_iter``."""
-        max_iter, mu, regular = self.max_iter, self.setup.constants.mu, True
+        setup, control, mu, regular = self.setup, self.control, self.setup.constants.mu, True
+        max_iter = control.max_iter
+        if max_iter is None:
+            max_iter = min(max(2 * setup.needed(max(control.tol, 1e-16)), 1000), _MOST_ITERATIONS)
+        max_iter = int(max_iter)
         perfect = float(self.network.ask(PerfectFit()))
-        self.network.ask(self.setup.begin)
+        self.network.ask(setup.begin)
         resumed = self.saved.resume(RunProgress, lambda progress: progress.iteration <= max_iter)
         t, ledger, rows, anchor = 0, self.links.nothing, list[dict[str, Any]](), None
         if resumed is not None:
             t, ledger, rows, anchor = resumed.iteration, resumed.ledger, list(resumed.history), resumed.anchor
         while True:
             here = self._check(t)
-            verdict = self._judge(here, mu, perfect)
-            mu, anchor = verdict.mu, here.means if anchor is None else anchor
+            done, gap, mu = self._judge(here, mu, perfect)
+            anchor = here.means if anchor is None else anchor
             if not rows or rows[-1]["iteration"] < t:
                 ledger = ledger + self.links.check
-                rows.append(entry(t, here.value, here.norm, verdict.gap, ledger, self.control.minimum))
+                rows.append(entry(t, here.value, here.norm, gap, ledger, control.minimum))
                 if regular:
                     self.saved.write(RunProgress(t, ledger, tuple(rows), anchor))
-            if self.control.progress is not None:
-                self.control.progress(t, here.value, here.norm)
-            if verdict.done or t >= max_iter:
-                return self._fit(here, verdict, ledger, rows)
-            stop = self.next_check(t)
+            if control.progress is not None:
+                control.progress(t, here.value, here.norm)
+            if done or t >= max_iter:
+                return self._fit(here, done, gap, ledger, rows)
+            # The next check must not depend on max_iter, because the last bits of a run depend on where it is cut.
+            stop = t + (max(spacing(setup.pace), t // 20) if control.every is None else int(control.every))
             regular, stop = stop <= max_iter, min(stop, max_iter)
             cost, anchor = self._advance(t, stop, anchor)
             ledger, t = ledger + cost, stop
@@ -235,8 +220,8 @@ class Loop:
             raise self._diverged(t)
         return Check(means, w, wbar, value, norm)
 
-    def _judge(self, here: Check, mu: float, perfect: float) -> Verdict:
-        """Decide whether the gap is certified to be below the tolerance."""
+    def _judge(self, here: Check, mu: float, perfect: float) -> tuple[bool, float | None, float]:
+        """Whether the gap is certified to be below the tolerance, the certified gap, and the curvature to use from now on."""
         tol, proved = self.control.tol, self.setup.constants.proved
         gap = certified_gap(here.norm, mu)
         # If a fit is perfect, no share of its value is small enough. Rounding of the gradient hides any gap below this one.
@@ -248,7 +233,7 @@ class Loop:
             gap, measured = curvature.certificate(self.network, self.penalty, here.norm)
             done, mu = gap <= target, min(mu, measured) or mu
         certain = gap if gap is not None and (done or (proved and np.isfinite(gap))) else None
-        return Verdict(done, certain, mu)
+        return done, certain, mu
 
     def _advance(self, start: int, stop: int, anchor: Floats) -> tuple[Ledger, Floats]:
         """Run iterations ``start`` to ``stop - 1``; returns their cost and the averages of the anchor after them."""
@@ -256,26 +241,24 @@ class Loop:
         for first in range(start, stop, together):
             last = min(stop, first + together)
             rounds = self.schedule.rounds(first, last)
-            anchor, nonfinite = run_rounds(
-                self.network, self.setup.move, self.setup.next_pull, self.top, rounds, anchor, first == 0
-            )
+            anchor, nonfinite = run_rounds(self.network, self.setup, self.top, rounds, anchor, first == 0)
             if nonfinite is not None:
                 raise self._diverged(nonfinite)
             cost = cost + self.links.of(rounds, last - first) + expected(self.schedule, last - first)
         return cost, anchor
 
-    def _fit(self, here: Check, verdict: Verdict, ledger: Ledger, rows: list[dict[str, Any]]) -> Fit:
+    def _fit(self, here: Check, done: bool, gap: float | None, ledger: Ledger, rows: list[dict[str, Any]]) -> Fit:
         setup, t = self.setup, int(rows[-1]["iteration"])
         note = f" ({setup.constants.note})" if setup.constants.note else ""
         message = f"gradient norm {here.norm:.1e} after {t:,} iterations and {ledger.exchanges:,} exchanges{note}"
-        if not verdict.done:
-            bound = "" if verdict.gap is None else f" with a certified gap of {verdict.gap:.1e}"
+        if not done:
+            bound = "" if gap is None else f" with a certified gap of {gap:.1e}"
             worse = rows[0]["objective"] < here.value
             advice = "the objective has grown: give a smaller step eta" if worse else setup.advice
             message = f"stopped{bound} above the tolerance: {message}; {advice}"
             warn(message)
-        end = Convergence(setup.name, verdict.done, t, ledger.exchanges, here.value, here.norm, verdict.gap, message)
-        return Fit(coefficients(self.network), here.w, here.wbar, end, pl.DataFrame(rows, schema=HISTORY), ledger)
+        end = Convergence(setup.name, done, t, ledger.exchanges, here.value, here.norm, gap, message)
+        return Fit.of(self.network, here.w, here.wbar, end, pl.DataFrame(rows, schema=HISTORY), ledger)
 
     def _diverged(self, t: int) -> SolverError:
         """The error for numbers that are not finite by iteration ``t``. It names a client only if it is in this process."""
@@ -296,13 +279,7 @@ class Loop:
 
 
 def run_rounds(
-    network: Network,
-    move: Callable[[Move], Message[ClusterSums]],
-    next_pull: NextPull,
-    top: Centres,
-    rounds: Rounds,
-    anchor: Floats,
-    announce: bool = False,
+    network: Network, setup: Setup, top: Centres, rounds: Rounds, anchor: Floats, announce: bool = False
 ) -> tuple[Floats, int | None]:
     """Run some rounds; returns the averages of the anchor, and the iteration by which a number is not finite, if any.
 
@@ -313,12 +290,12 @@ def run_rounds(
     centres = top.centres(anchor)[0] if announce else None
     for now in rounds:
         part = now.takes_part
-        means = network.ask(move(Move(pull, exchanged, now.start, now.steps, part, now.refresh, centres))).total.floats()
-        centres = None
+        move = setup.move(Move(pull, exchanged, now.start, now.steps, part, now.refresh, centres))
+        means, centres = network.ask(move).total.floats(), None
         if not np.isfinite(means).all():
             return anchor, int((now.start + now.steps).max())
         if now.refresh:
             anchor, centres, pull, exchanged = means, top.centres(means)[0], Pull.none(k, d), ~part
         else:
-            pull, exchanged = next_pull(means, now, anchor), part
+            pull, exchanged = setup.next_pull(means, now, anchor), part
     return anchor, None

@@ -17,7 +17,6 @@ import numpy as np
 
 from covey._typing import Floats
 from covey.errors import SolverError, probability
-from covey.losses import Loss
 from covey.nodes.network import Network
 from covey.objective.objective import Objective, Penalty
 from covey.objective.theory import Constants, Probabilities, Recipe, mixing
@@ -27,28 +26,20 @@ from covey.solvers.first_order.loop import Control, ControlOptions, prepare, run
 from covey.solvers.first_order.schedule import Choices
 from covey.solvers.registry import algorithm
 from covey.solvers.result import Fit
-from covey.tables.rows import GroupedData
 
 
 def reference(
-    data: GroupedData,
-    loss: Loss,
-    penalty: Penalty,
-    chances: Probabilities,
-    choices: Choices,
-    eta: Callable[[int], float],
-    theta: Floats,
+    objective: Objective, chances: Probabilities, choices: Choices, eta: Callable[[int], float], theta: Floats
 ) -> Floats:
     """The variant with given random ``choices`` and the step ``eta(t)``, from ``theta (n, d)``; ``p`` is ``chances.p0``."""
-    gamma, alpha, parent, p = penalty.gamma[:, None], mixing(penalty)[:, None], data.hierarchy.parent, chances.p0
-    averages = Objective(data, loss, penalty).means
+    gamma, alpha, p = objective.penalty.gamma[:, None], mixing(objective.penalty)[:, None], chances.p0
     for t in range(len(choices.between)):
         if choices.between[t]:  # Algorithm 1, lines 5 to 7, with tau = 1
-            tbar_j, tbar = averages(theta)
+            tbar_j, tbar = objective.means(theta)
             centre = alpha * tbar + (1 - alpha) * tbar_j
-            theta = theta - eta(t) * gamma / p * (theta - centre[parent])
+            theta = theta - eta(t) * gamma / p * (theta - objective.data.hierarchy.down(centre))
         else:  # Algorithm 1, line 15, with p_j = 0
-            theta = theta - eta(t) / (1 - p) * loss.gradient(data, theta)
+            theta = theta - eta(t) / (1 - p) * objective.loss.gradient(objective.data, theta)
     return theta
 
 

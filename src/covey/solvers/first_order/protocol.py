@@ -133,7 +133,7 @@ class PerfectFit(Message[Exact], label="perfect fit", phase="measure"):
 
 
 @dataclass(frozen=True)
-class PreparedClients:
+class ClientBlocks:
     """Arguments of the kernels that stay the same during a run: the rows, the blocks of clients, the clients' shares."""
 
     operands: tuple[Any, ...]
@@ -141,7 +141,7 @@ class PreparedClients:
     share: Floats
 
     @classmethod
-    def of(cls, node: Node, total: Floats) -> PreparedClients:
+    def of(cls, node: Node, total: Floats) -> ClientBlocks:
         """Those of a node, computed once in a run; ``total (k,)`` is each cluster's sum of ``gamma``."""
         prepared = node.cache.get(cls)
         if prepared is None:
