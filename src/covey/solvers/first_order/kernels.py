@@ -187,17 +187,13 @@ def _step_by_step(
         while stop < last and client_ptr[stop + 1] - base <= room:
             stop += 1
         m = client_ptr[stop] - base
-        for r in range(m):
-            target[r] = y[base + r]
-            for a in range(d):
-                x[r, a] = X[base + r, a]
+        target[:m] = y[base : base + m]
+        x[:m, :d] = X[base : base + m]
         if len(weights) > 0:
             weight[:m] = weights[base : base + m]
         if len(offset) > 0:
             shift[:m] = offset[base : base + m]
-        for c in range(i, stop):
-            for a in range(d):
-                t[c - i, a] = theta[c, a]
+        t[: stop - i, :d] = theta[i:stop]
         for s in range(len(eta)):
             for c in range(i, stop):
                 low, high = client_ptr[c] - base, client_ptr[c + 1] - base
@@ -227,9 +223,7 @@ def _step_by_step(
                     t[c - i, a + 1] -= eta[s] * (scale[c] * g1 + ridge * t[c - i, a + 1])
                     t[c - i, a + 2] -= eta[s] * (scale[c] * g2 + ridge * t[c - i, a + 2])
                     t[c - i, a + 3] -= eta[s] * (scale[c] * g3 + ridge * t[c - i, a + 3])
-        for c in range(i, stop):
-            for a in range(d):
-                theta[c, a] = t[c - i, a]
+        theta[i:stop] = t[: stop - i, :d]
         i = stop
 
 
@@ -250,11 +244,9 @@ def al2sgd_plus_move(
         j = owner[block]
         first, last = blocks[block], blocks[block + 1]
         theta, g, ends = np.empty(d), np.empty(d), np.empty((last - first if wanted[j] else 0, d))
+        y_out[first:last], z_out[first:last] = y[first:last], z[first:last]
         for i in range(first, last):
             rows = client_ptr[i + 1] - client_ptr[i]
-            for a in range(d):
-                y_out[i, a] = y[i, a]
-                z_out[i, a] = z[i, a]
             for s in range(-1 if exchanged[j] else 0, steps[j]):
                 for a in range(d):
                     theta[a] = a1 * z_out[i, a] + a2 * x[i, a] + (1.0 - a1 - a2) * y_out[i, a]

@@ -187,10 +187,9 @@ class Loop:
         max_iter = int(max_iter)
         perfect = float(self.network.ask(PerfectFit()))
         self.network.ask(setup.begin)
-        resumed = self.saved.resume(RunProgress, lambda progress: progress.iteration <= max_iter)
-        t, ledger, rows, anchor = 0, self.links.nothing, list[dict[str, Any]](), None
-        if resumed is not None:
-            t, ledger, rows, anchor = resumed.iteration, resumed.ledger, list(resumed.history), resumed.anchor
+        last = self.saved.resume(RunProgress, lambda progress: progress.iteration <= max_iter)
+        rows = [] if last is None else list(last.history)
+        t, ledger, anchor = (0, self.links.nothing, None) if last is None else (last.iteration, last.ledger, last.anchor)
         while True:
             here = self._check(t)
             done, gap, mu = self._judge(here, mu, perfect)

@@ -86,9 +86,8 @@ class Rounds:
     refresh: Anything
 
     def __iter__(self) -> Iterator[Round]:
-        refresh = self.refresh.tolist()
-        for r, between in enumerate(self.between.tolist()):
-            yield Round(self.start[r], self.steps[r], between, self.within[r], refresh[r])
+        for row in zip(self.start, self.steps, self.between.tolist(), self.within, self.refresh.tolist(), strict=True):
+            yield Round(*row)
 
 
 @dataclass(frozen=True)
@@ -188,11 +187,10 @@ def streams(seed: int, tree: Hierarchy) -> Anything:
     start = np.empty(tree.n_clients, dtype=np.uint64)
     for j, (first, last) in enumerate(pairwise(tree.cluster_ptr.tolist())):
         cluster = _text(tree.cluster_ids[j])
-        common = hashlib.blake2b(f"{seed} {len(cluster)} {cluster} ".encode(), digest_size=8)
+        prefix = f"{seed} {len(cluster)} {cluster} "
         for i, label in enumerate(tree.client_ids[first:last].to_list(), first):
-            client = common.copy()
-            client.update(_text(label).encode())
-            start[i] = int.from_bytes(client.digest(), "little")
+            digest = hashlib.blake2b(f"{prefix}{_text(label)}".encode(), digest_size=8).digest()
+            start[i] = int.from_bytes(digest, "little")
     return start
 
 
