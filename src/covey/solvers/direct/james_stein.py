@@ -111,7 +111,7 @@ def factor_of(network: Network, penalty: Penalty, fit: Fit) -> float:
 
 def shrunk(fit: Fit, factor: float) -> Fit:
     """A fit with a shrunk global model, with a message that says so."""
-    message = f"{fit.convergence.message}; of the global model James-Stein keeps {100 * factor:.3g}%"
+    message = f"{fit.convergence.message}; James-Stein shrinkage keeps {100 * factor:.3g}% of the global model"
     return replace(fit, convergence=replace(fit.convergence, message=message))
 
 
