@@ -49,9 +49,41 @@ from covey.solvers.result import Fit
 def reference(
     objective: Objective, chances: Probabilities, choices: Choices, pace: Katyusha, theta: Floats, seed: int
 ) -> Floats:
-    """Algorithm 2 with given random ``choices``, from ``theta (n, d)``; returns the last ``y``. ``seed`` determines the rows.
+    """Run Algorithm 2 (async_al2sgd_plus) in plain numpy, with given random choices.
 
     The paper prints Algorithm 2 without line numbers; the comments count its lines from "Input".
+
+    Parameters
+    ----------
+    objective : Objective
+        Data, loss and penalties.
+    chances : Probabilities
+        Probabilities ``p0``, ``p (k,)`` and ``rho``, and the shares ``tau (k,)``.
+    choices : Choices
+        The random choices of all iterations.
+    pace : Katyusha
+        The constants of L-Katyusha.
+    theta : (n, d) array
+        The coefficients to begin at.
+    seed : int
+        Determines the rows that the clients draw.
+
+    Returns
+    -------
+    (n, d) array
+        The last ``y``.
+
+    Examples
+    --------
+    >>> from covey import GroupedData, Objective, Penalty
+    >>> from covey.losses import Gaussian
+    >>> data = GroupedData.from_arrays([[1.0], [1.0], [1.0]], [0.0, 3.0, 9.0], ["a", "b", "c"], ["x", "x", "y"])
+    >>> objective = Objective(data, Gaussian(), Penalty.of(data.hierarchy))
+    >>> chances = Probabilities(0.4, np.array([0.2, 0.2]), np.array([0.5, 0.5]), rho=0.5)
+    >>> choices = Schedule(chances, seed=0).choices(0, 500)
+    >>> pace = Katyusha(eta=0.1, a1=0.2, a2=0.5, b1=0.9, b2=0.1, rho=0.5)
+    >>> reference(objective, chances, choices, pace, np.zeros((3, 1)), seed=0).ravel().round(3).tolist()
+    [1.5, 3.0, 7.5]
     """
     data, loss, gamma, alpha = objective.data, objective.loss, objective.penalty.gamma, mixing(objective.penalty)
     p0, p, tau, eta, rows = chances.p0, chances.p, chances.tau, pace.eta, data.rows_per_client
@@ -59,7 +91,7 @@ def reference(
     single, share = replace(loss, reduction="sum", ridge=0.0), (rows * loss.scale(data))[:, None]
     x = y = z = theta  # line 2
     for t in range(len(choices.between)):  # line 3
-        theta = pace.theta(x, y, z)  # line 4
+        theta = pace.a1 * z + pace.a2 * x + (1 - pace.a1 - pace.a2) * y  # line 4
         (tbar_j, tbar), (xbar_j, xbar) = objective.means(theta), objective.means(x)  # lines 7, 8, 15
         drawn = data.client_ptr[:-1] + (uniforms(streams(seed, data.hierarchy), t, 1)[:, 0] * rows).astype(int)
         one = data.rows(np.isin(np.arange(data.n_rows), drawn))

@@ -44,7 +44,37 @@ from covey.tree.hierarchy import Hierarchy
 def reference(
     objective: Objective, chances: Probabilities, choices: Choices, eta: Callable[[int], float], theta: Floats
 ) -> Floats:
-    """Algorithm 1 with given random ``choices`` and the step ``eta(t)``, from ``theta (n, d)``; returns the last ``theta``."""
+    """Run Algorithm 1 (async_l2gd) in plain numpy, with given random choices.
+
+    Parameters
+    ----------
+    objective : Objective
+        Data, loss and penalties.
+    chances : Probabilities
+        Probabilities ``p0`` and ``p (k,)`` of exchanges, and the shares ``tau (k,)``.
+    choices : Choices
+        The random choices of all iterations.
+    eta : callable
+        The step ``eta(t)`` of iteration ``t``.
+    theta : (n, d) array
+        The coefficients to begin at.
+
+    Returns
+    -------
+    (n, d) array
+        The last iterate.
+
+    Examples
+    --------
+    >>> from covey import GroupedData, Objective, Penalty
+    >>> from covey.losses import Gaussian
+    >>> data = GroupedData.from_arrays([[1.0], [1.0], [1.0]], [0.0, 3.0, 9.0], ["a", "b", "c"], ["x", "x", "y"])
+    >>> objective = Objective(data, Gaussian(), Penalty.of(data.hierarchy))
+    >>> chances = Probabilities(0.4, np.array([0.2, 0.2]), np.array([0.5, 0.5]))
+    >>> choices = Schedule(chances, seed=0).choices(0, 5000)
+    >>> reference(objective, chances, choices, lambda t: 1 / (t + 10), np.zeros((3, 1))).ravel().round(1).tolist()
+    [1.5, 3.0, 7.5]
+    """
     gamma, alpha = objective.penalty.gamma, mixing(objective.penalty)
     p0, p, tau = chances.p0, chances.p, chances.tau
     for t in range(len(choices.between)):  # line 2

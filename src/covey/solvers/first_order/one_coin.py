@@ -31,7 +31,38 @@ from covey.solvers.result import Fit
 def reference(
     objective: Objective, chances: Probabilities, choices: Choices, eta: Callable[[int], float], theta: Floats
 ) -> Floats:
-    """The variant with given random ``choices`` and the step ``eta(t)``, from ``theta (n, d)``; ``p`` is ``chances.p0``."""
+    """Run the one-coin variant in plain numpy, with given random choices.
+
+    Parameters
+    ----------
+    objective : Objective
+        Data, loss and penalties.
+    chances : Probabilities
+        The probability ``p`` of an exchange is its ``p0``.
+    choices : Choices
+        The random choices of all iterations.
+    eta : callable
+        The step ``eta(t)`` of iteration ``t``.
+    theta : (n, d) array
+        The coefficients to begin at.
+
+    Returns
+    -------
+    (n, d) array
+        The last iterate.
+
+    Examples
+    --------
+    >>> from covey import GroupedData, Objective, Penalty
+    >>> from covey.losses import Gaussian
+    >>> from covey.solvers.first_order.schedule import Schedule
+    >>> data = GroupedData.from_arrays([[1.0], [1.0], [1.0]], [0.0, 3.0, 9.0], ["a", "b", "c"], ["x", "x", "y"])
+    >>> objective = Objective(data, Gaussian(), Penalty.of(data.hierarchy))
+    >>> chances = Probabilities(0.5, np.zeros(2), np.ones(2))
+    >>> choices = Schedule(chances, seed=0).choices(0, 5000)
+    >>> reference(objective, chances, choices, lambda t: 1 / (t + 10), np.zeros((3, 1))).ravel().round(1).tolist()
+    [1.5, 3.0, 7.5]
+    """
     gamma, alpha, p = objective.penalty.gamma[:, None], mixing(objective.penalty)[:, None], chances.p0
     for t in range(len(choices.between)):
         if choices.between[t]:  # Algorithm 1, lines 5 to 7, with tau = 1
