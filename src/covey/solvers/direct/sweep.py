@@ -69,7 +69,7 @@ class SweepUp(Message[Quadratic], label="sweep up"):
         k, d = node.data.n_clusters, node.data.n_terms
         total = Quadratic(np.zeros((k, d, d)), np.zeros((k, d)), np.zeros(k), np.zeros(k))
         for at, part, loss in _parts(node, self.logs):
-            total += eliminate(_at_zero(part, loss), Spread.of_penalty(node.gamma[at], d), part.hierarchy.cluster_ptr)
+            total += eliminate(_normal_equations(part, loss), Spread.of_penalty(node.gamma[at], d), part.hierarchy.cluster_ptr)
         return total
 
 
@@ -99,7 +99,7 @@ class SweepDown(Message[SweepReport], label="sweep down", second=True):
         theta = np.empty((node.data.n_clients, node.data.n_terms))
         report = SweepReport(0.0, 0.0, np.zeros_like(self.w), 0.0, np.inf)
         for at, part, loss in _parts(node, self.logs):
-            tree, clients = part.hierarchy, _at_zero(part, loss)
+            tree, clients = part.hierarchy, _normal_equations(part, loss)
             spread = Spread.of_penalty(node.gamma[at], node.data.n_terms)
             theta[at], force = descend(clients.C, clients.r, spread, tree.parent, self.w)
             here = loss.expand(part, theta[at], order=1)
@@ -122,7 +122,7 @@ def _parts(node: Node, logs: bool) -> Iterator[tuple[slice, GroupedData, Loss]]:
         yield slice(start, stop), data.clients(start, stop), loss
 
 
-def _at_zero(data: GroupedData, loss: Loss) -> Quadratic:
+def _normal_equations(data: GroupedData, loss: Loss) -> Quadratic:
     """``A_i = X_i'W_i X_i``, ``b_i = X_i'W_i (y_i - offset_i)`` and half the sum of squares: the loss expanded at zero."""
     return expanded(data, loss, np.zeros((data.n_clients, data.n_terms)))
 
