@@ -46,7 +46,7 @@ def plain(data: GroupedData, loss: Loss, penalty: Penalty, p: float, eta: float,
         for i in range(data.n_clients)
     ]  # fmt: skip
     alpha = penalty.alpha
-    heads = Schedule(Probabilities(p, np.zeros(k), np.ones(k)), 0).flips(0, iterations).between
+    heads = Schedule(Probabilities(p, np.zeros(k), np.ones(k)), 0).choices(0, iterations).between
     for head in heads:
         if head:
             total, weight = np.zeros((k, data.n_terms)), np.zeros(k)

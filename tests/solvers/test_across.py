@@ -21,9 +21,8 @@ from covey.nodes.network import Arrived, Network, Node, threads_for
 from covey.objective.theory import Probabilities
 from covey.records import decode, encode
 from covey.solvers import minimise, solve
-from covey.solvers.first_order.curvature import constants
+from covey.solvers.first_order.curvature import constants, rounded_down
 from covey.solvers.first_order.l2gd import L2gdMove, StepSizes
-from covey.solvers.first_order.lanczos import rounded_down
 from covey.solvers.first_order.protocol import AskMeans, Centres, Move, Pull
 from covey.tree.hierarchy import Hierarchy
 from tests.conftest import seeds
@@ -175,14 +174,14 @@ def test_a_kernel_with_fast_arithmetic_sums_exactly(family):
     start = np.random.default_rng(0).normal(size=(data.n_clients, 3))
     network = begun(data, loss_of(family), penalty, drawn, StepSizes(1e-3), start)
     everybody, steps = np.ones(k, dtype=bool), np.full(k, 5)
-    told = network.ask(L2gdMove(Move(Pull.none(k, 3), everybody, 0 * steps, steps, everybody))).total
+    moved = network.ask(L2gdMove(Move(Pull.none(k, 3), everybody, 0 * steps, steps, everybody))).total
     asked = network.ask(AskMeans(total)).total
-    np.testing.assert_array_equal(told.limbs, asked.limbs)
+    np.testing.assert_array_equal(moved.limbs, asked.limbs)
     share, tree = penalty.gamma / total[data.hierarchy.parent], data.hierarchy
     for j, a in product(range(k), range(3)):
         mine = slice(tree.cluster_ptr[j], tree.cluster_ptr[j + 1])
         exactly = sum(Fraction(value) for value in (share[mine] * network.node.theta[mine, a]).tolist())
-        assert abs(Fraction(told.integers()[j, a], 2**96) - exactly) <= Fraction(300, 2**97)
+        assert abs(Fraction(moved.integers()[j, a], 2**96) - exactly) <= Fraction(300, 2**97)
 
 
 def arrays(message):
@@ -255,13 +254,13 @@ def test_curvature_is_the_smallest_eigenvalue_of_the_hessian(seed):
 def test_what_only_memory_can_do_is_refused():
     data, loss, penalty = problem(3, "gaussian", weighted=False)
     network = Sharded(data, loss, penalty, np.zeros(data.n_clients))
-    with pytest.raises(SolverError, match="The 'checkpoint' parameter is for clients that are all in memory"):
+    with pytest.raises(SolverError, match="The 'checkpoint' parameter needs all clients in memory"):
         solve(network, penalty, solver="l2gd", options={"checkpoint": "run.npz"})
-    with pytest.raises(SolverError, match="james_stein=True needs the curvature that 'l2gd' never sees"):
+    with pytest.raises(SolverError, match="james_stein=True needs the curvature, which 'l2gd'"):
         solve(network, penalty, solver="l2gd", james_stein=True)
 
 
-def test_across_sites_nobody_names_the_client_that_diverges():
+def test_across_sites_the_diverging_client_is_not_named():
     data, loss, penalty = problem(3, "gaussian", weighted=False)
     network = Sharded(data, loss, penalty, np.arange(data.n_clients) % 2)
     with (

@@ -14,7 +14,7 @@ from covey import GroupedData, InMemory, Penalty
 from covey.errors import CoveyError, SolverError
 from covey.losses import Bernoulli, Gaussian
 from covey.solvers import minimise, registry, solve
-from covey.solvers.result import Fit, begin_at, coefficients
+from covey.solvers.result import Fit, begin_at
 from tests.solvers.first_order.shared import quietly
 
 
@@ -24,14 +24,14 @@ def small():
     return data, Penalty.of(data.hierarchy)
 
 
-def test_names_are_known_without_numba():
+def test_names_need_no_numba():
     code = "import sys; from covey.solvers import registry; print(registry.choices()); sys.exit('numba' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0
     assert "'sweep', 'newton', 'l2gd', 'one_coin', 'al2sgd_plus'" in done.stdout
 
 
-def test_what_files_say_is_what_is_registered():
+def test_declarations_in_files_agree_with_the_register():
     for name in registry.names():
         declared = registry.find(name)
         assert declared.name == name == declared.run.__name__
@@ -61,7 +61,7 @@ def test_a_new_solver_is_one_function(small, monkeypatch):
     def lazy(network, penalty, *, start=None, patience=1, tol=1e-8):
         begin_at(network, start)
         best = minimise(network.node.data, network.loss, penalty)
-        return Fit(coefficients(network) + patience, best.w, best.wbar, best.convergence)
+        return Fit(network.node.coefficients() + patience, best.w, best.wbar, best.convergence)
 
     data, penalty = small
     assert registry.names()[-1] == "lazy"
@@ -96,7 +96,7 @@ def test_a_network_in_memory_gives_what_data_gives(small):
         ({"solver": "l2gd", "options": {"tol": 1}}, r"'tol' is not an option"),
         ({"options": {"eta": 1}}, r"The solver 'auto' has no option 'eta'; it takes no options"),
         ({"solver": "l2gd", "options": 3}, r"'options' parameter must map names to values. Got 3"),
-        ({"solver": "one_coin", "james_stein": True}, r"james_stein=True needs the curvature that 'one_coin'"),
+        ({"solver": "one_coin", "james_stein": True}, r"james_stein=True needs the curvature, which 'one_coin'"),
     ],
 )
 def test_mistakes(small, given, message):

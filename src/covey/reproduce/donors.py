@@ -21,7 +21,7 @@ from covey.reproduce import paper
 from covey.reproduce.mailings import Mailing
 from covey.reproduce.study import Claim, Say, Study, Table, generator, integer_seed, no_convergence_warnings, silent
 from covey.solvers import minimise
-from covey.solvers.first_order.loop import Watch
+from covey.solvers.first_order.loop import ControlOptions
 from covey.tables.rows import GroupedData
 
 GRID = 10.0 ** np.arange(-2.0, 2.0001, 0.125)  # 33 points: 10^-2, 10^-1.875, ..., 10^2
@@ -142,9 +142,9 @@ def unconverged(train: GroupedData, held: GroupedData, iterations: int, seed: in
         say("the paper's iterate", t, iterations)
 
     every = max(1, iterations // 20)
-    watch: Watch = {"tol": 0.0, "max_iter": iterations, "every": every, "seed": seed, "progress": progress}
+    control: ControlOptions = {"tol": 0.0, "max_iter": iterations, "every": every, "seed": seed, "progress": progress}
     with no_convergence_warnings():
-        stopped = minimise(train, loss, penalty, solver="one_coin", p=0.1, eta=1e-3, mu=1e-3, **watch)
+        stopped = minimise(train, loss, penalty, solver="one_coin", p=0.1, eta=1e-3, mu=1e-3, **control)
         fits = {f"after {iterations:,} iterations": stopped.theta, "minimum": minimise(train, loss, penalty).theta}
         fits["single-model"] = single_model(train, Bernoulli()).theta
     return {name: Scores.of(theta, held) for name, theta in fits.items()}

@@ -60,7 +60,7 @@ def estimates(drawn: Simulation, *, iterations: int = ITERATIONS, seed: int = 0,
             "one-coin iterate": paper_iterate(data, iterations, seed=integer_seed(rng)),
             "minimiser": minimiser(data),
             "James-Stein": minimise(data, loss, penalty, james_stein=True).theta,
-            "oracle wbar": sweep(InMemory.of(data, loss, penalty.gamma), penalty, lambda *_: drawn.wbar).theta,
+            "oracle wbar": sweep(InMemory.of(data, loss, penalty.gamma), penalty, drawn.wbar).theta,
             "single-cluster (authors' code)": as_published(data, drawn.theta),
         }
 

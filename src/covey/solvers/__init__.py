@@ -1,9 +1,10 @@
-"""Solvers. ``solve`` runs one by its name over any network, ``minimise`` for data in memory.
+"""Solvers. :func:`solve` runs one by its name over any network, :func:`minimise` for data in memory.
 
-Each solver is one file: ``direct/sweep.py`` (exact, quadratic losses), ``direct/newton.py`` (any loss), and the randomised
-algorithms of the paper (arXiv:2204.13619), ``first_order/l2gd.py``, ``first_order/one_coin.py`` and
-``first_order/al2sgd_plus.py``. Their functions, ``f(network, penalty, *, ...) -> Fit``, are names of this package, and
-``reference`` maps their names to the algorithms written out. Names load when they are first used.
+Each solver is one file: ``direct/sweep.py`` (exact, for quadratic losses), ``direct/newton.py`` (for any loss), and the
+randomised algorithms of Lyu, Hanzely and Kolar (2022), arXiv:2204.13619: ``first_order/l2gd.py``, ``first_order/one_coin.py``
+and ``first_order/al2sgd_plus.py``. Their functions ``f(network, penalty, *, ...) -> Fit`` are names of this package.
+``reference`` is a dictionary: it maps the name of each randomised algorithm to the same algorithm in plain numpy. Names are
+loaded when they are first used.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from covey.solvers.registry import check_options, find, names
+from covey.solvers.registry import find, names
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from covey._typing import Floats
     from covey.solvers.direct.newton import newton
     from covey.solvers.direct.sweep import sweep
     from covey.solvers.first_order.al2sgd_plus import al2sgd_plus
@@ -22,32 +26,18 @@ if TYPE_CHECKING:
     from covey.solvers.result import Convergence, Fit, Progress
     from covey.solvers.solving import minimise, solve
 
-Solver = str
-"""The name of a solver, or ``auto``."""
+    reference: dict[str, Callable[..., Floats]]
 
-_HOMES = {"Convergence": "result", "Fit": "result", "Progress": "result", "minimise": "solving", "solve": "solving"}
+_MODULES = {"Convergence": "result", "Fit": "result", "Progress": "result", "minimise": "solving", "solve": "solving"}
 
-__all__ = [
-    "Convergence",
-    "Fit",
-    "Progress",
-    "Solver",
-    "al2sgd_plus",
-    "check_options",
-    "l2gd",
-    "minimise",
-    "newton",
-    "one_coin",
-    "solve",
-    "sweep",
-]
+__all__ = ["Convergence", "Fit", "Progress", "al2sgd_plus", "l2gd", "minimise", "newton", "one_coin", "solve", "sweep"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(f"covey.solvers.{_HOMES[name]}"), name)
+    if name in _MODULES:
+        return getattr(import_module(f"covey.solvers.{_MODULES[name]}"), name)
     if name == "reference":
-        return {each: find(each).reference for each in names() if find(each).reference is not None}
+        return {solver: find(solver).reference for solver in names() if find(solver).reference is not None}
     if name in names():
         return find(name).run
     raise AttributeError(f"module 'covey.solvers' has no attribute {name!r}")

@@ -1,10 +1,12 @@
-"""What crosses each link: exchanges and bytes, as they really have to happen, and as the paper expects them.
+"""Exchanges and bytes: those that have to happen, and those that the paper (arXiv:2204.13619) expects.
 
-Two kinds of link: between a cluster's server and each of its clients, and between the clusters (through a central server, or
-from each to each). An exchange between clusters needs one within every cluster first, and counts on both.
+There are two kinds of links: between the server of a cluster and each of its clients, and between the clusters, either through
+a central server or directly from each to each. An exchange between clusters needs one within every cluster first, and counts on
+both kinds of links.
 
-The paper's ``p0 (1 - p0) T`` counts an exchange only after a local step: through consecutive steps towards averages these are
-known. That holds where ``gamma`` is equal within a cluster (see :class:`.Schedule`); otherwise each needs its own exchange.
+Proposition 3.2 (expected_num_comm) counts ``p0 (1 - p0) T`` exchanges between clusters, because consecutive steps towards
+averages need only one. That holds if ``gamma`` is equal within each cluster (see :class:`.Schedule`). Otherwise each step needs
+its own exchange.
 """
 
 from __future__ import annotations
@@ -23,15 +25,15 @@ _FLOAT = 8  # bytes
 
 @dataclass(frozen=True)
 class Ledger(Reply):
-    """Exchanges and bytes so far. Adds.
+    """Exchanges and bytes so far. Ledgers can be added.
 
     Attributes
     ----------
     within : (k,) exchanges between each cluster's server and its clients
     between : exchanges between the clusters
-    bytes_within, bytes_between : up and down, all links of a kind together, checks included
-    checks : exchanges of the whole network that only served to see how far a run had got
-    paper_within, paper_between : what the paper expects (prop. expected_num_comm), those between clusters counted once
+    bytes_within, bytes_between : bytes in both directions over all links of a kind, checks included
+    checks : exchanges of the whole network that only measure progress
+    paper_within, paper_between : numbers expected by Proposition 3.2 (expected_num_comm)
     """
 
     within: Any
@@ -44,7 +46,7 @@ class Ledger(Reply):
 
     @property
     def exchanges(self) -> int:
-        """Exchanges of the client that had most, checks included."""
+        """Exchanges of the client with the most exchanges, checks included."""
         return int(np.max(self.within)) + self.checks
 
     @property
@@ -54,10 +56,10 @@ class Ledger(Reply):
 
 @dataclass(frozen=True)
 class Links:
-    """The network: how many clients each cluster has, and the floats that cross a link up and down in one exchange.
+    """The links of a network: the number of clients of each cluster, and the floats that an exchange sends up and down a link.
 
-    ``direct`` says that clusters talk to one another without a server, ``tied`` that they have something to say: with one
-    cluster, or with ``alpha = 0`` in all, nothing crosses between them.
+    ``direct`` says that clusters exchange without a central server. ``tied`` is False if they have nothing to exchange, because
+    ``alpha = 0`` in all of them.
     """
 
     clients: Ints
@@ -68,14 +70,14 @@ class Links:
 
     @property
     def pairs(self) -> int:
-        """Links between clusters: one each to the server, or one each to every other."""
+        """The number of links between clusters."""
         k = len(self.clients)
         if k == 1 or not self.tied:
             return 0
         return k * (k - 1) if self.direct else k
 
     def count(self, within: Any, between: float, *, votes: float = 0) -> Ledger:
-        """Exchanges as a ledger; ``votes`` is the iterations voted on, one bit from each server to each other."""
+        """Exchanges as a ledger; ``votes`` is the number of votes, in each of which a server sends one bit to each other."""
         floats = _FLOAT * (self.up + self.down)
         each_way = floats / 2 if self.direct else floats
         ballots = self.pairs * votes / 8 if self.direct else 0
@@ -87,14 +89,14 @@ class Links:
         )
 
     def of(self, rounds: Rounds, iterations: int) -> Ledger:
-        """What some rounds of the schedule cost."""
+        """The cost of some rounds."""
         everybody = (rounds.between > 0) | rounds.refresh
         within = ((rounds.within > 0) | everybody[:, None]).sum(axis=0)
         return self.count(within, int(everybody.sum()), votes=iterations)
 
     @property
     def check(self) -> Ledger:
-        """A check: sums up, centres down, value and gradient up."""
+        """The cost of a check: sums up, centres down, value and gradient up."""
         spent = replace(self, up=self.up + 2, down=self.up).count(np.ones_like(self.clients), 1)
         return replace(spent, within=0 * self.clients, between=0, checks=1)
 
@@ -104,26 +106,20 @@ class Links:
 
 
 def links(clients: Ints, d: int, vote: Vote = "central", tied: bool = True) -> Links:
-    """The network of the randomised algorithms: a vector up, a vector and a strength down."""
+    """The links of the randomised algorithms: a vector up, a vector and a strength down."""
     return Links(clients, d, d + 1, vote == "majority", tied)
 
 
 def quadratic_links(clients: Ints, d: int) -> Links:
-    """The network of the sweep and of Newton: a symmetric matrix, two vectors and six numbers up, a vector and two down."""
+    """The links of the direct solvers: a symmetric matrix, two vectors and six numbers up, a vector and two numbers down."""
     return Links(clients, d * (d + 1) // 2 + 2 * d + 6, d + 2)
 
 
-def paper_rates(schedule: Schedule) -> tuple[Floats, float]:
-    """Expected exchanges an iteration by prop. expected_num_comm: within each cluster alone ``(k,)``, and between clusters."""
-    chances = schedule.probabilities
-    return (1 - chances.p0) * chances.p * (1 - chances.p), chances.p0 * (1 - chances.p0)
-
-
 def rates(schedule: Schedule) -> tuple[Floats, float]:
-    """Expected exchanges an iteration that have to happen: within each cluster ``(k,)`` in all, and between clusters.
+    """Expected exchanges in an iteration that have to happen: all within each cluster ``(k,)``, and those between clusters.
 
-    With merging, an exchange within a cluster is needed only after a local step (not after an exchange between clusters, which
-    leaves the mean known), so there are fewer than the proposition says.
+    If exchanges are merged, a cluster needs one only after a local step, and none after an exchange between clusters, whose
+    averages include its own. So there are fewer than Proposition 3.2 says.
     """
     chances = schedule.probabilities
     p0, p = chances.p0, chances.p
@@ -135,6 +131,10 @@ def rates(schedule: Schedule) -> tuple[Floats, float]:
 
 
 def expected(schedule: Schedule, iterations: int) -> Ledger:
-    """The paper's numbers for some iterations, as a ledger with nothing else in it."""
-    within, between = paper_rates(schedule)
-    return Ledger(0 * schedule.probabilities.p.astype(np.int64), 0, 0.0, 0.0, 0, within * iterations, between * iterations)
+    """A ledger with the numbers of Proposition 3.2 for some iterations, and nothing else.
+
+    ``paper_within`` counts exchanges within a cluster alone, ``paper_between`` those between clusters.
+    """
+    p0, p = schedule.probabilities.p0, schedule.probabilities.p
+    within, between = (1 - p0) * p * (1 - p), p0 * (1 - p0)
+    return Ledger(0 * p.astype(np.int64), 0, 0.0, 0.0, 0, within * iterations, between * iterations)

@@ -1,10 +1,10 @@
-"""The solvers covey has. Each is declared once, in its own file, by the decorator :func:`algorithm`.
+"""The register of solvers. Each solver is declared once, in its own file, by the decorator :func:`algorithm`:
 
     @algorithm(place=3, first_order=True, shared=Control, reference=reference, cost=cost)
-    def l2gd(network, penalty, *, eta=None, **watch) -> Fit: ...
+    def l2gd(network, penalty, *, eta=None, **options) -> Fit: ...
 
-Whatever needs to know solvers (``solve``, options, the plan, races, the command line) reads these declarations. The names are
-read from the text of the files, so that ``covey --help`` need not wait for numba; a solver is imported when it is used.
+``solve``, the plan, the races and the command line read these declarations, so a new solver is one new file. Names are read
+from the text of the files, so that ``covey --help`` need not import numba. A solver is imported when it is used.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -21,26 +21,26 @@ from typing import Any, TypeVar
 from covey.errors import SolverError, listing, nearest, one_of
 
 COMMON = ("start", "tol", "max_iter", "seed", "progress", "james_stein")
-"""Parameters of :func:`covey.solvers.solve`; a solver gets those that its signature has."""
+"""Parameters of :func:`covey.solvers.solve`. A solver gets those that are in its signature."""
 
 Run = TypeVar("Run", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A solver as it declares itself.
+    """The declaration of a solver.
 
     Attributes
     ----------
-    name : that of its function
-    run : ``run(network, penalty, *, ...) -> Fit``; what it takes by keyword only are its options
-    place : where it stands in tables; ``auto`` takes the first that fits
-    first_order : whether it takes gradient steps and exchanges vectors only; the others are direct, and exchange matrices
+    name : name of its function
+    run : ``run(network, penalty, *, ...) -> Fit``; its keyword-only parameters are its options
+    place : its place in tables; ``auto`` takes the first direct solver that fits the loss
+    first_order : whether it takes gradient steps and exchanges vectors; the other solvers are direct and exchange matrices
     quadratic : whether it needs a quadratic loss
     shared : a dataclass whose fields are further options
-    reference : the algorithm written out, for tests and readers
-    cost : its ``Cost`` in a ``Setting`` (:mod:`covey.solvers.costs`); that of a direct solver is counted in a trial
-    variants : options of the variants that a race shows besides the plain one, by name
+    reference : the algorithm in plain numpy, for tests and readers
+    cost : computes its ``Cost`` in a ``Setting`` (:mod:`covey.solvers.costs`); a direct solver is run instead
+    variants : options of the variants that a race shows besides the default, by name
     """
 
     name: str
@@ -55,16 +55,14 @@ class Algorithm:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """What it takes by keyword, with the defaults."""
-        own = inspect.signature(self.run).parameters.values()
-        taken = {each.name: each.default for each in own if each.kind is each.KEYWORD_ONLY}
-        for each in fields(self.shared) if self.shared is not None else ():
-            taken[each.name] = None if each.default is MISSING else each.default
-        return taken
+        """Its keyword parameters with their defaults."""
+        taken = inspect.signature(self.run).parameters.values()
+        keywords = {part.name: part.default for part in taken if part.kind is part.KEYWORD_ONLY}
+        return {**keywords, **{part.name: part.default for part in (fields(self.shared) if self.shared else ())}}
 
     @property
     def options(self) -> dict[str, Any]:
-        """Those of them that are its own."""
+        """Its parameters that are not parameters of :func:`covey.solvers.solve`."""
         return {name: default for name, default in self.parameters.items() if name not in COMMON}
 
 
@@ -72,7 +70,7 @@ _registered: dict[str, Algorithm] = {}
 
 
 def algorithm(**declared: Any) -> Callable[[Run], Run]:
-    """Declare a function to be a solver; the keywords are fields of :class:`Algorithm`."""
+    """Declare a function as a solver; the keywords are fields of :class:`Algorithm`."""
 
     def register(run: Run) -> Run:
         _registered[run.__name__] = Algorithm(run.__name__, run, **declared)
@@ -82,7 +80,7 @@ def algorithm(**declared: Any) -> Callable[[Run], Run]:
 
 
 def find(name: str) -> Algorithm:
-    """A solver by its name."""
+    """The solver of this name."""
     if name not in _registered and name in _in_files():
         import_module(_in_files()[name]["module"])
     if name not in _registered:
@@ -91,69 +89,69 @@ def find(name: str) -> Algorithm:
 
 
 def load_all() -> None:
-    """Import every solver, so that a process that only answers messages knows those of all of them."""
+    """Import every solver, which registers the messages of all of them in this process."""
     for name in names():
         find(name)
 
 
 def names() -> tuple[str, ...]:
-    """All solvers, in their order."""
+    """The names of all solvers, in the order of their places."""
     return tuple(sorted(_declarations(), key=lambda name: (_declarations()[name]["place"], name)))
 
 
 def choices() -> tuple[str, ...]:
-    """What the parameter ``solver`` may be."""
+    """The values that the parameter ``solver`` may have."""
     return ("auto", *names())
 
 
 def first_order() -> tuple[str, ...]:
-    """The solvers that take gradient steps and exchange vectors only."""
+    """The names of the randomised algorithms, which take gradient steps and exchange vectors."""
     return tuple(name for name in names() if _declarations()[name].get("first_order", False))
 
 
 def direct() -> tuple[str, ...]:
-    """The solvers that go straight to the minimiser."""
+    """The names of the direct solvers."""
     return tuple(name for name in names() if name not in first_order())
 
 
 def check_options(solver: str, options: Mapping[str, Any] | None) -> None:
-    """Refuse a solver that does not exist, and options that it does not have."""
+    """Refuse an unknown solver, and options that the solver does not have."""
     if solver not in choices():
         raise one_of("solver", solver, choices())
     if options is not None and not isinstance(options, Mapping):
         raise SolverError(f"The 'options' parameter must map names to values. Got {options!r} instead.")
     if not options:
         return
-    known = {} if solver == "auto" else find(solver).options
+    possible = {} if solver == "auto" else find(solver).options
     for name in options:
         if name in COMMON:
-            raise SolverError(f"{name!r} is not an option of a solver but a parameter beside 'options'; give it there.")
-        if name not in known:
+            raise SolverError(f"{name!r} is not an option of a solver. Give it as a parameter beside 'options'.")
+        if name not in possible:
             raise unknown_option(solver, name)
 
 
 def unknown_option(solver: str, name: str) -> SolverError:
     """The error for an option that a solver does not have."""
-    known, taken = ((), ()) if solver == "auto" else (sorted(find(solver).options), find(solver).parameters)
-    near, takes = nearest(name, taken), f"it takes {listing(known, 20)}." if known else "it takes no options."
+    options, taken = ((), ()) if solver == "auto" else (sorted(find(solver).options), find(solver).parameters)
+    near, takes = nearest(name, taken), f"it takes {listing(options, 20)}." if options else "it takes no options."
     return SolverError(f"The solver {solver!r} has no option {name!r}; {takes if near is None else f'did you mean {near!r}?'}")
 
 
 def _declarations() -> dict[str, dict[str, Any]]:
-    here = {each.name: {"place": each.place, "first_order": each.first_order} for each in _registered.values()}
+    here = {name: {"place": solver.place, "first_order": solver.first_order} for name, solver in _registered.items()}
     return {**_in_files(), **here}
 
 
 @cache
 def _in_files() -> dict[str, dict[str, Any]]:
-    """The constants in the declarations of covey's own files, and the module of each; nothing is imported."""
-    found = {}
+    """The constants in the declarations in covey's files, and the module of each solver; nothing is imported."""
+    declared = {}
     for path in sorted(Path(__file__).parent.glob("*/*.py")):
         text = path.read_text(encoding="utf-8")
         body = ast.parse(text).body if "\n@algorithm(" in text else []
-        for function in (each for each in body if isinstance(each, ast.FunctionDef)):
+        for function in (part for part in body if isinstance(part, ast.FunctionDef)):
             for call in function.decorator_list:
                 if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "algorithm":
-                    said = {str(each.arg): each.value.value for each in call.keywords if isinstance(each.value, ast.Constant)}
-                    found[function.name] = {**said, "module": f"covey.solvers.{path.parent.name}.{path.stem}"}
-    return found
+                    values = {str(key.arg): key.value.value for key in call.keywords if isinstance(key.value, ast.Constant)}
+                    declared[function.name] = {**values, "module": f"covey.solvers.{path.parent.name}.{path.stem}"}
+    return declared

@@ -1,11 +1,11 @@
-"""What a solver leaves behind: the three levels of models, and an honest account of how well they solve the problem.
+"""Results of solvers: models of all levels, convergence and history; and the start and the checkpoint of a run.
 
-What a solver can do only where the clients are in its own process: begin at given coefficients, return them, save a run.
+Three things are possible only if all clients are in this process: to begin at given coefficients, to return the clients'
+coefficients, and to save a run.
 
-A run on disk: one record (:mod:`covey.records`), written whole or not at all; reading it executes nothing.
-
-The file says which run it belongs to (algorithm, seed, probabilities, step, loss, digests of data, penalties and start), and
-only that run goes on from it.
+A checkpoint is one record (:mod:`covey.records`) in a file. It is written completely or not at all, and reading it executes no
+code. It holds the identity of its run: algorithm, seed, probabilities, step, loss, and digests of data, penalties and start.
+Only a run with the same identity continues from it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,24 +26,24 @@ from covey.errors import SolverError
 from covey.nodes.network import Network, Node, Snapshot
 from covey.objective.objective import Penalty
 from covey.records import Record, RecordError, decode, digest, encode
-from covey.solvers.ledger import Ledger
+from covey.solvers.ledger import Ledger, quadratic_links
 
 Progress = Callable[[int, float, float], None]
-"""Called now and then with the iteration, the objective and the gradient norm."""
+"""Called during a run with the iteration, the objective and the gradient norm."""
 
 
 @dataclass(frozen=True)
 class Convergence:
-    """How the solver stopped.
+    """How a solver stopped.
 
     Attributes
     ----------
-    solver : its name
+    solver : name of the solver
     converged : whether the gradient is below the tolerance, or as small as float64 allows
-    iterations, exchanges : steps taken; messages up and down that a network would have needed
-    objective : the value of the objective at the solution
+    iterations, exchanges : number of steps; number of exchanges that a network would need
+    objective : value of the objective at the solution
     gradient_norm : Euclidean norm of the gradient in all clients' coefficients
-    gap : ``gradient_norm**2 / (2 mu)``, a bound on the distance to the lowest objective; None without strong convexity
+    gap : ``gradient_norm**2 / (2 mu)``, an upper bound on the objective less its minimum; None without strong convexity
     message : the same in words
     """
 
@@ -59,9 +59,9 @@ class Convergence:
 
 @dataclass(frozen=True)
 class Fit:
-    """Coefficients of every client ``theta (n, d)``, every cluster ``w (k, d)`` and the whole ``wbar (d,)``.
+    """Coefficients of the clients ``theta (n, d)``, of the clusters ``w (k, d)`` and of the global model ``wbar (d,)``.
 
-    Iterative solvers also leave their ``history``, a row for each check, and a ``ledger`` of what crossed each link.
+    ``history`` has a row for each step or check, ``ledger`` counts exchanges and bytes.
     """
 
     theta: Floats
@@ -70,6 +70,13 @@ class Fit:
     convergence: Convergence
     history: pl.DataFrame | None = None
     ledger: Ledger | None = None
+
+    @classmethod
+    def of(cls, network: Network, w: Floats, wbar: Floats, end: Convergence, history: pl.DataFrame, ledger: Ledger) -> Fit:
+        """With the clients' coefficients in the network; ``(0, d)`` if the clients are in other processes."""
+        node = network.clients()
+        theta = np.empty((0, len(network.terms))) if node is None else node.coefficients()
+        return cls(theta, w, wbar, end, history, ledger)
 
 
 HISTORY = {
@@ -82,11 +89,11 @@ HISTORY = {
     "exchanges_between": pl.Int64,
     "bytes": pl.Int64,
 }
-"""A row for each check: ``gap`` is to the minimum where that is known, the last three are what it cost so far."""
+"""A row for each check. ``gap`` needs the minimum as an option; the last three columns are the cost so far."""
 
 
 def after(first: Fit, second: Fit) -> Fit:
-    """The second of two fits, the second begun where the first ended, with the iterations and costs of both."""
+    """The second of two fits, which began where the first ended, with the iterations and costs of both."""
     spent, end = first.convergence, second.convergence
     end = replace(end, iterations=spent.iterations + end.iterations, exchanges=spent.exchanges + end.exchanges)
     history, ledger = second.history, second.ledger
@@ -101,33 +108,40 @@ def after(first: Fit, second: Fit) -> Fit:
 def entry(
     t: int, value: float, norm: float, certain: float | None, ledger: Ledger, minimum: float | None = None
 ) -> dict[str, Any]:
-    """One row of a history; ``certain`` is a certified gap, if there is one."""
+    """One row of a history; ``certain`` is the certified gap, if there is one."""
     gaps = None if minimum is None else value - minimum, certain
     spent = ledger.exchanges, int(ledger.between), int(ledger.bytes)
     return dict(zip(HISTORY, (t, value, *gaps, norm, *spent), strict=True))
 
 
+def direct_history(network: Network, path: Iterable[tuple[int, float, float, int]], mu: float) -> tuple[pl.DataFrame, Ledger]:
+    """History and ledger of a direct solver, whose exchanges are all of the whole network.
+
+    ``path`` has the iteration, the objective, the gradient norm and the number of exchanges so far, for each step.
+    """
+    links, clusters = quadratic_links(network.tree.sizes, len(network.terms)), np.ones(network.tree.n_clusters, dtype=np.int64)
+    rows, ledger = [], links.nothing
+    for iteration, value, norm, exchanges in path:
+        ledger = links.count(exchanges * clusters, exchanges)
+        rows.append(entry(iteration, value, norm, certified_gap(norm, mu), ledger))
+    return pl.DataFrame(rows, schema=HISTORY), ledger
+
+
 def certified_gap(gradient_norm: float, mu: float) -> float | None:
-    """``|grad|^2 / (2 mu)`` where ``mu > 0``."""
+    """``|grad|^2 / (2 mu)`` if ``mu > 0``."""
     return gradient_norm**2 / (2 * mu) if mu > 0 else None
 
 
-def coefficients(network: Network) -> Floats:
-    """The clients' ``theta (n, d)``; ``(0, d)`` where they stay elsewhere."""
-    node = network.clients()
-    return np.empty((0, len(network.terms))) if node is None else node.coefficients()
-
-
 def node_of(network: Network, parameter: str) -> Node:
-    """The node that holds all clients, for a parameter that needs it."""
+    """The node that holds all clients; an error that names the ``parameter`` if there is none."""
     node = network.clients()
     if node is None:
-        raise SolverError(f"The {parameter!r} parameter is for clients that are all in memory; across a network leave it out.")
+        raise SolverError(f"The {parameter!r} parameter needs all clients in memory; leave it out across a network.")
     return node
 
 
-def begin_at(network: Network, start: Any) -> None:
-    """Put the clients where a fit has them, or at coefficients ``(n, d)``; with neither they stay where they are."""
+def begin_at(network: Network, start: Fit | Floats | None) -> None:
+    """Put the clients at the coefficients of a fit, or at coefficients ``(n, d)``; None leaves them as they are."""
     given = start.theta if isinstance(start, Fit) else start
     if given is None or (isinstance(start, Fit) and len(given) == 0):
         return
@@ -154,7 +168,7 @@ P = TypeVar("P", bound=Record)
 
 @dataclass(frozen=True)
 class SavedRun(Record):
-    """A run as it was left: what identifies it, where its coordinator was, and where its node was."""
+    """A saved run: its identity, the progress of its coordinator, and the state of its node."""
 
     identity: dict[str, str]
     progress: Record
@@ -163,7 +177,7 @@ class SavedRun(Record):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where a run is kept, and the node that its clients are at; with no path, nowhere."""
+    """The file of a run and the node of its clients. Without a path nothing is saved."""
 
     path: Path | None
     node: Node | None
@@ -171,7 +185,7 @@ class Checkpoint:
 
     @classmethod
     def at(cls, path: str | Path | None, identity: dict[str, Any], network: Network, penalty: Penalty) -> Checkpoint:
-        """The place for one run, before its first step: its settings, and all that it runs on."""
+        """The checkpoint of a run, to be called before its first step; ``identity`` holds the settings of its solver."""
         if path is None:
             return cls(None, None, {})
         node = node_of(network, "checkpoint")
@@ -192,7 +206,7 @@ class Checkpoint:
         return cls(target, node, {"format": str(FORMAT), **{name: _digest_of(value) for name, value in parts.items()}})
 
     def write(self, progress: Record) -> None:
-        """Keep this moment in place of the last one."""
+        """Write the progress of a run in place of the last one."""
         if self.path is None or self.node is None:
             return
         fresh = self.path.with_name(self.path.name + ".part")
@@ -207,34 +221,34 @@ class Checkpoint:
             raise SolverError(f"The checkpoint {str(self.path)!r} cannot be written: {problem.strerror}.") from None
 
     def read(self) -> SavedRun | None:
-        """The run as it was left; None if there is nothing yet."""
+        """The saved run; None if there is no file yet."""
         if self.path is None or not self.path.exists():
             return None
         try:
-            found = decode(self.path.read_bytes())
-            if not isinstance(found, SavedRun):
+            run = decode(self.path.read_bytes())
+            if not isinstance(run, SavedRun):
                 raise RecordError("It is another record.")
         except (RecordError, OSError):
             raise SolverError(f"The checkpoint {str(self.path)!r} cannot be read; delete it to start anew.") from None
-        if found.identity != self.identity:
-            both = {**self.identity, **found.identity}
-            other = next(name for name in both if found.identity.get(name) != self.identity.get(name))
+        if run.identity != self.identity:
+            both = {**self.identity, **run.identity}
+            other = next(name for name in both if run.identity.get(name) != self.identity.get(name))
             raise SolverError(
                 f"The checkpoint {str(self.path)!r} is of another run (other {other}); give another path, or delete it to "
                 "start anew."
             )
-        return found
+        return run
 
     def resume(self, kind: type[P], wanted: Callable[[P], bool] = lambda _: True) -> P | None:
-        """Put the node where it was left, and return how far the run had come; None if that is nothing, or not wanted."""
-        found = self.read()
-        if found is None or self.node is None or not isinstance(found.progress, kind) or not wanted(found.progress):
+        """Restore the node and return the progress of the run; None if there is none, or if it is not ``wanted``."""
+        run = self.read()
+        if run is None or self.node is None or not isinstance(run.progress, kind) or not wanted(run.progress):
             return None
-        self.node.restore(found.node)
-        return found.progress
+        self.node.restore(run.node)
+        return run.progress
 
 
 def _digest_of(value: Any) -> str:
-    """Short numbers and words as they are; long ones by their digest, so that a thousand clusters take no more room."""
+    """A setting as text, or the digest of the text if it is long."""
     text = json.dumps(value, default=lambda array: array.tolist())
     return text if len(text) <= 80 else hashlib.sha256(text.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""``solve`` over any network, and ``minimise`` for data in memory: a solver by its name, or the one that fits."""
+""":func:`solve` for any network and :func:`minimise` for data in memory: the solver of a given name, or the one that fits."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
+from covey._typing import Floats
 from covey.errors import SolverError
 from covey.losses import Loss
 from covey.nodes.network import InMemory, Network, threads_for
 from covey.objective.objective import Penalty
 from covey.solvers import registry
 from covey.solvers.direct import james_stein as js
-from covey.solvers.registry import Algorithm, check_options
 from covey.solvers.result import Fit, Progress
 from covey.tables.rows import GroupedData
 
@@ -22,7 +22,7 @@ def solve(
     penalty: Penalty,
     *,
     solver: str = "auto",
-    start: Any = None,
+    start: Fit | Floats | None = None,
     tol: float = 1e-8,
     max_iter: int | None = None,
     seed: int = 0,
@@ -32,27 +32,40 @@ def solve(
 ) -> Fit:
     """Minimise the objective over any network.
 
-    Which node holds which client changes no bit of the result of a randomised algorithm, and only rounding of the others.
+    The result of a randomised algorithm has the same bits for any assignment of clients to nodes. The results of the direct
+    solvers then differ by rounding only.
 
     Parameters
     ----------
-    network : nodes that hold the clients; :class:`~covey.nodes.network.InMemory` for data in memory
-    penalty : its ``gamma`` is what the nodes have
-    solver : "auto" is the sweep for a quadratic loss and Newton for any other
-    start : a fit to begin at, for clients in memory; the randomised algorithms also take coefficients ``(n, d)``
-    tol : the gradient norm at which Newton stops; for a randomised algorithm, the share of the objective to which the minimum
-        has to be certified
-    max_iter : most iterations; by default that of the solver
-    seed : for randomised algorithms
-    options : further keywords of the solver
-    james_stein : shrink the global model (:mod:`covey.solvers.direct.james_stein`); the others are the best given that
-    progress : called now and then with the iteration, the objective and the gradient norm
+    network : Network
+        The nodes that hold the clients' rows: :class:`~covey.nodes.network.InMemory` for data in memory.
+    penalty : Penalty
+        ``gamma (n,)`` and ``lam (k,)``; the nodes must have the same ``gamma``.
+    solver : str
+        Name of a solver. "auto" is the sweep for a quadratic loss and Newton for any other.
+    start : Fit or (n, d) array, optional
+        A fit to begin at, if all clients are in memory. The randomised algorithms also take coefficients.
+    tol : float
+        For Newton, the gradient norm at which it stops. For a randomised algorithm, the share of the objective by which it may
+        be above its minimum.
+    max_iter : int, optional
+        Largest number of iterations; by default that of the solver.
+    seed : int
+        Seed of a randomised algorithm.
+    options : mapping, optional
+        Further keywords of the solver.
+    james_stein : bool
+        Whether to shrink the global model (:mod:`covey.solvers.direct.james_stein`). The other models are the best given it.
+    progress : callable, optional
+        Called during the run with the iteration, the objective and the gradient norm.
 
     Returns
     -------
     Fit
-        With the clients' ``theta`` where they are in this process; elsewhere ``theta`` is empty, ``(0, d)``.
+        Models of all levels. ``theta`` is ``(n, d)`` if the clients are in this process, otherwise ``(0, d)``.
 
+    Examples
+    --------
     >>> from covey import GroupedData, InMemory, Penalty
     >>> from covey.losses import Gaussian
     >>> data = GroupedData.from_arrays([[1.0], [1.0], [1.0]], [0.0, 3.0, 9.0], ["a", "b", "c"], ["x", "x", "y"])
@@ -60,14 +73,18 @@ def solve(
     >>> solve(InMemory.of(data, Gaussian(), penalty.gamma), penalty, solver="newton").theta.ravel().round(3).tolist()
     [1.5, 3.0, 7.5]
     """
-    check_options(solver, options)
-    chosen = fitting(network.loss) if solver == "auto" else registry.find(solver)
+    registry.check_options(solver, options)
+    if solver == "auto":
+        direct = [registry.find(name) for name in registry.direct()]
+        chosen = next(each for each in direct if network.loss.quadratic or not each.quadratic)
+    else:
+        chosen = registry.find(solver)
     if james_stein and "james_stein" not in chosen.parameters:
-        raise SolverError(f"james_stein=True needs the curvature that {chosen.name!r} never sees; use solver='auto'.")
+        raise SolverError(f"james_stein=True needs the curvature, which {chosen.name!r} does not compute; use solver='auto'.")
     if james_stein:
         js.check(network.loss, penalty)
-    asked = {"start": start, "tol": tol, "max_iter": max_iter, "seed": seed, "progress": progress, "james_stein": james_stein}
-    settings = {name: value for name, value in asked.items() if name in chosen.parameters and value is not None}
+    given = {"start": start, "tol": tol, "max_iter": max_iter, "seed": seed, "progress": progress, "james_stein": james_stein}
+    settings = {name: value for name, value in given.items() if name in chosen.parameters and value is not None}
     node = network.clients()
     with nullcontext() if node is None else threads_for(node.data):
         fit: Fit = chosen.run(network, penalty, **{**settings, **(options or {})})
@@ -79,13 +96,34 @@ def minimise(
     loss: Loss,
     penalty: Penalty,
     *,
+    solver: str = "auto",
     options: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Fit:
-    """Minimise the objective of data in memory.
+    """Minimise the objective for data in memory.
 
-    Keywords are those of :func:`solve`, and options of the solver.
+    Parameters
+    ----------
+    data : GroupedData
+        The rows of all clients.
+    loss : Loss
+        The loss of a row.
+    penalty : Penalty
+        ``gamma (n,)`` and ``lam (k,)``.
+    solver : str
+        Name of a solver, or "auto".
+    options : mapping, optional
+        Keywords of the solver.
+    **settings
+        Further parameters of :func:`solve`, and keywords of the solver.
 
+    Returns
+    -------
+    Fit
+        Models of all levels.
+
+    Examples
+    --------
     >>> from covey import GroupedData, Penalty
     >>> from covey.losses import Gaussian, Poisson
     >>> data = GroupedData.from_arrays([[1.0], [1.0], [1.0]], [0.0, 3.0, 9.0], ["a", "b", "c"], ["x", "x", "y"])
@@ -98,15 +136,7 @@ def minimise(
     >>> minimise(data, Poisson(), penalty).theta.ravel().round(3).tolist()
     [-0.185, 0.981, 2.14]
     """
-    own = {name: value for name, value in settings.items() if name not in (*registry.COMMON, "solver")}
-    common = {name: value for name, value in settings.items() if name not in own}
-    if own:
-        check_options(common.get("solver", "auto"), options)
-        options = {**(options or {}), **own}
-    return solve(InMemory.of(data, loss, penalty.gamma), penalty, options=options, **common)
-
-
-def fitting(loss: Loss) -> Algorithm:
-    """The first of the direct solvers that the loss allows."""
-    found = (registry.find(name) for name in registry.direct())
-    return next(each for each in found if loss.quadratic or not each.quadratic)
+    registry.check_options(solver, options)
+    common = {name: settings.pop(name) for name in registry.COMMON if name in settings}
+    network = InMemory.of(data, loss, penalty.gamma)
+    return solve(network, penalty, solver=solver, options={**(options or {}), **settings}, **common)

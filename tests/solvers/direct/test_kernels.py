@@ -1,4 +1,4 @@
-"""The compiled loops of elimination against plain twins: more children than a block, every shape of covariance."""
+"""The compiled loops of elimination against plain numpy: more children than in a block, every shape of covariance."""
 
 from __future__ import annotations
 
@@ -92,9 +92,9 @@ def test_sensitivity(children):
     kernels.sensitivity(C, r, width, blocks.ptr, blocks.owner, x, P, bend, pull)
     for block, j in enumerate(blocks.owner):
         own = range(blocks.ptr[block], blocks.ptr[block + 1])
-        told = sum(C[i] - C[i] @ P[j] @ C[i] for i in own)
+        expected = sum(C[i] - C[i] @ P[j] @ C[i] for i in own)
         forces = np.array([r[i] - C[i] @ x[j] for i in own])
-        np.testing.assert_allclose(bend[block], told[:width, :width], rtol=1e-10, atol=1e-8)
+        np.testing.assert_allclose(bend[block], expected[:width, :width], rtol=1e-10, atol=1e-8)
         np.testing.assert_allclose(pull[block], (forces.T @ forces)[:width, :width], rtol=1e-10, atol=1e-8)
 
 

@@ -131,11 +131,11 @@ def test_awkward_data_fit_with_finite_coefficients(family, case):
     y = np.arange(len(X)) % 2 if family == "bernoulli" else rng.poisson(3, size=len(X))
     data = GroupedData.from_arrays(X, y.astype(float), client, cluster)
     penalty = Penalty.of(data.hierarchy)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit = minimise(data, loss_of(family), penalty)
     # Nine rows of twelve columns separate any two classes, and the fit must say so; nothing else is out of order.
-    assert len(told) == (1 if (family, case) == ("bernoulli", "more columns than rows") else 0)
+    assert len(caught) == (1 if (family, case) == ("bernoulli", "more columns than rows") else 0)
     assert all(np.isfinite(level).all() for level in (fit.theta, fit.w, fit.wbar))
     assert np.linalg.norm(Objective(data, loss_of(family), penalty).gradient(fit.theta)) < 1e-6
 

@@ -84,7 +84,7 @@ def test_gaussian_newton_is_the_sweep(seed):
 @settings(max_examples=8)
 @given(seeds)
 def test_nodes_add_up_to_the_same_fit(family, seed):
-    """Clients dealt out to three nodes at random, so that clusters are split, give the fit of one node."""
+    """Clients assigned to three nodes at random, so that clusters are split, give the fit of one node."""
     problem = random_problem(seed, family)
     data, penalty, loss = problem.data, problem.penalty, loss_of(family)
     assume(family != "bernoulli" or 0 < data.y.sum() < data.n_rows)  # one class only has no finite optimum

@@ -12,10 +12,10 @@ from hypothesis import given
 from covey import GroupedData, Objective, Penalty
 from covey.datasets import simulate
 from covey.losses import Bernoulli, Gaussian
-from covey.nodes.network import InMemory
+from covey.nodes.network import InMemory, Node
 from covey.solvers import minimise
 from covey.solvers.direct.elimination import Quadratic, Spread, descend, eliminate, solve_symmetric
-from covey.solvers.direct.sweep import node_down, node_up, one_sweep, solve_top
+from covey.solvers.direct.sweep import SweepDown, SweepUp, one_sweep, solve_top
 from tests.conftest import Problem, dense_solution, gls_solution, random_problem, seeds
 
 
@@ -75,13 +75,15 @@ def test_nodes_of_any_clients_add_up_to_the_same_fit(seed):
     data, penalty, loss = problem.data, problem.penalty, Gaussian()
     whole = minimise(data, loss, penalty, solver="sweep")
     cut = sorted({0, data.n_clients, *np.random.default_rng(seed).integers(0, data.n_clients + 1, size=2).tolist()})
-    shards = [(a, b, data.clients(a, b)) for a, b in itertools.pairwise(cut)]
-    seen = [node_up(part, loss, penalty.gamma[a:b]) for a, b, part in shards]
+    nodes = [Node(data.clients(a, b), loss, penalty.gamma[a:b]) for a, b in itertools.pairwise(cut)]
+    seen = [SweepUp().at(node) for node in nodes]
     total = seen[0]
     for message in seen[1:]:
         total = total + message
     w, _, wbar = solve_top(total, Spread.of_penalty(penalty.lam, data.n_terms))
-    theta = np.concatenate([node_down(part, loss, penalty.gamma[a:b], w)[0] for a, b, part in shards])
+    for node in nodes:
+        SweepDown(w).at(node)
+    theta = np.concatenate([node.theta for node in nodes])
     assert_close((theta, w, wbar), (whole.theta, whole.w, whole.wbar))
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,16 +17,12 @@ from covey.nodes.network import InMemory, threads_for
 from covey.objective.theory import Probabilities
 from covey.solvers import registry
 from covey.solvers.first_order.curvature import constants
-from covey.solvers.first_order.l2gd import L2gdBegin, L2gdGuide, L2gdMove, StepSizes, equal_within
-from covey.solvers.first_order.loop import play
+from covey.solvers.first_order.l2gd import L2gdBegin, L2gdMove, StepSizes, equal_within, next_pull
+from covey.solvers.first_order.loop import run_rounds
 from covey.solvers.first_order.protocol import Centres
-from covey.solvers.first_order.schedule import Flips, Schedule
+from covey.solvers.first_order.schedule import Choices, Schedule
 
 SOLVERS = registry.first_order()
-
-
-NOWHERE = np.zeros((1, 1))  # the anchor of an algorithm that has none
-
 
 quietly = pytest.mark.filterwarnings("ignore::covey.errors.ConvergenceWarning")
 
@@ -45,11 +43,11 @@ def constants_of(objective, **given):
 def outcomes(drawn, k):
     """Every outcome of one iteration's random choices, with its probability."""
     if drawn.p0 > 0:
-        yield drawn.p0, Flips(np.array([True]), np.zeros((1, k), dtype=bool), np.array([False]))
-    for heads in product([False, True], repeat=k):
-        chance = np.prod(np.where(heads, drawn.p, 1 - drawn.p))
+        yield drawn.p0, Choices(np.array([True]), np.zeros((1, k), dtype=bool), np.array([False]))
+    for exchange in product([False, True], repeat=k):
+        chance = np.prod(np.where(exchange, drawn.p, 1 - drawn.p))
         if chance > 0:
-            yield (1 - drawn.p0) * chance, Flips(np.array([False]), np.array([heads]), np.array([False]))
+            yield (1 - drawn.p0) * chance, Choices(np.array([False]), np.array([exchange]), np.array([False]))
 
 
 def some_probabilities(k, rng, p0=0.3):
@@ -68,16 +66,23 @@ def begun(data, loss, penalty, drawn, rate, start, closed=None):
     return network
 
 
+def l2gd_rounds(network, penalty, drawn, rate, rounds):
+    """Run some rounds of Algorithm 1 from where the network is."""
+    top, (_, gamma) = Centres.of(penalty), equal_within(network.tree, penalty)
+    setup = SimpleNamespace(move=L2gdMove, next_pull=partial(next_pull, top, drawn.shares(top.alpha), rate, gamma))
+    no_anchor = np.zeros((1, 1))
+    assert run_rounds(network, setup, top, rounds, no_anchor)[1] is None
+
+
 def follow(problem, drawn, eta, start, seed, times):
     """The iterates of one run at some times."""
     data, penalty, loss = problem.data, problem.penalty, Gaussian()
-    top, (equal, gamma) = Centres.of(penalty), equal_within(data.hierarchy, penalty)
-    guide, network = L2gdGuide(top, drawn, StepSizes(eta), gamma), begun(data, loss, penalty, drawn, StepSizes(eta), start)
-    schedule, t, path = Schedule(drawn, seed, equal), 0, []
+    network = begun(data, loss, penalty, drawn, StepSizes(eta), start)
+    schedule, t, path = Schedule(drawn, seed, equal_within(data.hierarchy, penalty)[0]), 0, []
     with threads_for(data):
         for until in times:
             if until > t:
-                assert play(network, L2gdMove, guide, top, schedule.rounds(t, until), NOWHERE)[1] is None
+                l2gd_rounds(network, penalty, drawn, StepSizes(eta), schedule.rounds(t, until))
             t = until
             path.append(network.node.theta)
     return np.array(path)

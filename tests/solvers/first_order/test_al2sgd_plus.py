@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,9 +23,9 @@ from covey.objective.theory import (
 )
 from covey.solvers import minimise
 from covey.solvers.first_order import al2sgd_plus, kernels
-from covey.solvers.first_order.loop import play
+from covey.solvers.first_order.loop import run_rounds
 from covey.solvers.first_order.protocol import Centres, Pull
-from covey.solvers.first_order.schedule import Flips, group, streams
+from covey.solvers.first_order.schedule import Choices, group, streams
 from tests.conftest import random_problem, seeds
 from tests.solvers.first_order.shared import (
     Clients,
@@ -36,24 +38,25 @@ from tests.solvers.first_order.shared import (
 )
 
 
-def oracle_mean(problem, loss, drawn, guide_of, rng):
-    """The mean of algorithm 2's estimate over coins and rows, from the solver's own functions; and the gradient it is of."""
+def oracle_mean(problem, loss, drawn, next_pull, rng):
+    """The mean of Algorithm 2's estimate over random choices and rows, by the solver's functions; and the exact gradient."""
     data, penalty = problem.data, problem.penalty
     top, n, d = Centres.of(penalty), data.n_clients, data.n_terms
     pace = al2sgd_plus.Katyusha(eta=1.0, a1=0.3, a2=0.4, b1=0.9, b2=0.05, rho=0.2)
     x, y, z = rng.normal(size=(3, n, d))
-    guide, anchor = guide_of(top, drawn), data.hierarchy.mean_up(x, penalty.gamma)
+    setup = SimpleNamespace(move=al2sgd_plus.KatyushaMove, next_pull=partial(next_pull, top, drawn.shares(top.alpha)))
+    anchor = data.hierarchy.mean_up(x, penalty.gamma)
     theta = pace.a1 * z + pace.a2 * x + (1 - pace.a1 - pace.a2) * y
 
-    def estimate(flips, t=0):
+    def estimate(choices, t=0):
         network = InMemory.of(data, loss, penalty.gamma, y)
         network.ask(al2sgd_plus.KatyushaBegin(drawn.local, pace, top.total, seed=1))
         network.node.keep(al2sgd_plus.KatyushaPoints(x, z, loss.gradient(data, x)))
-        assert play(network, al2sgd_plus.KatyushaMove, guide, top, group(flips, t), anchor, announce=True)[1] is None
+        assert run_rounds(network, setup, top, group(choices, t), anchor, announce=True)[1] is None
         return (theta - network.node.theta) / pace.eta
 
     k, own = data.n_clusters, streams(1, data.hierarchy)
-    local = Flips(np.array([False]), np.zeros((1, k), dtype=bool), np.array([False]))
+    local = Choices(np.array([False]), np.zeros((1, k), dtype=bool), np.array([False]))
     # Each client's estimate depends on its own row alone: find iterations that draw each of its rows, and average over those.
     by_row = {}
     for t in range(400):
@@ -64,9 +67,9 @@ def oracle_mean(problem, loss, drawn, guide_of, rng):
     assert len(by_row) == data.n_rows, "every row of every client was drawn"
     over_rows = np.array([np.mean([by_row[i, row] for row in range(data.rows_per_client[i])], axis=0) for i in range(n)])
     mean = np.zeros((n, d))
-    for chance, flips in outcomes(drawn, k):
-        heads = flips.between[0] | flips.within[0][data.hierarchy.parent]
-        mean += chance * np.where(heads[:, None], estimate(flips), over_rows)
+    for chance, choices in outcomes(drawn, k):
+        exchange = choices.between[0] | choices.within[0][data.hierarchy.parent]
+        mean += chance * np.where(exchange[:, None], estimate(choices), over_rows)
     return mean, Objective(data, loss, penalty).gradient(theta)
 
 
@@ -78,19 +81,15 @@ def test_async_al2sgd_plus_is_unbiased(seed):
     problem = random_problem(seed, family)
     loss = replace(loss_of(family, "mean"), ridge=0.2)
     drawn = some_probabilities(len(problem.lam), rng)
-    mean, exact = oracle_mean(problem, loss, drawn, al2sgd_plus.KatyushaGuide, rng)
+    mean, exact = oracle_mean(problem, loss, drawn, al2sgd_plus.next_pull, rng)
     np.testing.assert_allclose(mean, exact, atol=1e-12 * max(1.0, np.abs(exact).max()), rtol=0)
 
 
-@dataclass(frozen=True)
-class Printed(al2sgd_plus.KatyushaGuide):
+def printed(top, shares, means, now, anchor):
     """Errata 2: the oracle as the paper prints it, without the term in tau when xi_0 = 1."""
-
-    def answer(self, means, turn, anchor):
-        if not turn.between:
-            return super().answer(means, turn, anchor)
-        share = self.top.alpha / self.probabilities.p0
-        return Pull(share, share[:, None] * self.top.whole(means - anchor))
+    if not now.between:
+        return al2sgd_plus.next_pull(top, shares, means, now, anchor)
+    return Pull(shares.whole, shares.whole[:, None] * top.whole(means - anchor))
 
 
 def test_the_printed_oracle_of_algorithm_2_is_biased():
@@ -98,10 +97,10 @@ def test_the_printed_oracle_of_algorithm_2_is_biased():
     k = len(problem.lam)
     assert k > 1
     drawn = Probabilities(0.3, np.full(k, 0.4), best_tau(0.3, np.full(k, 0.4)))
-    mean, exact = oracle_mean(problem, Gaussian(), drawn, Printed, np.random.default_rng(0))
+    mean, exact = oracle_mean(problem, Gaussian(), drawn, printed, np.random.default_rng(0))
     assert np.abs(mean - exact).max() > 1e-2 * np.abs(exact).max()
-    for guide in (al2sgd_plus.KatyushaGuide, Printed):  # with tau = 0 there is nothing to leave out
-        mean, exact = oracle_mean(problem, Gaussian(), replace(drawn, tau=np.zeros(k)), guide, np.random.default_rng(0))
+    for pull in (al2sgd_plus.next_pull, printed):  # with tau = 0 the missing term is zero
+        mean, exact = oracle_mean(problem, Gaussian(), replace(drawn, tau=np.zeros(k)), pull, np.random.default_rng(0))
         np.testing.assert_allclose(mean, exact, atol=1e-12 * max(1.0, np.abs(exact).max()), rtol=0)
 
 
@@ -134,9 +133,9 @@ def test_declared_rates_are_the_observed_ones():
         known = constants_of(Objective(data, Gaussian(), penalty))
         assert known.mu == pytest.approx(1 / kappa, rel=5e-3)
         best = minimise(data, Gaussian(), penalty, solver="sweep")
-        counts, watch = [], {"every": int(np.sqrt(10 * kappa)), "minimum": best.convergence.objective}
+        counts, control = [], {"every": int(np.sqrt(10 * kappa)), "minimum": best.convergence.objective}
         for seed in range(3):
-            fit = minimise(data, Gaussian(), penalty, solver="al2sgd_plus", seed=seed, tol=1e-16, **watch)
+            fit = minimise(data, Gaussian(), penalty, solver="al2sgd_plus", seed=seed, tol=1e-16, **control)
             gap = fit.history["gap"].to_numpy()
             counts.append(fit.history["iteration"][int(np.argmax(gap <= 1e-8 * gap[0]))])
         needed["al2sgd_plus"].append(np.mean(counts))

@@ -1,4 +1,4 @@
-"""The compiled loops of the randomised algorithms against plain twins. Whole runs are compared in ``test_references``."""
+"""The compiled loops of the randomised algorithms against plain numpy. Whole runs are compared in ``test_references``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def moved(family, steps, closed, wanted):
     strength, force, local = rng.uniform(0, 0.1, size=k), 0.1 * rng.normal(size=(k, d)), rng.uniform(1, 2, size=k)
     start, share = np.arange(k) * 3, rng.uniform(size=data.n_clients)
     node, rate = Node(data, loss, problem.gamma), l2gd.StepSizes(0.02, 30.0)
-    basis = l2gd._basis(data, loss) if closed else l2gd._NO_BASIS
+    basis = l2gd.Eigenbasis.of(node) if closed else l2gd._NO_BASIS
     theta = 0.3 * rng.normal(size=(data.n_clients, d))
     out, sums = np.empty_like(theta), empty_digits(blocks, d)
     kernels.l2gd_move(
@@ -120,7 +120,7 @@ def test_check():
 def test_project():
     """Each client's loss in its eigenbasis: where it is flat, neither curvature nor minimiser."""
     data, loss = random_problem(9, d=4).data, loss_of("gaussian")
-    basis = l2gd._basis(data, loss)
+    basis = l2gd.Eigenbasis.of(Node(data, loss, np.ones(data.n_clients)))
     here = loss.expand(data, np.zeros((data.n_clients, 4)))
     for i in range(data.n_clients):
         V, curved, best = (part[basis.ptr[i] : basis.ptr[i + 1]] for part in basis[1:])
@@ -141,13 +141,13 @@ def test_group(seed, merge):
     across, anchors = np.zeros(most, dtype=np.int64), np.zeros(most, dtype=bool)
     used = kernels.group(between, within, refresh, merge, start, steps, across, inside, anchors)
     for j in range(k):
-        story = []
+        steps_of_cluster = []
         for r in range(used):
-            story += (
+            steps_of_cluster += (
                 ["local"] * steps[r, j] + ["between"] * across[r] + ["within"] * inside[r, j] + ["refresh"] * int(anchors[r])
             )
         plain = []
         for t in range(T):
             plain.append("between" if between[t] else "within" if within[t, j] else "local")
             plain += ["refresh"] * int(refresh[t])
-        assert story == plain
+        assert steps_of_cluster == plain

@@ -23,17 +23,15 @@ from covey.objective.theory import (
     switching_steps,
 )
 from covey.solvers import minimise
-from covey.solvers.first_order.l2gd import L2gdGuide, L2gdMove, StepSizes, equal_within, recipe
-from covey.solvers.first_order.loop import play
-from covey.solvers.first_order.protocol import Centres
-from covey.solvers.first_order.schedule import Flips, Schedule, group
+from covey.solvers.first_order.l2gd import StepSizes, recipe
+from covey.solvers.first_order.schedule import Choices, Schedule, group
 from tests.conftest import random_problem, seeds
 from tests.solvers.first_order.shared import (
-    NOWHERE,
     Clients,
     begun,
     constants_of,
     follow,
+    l2gd_rounds,
     outcomes,
     quietly,
     some_probabilities,
@@ -49,12 +47,10 @@ def test_async_l2gd_is_unbiased(seed):
     data, penalty, loss = problem.data, problem.penalty, loss_of(family)
     drawn, eta = some_probabilities(data.n_clusters, rng), 1.0
     theta = rng.normal(size=(data.n_clients, data.n_terms))
-    top, (_, gamma) = Centres.of(penalty), equal_within(data.hierarchy, penalty)
-    guide = L2gdGuide(top, drawn, StepSizes(eta), gamma)
     mean = np.zeros_like(theta)
-    for chance, flips in outcomes(drawn, data.n_clusters):
+    for chance, choices in outcomes(drawn, data.n_clusters):
         network = begun(data, loss, penalty, drawn, StepSizes(eta), theta)
-        assert play(network, L2gdMove, guide, top, group(flips), NOWHERE)[1] is None
+        l2gd_rounds(network, penalty, drawn, StepSizes(eta), group(choices))
         mean += chance * (theta - network.node.theta) / eta
     exact = Objective(data, loss, penalty).gradient(theta)
     np.testing.assert_allclose(mean, exact, atol=1e-12 * max(1.0, np.abs(exact).max()), rtol=0)
@@ -86,9 +82,9 @@ def dense(problem, drawn, eta):
     within = lift(G @ (eye - tau) @ (eye - a) @ np.linalg.inv((1 - drawn.p0) * p) @ to_cluster)
     local = lift(np.linalg.inv((1 - drawn.p0) * (eye - p)))
     maps = [(drawn.p0, I - eta * between, np.zeros(n * d))]
-    for heads in product([False, True], repeat=data.n_clusters):
-        chance = (1 - drawn.p0) * np.prod(np.where(heads, drawn.p, 1 - drawn.p))
-        pick = lift(np.diag(np.array(heads)[parent].astype(float)))
+    for exchange in product([False, True], repeat=data.n_clusters):
+        chance = (1 - drawn.p0) * np.prod(np.where(exchange, drawn.p, 1 - drawn.p))
+        pick = lift(np.diag(np.array(exchange)[parent].astype(float)))
         maps.append((chance, I - eta * (pick @ within + (I - pick) @ local @ A), eta * (I - pick) @ local @ b))
     return maps
 
@@ -175,8 +171,8 @@ def test_switching_steps_arrive_where_a_constant_step_stalls(solver):
 
 
 @quietly
-def test_heads_take_the_step_of_their_own_iteration():
-    """Switching steps, merged heads: the same as the algorithm written out, one iteration at a time."""
+def test_merged_steps_use_the_step_size_of_their_iteration():
+    """Switching steps and merged exchanges: the same as the algorithm written out, one iteration at a time."""
     data = simulate(clusters=2, clients=3, rows=6, d=2, seed=1).data
     tree, gamma = data.hierarchy, 0.5
     penalty = Penalty.of(tree, gamma=gamma, lam=1.0)
@@ -184,22 +180,22 @@ def test_heads_take_the_step_of_their_own_iteration():
     fit = minimise(
         data, Gaussian(), penalty, solver="l2gd", steps="switching", p0=p0, p=p, mu=5.0, max_iter=T, every=T, tol=0.0, seed=2
     )
-    coin = Probabilities(p0, p, best_tau(p0, p))
+    chances = Probabilities(p0, p, best_tau(p0, p))
     objective = Objective(data, Gaussian(), penalty)
     best = recipe(constants_of(objective, mu=5.0), p0=p0, p=p)
-    flips, theta, parent = Schedule(coin, 2).flips(0, T), np.zeros((6, 2)), tree.parent
-    alpha, tau, heads = penalty.alpha[parent][:, None], coin.tau[parent][:, None], flips.within
+    choices, theta, parent = Schedule(chances, 2).choices(0, T), np.zeros((6, 2)), tree.parent
+    alpha, tau, exchange = penalty.alpha[parent][:, None], chances.tau[parent][:, None], choices.within
     assert switch(best.smoothness, 5.0) < T / 2
     for t in range(T):
         eta = float(switching_steps(t, best.smoothness, 5.0))
         tbar_j, tbar = objective.means(theta)
         to_cluster = theta - tbar_j[parent]
-        if flips.between[t]:
+        if choices.between[t]:
             theta = theta - eta * gamma / p0 * (alpha * (theta - tbar) + tau * (1 - alpha) * to_cluster)
             continue
         pull = eta * gamma * (1 - tau) * (1 - alpha) / ((1 - p0) * p[parent][:, None]) * to_cluster
         local = eta / ((1 - p0) * (1 - p[parent][:, None])) * Gaussian().gradient(data, theta)
-        theta = theta - np.where(heads[t][parent][:, None], pull, local)
+        theta = theta - np.where(exchange[t][parent][:, None], pull, local)
     np.testing.assert_allclose(fit.theta, theta, atol=1e-12)
 
 
@@ -213,20 +209,19 @@ def test_local_runs_are_gradient_steps(family):
     rng = np.random.default_rng(0)
     theta = 0.1 * rng.normal(size=(data.n_clients, data.n_terms))
     expected = theta
-    flips = Flips(np.zeros(6, dtype=bool), np.zeros((6, data.n_clusters), dtype=bool), np.zeros(6, dtype=bool))
+    choices = Choices(np.zeros(6, dtype=bool), np.zeros((6, data.n_clusters), dtype=bool), np.zeros(6, dtype=bool))
     rate = StepSizes(0.005, mu=0.3)
     for t in range(6):
         expected = expected - rate.at(t) * 4 * loss.gradient(data, expected)
-    top = Centres.of(penalty)
     for closed in {family == "gaussian", False}:  # in the eigenbasis, and step by step
         network = begun(data, loss, penalty, drawn, rate, theta, closed)
-        play(network, L2gdMove, L2gdGuide(top, drawn, rate, np.ones(data.n_clusters)), top, group(flips), NOWHERE)
+        l2gd_rounds(network, penalty, drawn, rate, group(choices))
         np.testing.assert_allclose(network.node.theta, expected, atol=1e-12)
 
 
 @quietly
 def test_equal_and_unequal_gamma_give_the_same_iterates():
-    """Merging heads changes what is sent, not what is computed."""
+    """Merging exchanges changes what is sent, not what is computed."""
     drawn = simulate(clusters=3, clients=3, rows=6, d=2, seed=1)
     data = drawn.data
     merged = Penalty.of(data.hierarchy, gamma=2.0, lam=3.0)
@@ -244,16 +239,16 @@ def test_equal_and_unequal_gamma_give_the_same_iterates():
 @quietly
 @pytest.mark.parametrize("one_cluster", [False, True])
 def test_alpha_one_and_one_cluster_are_the_single_cluster_method(one_cluster):
-    """L2GD of Hanzely and Richtarik, written out: one coin, one mean."""
+    """L2GD of Hanzely and Richtarik, written out: one random choice, one mean."""
     data = random_problem(4, weighted=False).data
     data = data.one_cluster() if one_cluster else data
     k, T, eta = data.n_clusters, 300, 1e-3
     penalty = Penalty.of(data.hierarchy, gamma=2.0, alpha=0.3 if one_cluster else 1.0)
     fit = minimise(data, Gaussian(), penalty, solver="l2gd", eta=eta, p0=0.3, p=0.0, seed=7, max_iter=T, tol=0.0)
-    heads = Schedule(Probabilities(0.3, np.zeros(k), np.ones(k)), 7).flips(0, T).between
+    exchanges = Schedule(Probabilities(0.3, np.zeros(k), np.ones(k)), 7).choices(0, T).between
     theta = np.zeros((data.n_clients, data.n_terms))
-    for head in heads:
-        if head:
+    for exchange in exchanges:
+        if exchange:
             theta = theta - eta * 2.0 / 0.3 * (theta - theta.mean(axis=0))
         else:
             theta = theta - eta / 0.7 * Gaussian().gradient(data, theta)

@@ -54,10 +54,10 @@ def test_l2gd_is_algorithm_1(family, steps, equal, vote):
     mu = best.smoothness / 8  # so that both kinds of step are taken
     rate = l2gd.StepSizes(best.largest_step, mu if steps == "switching" else 0.0)
     assert steps == "constant" or rate.last < T / 2
-    flips = Schedule(best.probabilities, 7, vote=vote).flips(0, T)
-    slow = reference["l2gd"](data, loss, penalty, best.probabilities, flips, rate.at, START)
-    watch = {"seed": 7, "tol": 0.0, "max_iter": T, "start": START, "vote": vote, "mu": mu, "every": 50}
-    fast = minimise(data, loss, penalty, solver="l2gd", steps=steps, **chances, **watch)
+    choices = Schedule(best.probabilities, 7, vote=vote).choices(0, T)
+    slow = reference["l2gd"](Objective(data, loss, penalty), best.probabilities, choices, rate.at, START)
+    control = {"seed": 7, "tol": 0.0, "max_iter": T, "start": START, "vote": vote, "mu": mu, "every": 50}
+    fast = minimise(data, loss, penalty, solver="l2gd", steps=steps, **chances, **control)
     np.testing.assert_allclose(fast.theta, slow, rtol=0, atol=1e-10)
 
 
@@ -69,10 +69,10 @@ def test_one_coin_is_the_variant_of_the_papers_experiments(family, steps):
     best = one_coin.recipe(constants_of(Objective(data, loss, penalty)), 0.3)
     mu = best.smoothness / 8
     rate = l2gd.StepSizes(best.largest_step, mu if steps == "switching" else 0.0)
-    flips = Schedule(best.probabilities, 3).flips(0, T)
-    slow = reference["one_coin"](data, loss, penalty, best.probabilities, flips, rate.at, START)
-    watch = {"seed": 3, "tol": 0.0, "max_iter": T, "start": START, "mu": mu, "every": 50}
-    fast = minimise(data, loss, penalty, solver="one_coin", steps=steps, p=0.3, **watch)
+    choices = Schedule(best.probabilities, 3).choices(0, T)
+    slow = reference["one_coin"](Objective(data, loss, penalty), best.probabilities, choices, rate.at, START)
+    control = {"seed": 3, "tol": 0.0, "max_iter": T, "start": START, "mu": mu, "every": 50}
+    fast = minimise(data, loss, penalty, solver="one_coin", steps=steps, p=0.3, **control)
     np.testing.assert_allclose(fast.theta, slow, rtol=0, atol=1e-10)
 
 
@@ -85,11 +85,11 @@ def test_al2sgd_plus_is_algorithm_2(family, reduction):
     chances = {"p0": 0.2, "p": [0.2, 0.5, 0.4], "tau": [0.3, 0.6, 0.5], "rho": 0.15}
     best = al2sgd_plus.recipe(known, **chances)
     pace = al2sgd_plus.Katyusha.of(known, best.smoothness, 0.15)
-    flips = Schedule(best.probabilities, 11).flips(0, T)
-    assert flips.refresh.sum() > 5
-    slow = reference["al2sgd_plus"](data, loss, penalty, best.probabilities, flips, pace, START, 11)
-    watch = {"seed": 11, "tol": 0.0, "max_iter": T, "start": START, "every": 50}
-    fast = minimise(data, loss, penalty, solver="al2sgd_plus", **chances, **watch)
+    choices = Schedule(best.probabilities, 11).choices(0, T)
+    assert choices.refresh.sum() > 5
+    slow = reference["al2sgd_plus"](Objective(data, loss, penalty), best.probabilities, choices, pace, START, 11)
+    control = {"seed": 11, "tol": 0.0, "max_iter": T, "start": START, "every": 50}
+    fast = minimise(data, loss, penalty, solver="al2sgd_plus", **chances, **control)
     np.testing.assert_allclose(fast.theta, slow, rtol=0, atol=1e-10)
 
 
@@ -99,10 +99,8 @@ def test_every_randomised_algorithm_has_a_reference():
 
 def test_one_coin_is_algorithm_1_with_one_probability():
     data, penalty = problem("gaussian")
+    objective = Objective(data, loss_of("gaussian"), penalty)
     chances, start = Probabilities(0.3, np.zeros(3), np.ones(3)), np.ones((6, 3))
-    flips = Schedule(chances, 1).flips(0, T)
-    both = [
-        reference[name](data, loss_of("gaussian"), penalty, chances, flips, lambda t: 0.01, start)
-        for name in ("l2gd", "one_coin")
-    ]
+    choices = Schedule(chances, 1).choices(0, T)
+    both = [reference[name](objective, chances, choices, lambda t: 0.01, start) for name in ("l2gd", "one_coin")]
     np.testing.assert_allclose(both[0], both[1], atol=1e-12)

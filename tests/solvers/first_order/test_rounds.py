@@ -137,9 +137,9 @@ def test_the_tolerance_does_not_depend_on_the_zero_of_a_poisson_likelihood():
 def test_warnings_point_to_the_users_line():
     data, penalty = many_clients("gaussian")
     for solver in SOLVERS:
-        with pytest.warns(ConvergenceWarning) as told:
+        with pytest.warns(ConvergenceWarning) as caught:
             minimise(data, Gaussian(), penalty, solver=solver, eta=1e-2, max_iter=3, tol=1e-9)
-        assert {warning.filename for warning in told} == {__file__}
+        assert {warning.filename for warning in caught} == {__file__}
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -157,10 +157,10 @@ def test_the_client_that_diverges_is_named(solver, every):
 
 def test_a_run_that_only_grows_says_so():
     data = simulate(clusters=2, clients=3, rows=8, d=2, seed=3).data
-    with pytest.warns(ConvergenceWarning) as told:
+    with pytest.warns(ConvergenceWarning) as caught:
         minimise(data, Gaussian(), Penalty.of(data.hierarchy), solver="l2gd", eta=1.0, max_iter=20)
-    assert "the objective has grown: give a smaller step eta" in str(told[-1].message)
-    with pytest.raises(SolverError, match="The objective is not finite at the start, at client 0 above all"):
+    assert "the objective has grown: give a smaller step eta" in str(caught[-1].message)
+    with pytest.raises(SolverError, match=r"The objective is not finite at the start, .*client 0"):
         minimise(data, Gaussian(), Penalty.of(data.hierarchy), solver="l2gd", start=np.full((6, 2), 1e200))
 
 
@@ -221,7 +221,7 @@ def test_a_non_finite_iterate_stops_and_keeps_the_last_good_checkpoint(tmp_path)
         ("al2sgd_plus", {"rho": 7}, r"The 'rho' parameter must lie in \[0, 1\]"),
         ("al2sgd_plus", {"mu": 0.0}, r"The 'mu' parameter must be a number > 0\. Got 0\.0 instead"),
         ("al2sgd_plus", {"mu": "a"}, r"The 'mu' parameter must be a number > 0\. Got 'a' instead"),
-        ("l2gd", {"mu": 1e6}, r"mu = 1e\+06 cannot be: the objective is nowhere more curved than"),
+        ("l2gd", {"mu": 1e6}, r"mu = 1e\+06 is too large: .* at most"),
         ("l2gd", {"L": -5}, r"The 'L' parameter must be a number > 0\. Got -5 instead"),
         ("l2gd", {"eta": True}, r"The 'eta' parameter must be a number > 0\. Got True instead"),
         ("l2gd", {"minimum": "a"}, r"The 'minimum' parameter must be a number\. Got 'a' instead"),
@@ -248,11 +248,11 @@ def test_penalties_that_no_algorithm_can_use():
 
 
 @quietly
-def test_history_is_a_frame_of_honest_numbers():
+def test_history_agrees_with_the_objective():
     problem = random_problem(8)
     data, penalty = problem.data, problem.penalty
     best = minimise(data, Gaussian(), penalty, solver="sweep")
-    told = []
+    calls = []
     fit = minimise(
         data,
         Gaussian(),
@@ -260,10 +260,10 @@ def test_history_is_a_frame_of_honest_numbers():
         solver="al2sgd_plus",
         tol=1e-6,
         minimum=best.convergence.objective,
-        progress=lambda *what: told.append(what),
+        progress=lambda *what: calls.append(what),
     )
     history = fit.history
-    assert [row[0] for row in told] == history["iteration"].to_list()
+    assert [row[0] for row in calls] == history["iteration"].to_list()
     assert history.columns[:5] == ["iteration", "objective", "gap", "certified_gap", "gradient_norm"]
     assert (history["certified_gap"] >= history["gap"] - 1e-9).all()
     assert history["exchanges"].is_sorted()

@@ -13,8 +13,8 @@ from scipy.stats import kstest
 from covey import GroupedData
 from covey.errors import CoveyError
 from covey.objective.theory import Probabilities, best_tau
-from covey.solvers.first_order.schedule import Flips, Schedule, group, majority, server_probability, streams, uniforms
-from covey.solvers.ledger import Ledger, links, paper_rates, rates
+from covey.solvers.first_order.schedule import Choices, Schedule, group, majority, server_probability, streams, uniforms
+from covey.solvers.ledger import Ledger, expected, links, rates
 from tests.conftest import seeds
 
 
@@ -31,10 +31,10 @@ def test_the_majority_shows_heads_with_probability_exactly_p0(p0, k):
     assert chance[majority(votes)].sum() == pytest.approx(p0, abs=1e-12)
 
 
-def test_votes_are_the_servers_own_coins():
+def test_each_server_votes_by_its_own_random_choice():
     schedule = Schedule(chances(p0=0.3, p=(0.1,) * 6), 4, vote="majority")
-    heads = schedule.flips(0, 40_000).between
-    assert heads.mean() == pytest.approx(0.3, abs=5 * np.sqrt(0.21 / 40_000))
+    exchanges = schedule.choices(0, 40_000).between
+    assert exchanges.mean() == pytest.approx(0.3, abs=5 * np.sqrt(0.21 / 40_000))
     with pytest.raises(CoveyError, match=r"'vote' parameter must be one of 'central', 'majority'\. Got 'loudest'"):
         Schedule(chances(), 0, vote="loudest")
 
@@ -44,42 +44,42 @@ def test_votes_are_the_servers_own_coins():
 def test_choices_do_not_depend_on_where_a_run_is_cut(seed, cuts):
     schedule = Schedule(chances(rho=0.1), seed)
     edges = [0, *np.cumsum(cuts).tolist()]
-    parts = [schedule.flips(a, b) for a, b in pairwise(edges)]
-    whole = schedule.flips(0, edges[-1])
+    parts = [schedule.choices(a, b) for a, b in pairwise(edges)]
+    whole = schedule.choices(0, edges[-1])
     for name in ("between", "within", "refresh"):
         np.testing.assert_array_equal(np.concatenate([getattr(part, name) for part in parts]), getattr(whole, name))
 
 
-def read_plainly(flips):
+def read_plainly(choices):
     """What each cluster does, iteration by iteration: 'l' local, 'w' within, 'b' between, 'r' a refresh after it."""
-    story = [[] for _ in range(flips.within.shape[1])]
-    for t in range(len(flips.between)):
-        for j, told in enumerate(story):
-            told.append("b" if flips.between[t] else "w" if flips.within[t, j] else "l")
-            if flips.refresh[t]:
-                told.append("r")
-    return ["".join(told) for told in story]
+    clusters = [[] for _ in range(choices.within.shape[1])]
+    for t in range(len(choices.between)):
+        for j, steps in enumerate(clusters):
+            steps.append("b" if choices.between[t] else "w" if choices.within[t, j] else "l")
+            if choices.refresh[t]:
+                steps.append("r")
+    return ["".join(steps) for steps in clusters]
 
 
 def read_rounds(rounds):
-    story = ["" for _ in range(rounds.steps.shape[1])]
-    clock = np.zeros(len(story), dtype=int)
+    clusters = ["" for _ in range(rounds.steps.shape[1])]
+    clock = np.zeros(len(clusters), dtype=int)
     for turn in rounds:
-        for j in range(len(story)):
-            heads = int(turn.within[j])
-            if turn.steps[j] or turn.everybody or heads:
+        for j in range(len(clusters)):
+            exchanges = int(turn.within[j])
+            if turn.steps[j] or turn.takes_part[j]:
                 assert turn.start[j] == clock[j]
-            story[j] += "l" * int(turn.steps[j]) + "b" * turn.between + "w" * heads + "r" * turn.refresh
-            clock[j] += int(turn.steps[j]) + turn.between + heads
-    return story
+            clusters[j] += "l" * int(turn.steps[j]) + "b" * turn.between + "w" * exchanges + "r" * turn.refresh
+            clock[j] += int(turn.steps[j]) + turn.between + exchanges
+    return clusters
 
 
 @given(seed=seeds, p0=st.floats(0, 0.9), p=st.floats(0, 0.9), merge=st.booleans())
-def test_rounds_tell_the_same_story_as_the_coins(seed, p0, p, merge):
+def test_rounds_hold_the_random_choices_in_order(seed, p0, p, merge):
     schedule = Schedule(chances(p0, (p, 0.5, 0.0), rho=0.0 if merge else 0.2), seed, merge)
-    flips = schedule.flips(0, 60)
-    rounds = group(flips, merge=merge)
-    assert read_rounds(rounds) == read_plainly(flips)
+    choices = schedule.choices(0, 60)
+    rounds = group(choices, merge=merge)
+    assert read_rounds(rounds) == read_plainly(choices)
     for turn in rounds:
         if not merge:
             assert turn.between <= 1
@@ -90,7 +90,7 @@ def test_rounds_tell_the_same_story_as_the_coins(seed, p0, p, merge):
 def test_clusters_wait_only_at_an_exchange_between_them():
     """Cluster 0 exchanges at iterations 1 and 3, cluster 1 at 2: its first exchange shares a round with cluster 0's first."""
     within = np.array([[0, 0], [1, 0], [0, 1], [1, 0]], dtype=bool)
-    rounds = group(Flips(np.zeros(4, dtype=bool), within, np.zeros(4, dtype=bool)))
+    rounds = group(Choices(np.zeros(4, dtype=bool), within, np.zeros(4, dtype=bool)))
     assert rounds.within.tolist() == [[1, 1], [1, 0], [0, 0]]
     assert rounds.steps.tolist() == [[1, 2], [1, 0], [0, 1]]
 
@@ -103,13 +103,13 @@ def test_observed_exchanges_agree_with_the_expected_numbers(merge, rho):
     within, between = rates(schedule)
     np.testing.assert_allclose(seen.within, within * T, rtol=0.02)
     assert seen.between == pytest.approx(between * T, rel=0.02)
-    alone, across = paper_rates(schedule)
+    alone, across = expected(schedule, T).paper_within, expected(schedule, T).paper_between
     if merge:
-        # Between clusters the proposition is exact; within, it also counts heads just after an exchange between clusters.
-        assert seen.between == pytest.approx(across * T, rel=0.02)
-        np.testing.assert_allclose(seen.within - seen.between, (1 - 0.3) * alone * T, rtol=0.04)
+        # Between clusters the proposition is exact; within, it also counts exchanges just after an exchange between clusters.
+        assert seen.between == pytest.approx(across, rel=0.02)
+        np.testing.assert_allclose(seen.within - seen.between, (1 - 0.3) * alone, rtol=0.04)
     elif not rho:
-        assert seen.between > 1.3 * across * T
+        assert seen.between > 1.3 * across
 
 
 def test_bytes_follow_from_exchanges():
@@ -121,7 +121,7 @@ def test_bytes_follow_from_exchanges():
     total = spent + spent
     assert (total.within.tolist(), total.between) == ([20, 10], 4)
     assert isinstance(network.nothing, Ledger)
-    assert links(np.array([7]), d=4).count(np.array([3]), 3).bytes_between == 0  # one cluster has nobody to talk to
+    assert links(np.array([7]), d=4).count(np.array([3]), 3).bytes_between == 0  # one cluster has no other to exchange with
 
 
 def test_without_a_server_clusters_talk_to_each_other():

@@ -1,14 +1,15 @@
-"""The algebra of one level of the tree: eliminate children into their parent, and come back down.
+"""The algebra of one level of the tree: eliminate children into their parent, and go back down.
 
-A child with loss ``1/2 t'At - b't``, tied to its parent's ``x`` by a covariance ``S`` (the paper: ``S = I / gamma``), is
+A child has the loss ``1/2 t'At - b't`` and a covariance ``S`` about its parent's ``x``; in the paper (arXiv:2204.13619)
+``S = I / gamma``. Then
 
     K = I + A S        C = K^-1 A        r = K^-1 b        t = x + S (r - C x)
 
-where ``1/2 x'Cx - r'x + c``, ``c = -1/2 b'S r``, is what the parent sees of it and adds up. Nothing cancels when a penalty goes
-to infinity (``S = 0``: the child is its parent) or to zero, and ``S`` may be any positive semi-definite matrix, so the
-same functions serve scalar, diagonal and full covariances, shared coefficients (a zero on the diagonal) and deeper
-trees. An infinite ``S`` (penalty 0) is a detached child: it passes nothing up and takes its own minimiser nearest
-to its parent. ``log|K|`` is what integrating the child out adds to twice the negative log-likelihood.
+The parent sees ``1/2 x'Cx - r'x + c`` with ``c = -1/2 b'S r``, and adds these up over its children. Nothing cancels when a
+penalty goes to infinity (``S = 0``, the child equals its parent) or to zero. ``S`` may be any positive semi-definite matrix, so
+the same functions serve scalar, diagonal and full covariances, shared coefficients (a zero on the diagonal) and deeper trees.
+A child with an infinite ``S`` (penalty 0) is detached: it passes nothing up, and takes the one of its own minimisers that is
+nearest to its parent. ``log|K|`` is what integrating the child out adds to twice the negative log-likelihood.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from typing import NamedTuple
 import numpy as np
 
 from covey._typing import Anything, Floats, Ints
+from covey.losses import Loss
 from covey.nodes.network import Blocks
 from covey.records import Reply
 from covey.solvers.direct import kernels
+from covey.tables.rows import GroupedData
 from covey.tree.hierarchy import segment_sum
 
 
@@ -33,7 +36,7 @@ class Spread:
     ----------
     scale : (m,) in [0, inf]; ``1 / penalty`` in the paper's case
     shape : (m, d, d), or (1, d, d) for all children alike, or empty for the identity, as in the paper
-    width : how many leading terms may vary; what follows them is shared, and elimination need not look at it
+    width : how many of the first terms may vary; the others are shared, and elimination skips them
     """
 
     scale: Floats
@@ -47,16 +50,16 @@ class Spread:
 
     @classmethod
     def of_covariances(cls, shape: Floats, m: int, width: int | None = None) -> Spread:
-        """For ``m`` children: one matrix for all of them ``(1, d, d)``, or one each."""
+        """For ``m`` children: one matrix for all of them ``(1, d, d)``, or one for each ``(m, d, d)``."""
         return cls(np.ones(m), np.ascontiguousarray(shape), shape.shape[1] if width is None else width)
 
     @property
     def detached(self) -> Anything:
-        """The children that nothing ties to their parent."""
+        """Which children have no tie to their parent, ``(m,)``."""
         return np.isinf(self.scale)
 
     def moved(self, force: Floats) -> Floats:
-        """How far each child is from its parent under a ``force (m, d)`` on it; nowhere, if it is detached."""
+        """The distance of each child from its parent under a ``force (m, d)`` on it; zero if it is detached."""
         scale = np.where(self.detached, 0.0, self.scale)[:, None]
         if len(self.shape) == 0:
             return np.asarray(scale * force)
@@ -68,9 +71,9 @@ class Spread:
 
 @dataclass(frozen=True)
 class Quadratic(Reply):
-    """``1/2 x'Cx - r'x + c`` for each unit, ``C (k, d, d)``, ``r (k, d)``, ``c (k,)``: what travels up.
+    """``1/2 x'Cx - r'x + c`` for each unit: ``C (k, d, d)``, ``r (k, d)``, ``c (k,)``.
 
-    ``n (k,)`` counts the rows behind it, less the coefficients that were fitted to them without any tie to the parent.
+    ``n (k,)`` is the number of rows less the number of coefficients that were fitted to them without a tie to the parent.
     """
 
     C: Floats
@@ -79,13 +82,19 @@ class Quadratic(Reply):
     n: Floats
 
 
+def expanded(data: GroupedData, loss: Loss, theta: Floats) -> Quadratic:
+    """The loss of each client to second order about ``theta (n, d)``."""
+    here = loss.expand(data, theta)
+    return Quadratic(here.hessian, -here.gradient, here.value, data.rows_that_count)
+
+
 def eliminate(children: Quadratic, spread: Spread, ptr: Ints) -> Quadratic:
     """What each parent sees of its children ``ptr[j]:ptr[j + 1]``."""
     return _eliminated(children, spread, ptr, np.empty((0, 0, 0)), np.empty((0, 0)))[0]
 
 
 class Marginal(NamedTuple):
-    """What each parent sees of its children, the sum of their ``log|I + A S|``, and each child's own ``C`` and ``r``."""
+    """What each parent sees of its children, the sum of their ``log|I + A S|``, and the ``C`` and ``r`` of each child."""
 
     seen: Quadratic
     volume: Floats
@@ -94,7 +103,7 @@ class Marginal(NamedTuple):
 
 
 def marginalise(children: Quadratic, spread: Spread, ptr: Ints) -> Marginal:
-    """Eliminate, and keep what integrating the children out costs and what :func:`sensitivity` needs."""
+    """Eliminate, and keep the log-determinants and what :func:`sensitivity` needs."""
     C, r = np.empty_like(children.C), np.empty_like(children.r)
     return Marginal(*_eliminated(children, spread, ptr, C, r), C, r)
 
@@ -129,15 +138,15 @@ def descend(A: Floats, b: Floats, spread: Spread, parent: Ints, x: Floats) -> tu
     return t, force
 
 
-def sensitivity(own: Marginal, width: int, ptr: Ints, x: Floats, P: Floats) -> tuple[Floats, Floats]:
+def sensitivity(children: Marginal, width: int, ptr: Ints, x: Floats, P: Floats) -> tuple[Floats, Floats]:
     """For each parent, sums over its children of ``C - C P C`` and of ``f f'``, where ``f = r - C x`` is the force on a child.
 
-    With ``x (k, d)`` the parents' posterior means and ``P (k, d, d)`` their covariances this is how the marginal likelihood
-    answers to a change of the children's covariance. Of the first ``width`` terms only, those that vary.
+    With ``x (k, d)`` the parents' posterior means and ``P (k, d, d)`` their covariances, this is the derivative of the marginal
+    likelihood by the children's covariance. Only the first ``width`` terms count, those that vary.
     """
     blocks = Blocks.of(ptr)
     bend, pull = np.zeros((blocks.count, width, width)), np.zeros((blocks.count, width, width))
-    kernels.sensitivity(own.C, own.r, width, blocks.ptr, blocks.owner, x, P, bend, pull)
+    kernels.sensitivity(children.C, children.r, width, blocks.ptr, blocks.owner, x, P, bend, pull)
     return segment_sum(bend, blocks.of_parent), segment_sum(pull, blocks.of_parent)
 
 
@@ -149,9 +158,9 @@ def posterior(A: Floats, spread: Spread, parent: Ints, P: Floats) -> Floats:
 
 
 def solve_symmetric(A: Floats, b: Floats) -> Floats:
-    """``A^+ b`` for positive semi-definite ``A (m, d, d)``: the shortest solution where there are many.
+    """``A^+ b`` for positive semi-definite ``A (m, d, d)``: the shortest solution if there are many.
 
-    The rank is judged after scaling to a unit diagonal, so that columns in different units do not look dependent.
+    The rank is determined after scaling to a unit diagonal, so that columns in different units do not look dependent.
     """
     size = np.sqrt(np.maximum(np.einsum("...aa->...a", A), 0.0))
     unit = np.where(size > 0, size, 1.0)

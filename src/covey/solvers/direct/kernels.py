@@ -1,4 +1,4 @@
-"""The compiled loops of elimination; :mod:`.elimination` has the algebra, and the tests a plain twin of each."""
+"""Compiled loops of elimination; :mod:`.elimination` has the algebra. Tests compare each of them with plain numpy."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from covey.nodes.network import BLOCK
 def _shape_of(shape: Floats, i: int, identity: Floats) -> Floats:
     if len(shape) == 0:
         return identity
-    own: Floats = shape[i] if len(shape) > 1 else shape[0]
-    return own
+    one: Floats = shape[i] if len(shape) > 1 else shape[0]
+    return one
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def _absorb(A: Floats, b: Floats, scale: float, shape: Floats, q: int, measure: bool, M: Floats) -> float:
     """Solve ``(I + scale A shape) [C | r] = [A | b]`` by elimination with row pivots; leaves ``[C | r]`` in ``M[:, d:]``.
 
-    Columns of ``shape`` from ``q`` on are zero. Returns the logarithm of the determinant, if it is to be measured.
+    Columns of ``shape`` from ``q`` on are zero. With ``measure`` it returns the logarithm of the determinant.
     """
     d = len(b)
     for a in range(d):
@@ -77,7 +77,7 @@ def eliminate(
     A: Floats, b: Floats, scale: Floats, shape: Floats, q: int, blocks: Ints, C: Floats, r: Floats, c: Floats, volume: Floats,
     each_C: Floats, each_r: Floats,
 ) -> None:  # fmt: skip
-    """Children ``(C, r)`` seen by their parents, summed by block; each child's own in ``each_C``, ``each_r``, if asked for."""
+    """Sum the ``(C, r)`` of children by block; store those of each child in ``each_C``, ``each_r``, unless these are empty."""
     d = b.shape[1]
     for block in prange(len(blocks) - 1):
         M, identity = np.empty((d, 2 * d + 1)), np.empty((0, 0))
@@ -169,7 +169,7 @@ def posterior(A: Floats, scale: Floats, shape: Floats, parent: Ints, P: Floats, 
         M, S, J, zero, identity = np.empty((d, 2 * d + 1)), np.empty((d, d)), np.empty((d, d)), np.zeros(d), np.eye(d)
         for i in range(block * BLOCK, min((block + 1) * BLOCK, m)):
             S[:, :] = scale[i] * _shape_of(shape, i, identity)
-            # The roles of A and S exchanged: (I + S A) X = S, which nothing cancels in, be S singular or large.
+            # With the roles of A and S exchanged: (I + S A) X = S. Nothing cancels, even if S is singular or large.
             _absorb(S, zero, 1.0, A[i], d, False, M)
             for a in range(d):
                 for c in range(d):

@@ -1,20 +1,20 @@
-"""Damped Newton for any loss: each step is one sweep with the Hessians, so a handful of exchanges in all.
+"""Damped Newton for any loss: each step is one sweep with the clients' Hessians, so a fit takes a few exchanges.
 
-The state is kept as forces, ``u_i = gamma_i (theta_i - w_j)`` and ``v_j = lam_j (w_j - wbar)``, so that nothing cancels under
-large penalties. In them the gradient of the multi-task form is
+The state holds forces, ``u_i = gamma_i (theta_i - w_j)`` and ``v_j = lam_j (w_j - wbar)``, so that nothing cancels under large
+penalties. The gradient of the multi-task objective, Equation 2.3 (mtl_loss) of arXiv:2204.13619, is in these terms
 
     e_i = grad f_i(theta_i) + u_i        client i
     v_j - sum_{i in j} u_i               cluster j
     - sum_j v_j                          global
 
-and the Newton step is the sweep with ``A_i`` the Hessian of ``f_i`` and minus these as linear terms.
+and the Newton step is the sweep with ``A_i`` the Hessian of ``f_i`` and minus these gradients as linear terms.
 
-    coordinator   sends    NewtonStep: the clusters' step dw and its length t
-    node          moves    theta_i, u_i along its direction, keeps the old point in case the step is refused
-    node          replies  NewtonReport: value, slope, squared gradient, its clients eliminated and summed for each cluster
-    coordinator   checks   sufficient decrease (Armijo) of the convex objective; halves t, or solves for the next step
+    coordinator -> node    NewtonStep: the clusters' step dw and its length t
+    node                   moves theta_i and u_i along its direction; keeps the old point in case the step is refused
+    node -> coordinator    NewtonReport: value, slope, squared gradient, its clients eliminated and summed for each cluster
+    coordinator            checks sufficient decrease (Armijo) of the convex objective; halves t, or solves for the next step
 
-A full step that is accepted costs one exchange, and its report already holds what the next step needs.
+A full step that is accepted costs one exchange, because its report already holds what the next step needs.
 """
 
 from __future__ import annotations
@@ -23,10 +23,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import polars as pl
 
 from covey._typing import Anything, Floats
 from covey.errors import SolverError, listing, warn
@@ -37,20 +35,8 @@ from covey.records import Record, Reply
 from covey.solvers.direct.elimination import Quadratic, Spread, descend, eliminate
 from covey.solvers.direct.james_stein import factor_of, shrunk
 from covey.solvers.direct.sweep import one_sweep, solve_top
-from covey.solvers.ledger import Ledger, quadratic_links
 from covey.solvers.registry import algorithm
-from covey.solvers.result import (
-    HISTORY,
-    Checkpoint,
-    Convergence,
-    Fit,
-    Progress,
-    after,
-    begin_at,
-    certified_gap,
-    coefficients,
-    entry,
-)
+from covey.solvers.result import Checkpoint, Convergence, Fit, Progress, after, begin_at, certified_gap, direct_history
 from covey.tables.rows import GroupedData
 
 _ARMIJO = 1e-4
@@ -58,12 +44,12 @@ _EPS = float(np.finfo(float).eps)
 _SHORTEST = 1e-12
 
 
-# What travels
+# Messages
 
 
 @dataclass(frozen=True)
 class NewtonBegin(Message["NewtonReport"], label="newton begin"):
-    """Begin where the clients are, each held by the force from its cluster at ``w (k, d)``."""
+    """Begin at the clients' coefficients, with the forces that clusters at ``w (k, d)`` exert on them."""
 
     w: Floats
 
@@ -77,7 +63,7 @@ class NewtonBegin(Message["NewtonReport"], label="newton begin"):
 
 @dataclass(frozen=True)
 class NewtonStep(Message["NewtonReport"], label="newton step"):
-    """Go ``length`` along the direction that ``dw (k, d)`` implies; from the old point if ``retry``."""
+    """Go ``length`` along the direction that ``dw (k, d)`` implies; with ``retry``, from the old point and in its direction."""
 
     dw: Floats
     length: float = 1.0
@@ -92,7 +78,10 @@ class NewtonStep(Message["NewtonReport"], label="newton step"):
 
 @dataclass(frozen=True)
 class NewtonReport(Reply):
-    """Sums over a node's clients, for each cluster where they have a cluster."""
+    """Sums over a node's clients: ``seen`` and ``force (k, d)`` by cluster, the others over all of them.
+
+    ``slope`` is the derivative of the value along the direction of the last step, ``mu`` a lower bound on the curvature.
+    """
 
     seen: Quadratic
     force: Floats
@@ -107,7 +96,7 @@ class NewtonReport(Reply):
 
 @dataclass(frozen=True)
 class LocalProblem:
-    """What a node holds for the whole run: its clients' rows, their loss and what ties them to their clusters."""
+    """The fixed data of a node: its clients' rows, their loss, and their covariances about their clusters."""
 
     data: GroupedData
     loss: Loss
@@ -119,14 +108,14 @@ class LocalProblem:
 
     @property
     def aside(self) -> tuple[Floats, Floats]:
-        """A step needs neither the constant of a quadratic nor the rows behind it."""
+        """Zeros for the constants and row counts of a Quadratic, which a step does not need."""
         nothing = np.zeros(self.data.n_clients)
         return nothing, nothing
 
 
 @dataclass(frozen=True)
 class NewtonPoint(Record):
-    """Where a node's clients are, and their losses expanded there."""
+    """Coefficients of a node's clients, the forces on them, and their losses expanded there."""
 
     theta: Floats
     u: Floats
@@ -139,7 +128,7 @@ class NewtonPoint(Record):
 
 @dataclass(frozen=True)
 class NewtonState(Record):
-    """The point last reported and the one before it, with the direction that led from one to the other."""
+    """The point last reported, the point before it, and the direction from that one."""
 
     now: NewtonPoint
     before: NewtonPoint
@@ -148,51 +137,35 @@ class NewtonState(Record):
 
 
 def node_start(node: LocalProblem, theta: Floats, u: Floats) -> tuple[NewtonState, NewtonReport]:
-    """Begin at given coefficients, each client held by a force ``u`` from its cluster: ``theta - w = S u``."""
-    point = _point(node, theta, u)
-    still = np.zeros_like(theta)
-    mu = node.loss.smallest_curvature(point.here.hessian)
-    return NewtonState(point, point, still, still), _report(node, point, still, still, point, mu)
+    """Begin at coefficients ``theta`` with a force ``u`` on each client: ``theta - w = S u``."""
+    point, still = NewtonPoint(theta, u, node.loss.expand(node.data, theta)), np.zeros_like(theta)
+    state = NewtonState(point, point, still, still)
+    return state, _report(node, state, node.loss.smallest_curvature(point.here.hessian))
 
 
 def node_move(node: LocalProblem, state: NewtonState, move: NewtonStep) -> tuple[NewtonState, NewtonReport]:
     """Answer one :class:`NewtonStep`."""
     if not move.retry:
-        origin = state.now
-        dtheta, du = descend(origin.here.hessian, -origin.residual, node.spread, node.data.hierarchy.parent, move.dw)
-        state = NewtonState(origin, origin, dtheta, du)
-    origin = state.before
-    point = _point(node, origin.theta + move.length * state.dtheta, origin.u + move.length * state.du)
-    return replace(state, now=point), _report(node, point, state.dtheta, state.du, origin, np.inf)
+        now = state.now
+        dtheta, du = descend(now.here.hessian, -now.residual, node.spread, node.data.hierarchy.parent, move.dw)
+        state = NewtonState(now, now, dtheta, du)
+    theta, u = state.before.theta + move.length * state.dtheta, state.before.u + move.length * state.du
+    state = replace(state, now=NewtonPoint(theta, u, node.loss.expand(node.data, theta)))
+    return state, _report(node, state, np.inf)
 
 
-def _point(node: LocalProblem, theta: Floats, u: Floats) -> NewtonPoint:
-    return NewtonPoint(theta, u, node.loss.expand(node.data, theta))
-
-
-def _report(node: LocalProblem, point: NewtonPoint, dtheta: Floats, du: Floats, origin: NewtonPoint, mu: float) -> NewtonReport:
-    tree = node.data.hierarchy
-    tied = 0.5 * float((node.spread.moved(point.u) * point.u).sum())
-    slope = float((origin.here.gradient * dtheta).sum() + (node.spread.moved(origin.u) * du).sum())
-    report = NewtonReport(
-        eliminate(Quadratic(point.here.hessian, -point.residual, *node.aside), node.spread, tree.cluster_ptr),
-        tree.sum_up(point.u),
-        float(point.here.value.sum()) + tied,
-        slope,
-        float((point.residual**2).sum()),
-        mu,
-    )
-    return _sound(report)
-
-
-def _sound(report: NewtonReport) -> NewtonReport:
-    """Of a step so far that numbers overflow nothing can be added; its value is infinite, so that it is refused."""
-    sums = report.seen.C, report.seen.r, report.force, report.value, report.slope, report.gradient_squared
-    if all(np.isfinite(each).all() for each in sums):
-        return report
-    seen = report.seen
+def _report(node: LocalProblem, state: NewtonState, mu: float) -> NewtonReport:
+    tree, point, before = node.data.hierarchy, state.now, state.before
+    seen = eliminate(Quadratic(point.here.hessian, -point.residual, *node.aside), node.spread, tree.cluster_ptr)
+    force = tree.sum_up(point.u)
+    value = float(point.here.value.sum()) + 0.5 * float((node.spread.moved(point.u) * point.u).sum())
+    slope = float((before.here.gradient * state.dtheta).sum() + (node.spread.moved(before.u) * state.du).sum())
+    squared = float((point.residual**2).sum())
+    if all(np.isfinite(part).all() for part in (seen.C, seen.r, force, value, slope, squared)):
+        return NewtonReport(seen, force, value, slope, squared, mu)
+    # The step is so long that numbers overflow. An infinite value makes the coordinator refuse it.
     nothing = Quadratic(np.zeros_like(seen.C), np.zeros_like(seen.r), np.zeros_like(seen.c), np.zeros_like(seen.n))
-    return NewtonReport(nothing, np.zeros_like(report.force), np.inf, 0.0, 0.0, report.mu)
+    return NewtonReport(nothing, np.zeros_like(force), np.inf, 0.0, 0.0, mu)
 
 
 # The coordinator
@@ -212,7 +185,7 @@ class UpperLevels(Record):
 
 @dataclass(frozen=True)
 class PathPoint(Record):
-    """One point of the path: exchanges are those so far."""
+    """Value and gradient norm after an iteration, and the exchanges so far."""
 
     iteration: int
     value: float
@@ -222,7 +195,11 @@ class PathPoint(Record):
 
 @dataclass(frozen=True)
 class NewtonProgress(Record):
-    """Where the coordinator is: the upper levels, a bound on the curvature, the path so far, and what decides when to stop."""
+    """The state of the coordinator: upper levels, a bound on the curvature, the path so far, and two counters for stopping.
+
+    ``stalled`` counts steps in a row that rounding kept from making progress. ``adrift`` counts steps in a row after which the
+    gradient was below the tolerance while coefficients still grew.
+    """
 
     top: UpperLevels
     mu: float
@@ -233,7 +210,7 @@ class NewtonProgress(Record):
 
 @dataclass(frozen=True)
 class Iterate:
-    """A point that all nodes have reported on; with ``fixed`` the global model stays where it is."""
+    """A point that all nodes have reported on; with ``fixed`` the global model does not move."""
 
     report: NewtonReport
     top: UpperLevels
@@ -264,21 +241,21 @@ class Iterate:
 
     @property
     def rounding(self) -> float:
-        """What rounding may do to the value."""
+        """A bound on the rounding error of the value."""
         return 16 * _EPS * abs(self.value)
 
     @property
     def runaway(self) -> Anything:
-        """Which terms the next full step would still move by more than a thousandth: mask ``(d,)``."""
+        """Which terms the next full step would still change by more than a thousandth: mask ``(d,)``."""
         here, ahead = (np.abs(np.vstack([at.w, at.wbar])).max(axis=0) for at in (self.top, self.step))
-        # A coefficient that is zero but for rounding moves by all of itself and means nothing.
+        # A coefficient that is zero up to rounding changes by all of itself, which means nothing.
         return np.asarray((ahead > 1e-3 * here) & (ahead > 1e-9 * here.max()) & (ahead > 1e-10))
 
 
 def coordinate(
     ask: Callable[[NewtonStep], NewtonReport],
     report: NewtonReport,
-    stage: NewtonProgress,
+    progress: NewtonProgress,
     spread: Spread,
     *,
     tol: float,
@@ -286,43 +263,43 @@ def coordinate(
     fixed: bool = False,
     keep: Callable[[NewtonProgress], None] | None = None,
 ) -> tuple[NewtonProgress, Convergence, Anything]:
-    """Run Newton against ``ask``, which sends a message to all nodes and adds up their reports.
+    """Run Newton; ``ask`` sends a message to all nodes and adds up their reports.
 
-    Returns the last stage, the account, and which terms have no finite optimum. With ``fixed`` the global model stays where it
-    is. ``keep`` gets each stage on the way; a run can go on from any of them.
+    Returns the last progress, how the run ended, and which terms have no finite optimum. With ``fixed`` the global model does
+    not move. ``keep`` is called with the progress after each step; a run can continue from any of them.
     """
-    mu, stalled, adrift = stage.mu, stage.stalled, stage.adrift
-    here = Iterate(report, stage.top, spread, fixed)
-    path = list(stage.path) or [PathPoint(0, here.value, here.norm, 1)]
-    iterations, exchanges = path[-1].iteration, path[-1].exchanges
-
-    # Where classes are separated the gradient vanishes while the coefficients go on growing: a few more steps will tell.
-    while (here.norm > tol or here.runaway.any()) and stalled < 2 and adrift < 3 and iterations < max_iter:
+    here = Iterate(report, progress.top, spread, fixed)
+    if not progress.path:
+        progress = replace(progress, path=(PathPoint(0, here.value, here.norm, 1),))
+    while progress.path[-1].iteration < max_iter and progress.stalled < 2:
+        # If classes are separated, the gradient vanishes while coefficients grow without bound: three more steps show that.
+        if here.norm <= tol and (progress.adrift >= 3 or not here.runaway.any()):
+            break
         there, slope, asked = _line_search(ask, here, tol)
-        # Once a step changes the objective by no more than its rounding, only a falling gradient counts as progress.
-        stalled = stalled + 1 if abs(slope) <= here.rounding and there.norm > 0.5 * here.norm else 0
-        adrift = adrift + 1 if there.norm <= tol else 0
-        here, iterations, exchanges = there, iterations + 1, exchanges + asked
-        path.append(PathPoint(iterations, here.value, here.norm, exchanges))
+        # If a step changes the objective by no more than rounding, only a falling gradient counts as progress.
+        stalled = progress.stalled + 1 if abs(slope) <= here.rounding and there.norm > 0.5 * here.norm else 0
+        adrift = progress.adrift + 1 if there.norm <= tol else 0
+        last, here = progress.path[-1], there
+        point = PathPoint(last.iteration + 1, here.value, here.norm, last.exchanges + asked)
+        progress = NewtonProgress(here.top, progress.mu, (*progress.path, point), stalled, adrift)
         if keep is not None:
-            keep(NewtonProgress(here.top, mu, tuple(path), stalled, adrift))
-
-    return _ended(here, NewtonProgress(here.top, mu, tuple(path), stalled, adrift), tol)
+            keep(progress)
+    return _ended(here, progress, tol)
 
 
 def _line_search(ask: Callable[[NewtonStep], NewtonReport], here: Iterate, tol: float) -> tuple[Iterate, float, int]:
-    """Newton's step, halved until the objective falls enough: where it leads, its slope, and how many exchanges it took."""
-    length, retry, asked = 1.0, False, 0
+    """Take Newton's step, halved until the objective falls enough; returns the new point, the slope and the exchanges."""
+    length, asked = 1.0, 0
     while True:
-        trial = ask(NewtonStep(here.step.w, length, retry))
+        trial = ask(NewtonStep(here.step.w, length, retry=asked > 0))
         asked += 1
         there = Iterate(trial, here.top.moved(here.step, length), here.spread, here.fixed)
         slope = trial.slope + float((here.spread.moved(here.top.v) * here.step.v).sum())
-        if there.value <= here.value + _ARMIJO * length * slope + here.rounding:
+        enough = there.value <= here.value + _ARMIJO * length * slope + here.rounding
+        length = 0.5 * length
+        # If the gradient has vanished, as in separated classes, no step lowers the objective and the last one will do.
+        if enough or (length < _SHORTEST and here.norm <= tol):
             return there, slope, asked
-        length, retry = 0.5 * length, True
-        if length < _SHORTEST and here.norm <= tol:
-            return there, slope, asked  # the gradient has vanished and nothing is left to gain, in separated classes
         if length < _SHORTEST:
             raise SolverError(
                 f"Newton found no decrease along its direction (objective {here.value:.6g}, gradient norm {here.norm:.1e}); "
@@ -330,22 +307,21 @@ def _line_search(ask: Callable[[NewtonStep], NewtonReport], here: Iterate, tol: 
             )
 
 
-def _ended(here: Iterate, stage: NewtonProgress, tol: float) -> tuple[NewtonProgress, Convergence, Anything]:
-    """The last stage, how well it solves the problem, and which terms have no finite optimum."""
-    end, top = stage.path[-1], stage.top
+def _ended(here: Iterate, progress: NewtonProgress, tol: float) -> tuple[NewtonProgress, Convergence, Anything]:
+    end, top = progress.path[-1], progress.top
     message = f"gradient norm {here.norm:.1e} after {end.iteration} Newton steps"
     if here.norm > tol:
-        limit = "as small as float64 allows" if stage.stalled >= 2 else f"above the tolerance {tol:.1e}; raise max_iter"
+        limit = "as small as float64 allows" if progress.stalled >= 2 else f"above the tolerance {tol:.1e}; raise max_iter"
         message = f"{message}, {limit}"
-    converged = here.norm <= tol or stage.stalled >= 2
+    converged = here.norm <= tol or progress.stalled >= 2
     runaway = here.runaway if here.norm <= tol else np.zeros_like(top.wbar, dtype=bool)
     if here.spread.detached.all() and not here.fixed:
         top = replace(top, wbar=top.w.mean(axis=0))
-    # The bound is one on the clients' gradient, with the levels above at their best; else it would bound too little.
+    # The bound uses the clients' gradient. It holds only if the levels above are at their best.
     balanced = here.upper_residual <= 1e-10 * (1.0 + float(np.linalg.norm(here.report.force)))
-    gap = certified_gap(here.norm, stage.mu) if balanced and not here.fixed else None
+    gap = certified_gap(here.norm, progress.mu) if balanced and not here.fixed else None
     account = Convergence("newton", converged, end.iteration, end.exchanges, here.value, here.norm, gap, message)
-    return replace(stage, top=top), account, runaway
+    return replace(progress, top=top), account, runaway
 
 
 @algorithm(place=2)
@@ -361,16 +337,37 @@ def newton(
     james_stein: bool = False,
     progress: Progress | None = None,
 ) -> Fit:
-    """The minimiser for any loss, to a gradient norm below ``tol``.
+    """Minimise the objective for any loss by damped Newton.
 
     Parameters
     ----------
-    centre : (d,) the global model, if it is given; the others are then the best given it
-    start : a fit to begin at, such as that of a nearby penalty; by default zero, or for counts their logs
-    checkpoint : file to write after each step; a run that finds its own goes on from it, to the same bits
-    james_stein : shrink the global model (:mod:`.james_stein`)
-    progress : called after each step with the iteration, the objective and the gradient norm
+    network : Network
+        The nodes that hold the clients' rows.
+    penalty : Penalty
+        ``gamma (n,)`` and ``lam (k,)``.
+    centre : (d,) array, optional
+        A given global model. The other models are then the best ones given it.
+    start : Fit, optional
+        A fit to begin at, such as that of a nearby penalty. By default Newton begins at zero, or for counts at a linear model
+        of their logs.
+    tol : float
+        Gradient norm at which Newton stops.
+    max_iter : int
+        Largest number of Newton steps.
+    checkpoint : path, optional
+        File to write after each step. A run whose checkpoint exists continues from it, to the same bits.
+    james_stein : bool
+        Whether to shrink the global model (:mod:`covey.solvers.direct.james_stein`).
+    progress : callable, optional
+        Called after each step with the iteration, the objective and the gradient norm.
 
+    Returns
+    -------
+    Fit
+        Models of all levels, with a history and a ledger of the exchanges.
+
+    Examples
+    --------
     >>> from covey import GroupedData, InMemory, Penalty
     >>> from covey.losses import Poisson
     >>> data = GroupedData.from_arrays([[1.0]] * 4, [1, 3, 0, 9], ["a", "a", "b", "c"], ["x", "x", "x", "y"])
@@ -382,37 +379,37 @@ def newton(
     begin_at(network, start)
     saved = Checkpoint.at(checkpoint, {"solver": "newton"}, network, penalty)
 
-    def keep(stage: NewtonProgress) -> None:
-        end = stage.path[-1]
-        saved.write(stage)
+    def keep(now: NewtonProgress) -> None:
+        end = now.path[-1]
+        saved.write(now)
         if progress is not None:
             progress(end.iteration, end.value, end.norm)
 
-    d, before = len(network.terms), 0
+    before = 0
     if start is None and network.loss.linear_start:
-        # From zero, large counts or exposures would take hundreds of steps: exp grows out of any quadratic's reach.
+        # From zero, large counts or exposures would take hundreds of steps, because exp grows faster than any quadratic.
         start, before = one_sweep(network, penalty, logs=True), 1
-    report, stage = _resumed(saved) or _begin(network, penalty, start, centre)
-    limits: dict[str, Any] = {"tol": tol, "max_iter": max_iter, "fixed": centre is not None, "keep": keep}
-    stage, account, runaway = coordinate(network.ask, report, stage, Spread.of_penalty(penalty.lam, d), **limits)
+    report, begun = _resumed(saved) or _begin(network, penalty, start, centre)
+    spread, fixed = Spread.of_penalty(penalty.lam, len(network.terms)), centre is not None
+    last, account, runaway = coordinate(network.ask, report, begun, spread, tol=tol, max_iter=max_iter, fixed=fixed, keep=keep)
     account = replace(account, exchanges=account.exchanges + before)
-    history, ledger = _history(network, stage, before)
+    path = [(point.iteration, point.value, point.norm, point.exchanges + before) for point in last.path]
     separated = runaway.any() and network.loss.curvature[0] == 0.0
     if separated:
         terms = listing(np.array(network.terms)[runaway].tolist(), 3)
-        sentence = (
-            f"the responses are perfectly separated along {terms}: the coefficients grow without bound and were stopped where "
-            "the gradient vanished; drop terms or merge categories"
+        message = (
+            f"{account.message}; the responses are perfectly separated along {terms}: the coefficients grow without bound and "
+            "were stopped where the gradient vanished; drop terms or merge categories"
         )
-        account = replace(account, message=f"{account.message}; {sentence}")
+        account = replace(account, message=message)
     if separated or not account.converged:
         warn(account.message)
-    fit = Fit(coefficients(network), stage.top.w, stage.top.wbar, account, history, ledger)
-    return _below_a_shrunk(network, penalty, fit, tol, max_iter, progress) if james_stein else fit
+    fit = Fit.of(network, last.top.w, last.top.wbar, account, *direct_history(network, path, last.mu))
+    return _shrink(network, penalty, fit, tol, max_iter, progress) if james_stein else fit
 
 
-def _below_a_shrunk(network: Network, penalty: Penalty, fit: Fit, tol: float, max_iter: int, progress: Progress | None) -> Fit:
-    """Shrink the global model of a fit, and put the others where they are best given that."""
+def _shrink(network: Network, penalty: Penalty, fit: Fit, tol: float, max_iter: int, progress: Progress | None) -> Fit:
+    """Shrink the global model of a fit by James-Stein, and fit the other models given it."""
     factor = factor_of(network, penalty, fit)
     second = newton(network, penalty, factor * fit.wbar, start=fit, tol=tol, max_iter=max_iter, progress=progress)
     both = after(fit, second)
@@ -422,13 +419,11 @@ def _below_a_shrunk(network: Network, penalty: Penalty, fit: Fit, tol: float, ma
 
 
 def _resumed(saved: Checkpoint) -> tuple[NewtonReport, NewtonProgress] | None:
-    """The stage that was saved, and the report of its node on where it is."""
-    stage = saved.resume(NewtonProgress)
-    if stage is None or saved.node is None:
+    """The saved progress, and the report of the node where it was saved."""
+    progress = saved.resume(NewtonProgress)
+    if progress is None or saved.node is None:
         return None
-    state = saved.node.state(NewtonState)
-    still = np.zeros_like(state.dtheta)
-    return _report(LocalProblem.of(saved.node), state.now, still, still, state.now, stage.mu), stage
+    return _report(LocalProblem.of(saved.node), saved.node.state(NewtonState), progress.mu), progress
 
 
 def _begin(network: Network, penalty: Penalty, start: Fit | None, centre: Floats | None) -> tuple[NewtonReport, NewtonProgress]:
@@ -441,14 +436,3 @@ def _begin(network: Network, penalty: Penalty, start: Fit | None, centre: Floats
     with np.errstate(invalid="ignore"):
         v = np.where(one, report.force, penalty.lam[:, None] * (w - wbar))
     return report, NewtonProgress(UpperLevels(w, v, wbar), report.mu)
-
-
-def _history(over: Network, stage: NewtonProgress, before: int) -> tuple[pl.DataFrame, Ledger]:
-    """A row for each step, and what they cost; every exchange is one of the whole network."""
-    network = quadratic_links(over.tree.sizes, len(over.terms))
-    everybody = np.ones(over.tree.n_clusters, dtype=np.int64)
-    rows, ledger = [], network.nothing
-    for step in stage.path:
-        ledger = network.count((step.exchanges + before) * everybody, step.exchanges + before)
-        rows.append(entry(step.iteration, step.value, step.norm, certified_gap(step.norm, stage.mu), ledger))
-    return pl.DataFrame(rows, schema=HISTORY), ledger

@@ -1,7 +1,7 @@
-"""The compiled loops of the randomised algorithms; the tests have a plain twin of each.
+"""Compiled loops of the randomised algorithms. Tests compare each of them with plain numpy.
 
-``group`` turns random choices into rounds, ``l2gd_move`` and ``al2sgd_plus_move`` move a node's clients, ``check`` sums their
-values and squared gradients, ``project`` and ``draw_row`` prepare.
+``group`` turns random choices into rounds. ``l2gd_move`` and ``al2sgd_plus_move`` move a node's clients. ``check`` sums their
+values and squared gradients. ``project`` fills eigenbases, and ``draw_row`` draws random rows.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from covey.kernels import accumulate_in, accumulate_rows
 from covey.losses.kernels import FASTMATH, GAUSSIAN, exponent, exponentials, slope
 from covey.nodes.network import BLOCK
 
-_ROOM = 1024  # rows worked on together: they stay in the second-level cache through a local run
+_ROOM = 1024  # rows handled together, which stay in the second-level cache during local steps
 
 
-# Random numbers: SplitMix64, read at any place of a stream
+# Random numbers by SplitMix64, at any place of a stream
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -37,7 +37,7 @@ _mix = njit(inline="always")(mix)
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
 def draw_row(stream: int, t: int, rows: int) -> int:
-    """A row, uniform, from the client's stream at iteration ``t``."""
+    """A uniform random row, from the client's stream at iteration ``t``."""
     return int(_mix(stream + np.uint64(t + 1) * GOLDEN) * 2.0**-53 * rows)
 
 
@@ -46,7 +46,7 @@ def draw_row(stream: int, t: int, rows: int) -> int:
 
 @njit  # type: ignore[untyped-decorator]
 def _everybody(t: int, since: Ints, pending: Ints, place: Ints, start: Ints, steps: Ints) -> int:
-    """A round for all clusters before iteration ``t``, after all their rounds so far."""
+    """Add a round of all clusters before iteration ``t``; returns its row."""
     row = place.max()
     for j in range(len(place)):
         start[row, j] = since[j] if pending[j] else t
@@ -57,45 +57,38 @@ def _everybody(t: int, since: Ints, pending: Ints, place: Ints, start: Ints, ste
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def group(
-    xi0: Anything,
-    xi: Anything,
-    anchor: Anything,
-    merge: bool,
-    start: Ints,
-    steps: Ints,
-    between: Ints,
-    within: Ints,
+    xi0: Anything, xi: Anything, xi_anchor: Anything, merge: bool, start: Ints, steps: Ints, between: Ints, within: Ints,
     refresh: Anything,
-) -> int:
-    """Fill the rounds of one stretch of coins; returns how many there are."""
+) -> int:  # fmt: skip
+    """Fill the rounds of some random choices; returns the number of rounds."""
     T, k = xi.shape
     since, pending = np.zeros(k, dtype=np.int64), np.zeros(k, dtype=np.int64)
-    place = np.zeros(k, dtype=np.int64)  # the round in which each cluster's next exchange will be
-    known = np.zeros(k, dtype=np.bool_)  # no local step since the cluster's last exchange: its mean is known
-    in_run = False  # the last iteration was a head between clusters
+    place = np.zeros(k, dtype=np.int64)  # the round of each cluster's next exchange
+    current = np.zeros(k, dtype=np.bool_)  # no local step since the cluster's last exchange: its average is up to date
+    in_run = False  # the last iteration was an exchange between clusters
     for t in range(T):
         if xi0[t] and merge and in_run:
             between[place[0] - 1] += 1
         elif xi0[t]:
             row = _everybody(t, since, pending, place, start, steps)
-            between[row], known[:] = 1, True
+            between[row], current[:] = 1, True
         else:
             for j in range(k):
                 if not xi[t, j]:
                     if pending[j] == 0:
                         since[j] = t
                     pending[j] += 1
-                    known[j] = False
-                elif merge and known[j]:
+                    current[j] = False
+                elif merge and current[j]:
                     within[place[j] - 1, j] += 1
                 else:
                     row = place[j]
                     start[row, j], steps[row, j], within[row, j] = (since[j] if pending[j] else t), pending[j], 1
-                    pending[j], place[j], known[j] = 0, row + 1, True
+                    pending[j], place[j], current[j] = 0, row + 1, True
         in_run = xi0[t]
-        if anchor[t]:
+        if xi_anchor[t]:
             row = _everybody(t + 1, since, pending, place, start, steps)
-            refresh[row], known[:], in_run = True, False, False
+            refresh[row], current[:], in_run = True, False, False
     last: int = _everybody(T, since, pending, place, start, steps)
     return last + 1
 
@@ -105,9 +98,9 @@ def group(
 
 @njit(parallel=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def project(
-    values: Floats, vectors: Floats, gradient: Floats, ptr: Ints, own: Floats, curvature: Floats, minimiser: Floats
+    values: Floats, vectors: Floats, gradient: Floats, ptr: Ints, basis: Floats, curvature: Floats, minimiser: Floats
 ) -> None:
-    """Fill a basis from each client's eigenvalues, ascending, and eigenvectors, in columns."""
+    """Fill an eigenbasis from each client's eigenvalues, in ascending order, and eigenvectors, in columns."""
     n, d = values.shape
     for i in prange(n):
         flat = 8 * d * 2.0**-52 * values[i, d - 1]
@@ -115,9 +108,9 @@ def project(
             at = d - (ptr[i + 1] - c)
             along = 0.0
             for a in range(d):
-                own[c, a] = vectors[i, a, at]
+                basis[c, a] = vectors[i, a, at]
                 along -= vectors[i, a, at] * gradient[i, a]
-            # Directions in which a client has no rows do not move it; rounding must not make them look a little curved.
+            # In directions without rows a client does not move. Rounding must not give them a little curvature.
             curved = values[i, at] > flat
             curvature[c] = values[i, at] if curved else 0.0
             minimiser[c] = along / values[i, at] if curved else 0.0
@@ -130,7 +123,7 @@ def l2gd_move(
     gamma: Floats, share: Floats, strength: Floats, force: Floats, start: Ints, steps: Ints, local: Floats, step: float,
     mu: float, switch: int, wanted: Anything, theta: Floats, out: Floats, sums: Ints,
 ) -> None:  # fmt: skip
-    """Each block of clients, all of one cluster, is moved by one thread; no bit depends on the threads, nor on the blocks."""
+    """Move the clients; one thread moves a block of clients of one cluster. No bit depends on threads or blocks."""
     d = theta.shape[1]
     for block in prange(len(owner)):
         j, first, last = owner[block], blocks[block], blocks[block + 1]
@@ -179,7 +172,7 @@ def _step_by_step(
     family: int, X: Floats, y: Floats, weights: Floats, offset: Floats, scale: Floats, ridge: float, client_ptr: Ints,
     eta: Floats, first: int, last: int, theta: Floats,
 ) -> None:  # fmt: skip
-    """Gradient steps of some clients, as many at a time as fit the room, columns padded to fours for vector registers."""
+    """Gradient steps of clients, as many at a time as fit in the cache, with columns padded to fours for vector registers."""
     d = theta.shape[1]
     width = (d + 3) // 4 * 4
     room = _ROOM
@@ -194,17 +187,13 @@ def _step_by_step(
         while stop < last and client_ptr[stop + 1] - base <= room:
             stop += 1
         m = client_ptr[stop] - base
-        for r in range(m):
-            target[r] = y[base + r]
-            for a in range(d):
-                x[r, a] = X[base + r, a]
+        target[:m] = y[base : base + m]
+        x[:m, :d] = X[base : base + m]
         if len(weights) > 0:
             weight[:m] = weights[base : base + m]
         if len(offset) > 0:
             shift[:m] = offset[base : base + m]
-        for c in range(i, stop):
-            for a in range(d):
-                t[c - i, a] = theta[c, a]
+        t[: stop - i, :d] = theta[i:stop]
         for s in range(len(eta)):
             for c in range(i, stop):
                 low, high = client_ptr[c] - base, client_ptr[c + 1] - base
@@ -234,9 +223,7 @@ def _step_by_step(
                     t[c - i, a + 1] -= eta[s] * (scale[c] * g1 + ridge * t[c - i, a + 1])
                     t[c - i, a + 2] -= eta[s] * (scale[c] * g2 + ridge * t[c - i, a + 2])
                     t[c - i, a + 3] -= eta[s] * (scale[c] * g3 + ridge * t[c - i, a + 3])
-        for c in range(i, stop):
-            for a in range(d):
-                theta[c, a] = t[c - i, a]
+        theta[i:stop] = t[: stop - i, :d]
         i = stop
 
 
@@ -247,22 +234,20 @@ def _step_by_step(
 def al2sgd_plus_move(
     family: int, X: Floats, target: Floats, weights: Floats, offset: Floats, scale: Floats, ridge: float, client_ptr: Ints,
     streams: Anything, blocks: Ints, owner: Ints, gamma: Floats, share: Floats, strength: Floats, force: Floats,
-    heads: Anything, start: Ints, steps: Ints, local: Floats, pace: tuple[float, float, float, float, float],
+    exchanged: Anything, start: Ints, steps: Ints, local: Floats, pace: tuple[float, float, float, float, float],
     wanted: Anything, x: Floats, gradient: Floats, y: Floats, z: Floats, y_out: Floats, z_out: Floats, sums: Ints,
 ) -> None:  # fmt: skip
-    """Each block of clients, all of one cluster, is moved by one thread; no bit depends on the threads, nor on the blocks."""
+    """Move the clients; one thread moves a block of clients of one cluster. No bit depends on threads or blocks."""
     d = x.shape[1]
     eta, a1, a2, b1, b2 = pace
     for block in prange(len(owner)):
         j = owner[block]
         first, last = blocks[block], blocks[block + 1]
         theta, g, ends = np.empty(d), np.empty(d), np.empty((last - first if wanted[j] else 0, d))
+        y_out[first:last], z_out[first:last] = y[first:last], z[first:last]
         for i in range(first, last):
             rows = client_ptr[i + 1] - client_ptr[i]
-            for a in range(d):
-                y_out[i, a] = y[i, a]
-                z_out[i, a] = z[i, a]
-            for s in range(-1 if heads[j] else 0, steps[j]):
+            for s in range(-1 if exchanged[j] else 0, steps[j]):
                 for a in range(d):
                     theta[a] = a1 * z_out[i, a] + a2 * x[i, a] + (1.0 - a1 - a2) * y_out[i, a]
                     g[a] = gradient[i, a]
@@ -304,9 +289,9 @@ def _power(family: int, margin: float) -> float:
 
 @njit(parallel=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def check(
-    own: Floats, gradient: Floats, gamma: Floats, theta: Floats, parent: Ints, w: Floats, value: Ints, squared: Ints
+    loss: Floats, gradient: Floats, gamma: Floats, theta: Floats, parent: Ints, w: Floats, value: Ints, squared: Ints
 ) -> None:
-    """Each client's value and squared gradient, in the order of its coefficients, go into the digits of its block."""
+    """Add each client's value and squared gradient to the digits of its block."""
     n, d = theta.shape
     for block in prange(len(value)):
         for i in range(block * BLOCK, min(n, (block + 1) * BLOCK)):
@@ -315,5 +300,5 @@ def check(
                 away = theta[i, a] - w[parent[i], a]
                 apart += away * away
                 steep += (gradient[i, a] + gamma[i] * away) ** 2
-            accumulate_in(value, block, own[i] + 0.5 * gamma[i] * apart)
+            accumulate_in(value, block, loss[i] + 0.5 * gamma[i] * apart)
             accumulate_in(squared, block, steep)

@@ -1,4 +1,4 @@
-"""Async-L2GD, Algorithm 1 of the paper (arXiv:2204.13619).
+"""Async-L2GD, Algorithm 1 (async_l2gd) of Lyu, Hanzely and Kolar (2022), arXiv:2204.13619.
 
     each iteration: xi_0 = 1 with probability p0, then every client does
         theta_i -= eta gamma_i / p0 ( alpha_j (theta_i - tbar) + tau_j (1 - alpha_j)(theta_i - tbar_j) )
@@ -7,9 +7,11 @@
     else
         theta_i -= eta / ((1 - p0)(1 - p_j)) grad f_i(theta_i)
 
-:func:`reference` is that, written out. :func:`l2gd` does the same over a network: the local steps between two exchanges are one
-run, done for each client in one go; for a quadratic loss in closed form, in the eigenbasis of its Hessian, where s steps
-shrink the distance to its own minimiser by the product of ``1 - step * eigenvalue``.
+:func:`reference` is this algorithm in plain numpy. :func:`l2gd` runs it over a network. It takes all local steps between two
+exchanges in one call of a kernel. For a quadratic loss the kernel has a closed form in the eigenbasis of each client's Hessian:
+s steps multiply the distance to the client's own minimiser by the product of ``1 - step * eigenvalue``.
+
+Rate and largest step are those of Theorem 3.5 (conv_rate), the probabilities those of Corollary 3.6 (opt_conv_rate).
 """
 
 from __future__ import annotations
@@ -17,134 +19,104 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import partial
 from typing import Any, Literal, NamedTuple, Unpack
 
 import numpy as np
 
 from covey._typing import Anything, Floats, Ints
 from covey.errors import one_of
-from covey.losses import Loss
-from covey.nodes.network import Blocks, Message, Network, Node
-from covey.objective.objective import Penalty
-from covey.objective.theory import (
-    Constants,
-    Probabilities,
-    Recipe,
-    Shares,
-    expected_smoothness,
-    iterations,
-    mixing,
-    noise,
-    probabilities,
-    switch,
-    switching_iterations,
-    switching_steps,
-)
+from covey.nodes.network import Message, Network, Node
+from covey.objective import theory
+from covey.objective.objective import Objective, Penalty
+from covey.objective.theory import Constants, Probabilities, Recipe, Shares, mixing
 from covey.records import Count, Record
 from covey.solvers.costs import Cost, Setting
 from covey.solvers.first_order import kernels, plain
-from covey.solvers.first_order.curvature import constants
-from covey.solvers.first_order.loop import Control, Setup, Watch, run
-from covey.solvers.first_order.protocol import Centres, ClusterSums, Move, Pull, empty_digits, shares, summed
-from covey.solvers.first_order.schedule import Flips, Round, Schedule
+from covey.solvers.first_order.loop import Control, ControlOptions, Setup, prepare, run
+from covey.solvers.first_order.protocol import Centres, ClientBlocks, ClusterSums, Move, Pull, empty_digits, summed
+from covey.solvers.first_order.schedule import Choices, PerCluster, Round, Schedule
 from covey.solvers.registry import algorithm
 from covey.solvers.result import Fit
-from covey.tables.rows import GroupedData
 from covey.tree.hierarchy import Hierarchy
 
 
 def reference(
-    data: GroupedData,
-    loss: Loss,
-    penalty: Penalty,
-    chances: Probabilities,
-    flips: Flips,
-    eta: Callable[[int], float],
-    theta: Floats,
+    objective: Objective, chances: Probabilities, choices: Choices, eta: Callable[[int], float], theta: Floats
 ) -> Floats:
-    """Algorithm 1 with given random choices ``flips`` and a step ``eta(t)``, from ``theta (n, d)``."""
-    gamma, alpha, parent = penalty.gamma, mixing(penalty), data.hierarchy.parent
+    """Run Algorithm 1 (async_l2gd) in plain numpy, with given random choices.
+
+    Parameters
+    ----------
+    objective : Objective
+        Data, loss and penalties.
+    chances : Probabilities
+        Probabilities ``p0`` and ``p (k,)`` of exchanges, and the shares ``tau (k,)``.
+    choices : Choices
+        The random choices of all iterations.
+    eta : callable
+        The step ``eta(t)`` of iteration ``t``.
+    theta : (n, d) array
+        The coefficients to begin at.
+
+    Returns
+    -------
+    (n, d) array
+        The last iterate.
+
+    Examples
+    --------
+    >>> from covey import GroupedData, Objective, Penalty
+    >>> from covey.losses import Gaussian
+    >>> data = GroupedData.from_arrays([[1.0], [1.0], [1.0]], [0.0, 3.0, 9.0], ["a", "b", "c"], ["x", "x", "y"])
+    >>> objective = Objective(data, Gaussian(), Penalty.of(data.hierarchy))
+    >>> chances = Probabilities(0.4, np.array([0.2, 0.2]), np.array([0.5, 0.5]))
+    >>> choices = Schedule(chances, seed=0).choices(0, 5000)
+    >>> reference(objective, chances, choices, lambda t: 1 / (t + 10), np.zeros((3, 1))).ravel().round(1).tolist()
+    [1.5, 3.0, 7.5]
+    """
+    gamma, alpha = objective.penalty.gamma, mixing(objective.penalty)
     p0, p, tau = chances.p0, chances.p, chances.tau
-    own, weight = [data.clients(i, i + 1) for i in range(data.n_clients)], alpha[parent] * gamma
-    for t in range(len(flips.between)):  # line 2
-        before, theta = theta, theta.copy()
-        tbar_j = [np.average(before[parent == j], axis=0, weights=gamma[parent == j]) for j in range(len(p))]  # lines 5, 12
-        if flips.between[t]:  # line 4: xi_0 = 1
-            tbar = weight @ before / (weight.sum() or 1.0)  # line 6
-            for i, j in enumerate(parent):  # line 7: a step towards both averages
-                both = alpha[j] * (before[i] - tbar) + tau[j] * (1 - alpha[j]) * (before[i] - tbar_j[j])
-                theta[i] = before[i] - eta(t) * gamma[i] / p0 * both
-            continue
-        for i, j in enumerate(parent):  # line 9
-            if flips.within[t, j]:  # line 11: xi_j = 1
+    for t in range(len(choices.between)):  # line 2
+        tbar_j, tbar = objective.means(theta)  # lines 5, 6 and 12
+        gradient, step = objective.loss.gradient(objective.data, theta), np.empty_like(theta)
+        for i, j in enumerate(objective.data.hierarchy.parent):
+            if choices.between[t]:  # line 4: xi_0 = 1
+                both = alpha[j] * (theta[i] - tbar) + tau[j] * (1 - alpha[j]) * (theta[i] - tbar_j[j])
+                step[i] = gamma[i] / p0 * both  # line 7
+            elif choices.within[t, j]:  # line 11: xi_j = 1
                 share = (1 - tau[j]) * (1 - alpha[j]) / ((1 - p0) * p[j])
-                theta[i] = before[i] - eta(t) * gamma[i] * share * (before[i] - tbar_j[j])  # line 13
+                step[i] = gamma[i] * share * (theta[i] - tbar_j[j])  # line 13
             else:
-                gradient = loss.gradient(own[i], before[i : i + 1])[0]
-                theta[i] = before[i] - eta(t) / ((1 - p0) * (1 - p[j])) * gradient  # line 15
+                step[i] = gradient[i] / ((1 - p0) * (1 - p[j]))  # line 15
+        theta = theta - eta(t) * step
     return theta
 
 
-# Theory
-
-
-def recipe(known: Constants, *, p0: Any = None, p: Any = None, tau: Any = None) -> Recipe:
-    """Probabilities and the largest step, by thm. conv_rate and cor. opt_conv_rate of the paper."""
-    chances = probabilities(known, known.L, p0=p0, p=p, tau=tau)
-    smoothness = expected_smoothness(known, chances, known.L)
-    return Recipe(chances, smoothness, 1 / (2 * smoothness), "1 / (2 calL)")
-
-
-def cost(setting: Setting) -> Cost:
-    """What the theorem says for the plan."""
-    return descent_cost("l2gd", recipe(setting.known), setting)
-
-
-def descent_cost(name: str, recipe: Recipe, setting: Setting) -> Cost:
-    """The smaller of the bounds with constant and with switching steps."""
-    objective, known, best = setting.objective, setting.known, setting.best
-    sigma2 = noise(objective, best.theta, recipe.probabilities)
-    rate = {"smoothness": recipe.smoothness, "mu": known.mu, "sigma2": sigma2, "start": setting.distance}
-    constant, eta = iterations(setting.accuracy, **rate)
-    switching = switching_iterations(setting.accuracy, **rate)
-    how = "steps='switching'" if switching < constant else f"eta={eta:.2g}"
-    pace = 1 / (known.mu * (recipe.largest_step if switching < constant else eta))
-    merge = equal_within(objective.data.hierarchy, objective.penalty)[0]
-    schedule = Schedule(recipe.probabilities, 0, merge)
-    return setting.bounded(name, min(constant, switching), pace, schedule, f"bound of its theorem, {how}")
-
-
-Steps = Literal["constant", "switching"]
-STEPS = ("constant", "switching")
-
-_LARGEST_BASIS = 50_000_000  # numbers in the eigenbases of all clients
+# Messages, and what a node does with them
 
 
 @dataclass(frozen=True)
 class StepSizes(Record):
-    """The step at each iteration: ``eta``, or with ``mu > 0`` switching to ``(2t + 1) / ((t + 1)^2 mu)`` after ``last``."""
+    """The step of each iteration: ``eta``; with ``mu > 0``, ``(2t + 1) / ((t + 1)^2 mu)`` after iteration ``last``."""
 
     eta: float
     mu: float = 0.0
 
     @property
     def last(self) -> int:
-        return switch(1 / (2 * self.eta), self.mu) if self.mu > 0 else 0
+        return theory.switch(1 / (2 * self.eta), self.mu) if self.mu > 0 else 0
 
     def at(self, t: Any) -> Any:
-        return self.eta if self.mu == 0 else switching_steps(t, 1 / (2 * self.eta), self.mu)
-
-
-# What travels
+        return self.eta if self.mu == 0 else theory.switching_steps(t, 1 / (2 * self.eta), self.mu)
 
 
 @dataclass(frozen=True)
 class L2gdBegin(Message[None], label="l2gd begin", reply=False):
-    """Begin where the clients are.
+    """Begin at the clients' coefficients.
 
-    ``local (k,)`` is what a local step is multiplied by, ``rate`` the steps, ``total (k,)`` each cluster's sum of ``gamma``.
-    With ``closed``, local runs are done in closed form.
+    ``local (k,)`` multiplies local steps, ``rate`` has the steps, ``total (k,)`` is each cluster's sum of ``gamma``. With
+    ``closed`` local steps are taken in closed form.
     """
 
     local: Floats
@@ -153,14 +125,13 @@ class L2gdBegin(Message[None], label="l2gd begin", reply=False):
     closed: bool
 
     def at(self, node: Node) -> None:
-        node.theta = node.coefficients()
-        node.keep(self)
-        node.cache.pop(L2gdClients, None)
+        ClientBlocks.begin(node, self)
+        node.cache.pop(Eigenbasis, None)
 
 
 @dataclass(frozen=True)
 class L2gdMove(Message[ClusterSums], label="l2gd move"):
-    """A move of all clients."""
+    """Take a step towards averages (lines 7 and 13), then local steps (line 15)."""
 
     move: Move
 
@@ -169,28 +140,34 @@ class L2gdMove(Message[ClusterSums], label="l2gd move"):
         return self.move.cells
 
     def at(self, node: Node) -> ClusterSums:
-        clients = node.cache.get(L2gdClients)
-        if clients is None:
-            clients = node.cache[L2gdClients] = L2gdClients.of(node, node.state(L2gdBegin))
-        node.theta, sums = node_move(clients, node.coefficients(), self.move)
-        return sums
+        begin, move, theta = node.state(L2gdBegin), self.move, node.coefficients()
+        clients, rate = ClientBlocks.of(node, begin.total), begin.rate
+        blocks, basis = clients.blocks, Eigenbasis.of(node) if begin.closed else _NO_BASIS
+        if node.loss.compiled:
+            out, sums = np.empty_like(theta), empty_digits(blocks, theta.shape[1])
+            kernels.l2gd_move(
+                *clients.operands, begin.closed, *basis, blocks.ptr, blocks.owner, node.gamma, clients.share,
+                move.pull.strength, move.pull.force, move.start, move.steps, begin.local, rate.eta, rate.mu, rate.last,
+                move.wanted, theta, out, sums,
+            )  # fmt: skip
+        else:
+            out, sums = plain.l2gd_move(node, clients, begin, move)
+        node.theta = out
+        return summed(blocks, sums)
 
 
 @dataclass(frozen=True)
 class CountBasis(Message[Count], label="size of eigenbases", phase="measure"):
-    """How many numbers the eigenbases of the clients have."""
+    """Ask how many numbers the eigenbases of the clients have."""
 
     def at(self, node: Node) -> Count:
-        return Count(int(_ranks(node.data, node.loss).sum()) * node.data.n_terms)
-
-
-# The node
+        return Count(int(_ranks(node).sum()) * node.data.n_terms)
 
 
 class Eigenbasis(NamedTuple):
-    """Each client's quadratic loss in its eigenbasis, one after the other.
+    """The quadratic losses of all clients in their eigenbases, one client after the other.
 
-    Client ``i`` has ``ptr[i]:ptr[i + 1]`` of ``vectors (r, d)``, ``curvature (r,)`` and ``minimiser (r,)``.
+    Client ``i`` has the rows ``ptr[i]:ptr[i + 1]`` of ``vectors (r, d)``, ``curvature (r,)`` and ``minimiser (r,)``.
     """
 
     ptr: Ints
@@ -198,96 +175,122 @@ class Eigenbasis(NamedTuple):
     curvature: Floats
     minimiser: Floats
 
-
-@dataclass(frozen=True)
-class L2gdClients:
-    """What a node holds for the whole run."""
-
-    operands: tuple[Any, ...]
-    closed: bool
-    basis: Eigenbasis
-    blocks: Blocks
-    gamma: Floats
-    share: Floats
-    local: Floats
-    rate: StepSizes
-
     @classmethod
-    def of(cls, node: Node, begin: L2gdBegin) -> L2gdClients:
-        data, share = node.data, shares(node, begin.total)
-        basis = _basis(data, node.loss) if begin.closed else _NO_BASIS
-        blocks, operands = Blocks.of(data.hierarchy.cluster_ptr), node.loss.operands(data)
-        return cls(operands, begin.closed, basis, blocks, node.gamma, share, begin.local, begin.rate)
+    def of(cls, node: Node) -> Eigenbasis:
+        """That of a node's clients, computed once in a run."""
+        basis: Eigenbasis | None = node.cache.get(cls)
+        if basis is None:
+            n, d = node.data.n_clients, node.data.n_terms
+            ptr = np.concatenate([[0], np.cumsum(_ranks(node))])
+            here = node.loss.expand(node.data, np.zeros((n, d)))
+            values, vectors = np.linalg.eigh(here.hessian)
+            basis = node.cache[cls] = cls(ptr, np.empty((ptr[-1], d)), np.empty(ptr[-1]), np.empty(ptr[-1]))
+            kernels.project(values, vectors, here.gradient, *basis)
+        return basis
 
 
 _NO_BASIS = Eigenbasis(np.zeros(1, dtype=np.int64), np.empty((0, 0)), np.empty(0), np.empty(0))
+_LARGEST_BASIS = 50_000_000  # numbers in the eigenbases of all clients
 
 
-def node_move(clients: L2gdClients, theta: Floats, move: Move) -> tuple[Floats, ClusterSums]:
-    """Pull, then local steps: where the clients are, and the sums of the clusters that are wanted."""
-    rate, blocks = clients.rate, clients.blocks
-    out, sums = np.empty_like(theta), empty_digits(blocks, theta.shape[1])
-    move_clients: Any = plain.l2gd_move if isinstance(clients.operands[0], Loss) else kernels.l2gd_move
-    move_clients(
-        *clients.operands, clients.closed, *clients.basis, blocks.ptr, blocks.owner, clients.gamma, clients.share,
-        move.pull.strength, move.pull.force, move.start, move.steps, clients.local, rate.eta, rate.mu, rate.last, move.wanted,
-        theta, out, sums,
-    )  # fmt: skip
-    return out, summed(blocks, sums)
-
-
-def _ranks(data: GroupedData, loss: Loss) -> Ints:
-    """The directions in which each client's loss is curved, at most."""
-    return np.full(data.n_clients, data.n_terms) if loss.ridge else np.minimum(data.rows_per_client, data.n_terms)
-
-
-def _basis(data: GroupedData, loss: Loss) -> Eigenbasis:
-    n, d = data.n_clients, data.n_terms
-    ptr = np.concatenate([[0], np.cumsum(_ranks(data, loss))])
-    here = loss.expand(data, np.zeros((n, d)))
-    values, vectors = np.linalg.eigh(here.hessian)
-    basis = Eigenbasis(ptr, np.empty((ptr[-1], d)), np.empty(ptr[-1]), np.empty(ptr[-1]))
-    kernels.project(values, vectors, here.gradient, *basis)
-    return basis
+def _ranks(node: Node) -> Ints:
+    """An upper bound on the rank of each client's Hessian."""
+    data = node.data
+    return np.full(data.n_clients, data.n_terms) if node.loss.ridge else np.minimum(data.rows_per_client, data.n_terms)
 
 
 # The coordinator
 
 
-@dataclass(frozen=True)
-class L2gdGuide:
-    """Averages of the clients become steps towards them; ``gamma (k,)`` is that of each cluster's clients, if it is one."""
+def next_pull(top: Centres, shares: Shares, rate: StepSizes, gamma: Floats, means: Floats, now: Round, anchor: Floats) -> Pull:
+    """All steps towards averages after the exchange of a round, as one: first those between clusters, then those within.
 
-    top: Centres
-    probabilities: Probabilities
-    rate: StepSizes
-    gamma: Floats
+    ``gamma (k,)`` is the penalty of each cluster's clients. It matters only if several steps follow one exchange.
+    """
+    pull, t = Pull.none(*means.shape), now.start + now.steps
+    for i in range(now.between):  # line 7
+        eta = rate.at(t + i)
+        strength = eta * (shares.whole + shares.cluster)
+        force = (eta * shares.whole)[:, None] * top.whole(means) + (eta * shares.cluster)[:, None] * means
+        pull = pull.then(strength, force, gamma)
+        means = means - gamma[:, None] * (strength[:, None] * means - force)
+    for i in range(int(now.within.max())):  # line 13
+        strength = np.where(now.within > i, rate.at(t + now.between + i) * shares.within, 0.0)
+        pull = pull.then(strength, strength[:, None] * means, gamma)
+    return pull
 
-    @cached_property
-    def _shares(self) -> Shares:
-        return self.probabilities.shares(self.top.alpha)
 
-    def answer(self, means: Floats, turn: Round, anchor: Floats) -> Pull:
-        """All steps towards averages that follow a round's exchange, as one pull: those between clusters, then within each."""
-        pull, t, gamma = Pull.none(*means.shape), turn.start + turn.steps, self.gamma
-        for i in range(turn.between):
-            strength, force = self._towards_both(means, t + i)
-            pull = pull.then(strength, force, gamma)
-            means = means - gamma[:, None] * (strength[:, None] * means - force)
-        for i in range(int(turn.within.max())):
-            strength = np.where(turn.within > i, self._towards_cluster(t + turn.between + i), 0.0)
-            pull = pull.then(strength, strength[:, None] * means, gamma)
-        return pull
+Steps = Literal["constant", "switching"]
+STEPS = ("constant", "switching")
 
-    def _towards_both(self, means: Floats, t: Ints) -> tuple[Floats, Floats]:
-        """Line 7, the step towards both averages: ``eta/p0 (alpha_j (theta - tbar) + tau_j (1 - alpha_j)(theta - tbar_j))``."""
-        eta, whole, cluster = self.rate.at(t), self._shares.whole, self._shares.cluster
-        return eta * (whole + cluster), (eta * whole)[:, None] * self.top.whole(means) + (eta * cluster)[:, None] * means
 
-    def _towards_cluster(self, t: Ints) -> Floats:
-        """Line 13, the step towards the cluster's average: ``eta (1 - tau_j)(1 - alpha_j) / ((1 - p0) p_j)``."""
-        strength: Floats = self.rate.at(t) * self._shares.within
-        return strength
+def descent(
+    name: str, network: Network, penalty: Penalty, constants: Constants, recipe: Recipe, eta: float | None, steps: Steps
+) -> Setup:
+    """Algorithm 1 with any probabilities, for the loop that all randomised algorithms share."""
+    if steps not in STEPS:
+        raise one_of("steps", steps, STEPS)
+    switching = steps == "switching"
+    rate = StepSizes(recipe.step(eta), constants.mu if switching else 0.0)
+    smoothness = 1 / (2 * rate.eta)
+
+    def needed(tol: float) -> int:
+        return math.ceil(rate.last / tol) if switching else theory.iterations(tol, smoothness=smoothness, mu=constants.mu)[0]
+
+    stalls = "raise max_iter; a constant step ends in its noise, which steps='switching' and solver='al2sgd_plus' overcome"
+    slow = "steps that shrink like 1/t are slow at the end: raise max_iter, or use solver='al2sgd_plus'"
+    equal, gamma = equal_within(network.tree, penalty)
+    top, chances = Centres.of(penalty), recipe.probabilities
+    closed = network.loss.quadratic and network.loss.compiled and network.ask(CountBasis()).number <= _LARGEST_BASIS
+    return Setup(
+        name,
+        constants,
+        recipe,
+        identity={"eta": rate.eta, "steps": [steps, rate.mu], "probabilities": asdict(chances)},
+        begin=L2gdBegin(chances.local, rate, top.total, closed),
+        move=L2gdMove,
+        next_pull=partial(next_pull, top, chances.shares(top.alpha), rate, gamma),
+        merge=equal,
+        pace=1 / (rate.eta * constants.mu),
+        needed=needed,
+        advice=slow if switching else stalls,
+    )
+
+
+def equal_within(tree: Hierarchy, penalty: Penalty) -> tuple[bool, Floats]:
+    """Whether ``gamma`` is equal within each cluster, and its first value in each cluster ``(k,)``; 1 if it is empty."""
+    ptr, filled, gamma = tree.cluster_ptr, tree.sizes > 0, np.ones(tree.n_clusters)
+    gamma[filled] = penalty.gamma[ptr[:-1][filled]]
+    return bool((penalty.gamma == gamma[tree.parent]).all()), gamma
+
+
+# Theory
+
+
+def recipe(constants: Constants, *, p0: Any = None, p: Any = None, tau: Any = None) -> Recipe:
+    """Probabilities by Corollary 3.6 (opt_conv_rate), largest step by Theorem 3.5 (conv_rate)."""
+    chances = theory.probabilities(constants, constants.L, p0=p0, p=p, tau=tau)
+    smoothness = theory.expected_smoothness(constants, chances, constants.L)
+    return Recipe(chances, smoothness, 1 / (2 * smoothness), "1 / (2 calL)")
+
+
+def cost(setting: Setting) -> Cost:
+    """The cost by Theorem 3.5 (conv_rate)."""
+    return descent_cost("l2gd", recipe(setting.constants), setting)
+
+
+def descent_cost(name: str, recipe: Recipe, setting: Setting) -> Cost:
+    """The smaller of the bounds for constant and for switching steps."""
+    objective, mu = setting.objective, setting.constants.mu
+    sigma2 = theory.noise(objective, setting.best.theta, recipe.probabilities)
+    rate = {"smoothness": recipe.smoothness, "mu": mu, "sigma2": sigma2, "start": setting.distance}
+    constant, eta = theory.iterations(setting.accuracy, **rate)
+    switching = theory.switching_iterations(setting.accuracy, **rate)
+    how = "steps='switching'" if switching < constant else f"eta={eta:.2g}"
+    pace = 1 / (mu * (recipe.largest_step if switching < constant else eta))
+    merge = equal_within(objective.data.hierarchy, objective.penalty)[0]
+    schedule = Schedule(recipe.probabilities, 0, merge)
+    return setting.bounded(name, min(constant, switching), pace, schedule, f"bound of its theorem, {how}")
 
 
 # The solver
@@ -303,22 +306,45 @@ def l2gd(
     steps: Steps = "constant",
     eta: float | None = None,
     p0: float | None = None,
-    p: Any = None,
-    tau: Any = None,
+    p: PerCluster | None = None,
+    tau: PerCluster | None = None,
     mu: float | None = None,
     L: float | None = None,
-    **watch: Unpack[Watch],
+    **options: Unpack[ControlOptions],
 ) -> Fit:
-    """Async-L2GD: to a neighbourhood of the minimiser with a constant step, to the minimiser itself with switching steps.
+    """Minimise the objective by Async-L2GD, Algorithm 1 (async_l2gd) of the paper.
+
+    A constant step leads to a neighbourhood of the minimiser. Switching steps lead to the minimiser itself, slowly.
 
     Parameters
     ----------
-    steps : "constant", or "switching" to ever smaller steps once the constant one has done its work
-    eta, p0, p, tau : step, probabilities of an exchange between clusters and within each, share of the pull to the cluster that
-        the former takes; by default the best by theory
-    mu, L : strong convexity and smoothness, in place of those found in the data
-    **watch : seed, tol, max_iter, checkpoint and more: see :class:`~covey.solvers.first_order.loop.Control`
+    network : Network
+        The nodes that hold the clients' rows.
+    penalty : Penalty
+        ``gamma (n,)`` and ``lam (k,)``.
+    steps : {"constant", "switching"}
+        With "switching" the steps shrink like 1/t after a number of iterations with a constant step.
+    eta : float, optional
+        The constant step; by default the largest of Theorem 3.5 (conv_rate).
+    p0 : float, optional
+        Probability of an exchange between clusters; by default that of Corollary 3.6 (opt_conv_rate).
+    p : float or (k,) array, optional
+        Probability of an exchange within each cluster; by default that of Corollary 3.6 (opt_conv_rate).
+    tau : float or (k,) array, optional
+        Share of the step towards the cluster average that an exchange between clusters takes; by default that of
+        Proposition 3.3 (opt_tau).
+    mu, L : float, optional
+        Strong convexity of the objective and smoothness of the clients' losses; by default measured on the data.
+    **options
+        Seed, tolerance, checkpoint and more: see :class:`~covey.solvers.first_order.loop.Control`.
 
+    Returns
+    -------
+    Fit
+        Models of all levels, with a history and a ledger of the exchanges.
+
+    Examples
+    --------
     >>> from covey import GroupedData, InMemory, Penalty
     >>> from covey.losses import Gaussian
     >>> data = GroupedData.from_arrays([[1.0], [1.0], [1.0]], [0.0, 3.0, 9.0], ["a", "b", "c"], ["x", "x", "y"])
@@ -327,50 +353,6 @@ def l2gd(
     >>> fit.convergence.converged, fit.history["objective"].round(2)[-1]
     (True, 6.75)
     """
-    control = Control.begin("l2gd", watch, network)
-    known = constants(network, penalty, mu=mu, L=L)
-    known.need_curvature()
-    setup = descent("l2gd", network, penalty, known, recipe(known, p0=p0, p=p, tau=tau), eta, steps)
+    control, constants = prepare("l2gd", network, penalty, options, mu=mu, L=L)
+    setup = descent("l2gd", network, penalty, constants, recipe(constants, p0=p0, p=p, tau=tau), eta, steps)
     return run(network, penalty, setup, control)
-
-
-def descent(
-    name: str, network: Network, penalty: Penalty, known: Constants, recipe: Recipe, eta: float | None, steps: Steps
-) -> Setup:
-    """Algorithm 1 with any probabilities, for the loop; its one-coin variant is one such."""
-    if steps not in STEPS:
-        raise one_of("steps", steps, STEPS)
-    switching = steps == "switching"
-    rate = StepSizes(recipe.step(eta), known.mu if switching else 0.0)
-    smoothness = 1 / (2 * rate.eta)
-
-    def needed(tol: float) -> int:
-        return math.ceil(rate.last / tol) if switching else iterations(tol, smoothness=smoothness, mu=known.mu)[0]
-
-    stalls = "raise max_iter; a constant step ends in its noise, which steps='switching' and solver='al2sgd_plus' overcome"
-    slow = "steps that shrink like 1/t are slow at the end: raise max_iter, or use solver='al2sgd_plus'"
-    equal, gamma = equal_within(network.tree, penalty)
-    top, chances = Centres.of(penalty), recipe.probabilities
-    closed = network.loss.quadratic and network.loss.compiled and network.ask(CountBasis()).number <= _LARGEST_BASIS
-    return Setup(
-        name,
-        known,
-        recipe,
-        identity={"eta": rate.eta, "steps": [steps, rate.mu], "probabilities": asdict(chances)},
-        begin=L2gdBegin(chances.local, rate, top.total, closed),
-        move=L2gdMove,
-        guide=L2gdGuide(top, chances, rate, gamma),
-        merge=equal,
-        pace=1 / (rate.eta * known.mu),
-        needed=needed,
-        advice=slow if switching else stalls,
-    )
-
-
-def equal_within(tree: Hierarchy, penalty: Penalty) -> tuple[bool, Floats]:
-    """Whether ``gamma`` is equal within each cluster, and its (first) value there; 1 where a cluster is empty."""
-    ptr = tree.cluster_ptr
-    filled = np.diff(ptr) > 0
-    gamma = np.ones(tree.n_clusters)
-    gamma[filled] = penalty.gamma[ptr[:-1][filled]]
-    return bool((penalty.gamma == gamma[tree.parent]).all()), gamma

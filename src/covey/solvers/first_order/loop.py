@@ -1,8 +1,8 @@
-"""The loop that the randomised algorithms share: rounds from the schedule, checks, history, checkpoints.
+"""The loop that the randomised algorithms of arXiv:2204.13619 share: rounds, checks, history and checkpoints.
 
-An algorithm is a :class:`Setup`: what theory says for this problem, what nodes are asked to do, and a guide for the
-coordinator. Every so many iterations the loop stops for a check, a full gradient by all nodes, and ends when the objective is
-certified to be close enough to its minimum.
+An algorithm describes itself by a :class:`Setup`: what the theory says about the problem, the messages to the nodes, and how
+the coordinator computes the next step towards averages. After a number of iterations the loop makes a check, for which all
+nodes compute the full gradient. It stops when the objective is certified to be close enough to its minimum.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from covey.nodes.network import Message, Network
 from covey.objective.objective import Penalty
 from covey.objective.theory import Constants, Recipe
 from covey.records import Record
-from covey.solvers.first_order.curvature import certificate
-from covey.solvers.first_order.protocol import AskMeans, Centres, CheckGap, ClusterSums, Guide, Move, PerfectFit, Pull
+from covey.solvers.first_order import curvature
+from covey.solvers.first_order.protocol import AskMeans, Centres, CheckGap, ClusterSums, Move, NextPull, PerfectFit, Pull
 from covey.solvers.first_order.schedule import Rounds, Schedule, Vote
 from covey.solvers.ledger import Ledger, Links, expected, links
 from covey.solvers.registry import unknown_option
-from covey.solvers.result import HISTORY, Checkpoint, Convergence, Fit, Progress, begin_at, certified_gap, coefficients, entry
+from covey.solvers.result import HISTORY, Checkpoint, Convergence, Fit, Progress, begin_at, certified_gap, entry
 
-_STRETCH = 1 << 20  # random choices grouped at a time, over all clusters
-_MOST_ITERATIONS = 1_000_000  # unless max_iter says more
+_TOGETHER = 1 << 20  # random choices grouped into rounds at a time, over all clusters
+_MOST_ITERATIONS = 1_000_000  # by default
 
 
-class Watch(TypedDict, total=False):
-    """The keywords of :class:`Control`, as the solvers take them."""
+class ControlOptions(TypedDict, total=False):
+    """The fields of :class:`Control` as keywords of the solvers."""
 
     seed: int
     tol: float
     max_iter: int | None
     every: int | None
-    start: Any
+    start: Fit | Floats | None
     minimum: float | None
     checkpoint: str | Path | None
     progress: Progress | None
@@ -49,26 +49,26 @@ class Watch(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Control:
-    """What all randomised algorithms take besides their own settings.
+    """Options that all randomised algorithms have.
 
     Attributes
     ----------
-    seed : of the random choices and of the rows that are sampled
-    tol : stop when the objective is certified to be within this share of its minimum, both above that of a perfect fit
-    max_iter : most iterations; by default twice what the theorem needs, at most a million
-    every : iterations between checks; by default a quarter of the time in which the distance shrinks by e, then ever more
-    start : a fit or coefficients (n, d) to begin at; zero by default
-    minimum : the lowest value of the objective, if it is known; the history then has the true gap
-    checkpoint : file to write at each check; a run that finds its own goes on from it, to the same bits
+    seed : determines the random choices and the rows that are sampled
+    tol : stop when the objective is certified to be within this share of its minimum, both measured above a perfect fit
+    max_iter : largest number of iterations; by default twice what the theorem needs, at most a million
+    every : iterations between checks; by default a quarter of those in which the distance shrinks by e, more later in a run
+    start : a fit or coefficients (n, d) to begin at; by default zero
+    minimum : the minimum of the objective, if you have it; the history then has the true gap
+    checkpoint : file to write at each check; a run whose checkpoint exists continues from it, to the same bits
     progress : called at each check with the iteration, the objective and the gradient norm
-    vote : who decides on an exchange between clusters: "central" or, without a server, "majority"
+    vote : who decides on an exchange between clusters: "central" or, without a central server, "majority"
     """
 
     seed: int = 0
     tol: float = 1e-8
     max_iter: int | None = None
     every: int | None = None
-    start: Any = None
+    start: Fit | Floats | None = None
     minimum: float | None = None
     checkpoint: str | Path | None = None
     progress: Progress | None = None
@@ -83,45 +83,49 @@ class Control:
         if self.minimum is not None:
             number("minimum", self.minimum)
 
-    @classmethod
-    def begin(cls, solver: str, watch: Watch, network: Network) -> Control:
-        """From the keywords of a solver; an unknown one is refused. Clients are put where the run is to start."""
-        known = [each.name for each in fields(cls)]
-        for name in watch:
-            if name not in known:
-                raise unknown_option(solver, name)
-        control = cls(**watch)
-        begin_at(network, control.start)
-        return control
-
 
 @dataclass(frozen=True)
 class Setup:
-    """An algorithm as the loop sees it, set up for one problem.
+    """An algorithm, set up for one problem.
 
     Attributes
     ----------
-    name, known, recipe : what theory says of it
-    identity : numbers that, with the random choices, determine its iterates: a checkpoint is good for these only
-    begin, move : what nodes are asked to do: begin where they are, and make a move
-    guide : how the coordinator turns averages into the next pull
-    merge : whether consecutive steps towards averages need one exchange only
-    pace : iterations in which the distance shrinks by e, by its theorem
-    needed : iterations to a tolerance, by its theorem
-    advice : for a run that did not get there
+    name : name of the solver
+    constants, recipe : what the theory needs to know about the problem, and what follows for the algorithm
+    identity : numbers that, with the random choices, determine the iterates; a checkpoint is valid for the same numbers only
+    begin, move : messages to the nodes: begin a run, and make a move
+    next_pull : computes the next step towards averages
+    merge : whether consecutive steps towards averages share one exchange
+    pace : iterations in which the distance to the minimiser shrinks by e, by the theorem
+    needed : iterations to a tolerance, by the theorem
+    advice : what to try if a run stops above its tolerance
     """
 
     name: str
-    known: Constants
+    constants: Constants
     recipe: Recipe
     identity: dict[str, Any]
     begin: Message[None]
     move: Callable[[Move], Message[ClusterSums]]
-    guide: Guide
+    next_pull: NextPull
     merge: bool
     pace: float
     needed: Callable[[float], int]
     advice: str
+
+
+def prepare(
+    solver: str, network: Network, penalty: Penalty, options: ControlOptions, **given: float | None
+) -> tuple[Control, Constants]:
+    """Check the options of a solver, put the clients at the start, and measure the constants that are not ``given``."""
+    for name in options:
+        if name not in {part.name for part in fields(Control)}:
+            raise unknown_option(solver, name)
+    control = Control(**options)
+    begin_at(network, control.start)
+    constants = curvature.constants(network, penalty, **given)
+    constants.need_curvature()
+    return control, constants
 
 
 def spacing(pace: float) -> int:
@@ -131,7 +135,7 @@ def spacing(pace: float) -> int:
 
 @dataclass(frozen=True)
 class RunProgress(Record):
-    """Where a run is: what the coordinator remembers between checks; ``anchor (k, d)`` are the averages of the last one."""
+    """What the coordinator has to remember at a check; ``anchor (k, d)`` are the averages of the last anchor."""
 
     iteration: int
     ledger: Ledger
@@ -140,7 +144,7 @@ class RunProgress(Record):
 
 
 class Check(NamedTuple):
-    """What a check finds: the clients' averages ``(k, d)``, the best upper levels for them, value and gradient norm."""
+    """The result of a check: averages ``(k, d)`` of the clients, the best upper levels for them, value and gradient norm."""
 
     means: Floats
     w: Floats
@@ -149,23 +153,16 @@ class Check(NamedTuple):
     norm: float
 
 
-class Verdict(NamedTuple):
-    """Whether a run has arrived, the gap that is certain if there is one, and the curvature to judge by from here on."""
-
-    done: bool
-    gap: float | None
-    mu: float
-
-
 def run(network: Network, penalty: Penalty, setup: Setup, control: Control) -> Fit:
-    """Run an algorithm over any network, from where its nodes are."""
+    """Run an algorithm over a network, from the coefficients that its nodes have."""
     identity = {"solver": setup.name, "seed": int(control.seed), "vote": control.vote, "every": control.every}
     saved = Checkpoint.at(control.checkpoint, {**identity, **setup.identity, "sums": "exact"}, network, penalty)
+    schedule = Schedule(setup.recipe.probabilities, int(control.seed), setup.merge, control.vote)
     top = Centres.of(penalty)
     wires = links(network.tree.sizes, len(network.terms), control.vote, tied=bool(top.alpha.any()))
-    # What is not finite is reported by client and iteration, not by numpy.
+    # Numbers that are not finite are reported by client and iteration, not by numpy.
     with np.errstate(over="ignore", invalid="ignore"):
-        return Loop(setup, control, network, penalty, top, wires, saved).run()
+        return Loop(setup, control, network, penalty, schedule, top, wires, saved).run()
 
 
 @dataclass(frozen=True)
@@ -176,60 +173,45 @@ class Loop:
     control: Control
     network: Network
     penalty: Penalty
+    schedule: Schedule
     top: Centres
     links: Links
     saved: Checkpoint
 
-    @property
-    def schedule(self) -> Schedule:
-        return Schedule(self.setup.recipe.probabilities, int(self.control.seed), self.setup.merge, self.control.vote)
-
-    @property
-    def max_iter(self) -> int:
-        if self.control.max_iter is not None:
-            return int(self.control.max_iter)
-        return int(min(max(2 * self.setup.needed(max(self.control.tol, 1e-16)), 1000), _MOST_ITERATIONS))
-
-    def next_check(self, t: int) -> int:
-        """A function of ``t`` and the algorithm alone, whatever ``max_iter`` is: the cuts of a run are part of its bits."""
-        if self.control.every is not None:
-            return t + int(self.control.every)
-        return t + max(spacing(self.setup.pace), t // 20)
-
     def run(self) -> Fit:
-        """Check and advance until the gap is certified, or ``max_iter``."""
-        max_iter, mu, regular = self.max_iter, self.setup.known.mu, True
+        """Check and advance until the gap is certified, or until ``max_iter``."""
+        setup, control, mu, regular = self.setup, self.control, self.setup.constants.mu, True
+        max_iter = control.max_iter
+        if max_iter is None:
+            max_iter = min(max(2 * setup.needed(max(control.tol, 1e-16)), 1000), _MOST_ITERATIONS)
+        max_iter = int(max_iter)
         perfect = float(self.network.ask(PerfectFit()))
-        self.network.ask(self.setup.begin)
-        t, ledger, rows, anchor = self._resumed(max_iter)
+        self.network.ask(setup.begin)
+        last = self.saved.resume(RunProgress, lambda progress: progress.iteration <= max_iter)
+        rows = [] if last is None else list(last.history)
+        t, ledger, anchor = (0, self.links.nothing, None) if last is None else (last.iteration, last.ledger, last.anchor)
         while True:
             here = self._check(t)
-            verdict = self._judge(here, mu, perfect)
-            mu, anchor = verdict.mu, here.means if anchor is None else anchor
+            done, gap, mu = self._judge(here, mu, perfect)
+            anchor = here.means if anchor is None else anchor
             if not rows or rows[-1]["iteration"] < t:
                 ledger = ledger + self.links.check
-                rows.append(entry(t, here.value, here.norm, verdict.gap, ledger, self.control.minimum))
+                rows.append(entry(t, here.value, here.norm, gap, ledger, control.minimum))
                 if regular:
                     self.saved.write(RunProgress(t, ledger, tuple(rows), anchor))
-            if self.control.progress is not None:
-                self.control.progress(t, here.value, here.norm)
-            if verdict.done or t >= max_iter:
-                return self._fit(here, verdict, ledger, rows)
-            stop = self.next_check(t)
+            if control.progress is not None:
+                control.progress(t, here.value, here.norm)
+            if done or t >= max_iter:
+                return self._fit(here, done, gap, ledger, rows)
+            # The next check must not depend on max_iter, because the last bits of a run depend on where it is cut.
+            stop = t + (max(spacing(setup.pace), t // 20) if control.every is None else int(control.every))
             regular, stop = stop <= max_iter, min(stop, max_iter)
             cost, anchor = self._advance(t, stop, anchor)
             ledger, t = ledger + cost, stop
 
-    def _resumed(self, most: int) -> tuple[int, Ledger, list[dict[str, Any]], Floats | None]:
-        """Where to go on: iteration, ledger, history and anchor."""
-        found = self.saved.resume(RunProgress, lambda stage: stage.iteration <= most)
-        if found is None:
-            return 0, self.links.nothing, [], None
-        return found.iteration, found.ledger, list(found.history), found.anchor
-
     def _check(self, t: int) -> Check:
-        """Value and gradient by all nodes, with the upper levels at their best."""
-        means = self.top.means(self.network.ask(AskMeans(self.top.total)))
+        """Ask all nodes for value and gradient, given the best upper levels."""
+        means = self.network.ask(AskMeans(self.top.total)).total.floats()
         w, wbar = self.top.centres(means)
         seen = self.network.ask(CheckGap(w))
         value, norm = float(seen.value) + self.top.tie(means), math.sqrt(float(seen.gradient_squared))
@@ -237,94 +219,82 @@ class Loop:
             raise self._diverged(t)
         return Check(means, w, wbar, value, norm)
 
-    def _judge(self, here: Check, mu: float, perfect: float) -> Verdict:
-        """Whether the gap is certified to be below the tolerance."""
-        tol, proved = self.control.tol, self.setup.known.proved
+    def _judge(self, here: Check, mu: float, perfect: float) -> tuple[bool, float | None, float]:
+        """Whether the gap is certified to be below the tolerance, the certified gap, and the curvature to use from now on."""
+        tol, proved = self.control.tol, self.setup.constants.proved
         gap = certified_gap(here.norm, mu)
-        # Where a fit is perfect no share of it is small enough; rounding of the gradient hides a smaller gap than this.
+        # If a fit is perfect, no share of its value is small enough. Rounding of the gradient hides any gap below this one.
         least = 1e-22 * max(1.0, abs(here.value)) if tol > 0 else 0.0
         target = max(tol * (here.value - perfect), least)
         done = gap is not None and gap <= target
         if done and not proved:
-            # What was taken for mu is no bound: judge by the curvature here, and go on if that is not enough.
-            gap, curved = certificate(self.network, self.penalty, here.norm)
-            done, mu = gap <= target, min(mu, curved) or mu
+            # This mu is not a bound. Measure the curvature here, and go on if it is too small for the tolerance.
+            gap, measured = curvature.certificate(self.network, self.penalty, here.norm)
+            done, mu = gap <= target, min(mu, measured) or mu
         certain = gap if gap is not None and (done or (proved and np.isfinite(gap))) else None
-        return Verdict(done, certain, mu)
+        return done, certain, mu
 
     def _advance(self, start: int, stop: int, anchor: Floats) -> tuple[Ledger, Floats]:
-        """Iterations ``start`` to ``stop - 1``: what they cost, and the anchor after them."""
-        cost, stretch = self.links.nothing, max(16, _STRETCH // (1 + len(self.top.alpha)))
-        for first in range(start, stop, stretch):
-            last = min(stop, first + stretch)
+        """Run iterations ``start`` to ``stop - 1``; returns their cost and the averages of the anchor after them."""
+        cost, together = self.links.nothing, max(16, _TOGETHER // (1 + len(self.top.alpha)))
+        for first in range(start, stop, together):
+            last = min(stop, first + together)
             rounds = self.schedule.rounds(first, last)
-            anchor, lost = play(self.network, self.setup.move, self.setup.guide, self.top, rounds, anchor, first == 0)
-            if lost is not None:
-                raise self._diverged(lost)
+            anchor, nonfinite = run_rounds(self.network, self.setup, self.top, rounds, anchor, first == 0)
+            if nonfinite is not None:
+                raise self._diverged(nonfinite)
             cost = cost + self.links.of(rounds, last - first) + expected(self.schedule, last - first)
         return cost, anchor
 
-    def _fit(self, here: Check, verdict: Verdict, ledger: Ledger, rows: list[dict[str, Any]]) -> Fit:
-        """The models, and how well they solve the problem."""
+    def _fit(self, here: Check, done: bool, gap: float | None, ledger: Ledger, rows: list[dict[str, Any]]) -> Fit:
         setup, t = self.setup, int(rows[-1]["iteration"])
-        note = f" ({setup.known.note})" if setup.known.note else ""
+        note = f" ({setup.constants.note})" if setup.constants.note else ""
         message = f"gradient norm {here.norm:.1e} after {t:,} iterations and {ledger.exchanges:,} exchanges{note}"
-        if not verdict.done:
-            bound = "" if verdict.gap is None else f" with a certified gap of {verdict.gap:.1e}"
+        if not done:
+            bound = "" if gap is None else f" with a certified gap of {gap:.1e}"
             worse = rows[0]["objective"] < here.value
             advice = "the objective has grown: give a smaller step eta" if worse else setup.advice
             message = f"stopped{bound} above the tolerance: {message}; {advice}"
             warn(message)
-        end = Convergence(setup.name, verdict.done, t, ledger.exchanges, here.value, here.norm, verdict.gap, message)
-        return Fit(coefficients(self.network), here.w, here.wbar, end, pl.DataFrame(rows, schema=HISTORY), ledger)
+        end = Convergence(setup.name, done, t, ledger.exchanges, here.value, here.norm, gap, message)
+        return Fit.of(self.network, here.w, here.wbar, end, pl.DataFrame(rows, schema=HISTORY), ledger)
 
     def _diverged(self, t: int) -> SolverError:
-        known, who = self.setup.known, self._farthest()
+        """The error for numbers that are not finite by iteration ``t``. It names a client only if it is in this process."""
+        client, node, note = "some client", self.network.clients(), self.setup.constants.note
+        if node is not None:
+            size = np.abs(node.coefficients()).max(axis=1)
+            client = f"client {node.data.hierarchy.client_ids[int(np.where(np.isfinite(size), size, np.inf).argmax())]!r}"
         if t == 0:
-            return SolverError(f"The objective is not finite at the start, at {who} above all; give a smaller start.")
-        bound = f"{self.setup.recipe.largest_step:.3g}" + (f"; {known.note}" if known.note else "")
-        found = self.saved.read()
-        kept = found.progress if found is not None else None
+            return SolverError(f"The objective is not finite at the start, above all for {client}; give a smaller start.")
+        bound = f"{self.setup.recipe.largest_step:.3g}" + (f"; {note}" if note else "")
+        saved = self.saved.read()
+        kept = saved.progress if saved is not None else None
         where = f" Iteration {kept.iteration:,} is kept in {self.saved.path}." if isinstance(kept, RunProgress) else ""
         return SolverError(
-            f"The iterate of {who} is no longer finite by iteration {t:,}; give a smaller step eta (theory: at most {bound}) "
-            f"or start nearer.{where}"
+            f"The iterate of {client} is no longer finite by iteration {t:,}; give a smaller step eta (theory: at most "
+            f"{bound}) or a start nearer to the minimum.{where}"
         )
 
-    def _farthest(self) -> str:
-        """The client that has gone farthest; it is not known where clients are not in this process."""
-        node = self.network.clients()
-        if node is None:
-            return "some client"
-        size = np.abs(node.coefficients()).max(axis=1)
-        worst = int(np.where(np.isfinite(size), size, np.inf).argmax())
-        return f"client {node.data.hierarchy.client_ids[worst]!r}"
 
-
-def play(
-    network: Network,
-    move: Callable[[Move], Message[ClusterSums]],
-    guide: Guide,
-    top: Centres,
-    rounds: Rounds,
-    anchor: Floats,
-    announce: bool = False,
+def run_rounds(
+    network: Network, setup: Setup, top: Centres, rounds: Rounds, anchor: Floats, announce: bool = False
 ) -> tuple[Floats, int | None]:
-    """Some rounds: the averages of the anchor after them, and the iteration by which something is no longer finite, if so.
+    """Run some rounds; returns the averages of the anchor, and the iteration by which a number is not finite, if any.
 
-    With ``announce``, nodes get the centres of the first anchor.
+    With ``announce`` the nodes get the centres of the first anchor.
     """
     k, d = len(top.alpha), len(network.terms)
     pull, exchanged = Pull.none(k, d), np.zeros(k, dtype=bool)
     centres = top.centres(anchor)[0] if announce else None
-    for turn in rounds:
-        part = turn.takes_part
-        sums = network.ask(move(Move(pull, exchanged, turn.start, turn.steps, part, turn.refresh, centres)))
-        means, centres = top.means(sums), None
+    for now in rounds:
+        part = now.takes_part
+        move = setup.move(Move(pull, exchanged, now.start, now.steps, part, now.refresh, centres))
+        means, centres = network.ask(move).total.floats(), None
         if not np.isfinite(means).all():
-            return anchor, int((turn.start + turn.steps).max())
-        if turn.refresh:
+            return anchor, int((now.start + now.steps).max())
+        if now.refresh:
             anchor, centres, pull, exchanged = means, top.centres(means)[0], Pull.none(k, d), ~part
         else:
-            pull, exchanged = guide.answer(means, turn, anchor), part
+            pull, exchanged = setup.next_pull(means, now, anchor), part
     return anchor, None

@@ -1,88 +1,105 @@
-"""The one-coin variant of Async-L2GD, which the experiments of the paper use (arXiv:2204.13619).
+"""The one-coin variant of Async-L2GD, from Section 6 of Lyu, Hanzely and Kolar (2022), arXiv:2204.13619.
 
     each iteration: with probability p, every client does
         theta_i -= eta gamma_i / p ( theta_i - (alpha_j tbar + (1 - alpha_j) tbar_j) )
     else
         theta_i -= eta / (1 - p) grad f_i(theta_i)
 
-That is Algorithm 1 with ``p_j = 0`` and ``tau = 1``; the whole penalty is stepped on at once, which allows a longer step.
+This is Algorithm 1 (async_l2gd) with ``p_j = 0`` and ``tau = 1``. One step takes the whole penalty, which allows a longer step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Unpack
+from typing import Unpack
 
 import numpy as np
 
 from covey._typing import Floats
 from covey.errors import SolverError, probability
-from covey.losses import Loss
 from covey.nodes.network import Network
-from covey.objective.objective import Penalty
+from covey.objective.objective import Objective, Penalty
 from covey.objective.theory import Constants, Probabilities, Recipe, mixing
 from covey.solvers.costs import Cost, Setting
-from covey.solvers.first_order.curvature import constants
 from covey.solvers.first_order.l2gd import Steps, descent, descent_cost
-from covey.solvers.first_order.loop import Control, Watch, run
-from covey.solvers.first_order.schedule import Flips
+from covey.solvers.first_order.loop import Control, ControlOptions, prepare, run
+from covey.solvers.first_order.schedule import Choices
 from covey.solvers.registry import algorithm
 from covey.solvers.result import Fit
-from covey.tables.rows import GroupedData
 
 
 def reference(
-    data: GroupedData,
-    loss: Loss,
-    penalty: Penalty,
-    chances: Probabilities,
-    flips: Flips,
-    eta: Callable[[int], float],
-    theta: Floats,
+    objective: Objective, chances: Probabilities, choices: Choices, eta: Callable[[int], float], theta: Floats
 ) -> Floats:
-    """The variant with given random choices ``flips`` and a step ``eta(t)``, from ``theta (n, d)``; ``p`` is ``chances.p0``."""
-    gamma, alpha, parent, p = penalty.gamma, mixing(penalty), data.hierarchy.parent, chances.p0
-    own, weight = [data.clients(i, i + 1) for i in range(data.n_clients)], alpha[parent] * gamma
-    for t in range(len(flips.between)):
-        before, theta = theta, theta.copy()
-        if flips.between[t]:  # Algorithm 1, lines 5 to 7, with tau = 1
-            tbar_j = [np.average(before[parent == j], axis=0, weights=gamma[parent == j]) for j in range(len(alpha))]
-            tbar = weight @ before / (weight.sum() or 1.0)
-            for i, j in enumerate(parent):
-                centre = alpha[j] * tbar + (1 - alpha[j]) * tbar_j[j]
-                theta[i] = before[i] - eta(t) * gamma[i] / p * (before[i] - centre)
+    """Run the one-coin variant in plain numpy, with given random choices.
+
+    Parameters
+    ----------
+    objective : Objective
+        Data, loss and penalties.
+    chances : Probabilities
+        The probability ``p`` of an exchange is its ``p0``.
+    choices : Choices
+        The random choices of all iterations.
+    eta : callable
+        The step ``eta(t)`` of iteration ``t``.
+    theta : (n, d) array
+        The coefficients to begin at.
+
+    Returns
+    -------
+    (n, d) array
+        The last iterate.
+
+    Examples
+    --------
+    >>> from covey import GroupedData, Objective, Penalty
+    >>> from covey.losses import Gaussian
+    >>> from covey.solvers.first_order.schedule import Schedule
+    >>> data = GroupedData.from_arrays([[1.0], [1.0], [1.0]], [0.0, 3.0, 9.0], ["a", "b", "c"], ["x", "x", "y"])
+    >>> objective = Objective(data, Gaussian(), Penalty.of(data.hierarchy))
+    >>> chances = Probabilities(0.5, np.zeros(2), np.ones(2))
+    >>> choices = Schedule(chances, seed=0).choices(0, 5000)
+    >>> reference(objective, chances, choices, lambda t: 1 / (t + 10), np.zeros((3, 1))).ravel().round(1).tolist()
+    [1.5, 3.0, 7.5]
+    """
+    gamma, alpha, p = objective.penalty.gamma[:, None], mixing(objective.penalty)[:, None], chances.p0
+    for t in range(len(choices.between)):
+        if choices.between[t]:  # Algorithm 1, lines 5 to 7, with tau = 1
+            tbar_j, tbar = objective.means(theta)
+            centre = alpha * tbar + (1 - alpha) * tbar_j
+            theta = theta - eta(t) * gamma / p * (theta - objective.data.hierarchy.down(centre))
         else:  # Algorithm 1, line 15, with p_j = 0
-            for i in range(len(theta)):
-                theta[i] = before[i] - eta(t) / (1 - p) * loss.gradient(own[i], before[i : i + 1])[0]
+            theta = theta - eta(t) / (1 - p) * objective.loss.gradient(objective.data, theta)
     return theta
 
 
 # Theory
 
 
-def smoothness(known: Constants, p: float) -> float:
-    """``max(max gamma / p, L / (1 - p))``: one step takes the whole penalty, which is ``max gamma``-smooth, at once."""
-    return max(known.gamma_max / p, known.L / (1 - p))
+def smoothness(constants: Constants, p: float) -> float:
+    """``max(max gamma / p, L / (1 - p))``: one step takes the whole penalty, which is ``max gamma``-smooth."""
+    return max(constants.gamma_max / p, constants.L / (1 - p))
 
 
-def best_probability(known: Constants) -> float:
-    """The ``p`` with the least of that: ``max gamma / (max gamma + L)``."""
-    return known.gamma_max / (known.gamma_max + known.L)
+def best_probability(constants: Constants) -> float:
+    """The ``p`` with the smallest :func:`smoothness`: ``max gamma / (max gamma + L)``."""
+    return constants.gamma_max / (constants.gamma_max + constants.L)
 
 
-def recipe(known: Constants, p: Any = None) -> Recipe:
+def recipe(constants: Constants, p: float | None = None) -> Recipe:
     """The probability of an exchange and the largest step."""
-    chance = best_probability(known) if p is None else probability("p", p)
+    chance = best_probability(constants) if p is None else probability("p", p)
     if chance in (0, 1):
         raise SolverError(f"With p = {chance:g} clients never exchange, or never learn from their own rows; give 0 < p < 1.")
-    calL = smoothness(known, chance)
-    chances = Probabilities(chance, np.zeros_like(known.gamma), np.ones_like(known.gamma))
+    calL = smoothness(constants, chance)
+    chances = Probabilities(chance, np.zeros_like(constants.gamma), np.ones_like(constants.gamma))
     return Recipe(chances, calL, 1 / (2 * calL), "1 / (2 calL)")
 
 
 def cost(setting: Setting) -> Cost:
-    """What theory says for the plan."""
-    return descent_cost("one_coin", recipe(setting.known), setting)
+    """The cost by Theorem 3.5 (conv_rate)."""
+    return descent_cost("one_coin", recipe(setting.constants), setting)
 
 
 # The solver
@@ -98,10 +115,32 @@ def one_coin(
     p: float | None = None,
     mu: float | None = None,
     L: float | None = None,
-    **watch: Unpack[Watch],
+    **options: Unpack[ControlOptions],
 ) -> Fit:
-    """L2GD with one random choice for all: every exchange is one of the whole network. Parameters as for ``l2gd``.
+    """Minimise the objective by Async-L2GD with one random choice for all clusters, from Section 6 of the paper.
 
+    Every exchange is one of the whole network.
+
+    Parameters
+    ----------
+    network : Network
+        The nodes that hold the clients' rows.
+    penalty : Penalty
+        ``gamma (n,)`` and ``lam (k,)``.
+    steps, eta, mu, L
+        As for :func:`~covey.solvers.first_order.l2gd.l2gd`.
+    p : float, optional
+        Probability of an exchange; by default ``max gamma / (max gamma + L)``, which allows the longest step.
+    **options
+        Seed, tolerance, checkpoint and more: see :class:`~covey.solvers.first_order.loop.Control`.
+
+    Returns
+    -------
+    Fit
+        Models of all levels, with a history and a ledger of the exchanges.
+
+    Examples
+    --------
     >>> from covey import GroupedData, InMemory, Penalty
     >>> from covey.losses import Gaussian
     >>> data = GroupedData.from_arrays([[1.0], [1.0], [1.0]], [0.0, 3.0, 9.0], ["a", "b", "c"], ["x", "x", "y"])
@@ -110,8 +149,6 @@ def one_coin(
     >>> fit.convergence.converged, fit.wbar.round(1).tolist()
     (True, [4.5])
     """
-    control = Control.begin("one_coin", watch, network)
-    known = constants(network, penalty, mu=mu, L=L)
-    known.need_curvature()
-    setup = descent("one_coin", network, penalty, known, recipe(known, p), eta, steps)
+    control, constants = prepare("one_coin", network, penalty, options, mu=mu, L=L)
+    setup = descent("one_coin", network, penalty, constants, recipe(constants, p), eta, steps)
     return run(network, penalty, setup, control)

@@ -1,16 +1,19 @@
-"""What the randomised algorithms send over a network, and what its two ends know.
+"""Messages of the randomised algorithms, the sums that nodes reply with, and the averages of the coordinator.
 
-node          gets     Move: a step towards averages (Pull), then local steps
-node          replies  ClusterSums: its clients' weighted coefficients, summed for each cluster
-coordinator   turns    the sums over nodes, which are averages, into the next Pull
+The algorithms are those of Lyu, Hanzely and Kolar (2022), arXiv:2204.13619. One exchange works as follows:
 
-Sums are exact (:mod:`covey.exact`), so that no bit of a run depends on which node holds which client.
+    coordinator -> node    a Move: a step towards averages (a Pull), then local steps
+    node -> coordinator    ClusterSums: for each cluster the weighted sum of the coefficients of the node's clients
+    coordinator            adds the sums of all nodes, which gives the averages, and computes the next Pull
+
+Sums are exact (:mod:`covey.exact`), so the result has the same bits for any assignment of clients to nodes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
@@ -22,9 +25,8 @@ from covey.objective.theory import mixing
 from covey.records import Record, Reply
 from covey.solvers.first_order import kernels
 from covey.solvers.first_order.schedule import Round
-from covey.tree.hierarchy import Hierarchy
 
-# What travels
+# Messages and replies
 
 
 @dataclass(frozen=True)
@@ -39,19 +41,26 @@ class Pull(Record):
         return cls(np.zeros(k), np.zeros((k, d)))
 
     def then(self, strength: Floats, force: Floats, gamma: Floats) -> Pull:
-        """Followed by another, where all clients of a cluster have the same ``gamma (k,)``."""
+        """Both this step and a later one, as one step, if all clients of a cluster have the same ``gamma (k,)``."""
         if not self.strength.any():
             return Pull(strength, force)
         keep = 1 - gamma * strength
         return Pull(self.strength * keep + strength, self.force * keep[:, None] + force)
 
 
+NextPull = Callable[[Floats, Round, Floats], Pull]
+"""How a coordinator computes the next step towards averages: ``(means, round, anchor) -> Pull``.
+
+``means (k, d)`` are the averages of the clusters that took part in the round, ``anchor (k, d)`` those of the last anchor.
+"""
+
+
 @dataclass(frozen=True)
 class Move(Record):
-    """A pull in clusters that ``exchanged (k,)``, then ``steps (k,)`` local iterations from ``start (k,)`` on.
+    """A step towards averages in clusters that ``exchanged (k,)``, then ``steps (k,)`` local iterations from ``start (k,)``.
 
-    After them the point becomes the anchor, if ``refresh``; ``anchor (k, d)`` are the centres of the last anchor, if it is new.
-    Nodes reply for clusters that are ``wanted``.
+    With ``refresh`` the clients' points become their anchors afterwards. ``anchor (k, d)`` are the cluster centres of the last
+    anchor, sent once. Nodes reply with the sums of the clusters that are ``wanted``.
     """
 
     pull: Pull
@@ -64,7 +73,7 @@ class Move(Record):
 
     @property
     def cells(self) -> Anything:
-        """Clusters that have something to do, or to reply; ``(k,)``. The others wait for the next exchange."""
+        """Which clusters have work to do or sums to send, ``(k,)``; the others wait for the next exchange."""
         if self.refresh or self.anchor is not None:
             return np.ones(len(self.steps), dtype=bool)
         return (self.steps > 0) | self.exchanged | self.wanted
@@ -74,7 +83,7 @@ class Move(Record):
 class ClusterSums(Reply):
     """``sum of share_i theta_i`` over a node's clients, for each cluster, ``(k, d)``.
 
-    ``share_i`` is a client's part of its cluster's sum of ``gamma``.
+    ``share_i`` is the client's part of its cluster's sum of ``gamma``, so the sum over all nodes is the cluster's average.
     """
 
     total: Exact
@@ -82,7 +91,7 @@ class ClusterSums(Reply):
 
 @dataclass(frozen=True)
 class CheckReply(Reply):
-    """Value and squared gradient of a node's clients, with the levels above at their best."""
+    """Value and squared gradient of a node's clients, given the best cluster and global models."""
 
     value: Exact
     gradient_squared: Exact
@@ -90,17 +99,17 @@ class CheckReply(Reply):
 
 @dataclass(frozen=True)
 class AskMeans(Message[ClusterSums], label="means"):
-    """The averages of where the clients are; ``total (k,)`` is each cluster's sum of ``gamma``."""
+    """Ask for the averages of the clients; ``total (k,)`` is each cluster's sum of ``gamma``."""
 
     total: Floats
 
     def at(self, node: Node) -> ClusterSums:
-        return node_sums(node.data.hierarchy, shares(node, self.total), node.coefficients())
+        return node_sums(node, self.total, node.coefficients())
 
 
 @dataclass(frozen=True)
 class CheckGap(Message[CheckReply], label="check", second=True):
-    """Value and gradient where the clients are, given the clusters' centres ``w (k, d)``."""
+    """Ask for value and gradient at the clients' coefficients, given the clusters' centres ``w (k, d)``."""
 
     w: Floats
 
@@ -114,7 +123,7 @@ class CheckGap(Message[CheckReply], label="check", second=True):
 
 @dataclass(frozen=True)
 class PerfectFit(Message[Exact], label="perfect fit", phase="measure"):
-    """The value that a perfect fit of the clients would have."""
+    """Ask for the value that a perfect fit of the clients would have."""
 
     def at(self, node: Node) -> Exact:
         return total(node.loss.perfect(node.data))
@@ -123,13 +132,38 @@ class PerfectFit(Message[Exact], label="perfect fit", phase="measure"):
 # The node
 
 
+@dataclass(frozen=True)
+class ClientBlocks:
+    """Arguments of the kernels that stay the same during a run: the rows, the blocks of clients, the clients' shares."""
+
+    operands: tuple[Any, ...]
+    blocks: Blocks
+    share: Floats
+
+    @classmethod
+    def of(cls, node: Node, total: Floats) -> ClientBlocks:
+        """Those of a node, computed once in a run; ``total (k,)`` is each cluster's sum of ``gamma``."""
+        prepared = node.cache.get(cls)
+        if prepared is None:
+            blocks = Blocks.of(node.data.hierarchy.cluster_ptr)
+            prepared = node.cache[cls] = cls(node.loss.operands(node.data), blocks, shares(node, total))
+        return prepared
+
+    @classmethod
+    def begin(cls, node: Node, begin: Record) -> None:
+        """Begin a run at the clients' coefficients, with the settings of the message ``begin``."""
+        node.theta = node.coefficients()
+        node.keep(begin)
+        node.cache.pop(cls, None)
+
+
 def empty_digits(blocks: Blocks, d: int) -> Ints:
     """Digits of exact sums, ``(blocks, d, DIGITS)``."""
     return np.zeros((blocks.count, d, DIGITS), dtype=np.int64)
 
 
 def summed(blocks: Blocks, digits: Ints) -> ClusterSums:
-    """The digits of all blocks of each cluster together."""
+    """The sums of all blocks of each cluster."""
     if blocks.one_each:
         return ClusterSums(from_digits(digits))
     total = np.zeros((len(blocks.of_parent) - 1, *digits.shape[1:]), dtype=np.int64)
@@ -140,13 +174,13 @@ def summed(blocks: Blocks, digits: Ints) -> ClusterSums:
 
 
 def shares(node: Node, total: Floats) -> Floats:
-    """Each client's part of its cluster's sum of ``gamma``."""
+    """Each client's part of its cluster's sum of ``gamma``, ``(n,)``."""
     return node.gamma / total[node.data.hierarchy.parent]
 
 
-def node_sums(tree: Hierarchy, share: Floats, theta: Floats) -> ClusterSums:
-    """A node's part of the averages of its clients."""
-    return ClusterSums(segment_sum(share[:, None] * theta, tree.cluster_ptr))
+def node_sums(node: Node, total: Floats, theta: Floats) -> ClusterSums:
+    """A node's part of the averages of ``theta (n, d)``."""
+    return ClusterSums(segment_sum(shares(node, total)[:, None] * theta, node.data.hierarchy.cluster_ptr))
 
 
 # The coordinator
@@ -154,7 +188,11 @@ def node_sums(tree: Hierarchy, share: Floats, theta: Floats) -> ClusterSums:
 
 @dataclass(frozen=True)
 class Centres:
-    """What the coordinator knows of the penalties: ``alpha``, each cluster's sum of ``gamma``, weights of the global mean."""
+    """How the coordinator computes centres from averages.
+
+    ``alpha (k,)`` are the mixing weights, ``total (k,)`` the clusters' sums of ``gamma``, ``weights (k,)`` those of the global
+    average.
+    """
 
     alpha: Floats
     total: Floats
@@ -167,30 +205,18 @@ class Centres:
         weights = weights if weights.any() else np.ones_like(weights)
         return cls(alpha, np.where(penalty.cluster_gamma > 0, penalty.cluster_gamma, 1.0), weights / weights.sum())
 
-    def means(self, sums: ClusterSums) -> Floats:
-        return sums.total.floats()
-
     def whole(self, means: Floats) -> Floats:
-        """The global mean, summed in order: a BLAS product may depend on its threads."""
+        """The global average, summed in order, because a BLAS product may depend on the number of threads."""
         mean: Floats = (self.weights[:, None] * means).sum(axis=0)
         return mean
 
     def centres(self, means: Floats) -> tuple[Floats, Floats]:
-        """``w`` and ``wbar`` that are best for the clients' means."""
+        """The best ``w (k, d)`` and ``wbar (d,)`` for the averages ``means (k, d)`` of the clients."""
         tbar = self.whole(means)
         return self.alpha[:, None] * tbar + (1 - self.alpha)[:, None] * means, tbar
 
     def tie(self, means: Floats) -> float:
-        """What ties the clusters: ``1/2 sum_j lam_j |w_j - wbar|^2`` at the best centres."""
+        """The penalty between clusters, ``1/2 sum_j lam_j |w_j - wbar|^2``, at the best centres."""
         # w_j - wbar = (1 - alpha_j) (tbar_j - tbar) and lam_j (1 - alpha_j) = alpha_j * total_j.
         apart = ((means - self.whole(means)) ** 2).sum(axis=1)
         return 0.5 * float((self.alpha * (1 - self.alpha) * self.total * apart).sum())
-
-
-class Guide(Protocol):
-    """How a coordinator answers: the means of those who took part in a round become a pull.
-
-    ``anchor (k, d)`` are the means of the last anchor, in algorithms that have one.
-    """
-
-    def answer(self, means: Floats, turn: Round, anchor: Floats) -> Pull: ...

@@ -1,18 +1,23 @@
-"""The random choices of a run, drawn ahead from a seed, and what they ask for: local runs and exchanges.
+"""The random choices of a run and the rounds of local steps and exchanges that follow from them.
 
-Each iteration draws ``xi_0`` for the network (1: an exchange between clusters), else ``xi_j`` for each cluster (1: an exchange
-within it, 0: a local step), and ``xi'`` for a refresh of the anchor. The choices of an iteration depend on the seed and its
-number alone, so a run can be replayed, cut anywhere and resumed.
+Algorithms 1 (async_l2gd) and 2 (async_al2sgd_plus) of the paper (arXiv:2204.13619) choose in each iteration:
 
-:meth:`Schedule.rounds` groups them. A round is a run of local steps in each cluster, then one exchange, then the steps towards
-averages that need no further exchange. Clusters wait for nobody but at an exchange between clusters: within, the r-th exchange
-of each cluster since the last one between them goes into one round, whenever it falls.
+    xi_0 = 1   an exchange between all clusters, with probability p0
+    xi_j = 1   otherwise, for each cluster: an exchange within it, with probability p_j; xi_j = 0 is a local step
+    xi'  = 1   Algorithm 2 only: a refresh of the anchor, with probability rho
+
+The choices of an iteration depend on the seed and the number of the iteration only. So a run can be repeated, or stopped
+anywhere and resumed.
+
+:meth:`Schedule.rounds` groups iterations into rounds. A round is a run of local steps in each cluster, one exchange, and the
+steps towards averages that need no further exchange. A cluster waits for other clusters only at an exchange between clusters:
+the r-th exchange within each cluster since the last exchange between clusters belongs to the same round.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -28,12 +33,18 @@ from covey.tree.hierarchy import Hierarchy
 Vote = Literal["central", "majority"]
 VOTES = ("central", "majority")
 
+PerCluster = float | Sequence[float] | Floats
+"""One number for all clusters, or one for each."""
+
 _TOGETHER = 1 << 16  # random numbers drawn at a time
 
 
 @dataclass(frozen=True)
-class Flips:
-    """Choices of consecutive iterations: ``between (T,)``, ``within (T, k)`` read where that is false, ``refresh (T,)``."""
+class Choices:
+    """Random choices of consecutive iterations, as booleans.
+
+    ``between (T,)`` is xi_0, ``within (T, k)`` is xi_j and matters where xi_0 = 0, ``refresh (T,)`` is xi'.
+    """
 
     between: Anything
     within: Anything
@@ -42,15 +53,14 @@ class Flips:
 
 @dataclass(frozen=True)
 class Round:
-    """Local steps in each cluster, then one exchange.
+    """Local steps in each cluster, one exchange, then the steps towards averages.
 
     Attributes
     ----------
-    start, steps : (k,) the iteration at which a cluster's local run begins, and its length; steps towards
-        averages follow without a gap
-    between : iterations with ``xi_0 = 1`` that follow; 0 where the exchange is within clusters
-    within : (k,) iterations with ``xi_j = 1`` that follow those
-    refresh : whether this is the exchange for a new anchor instead
+    start, steps : (k,) first iteration and number of the local steps of each cluster
+    between : number of iterations with ``xi_0 = 1`` after the local steps; 0 if the exchange is within clusters
+    within : (k,) number of iterations with ``xi_j = 1`` after those
+    refresh : whether the exchange is for a new anchor instead
     """
 
     start: Ints
@@ -60,19 +70,14 @@ class Round:
     refresh: bool
 
     @property
-    def everybody(self) -> bool:
-        """Whether all clusters take part, through the link between them."""
-        return self.between > 0 or self.refresh
-
-    @property
     def takes_part(self) -> Anything:
         """Which clusters exchange; ``(k,)``."""
-        return np.ones(len(self.steps), dtype=bool) if self.everybody else self.within > 0
+        return (self.within > 0) | (self.between > 0) | self.refresh
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """Consecutive rounds, stacked; the last one is a local run with no exchange."""
+    """Consecutive rounds as arrays with one row for each round. The last round has local steps only, and no exchange."""
 
     start: Ints
     steps: Ints
@@ -80,13 +85,9 @@ class Rounds:
     within: Ints
     refresh: Anything
 
-    def __len__(self) -> int:
-        return len(self.between)
-
     def __iter__(self) -> Iterator[Round]:
-        refresh = self.refresh.tolist()
-        for r, between in enumerate(self.between.tolist()):
-            yield Round(self.start[r], self.steps[r], between, self.within[r], refresh[r])
+        for row in zip(self.start, self.steps, self.between.tolist(), self.within, self.refresh.tolist(), strict=True):
+            yield Round(*row)
 
 
 @dataclass(frozen=True)
@@ -95,11 +96,11 @@ class Schedule:
 
     Parameters
     ----------
-    probabilities : of each choice
+    probabilities : probability of each choice
     seed : whole number
-    merge : whether consecutive steps towards averages need one exchange only, because these stay known: true for
-        Algorithm 1 where ``gamma`` is equal within each cluster, since a step to the mean then moves the mean by a known amount
-    vote : who draws ``xi_0``: a central server, or the cluster servers by majority
+    merge : whether consecutive steps towards averages share one exchange. Algorithm 1 allows this if ``gamma`` is equal
+        within each cluster: the coordinator can then compute how such a step moves the averages.
+    vote : who draws ``xi_0``: "central", or "majority" for a majority vote of the clusters' servers
 
     >>> import numpy as np
     >>> from covey.objective.theory import Probabilities
@@ -118,54 +119,43 @@ class Schedule:
         if self.vote not in VOTES:
             raise one_of("vote", self.vote, VOTES)
 
-    def flips(self, start: int, stop: int) -> Flips:
+    def choices(self, start: int, stop: int) -> Choices:
         """The choices of iterations ``start`` to ``stop - 1``."""
-        first, last = start // self._together, -(-stop // self._together)
-        drawn = np.concatenate([self._uniforms(block) for block in range(first, last)])[start - first * self._together :]
-        drawn = drawn[: stop - start]
-        k = len(self.probabilities.p)
-        within, refresh = drawn[:, :k] < self.probabilities.p, drawn[:, k] < self.probabilities.rho
+        p0, p, k = self.probabilities.p0, self.probabilities.p, len(self.probabilities.p)
+        width = k + 1 + (k if self.vote == "majority" else 1)
+        # Iterations are drawn in blocks whose size depends on the number of clusters only: a run can be stopped anywhere.
+        size = max(1, min(1024, _TOGETHER // width))
+        first, last = start // size, -(-stop // size)
+        sources = [np.random.Philox(key=self.seed, counter=[0, 0, 0, block]) for block in range(first, last)]
+        drawn = np.concatenate([np.random.Generator(source).random((size, width)) for source in sources])
+        drawn = drawn[start - first * size : stop - first * size]
+        within, refresh = drawn[:, :k] < p, drawn[:, k] < self.probabilities.rho
         if self.vote == "central":
-            return Flips(drawn[:, k + 1] < self.probabilities.p0, within, refresh)
-        return Flips(majority(drawn[:, k + 1 :] < server_probability(self.probabilities.p0, k)), within, refresh)
+            return Choices(drawn[:, k + 1] < p0, within, refresh)
+        return Choices(majority(drawn[:, k + 1 :] < server_probability(p0, k)), within, refresh)
 
     def rounds(self, start: int, stop: int) -> Rounds:
-        """Iterations ``start`` to ``stop - 1`` as rounds; what is cut at ``stop`` goes on in the next call."""
-        return group(self.flips(start, stop), start, self.merge)
-
-    @property
-    def _width(self) -> int:
-        k = len(self.probabilities.p)
-        return k + 1 + (k if self.vote == "majority" else 1)
-
-    @property
-    def _together(self) -> int:
-        """Iterations whose choices are drawn in one go; by the number of clusters alone, so that a run can be cut anywhere."""
-        return max(1, min(1024, _TOGETHER // self._width))
-
-    def _uniforms(self, block: int) -> Floats:
-        stream = np.random.Generator(np.random.Philox(key=self.seed, counter=[0, 0, 0, block]))
-        drawn: Floats = stream.random((self._together, self._width))
-        return drawn
+        """Iterations ``start`` to ``stop - 1`` as rounds. Local steps that reach ``stop`` continue in the next call."""
+        return group(self.choices(start, stop), start, self.merge)
 
 
-def group(flips: Flips, start: int = 0, merge: bool = False) -> Rounds:
+def group(choices: Choices, start: int = 0, merge: bool = False) -> Rounds:
     """Choices of iterations from ``start`` on as rounds; see :class:`Schedule` for ``merge``."""
-    T, k = flips.within.shape
+    T, k = choices.within.shape
     most = 2 * T + 1
     first, steps, within = (np.zeros((most, k), dtype=np.int64) for _ in range(3))
     between, refresh = np.zeros(most, dtype=np.int64), np.zeros(most, dtype=np.bool_)
-    used = kernels.group(flips.between, flips.within, flips.refresh, merge, first, steps, between, within, refresh)
+    used = kernels.group(choices.between, choices.within, choices.refresh, merge, first, steps, between, within, refresh)
     first += start
     return Rounds(first[:used], steps[:used], between[:used], within[:used], refresh[:used])
 
 
 def server_probability(p0: float, k: int) -> float:
-    """The probability of a vote for an exchange at each of ``k`` servers, so that the majority has probability exactly ``p0``.
+    """The probability of a vote for an exchange at each of ``k`` servers, for which the majority has probability ``p0``.
 
-    With ``k`` even, the first server has the casting vote in a tie; given a tie its vote is fair by symmetry, and the majority
-    is then that of ``k - 1`` servers. For ``2m - 1`` servers the chance of at least ``m`` votes is the incomplete beta
-    function ``I_q(m, m)``, which is inverted here.
+    If ``k`` is even, the first server decides a tie. Its vote in a tie is fair by symmetry, so the majority of ``k`` servers
+    has the same probability as that of ``k - 1``. For ``2m - 1`` servers the probability of at least ``m`` votes is the
+    incomplete beta function ``I_q(m, m)``; this function inverts it.
 
     >>> round(server_probability(0.1, 5), 4), round(server_probability(0.1, 6), 4)
     (0.2466, 0.2466)
@@ -177,16 +167,16 @@ def server_probability(p0: float, k: int) -> float:
 
 
 def majority(votes: Anything) -> Anything:
-    """Whether more than half of the votes ``(T, k)`` are for it; in a tie, the first."""
+    """Whether more than half of the votes ``(T, k)`` are for an exchange; in a tie the first vote decides."""
     ayes, k = votes.sum(axis=1), votes.shape[1]
     decided: Anything = (2 * ayes > k) | ((2 * ayes == k) & votes[:, 0])
     return decided
 
 
 def streams(seed: int, tree: Hierarchy) -> Anything:
-    """Where each client's own source of random numbers begins, ``(n,)``: by the ids of client and cluster alone.
+    """The start of each client's stream of random numbers, ``(n,)``. It depends on the ids of client and cluster only.
 
-    A client has the same stream wherever it is and whoever is beside it.
+    So a client has the same stream at any node and beside any other clients.
 
     >>> from covey import GroupedData
     >>> both = GroupedData.from_arrays([[1.0], [1.0]], [0.0, 0.0], ["a", "b"]).hierarchy
@@ -197,16 +187,15 @@ def streams(seed: int, tree: Hierarchy) -> Anything:
     start = np.empty(tree.n_clients, dtype=np.uint64)
     for j, (first, last) in enumerate(pairwise(tree.cluster_ptr.tolist())):
         cluster = _text(tree.cluster_ids[j])
-        common = hashlib.blake2b(f"{seed} {len(cluster)} {cluster} ".encode(), digest_size=8)
+        prefix = f"{seed} {len(cluster)} {cluster} "
         for i, label in enumerate(tree.client_ids[first:last].to_list(), first):
-            own = common.copy()
-            own.update(_text(label).encode())
-            start[i] = int.from_bytes(own.digest(), "little")
+            digest = hashlib.blake2b(f"{prefix}{_text(label)}".encode(), digest_size=8).digest()
+            start[i] = int.from_bytes(digest, "little")
     return start
 
 
 def _text(label: Any) -> str:
-    """An id, so that 1 and "1" differ."""
+    """An id with its type, so that 1 and "1" differ."""
     return f"{type(label).__name__} {label}"
 
 
