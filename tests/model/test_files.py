@@ -157,7 +157,7 @@ def damage(change):
             "cannot be read|not supported",
         ),
         (damage(lambda document: document["spec"].update(formula="y ~ (a + b + c + d)**20")), "more than 5,000 terms"),
-        (damage(lambda document: document.pop("format")), "states no format"),
+        (damage(lambda document: document.pop("format")), "no format version"),
         (damage(lambda document: document["spec"].update(family="tweedie")), "'tweedie'.*from_functions"),
         (damage(lambda document: document["global"].update(x0="7")), "global coefficients are not numbers"),
     ],

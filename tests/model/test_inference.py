@@ -9,7 +9,7 @@ from scipy import stats
 from covey import HierarchicalClassifier, HierarchicalPoissonRegressor, HierarchicalRegressor
 from covey.datasets import simulate
 from covey.losses.poisson import count_interval
-from covey.model.inference import quantile
+from covey.model.model import quantile
 from tests.henderson import beside
 
 SETTINGS = [
@@ -51,7 +51,7 @@ def test_covariances_are_those_of_hendersons_equations(drawn, heavy, settings):
     for ours, theirs in ((model.global_coef_, dense.wbar), (model.cluster_coef_, dense.w), (model.coef_, dense.theta)):
         np.testing.assert_allclose(ours, theirs, atol=1e-8)
     for ours, theirs in (
-        (posterior.whole, dense.whole),
+        (posterior.learned.covariance, dense.whole),
         (posterior.clusters, dense.clusters),
         (posterior.clients, dense.clients),
     ):
@@ -115,7 +115,7 @@ def test_intervals_of_predictions_by_hand(drawn, heavy):
 
 def test_an_unseen_cluster_asked_for_itself_has_the_spread_of_clusters(drawn, heavy):
     model = fit(drawn)
-    above, whole = model.components_.cluster.embedded(model.terms_)[0], model.model_.posterior.whole
+    above, whole = model.components_.cluster.embedded(model.terms_)[0], model.model_.posterior.learned.covariance
     x = heavy[0][0]
     low, high = model.predict_interval(drawn.X[:1], cluster=[99], level="cluster")[0]
     assert (high - low) / 2 == pytest.approx(quantile(0.95, len(model.clusters_) - 1) * np.sqrt(x @ (whole + above) @ x))

@@ -63,7 +63,7 @@ def assert_is_dense(model, rows):
         (model.global_coef_, dense.wbar),
         (model.cluster_coef_[up], dense.w),
         (model.coef_[at], dense.theta),
-        (posterior.whole, dense.whole),
+        (posterior.learned.covariance, dense.whole),
         (posterior.clusters[up], dense.clusters),
         (posterior.clients[at], dense.clients),
     ):
@@ -89,7 +89,9 @@ def test_removing_is_exact(gone):
         # A cluster without clients stays, with the global model for its own.
         np.testing.assert_allclose(model.cluster_coef_[1], model.global_coef_, atol=1e-10)
         above = model.components_.cluster.embedded(model.terms_)[0]
-        np.testing.assert_allclose(model.model_.posterior.clusters[1], model.model_.posterior.whole + above, atol=1e-10)
+        np.testing.assert_allclose(
+            model.model_.posterior.clusters[1], model.model_.posterior.learned.covariance + above, atol=1e-10
+        )
         dense, clients, _ = dense_of(model, ~np.isin(DRAWN.client, gone))
         assert model.clients_.tolist() == clients.tolist()
         np.testing.assert_allclose(model.coef_, dense.theta, atol=1e-8)
@@ -110,7 +112,8 @@ def test_removing_undoes_adding_and_adding_removing(gone, per_cluster):
         np.testing.assert_allclose(getattr(again, name), getattr(model, name), atol=1e-9)
     ours, theirs = again.model_.posterior, model.model_.posterior
     np.testing.assert_allclose(ours.clients[order], theirs.clients, atol=1e-9)
-    for name in ("whole", "clusters", "new_clients"):
+    np.testing.assert_allclose(ours.learned.covariance, theirs.learned.covariance, atol=1e-9)
+    for name in ("clusters", "new_clients"):
         np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), atol=1e-9)
 
 
@@ -235,8 +238,8 @@ def named():
         (lambda rows: rows.with_columns(x0=pl.lit(np.inf)), "x0"),
         (lambda rows: rows[:0], "no rows"),
         # An id that cannot be one of the model's whole numbers must not be cut to one.
-        (lambda rows: rows.with_columns(client=pl.lit(7.5), cluster=pl.lit(1)), "client id 7.5 is no whole number"),
-        (lambda rows: rows.with_columns(client=pl.lit(99), cluster=pl.lit(1.5)), "cluster id 1.5 is no whole number"),
+        (lambda rows: rows.with_columns(client=pl.lit(7.5), cluster=pl.lit(1)), "client id 7.5 is not a whole number"),
+        (lambda rows: rows.with_columns(client=pl.lit(99), cluster=pl.lit(1.5)), "cluster id 1.5 is not a whole number"),
     ],
 )
 def test_wrong_new_rows_are_one_sentence(named, change, sentence):
@@ -251,7 +254,7 @@ def test_wrong_new_rows_are_one_sentence(named, change, sentence):
     [
         ([99], "has no client 99"),
         (["a"], "client ids are text here"),
-        (list(range(20)), "Nothing would be left"),
+        (list(range(20)), "keep at least one"),
         ("a", "client ids are text here"),
     ],
 )

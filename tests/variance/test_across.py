@@ -15,7 +15,7 @@ from covey.datasets import load_radon
 from covey.errors import ConvergenceWarning, DataError, PenaltyError, SolverError
 from covey.fitting.fit import learn
 from covey.losses import Bernoulli, Gaussian, loss_of
-from covey.model.inference import Posterior
+from covey.model.model import Posterior
 from covey.nodes.network import InMemory
 from covey.problem.problem import Spec, resolve
 from covey.records import decode, encode
@@ -154,11 +154,11 @@ def test_likelihood_ratios(family):
     data, loss, shape = table(4, family), loss_of(family), Shape((0,), (0,))
     network = Sharded.of(data, loss, dealt(data, 4))
     known, whole = survey(network, shape), survey(in_memory(data, loss), shape)
-    across = estimate(network, shape, known=known)[1]
+    across = estimate(network, shape, surveyed=known)[1]
     before = network.gathered().copy()
     ours = likelihood_ratios(known, across, shape)
     np.testing.assert_array_equal(network.gathered(), before)  # tests leave the fit as it was
-    theirs = likelihood_ratios(whole, estimate(whole.network, shape, known=whole)[1], shape)
+    theirs = likelihood_ratios(whole, estimate(whole.network, shape, surveyed=whole)[1], shape)
     for one, two in zip(ours, theirs, strict=True):
         assert (one.level, one.parameters) == (two.level, two.parameters)
         assert one.statistic == pytest.approx(two.statistic, abs=1e-7)
@@ -170,18 +170,18 @@ def test_each_node_tells_intervals_of_its_clients_as_if_it_knew_everybody(family
     _, learned = estimate(in_memory(data, loss), shape)
     network = Sharded.of(data, loss, dealt(data, 5))
     _, across = estimate(network, shape)
-    whole = Posterior(learned, data.hierarchy, data.terms)
-    operator = Posterior(across, network.tree, data.terms)
+    whole = Posterior(learned)
+    operator = Posterior(across)
     for level in ("global", "cluster"):
         np.testing.assert_allclose(operator.standard_errors(level), whole.standard_errors(level), rtol=1e-6)
     np.testing.assert_array_equal(operator.freedom, whole.freedom)
     for node, mine in zip(network.nodes, network.places, strict=True):
-        own = Posterior(node_learned(node, across.components, across.covariance, across.whole), node.data.hierarchy, data.terms)
+        own = Posterior(node_learned(node, across.components, across.covariance, across.whole))
         np.testing.assert_allclose(own.clients, whole.clients[mine], rtol=1e-6, atol=1e-10)
         np.testing.assert_allclose(own.new_clients, whole.new_clients, rtol=1e-6, atol=1e-10)
         np.testing.assert_array_equal(own.freedom, whole.freedom)
         with pytest.raises(SolverError, match="one part of a fit across sites"):
-            own.with_everybody  # noqa: B018
+            own.require_sums(all_clients=True)
 
 
 # What leaves a node
@@ -197,7 +197,7 @@ def test_nothing_of_a_single_client_leaves_its_node(case):
         owner = np.where(np.arange(data.n_clients) < 11, 0, 1)
         network = Sharded.of(data, loss_of(family), owner, listens=True)
         known = survey(network, shape)
-        likelihood_ratios(known, estimate(network, shape, reml=reml, known=known)[1], shape, reml=reml)
+        likelihood_ratios(known, estimate(network, shape, reml=reml, surveyed=known)[1], shape, reml=reml)
         kinds = {}
         for request, replies in network.asked:
             for node, reply in zip(network.nodes, replies, strict=True):

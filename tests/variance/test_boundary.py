@@ -11,8 +11,9 @@ from covey import GroupedData
 from covey.datasets import simulate
 from covey.losses import Bernoulli, Gaussian
 from covey.variance.components import Shape
-from covey.variance.criterion import LaplaceCriterion, LinearCriterion
 from covey.variance.estimate import estimate, search
+from covey.variance.laplace_likelihood import LaplaceCriterion
+from covey.variance.linear_likelihood import LinearCriterion
 from covey.variance.search import Optimum, minimise, resolve_boundary, singular_notes
 from tests.conftest import seeds
 from tests.networks import in_memory, surveyed
@@ -27,7 +28,7 @@ def criterion_for_rows(data, shape, reml=True):
 def stuck(criterion, x):
     """The search's answer if it had ended at ``x``."""
     value, gradient = criterion.value_and_gradient(x)
-    return Optimum(x, value, gradient, np.eye(len(x)), 0.0, 1)
+    return Optimum(x, value, gradient, np.eye(len(x)), 0.0)
 
 
 def varied(client_sd=0.8, cluster_sd=0.8, seed=0, **other):
@@ -61,7 +62,7 @@ def test_a_wrongly_perfect_correlation_is_loosened():
     """A covariance of rank one is stationary in the directions that its factor cannot see."""
     criterion = criterion_for_rows(varied(), Shape((0, 1), (), "full"))
     best, _ = search(criterion)
-    trap = minimise(lambda x: _of_rank_one(criterion, x), np.array([0.5, 0.5]), np.full(2, 10.0))
+    trap = minimise(lambda points: [_of_rank_one(criterion, x) for x in points], np.array([0.5, 0.5]), np.full(2, 10.0))
     x = np.array([trap.x[0], trap.x[1], 0.0])
     assert np.abs(criterion.value_and_gradient(x)[1]).max() < 1e-2
     assert criterion.value_and_gradient(x)[0] > best.value + 1
@@ -105,7 +106,7 @@ def test_what_is_reported_is_lower_than_every_neighbour_on_either_side_of_the_bo
         more = step * {"isotropic": np.eye(d), "diagonal": np.diag(u**2), "full": np.outer(u, u)}[kind]
         up = step * np.diag([v[0] ** 2, 0.0])
         for below, above in ((S + more, T), (S, T + up), (S + more, T + up), (0.9 * S, T), (S, 0.9 * T)):
-            assert criterion.likelihood(below, above).value >= best.value - 1e-6
+            assert criterion.at_covariances([(below, above)])[0].value >= best.value - 1e-6
 
 
 def test_a_tiny_variance_becomes_none_at_all():
@@ -174,4 +175,4 @@ def test_the_cluster_is_named_and_many_are_counted():
     assert said([1, 1, 0, 1, 1, 1, 1, 1], shape, data) == ["singular: no variation between clients of cluster 2"]
     all_of_them = said(np.zeros(8), shape, data)
     assert len(all_of_them) == 5
-    assert all_of_them[-1] == "singular: and 4 more of the kind"
+    assert all_of_them[-1] == "singular: and 4 more of this kind"

@@ -11,20 +11,21 @@ from hypothesis import strategies as st
 
 from covey.losses import Gaussian as Squares
 from covey.solvers.direct.elimination import Quadratic, Spread, marginalise, sensitivity
-from covey.variance.columns import ClientSums, TermOrder, client_losses
+from covey.variance.columns import ClientSums, client_losses
 from covey.variance.components import Shape
-from covey.variance.criterion import LinearCriterion
-from covey.variance.linear_likelihood import GaussianLikelihood, cluster_covariances, invert, upper
+from covey.variance.linear_likelihood import LinearCriterion, cluster_covariances, invert, upper
 from tests.conftest import random_problem, seeds
 from tests.networks import surveyed
 from tests.variance.dense import linear_log_likelihood, random_covariances, slopes, symmetric_slopes
 
 
 def criterion_of(data, reml):
-    known, d = surveyed(data, Squares()), data.n_terms
-    node = known.network.network.node
-    sums = ClientSums(client_losses(node), known.columns.origin, known.log_weights)
-    return GaussianLikelihood(known.network, TermOrder(np.arange(d), d), reml, sums.log_weights), sums
+    """The criterion as a function of both covariances, with all terms in the order of the data, and the clients' sums."""
+    survey, terms = surveyed(data, Squares()), tuple(range(data.n_terms))
+    node = survey.network.network.node
+    sums = ClientSums(client_losses(node), survey.columns.origin, survey.log_weights)
+    criterion = LinearCriterion(survey, Shape(terms, terms), reml=reml)
+    return lambda S, T: criterion.at_covariances([(S, T)])[0], sums
 
 
 @given(seeds, st.booleans(), st.booleans())
@@ -118,9 +119,10 @@ def test_several_points_at_once_are_each_of_them(seed, reml, per_cluster):
     data, rng = random_problem(seed).data, np.random.default_rng(seed)
     count = data.n_clusters if per_cluster else 1
     points = [(random_covariances(rng, count, data.n_terms), random_covariances(rng, 1, data.n_terms)) for _ in range(3)]
-    marginal, _ = criterion_of(data, reml)
-    for here, point in zip(marginal.many(points), points, strict=True):
-        alone = marginal(*point)
+    terms = tuple(range(data.n_terms))
+    criterion = LinearCriterion(surveyed(data, Squares()), Shape(terms, terms), reml=reml)
+    for here, point in zip(criterion.at_covariances(points), points, strict=True):
+        (alone,) = criterion.at_covariances([point])
         assert here.value == alone.value
         np.testing.assert_array_equal(here.client, alone.client)
         np.testing.assert_array_equal(here.cluster, alone.cluster)

@@ -43,7 +43,7 @@ def refusal(data, shape, loss=LOSSES[0]):
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
 def test_one_client_in_each_cluster(loss):
     sentence = refusal(table(clusters=20, clients=1, loss=loss), BOTH, loss)
-    assert sentence.startswith("Every cluster has one client, so variation between clients cannot be told from")
+    assert sentence.startswith("Every cluster has one client")
     assert "leave out cluster=" in sentence
 
 
@@ -56,7 +56,7 @@ def test_one_client_in_each_cluster_is_fine_where_one_of_the_levels_varies():
 
 def test_one_row_for_each_client():
     sentence = refusal(table(clusters=10, clients=8, rows=1), Shape((0,), (0,)))
-    assert sentence.startswith("Every client has one row, so variation between clients cannot be told from the residual;")
+    assert sentence.startswith("Every client has one row")
     assert "let no term vary by client" in sentence
 
 
@@ -68,16 +68,16 @@ def test_one_row_for_each_client_is_fine_between_clusters():
 def test_a_term_constant_within_every_client(loss):
     data = table(x=lambda client, cluster, rng: rng.normal(size=20)[client], loss=loss)
     sentence = refusal(data, BOTH, loss)
-    assert sentence.startswith("The term 'x' is constant within every client, so its variation between clients cannot be told")
-    assert "leave it out of what varies by client (vary=, or its bar)" in sentence
+    assert sentence.startswith("The term 'x' is constant within every client")
+    assert "leave it out of the terms that vary by client (vary=, or its bar)" in sentence
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
 def test_a_term_constant_within_every_cluster(loss):
     data = table(clusters=8, x=lambda client, cluster, rng: rng.normal(size=8)[cluster], loss=loss)
     sentence = refusal(data, Shape((0,), (0, 1)), loss)
-    assert sentence.startswith("The term 'x' is constant within every cluster, so its variation between clusters")
-    assert "leave it out of what varies by cluster" in sentence
+    assert sentence.startswith("The term 'x' is constant within every cluster")
+    assert "leave it out of the terms that vary by cluster" in sentence
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
@@ -89,7 +89,7 @@ def test_what_the_sentence_about_a_constant_term_advises_works(loss):
 def test_no_residual():
     data = table(y=lambda X, client, rng: X @ [1.0, 2.0] + rng.normal(size=20)[client])
     sentence = refusal(data, Shape((0,), (0,)))
-    assert sentence.startswith("The residual variance is zero: within every client the response is an exact linear function")
+    assert sentence.startswith("The residual variance is zero")
     assert "drop the term that equals the response" in sentence
 
 
@@ -101,9 +101,7 @@ def test_no_residual():
 def test_a_response_that_is_no_more_than_the_terms(y):
     for shape in (BOTH, Shape((0,), (0,)), Shape((), (0,))):
         sentence = refusal(table(y=y), shape)
-        assert sentence.startswith(
-            "The residual variance is zero: within every client the response is an exact linear function"
-        )
+        assert sentence.startswith("The residual variance is zero")
         assert "drop the term that equals the response" in sentence
 
 
@@ -150,7 +148,7 @@ def test_as_many_terms_as_rows():
     data = table(clusters=1, clients=2, rows=2)
     square = GroupedData.from_arrays(np.c_[data.X, [1.0, 0, 0, 0], [0, 1.0, 0, 0]], data.y, data.client_of_row)
     sentence = refusal(square, Shape((0,), ()))
-    assert sentence.startswith("There are 4 rows for 4 common coefficients;")
+    assert sentence.startswith("There are 4 rows for 4 global coefficients;")
     assert "add rows, or leave out terms" in sentence
 
 
@@ -168,7 +166,8 @@ def test_terms_that_are_combinations_of_each_other(loss):
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
 def test_a_column_of_zeros(loss):
     sentence = refusal(table(x=lambda client, cluster, rng: 0.0 * client, loss=loss), Shape((0,), ()), loss)
-    assert sentence == "The term 'x' is zero in every row, so it has no coefficient to learn; leave it out."
+    assert sentence.startswith("The term 'x' is zero in every row")
+    assert sentence.endswith("leave it out.")
 
 
 def test_more_terms_than_can_be_told_apart():
@@ -202,7 +201,9 @@ def test_clusters_that_have_coefficients_of_their_own(shape):
     cluster = np.repeat(np.arange(4), 30)
     X = np.column_stack([np.ones(120), *(cluster == j for j in (1, 2, 3))]).astype(float)
     data = GroupedData.from_arrays(X, rng.normal(size=120), np.arange(120) // 6, cluster, terms=["Intercept", "b", "c", "d"])
-    assert refusal(data, shape).startswith("The common coefficients already tell every cluster apart")
+    sentence = refusal(data, shape)
+    assert "variation of 'Intercept' between clusters is not identifiable" in sentence
+    assert "leave the clusters' names out of the common terms" in sentence
 
 
 def test_a_response_that_is_a_constant_is_refused_with_no_row_to_spare():

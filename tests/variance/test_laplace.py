@@ -15,9 +15,15 @@ from covey.solvers.direct.elimination import Spread
 from covey.solvers.direct.newton import LocalProblem, node_start
 from covey.variance.columns import TermOrder
 from covey.variance.components import Shape
-from covey.variance.criterion import LaplaceCriterion
 from covey.variance.identify import survey
-from covey.variance.laplace_likelihood import LaplaceLikelihood, ModeState, node_bends, node_curvature, node_slopes
+from covey.variance.laplace_likelihood import (
+    LaplaceCriterion,
+    LaplaceLikelihood,
+    ModeState,
+    node_bends,
+    node_curvature,
+    node_slopes,
+)
 from covey.variance.linear_likelihood import cluster_covariances
 from tests.conftest import random_problem, seeds
 from tests.networks import in_memory, shard

@@ -19,7 +19,7 @@ def ratios_of(data, loss, shape):
     """A fit, and the test of each level that varies in it."""
     network = in_memory(data, loss)
     known = survey(network, shape)
-    fit, learned = estimate(network, shape, known=known)
+    fit, learned = estimate(network, shape, surveyed=known)
     return fit, learned, likelihood_ratios(known, learned, shape)
 
 

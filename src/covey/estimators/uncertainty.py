@@ -12,8 +12,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from covey._typing import Floats
 from covey.errors import DataError, SolverError, one_of
 from covey.fitting.fit import shape_of
-from covey.model.inference import quantile
-from covey.model.model import Model
+from covey.model.model import Model, quantile
 from covey.model.new_rows import group_rows
 from covey.model.summary import Summary, summary
 from covey.model.updates import add_clients, remove_clients
@@ -139,7 +138,7 @@ class Uncertain:
         """
         check_is_fitted(self, "model_")
         quantile(coverage)  # refused before the draws, not after them
-        model, learned = self.model_, self.model_.posterior.with_everybody
+        model, learned = self.model_, self.model_.posterior.require_sums(all_clients=True)
         data: GroupedData | None = None
         if not model.spec.loss.reml:
             if X is None:

@@ -179,11 +179,11 @@ def _by_likelihood(network: Network, problem: Problem, progress: Progress | None
     shape = shape_of(network.tree, network.terms, spec, _vary(problem, network.terms))
     asked: dict[str, Any] = {"reml": spec.learns == "reml", "progress": progress}
     known = survey(network, shape)
-    found, learned = estimate(network, shape, known=known, **asked)
+    found, learned = estimate(network, shape, surveyed=known, **asked)
     if spec.tests:
         tests = likelihood_ratios(known, learned, shape, **asked)
         if _worse_than_null(tests):
-            found, learned = estimate(network, shape, thorough=True, known=known, **asked)
+            found, learned = estimate(network, shape, thorough=True, surveyed=known, **asked)
             tests = likelihood_ratios(known, learned, shape, **asked)
         found, tests = _doubted(found, tests)
         found = replace(found, convergence=replace(found.convergence, exchanges=known.network.exchanges))

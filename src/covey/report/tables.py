@@ -53,7 +53,7 @@ def shrinkage_table(model: Model, local: Floats, units: Sequence[int], term: int
 
 def _with_errors(model: Model, level: str, values: Floats) -> list[list[str]]:
     """Coefficients with their standard errors in brackets, if these are known."""
-    if model.learned is None or not model.learned.knows(level):
+    if model.learned is None or not model.learned.has_standard_errors(level):
         return [[f"{value:.4g}" for value in row] for row in values]
     errors = np.atleast_2d(model.posterior.standard_errors(level))  # type: ignore[arg-type]
     pairs = zip(values, errors[: len(values)], strict=True)
