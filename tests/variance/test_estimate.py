@@ -363,7 +363,7 @@ def separated():
 
 
 def test_a_coefficient_that_is_not_finite_is_refused():
-    with pytest.raises(ValueError, match="perfectly separated along 'z'.*drop terms"):
+    with pytest.raises(ValueError, match=r"perfectly separated along 'z'.*drop terms"):
         estimate(in_memory(separated(), Bernoulli()), INTERCEPTS)
 
 

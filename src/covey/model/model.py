@@ -29,8 +29,7 @@ from covey.objective.objective import Penalty
 from covey.problem.problem import Problem, Spec
 from covey.problem.reading import as_frame
 from covey.solvers.direct.elimination import eliminate, posterior
-from covey.solvers.ledger import Ledger
-from covey.solvers.result import Convergence, Fit
+from covey.solvers.result import Fit
 from covey.tables.design import Design, numeric
 from covey.tree.hierarchy import Hierarchy, Level, Resolved, Unseen, segment_sum
 from covey.variance.components import Learned
@@ -193,23 +192,24 @@ class Fitted:
     learned: Learned | None = None
 
 
-@dataclass(frozen=True)
-class Model:
-    """A fitted hierarchy, made by :func:`assemble`.
+@dataclass(frozen=True, kw_only=True)
+class Model(Fit):
+    """The fit of a problem, made by :func:`assemble`.
 
     Attributes
     ----------
     problem : the specification and the design that were fitted
     hierarchy : the clients in their clusters
-    fitted : coefficients and penalties
     rows : (n,) the number of rows of each client
+    penalty, learned : the penalties, as in :class:`Fitted`
     elsewhere : at the operator of a fit across sites, whose model has no clients, their numbers
     """
 
     problem: Problem
     hierarchy: Hierarchy
-    fitted: Fitted
     rows: Ints
+    penalty: Penalty | None
+    learned: Learned | None
     elsewhere: Elsewhere | None = None
 
     @property
@@ -219,41 +219,6 @@ class Model:
     @property
     def design(self) -> Design:
         return self.problem.design
-
-    @property
-    def theta(self) -> Floats:
-        """The clients' coefficients, ``(n, d)``."""
-        return self.fitted.fit.theta
-
-    @property
-    def w(self) -> Floats:
-        """The clusters' coefficients, ``(k, d)``."""
-        return self.fitted.fit.w
-
-    @property
-    def wbar(self) -> Floats:
-        """The global coefficients, ``(d,)``."""
-        return self.fitted.fit.wbar
-
-    @property
-    def convergence(self) -> Convergence:
-        return self.fitted.fit.convergence
-
-    @property
-    def history(self) -> pl.DataFrame | None:
-        return self.fitted.fit.history
-
-    @property
-    def ledger(self) -> Ledger | None:
-        return self.fitted.fit.ledger
-
-    @property
-    def penalty(self) -> Penalty | None:
-        return self.fitted.penalty
-
-    @property
-    def learned(self) -> Learned | None:
-        return self.fitted.learned
 
     @cached_property
     def classes(self) -> Anything | None:
@@ -388,4 +353,5 @@ def assemble(problem: Problem, fitted: Fitted, hierarchy: Hierarchy, rows: Ints,
     n, k = hierarchy.n_clients, hierarchy.n_clusters
     if shapes != ((n, d), (k, d), (d,), (n,)):
         raise ModelError("The model is damaged: its coefficients do not fit its clients, clusters and terms; fit it again.")
-    return Model(problem, hierarchy, fitted, rows, elsewhere)
+    given = {"problem": problem, "hierarchy": hierarchy, "rows": rows, "elsewhere": elsewhere}
+    return Model(**vars(fit), **given, penalty=fitted.penalty, learned=fitted.learned)  # type: ignore[arg-type]

@@ -18,18 +18,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from covey._typing import Anything, Floats, Ints
-from covey.losses import Loss, loss_of
-from covey.nodes.network import Arrived, Message, Network, Node, R, threads_for
+from covey.losses import loss_of
+from covey.nodes.network import Message, Network, Node, R, threads_for
 from covey.records import Record, Reply
 from covey.solvers.direct.elimination import Quadratic, Spread
 from covey.solvers.result import Fit
 from covey.tables.rows import GroupedData
-from covey.tree.hierarchy import Hierarchy
 from covey.variance.components import Components, Learned, LevelComponents, Shape, Whole
 
 T = TypeVar("T")
@@ -104,38 +103,16 @@ class ClientSums(LearningState):
     log_weights: float
 
 
-@dataclass
-class CountingNetwork(Network):
-    """A network that counts its exchanges."""
+class CountingNetwork:
+    """A network whose exchanges are counted."""
 
-    network: Network
-    exchanges: int = 0
-
-    @property
-    def tree(self) -> Hierarchy:
-        return self.network.tree
-
-    @property
-    def terms(self) -> tuple[str, ...]:
-        return self.network.terms
-
-    @property
-    def loss(self) -> Loss:
-        return self.network.loss
-
-    def send(self, message: Message[Any]) -> None:
-        self.exchanges += 1
-        self.network.send(message)
-
-    def collect(self) -> list[Arrived]:
-        return self.network.collect()
+    def __init__(self, network: Network) -> None:
+        self.network, self.exchanges = network, 0
+        self.tree, self.terms, self.loss = network.tree, network.terms, network.loss
 
     def ask(self, message: Message[R]) -> R:
         self.exchanges += 1
         return self.network.ask(message)
-
-    def clients(self) -> Node | None:
-        return self.network.clients()
 
 
 def threads_of(network: Network) -> AbstractContextManager[None]:
@@ -198,24 +175,24 @@ def client_rows(node: Node, order: Ints | None = None) -> GroupedData:
     if not (permuted or shift.any()):
         return data
 
-    def make() -> GroupedData:
+    def compute() -> GroupedData:
         X = data.X - shift if shift.any() else data.X
         terms = tuple(data.terms[at] for at in order)
         return replace(data, X=np.ascontiguousarray(X[:, order]) if permuted else X, terms=terms)
 
-    return from_cache(node, "rows", (shift, order), make)
+    return from_cache(node, "rows", (shift, order), compute)
 
 
 def client_losses(node: Node, order: Ints | None = None) -> Quadratic:
     """Each client's loss about the origin, with terms in the working order."""
     columns = working_columns(node)
 
-    def make() -> Quadratic:
+    def compute() -> Quadratic:
         data = client_rows(node)
         here = node.loss.expand(data, np.tile(columns.origin, (data.n_clients, 1)))
         return Quadratic(here.hessian, -here.gradient, here.value, data.rows_that_count)
 
-    losses = from_cache(node, "losses", (columns.shift, columns.origin), make)
+    losses = from_cache(node, "losses", (columns.shift, columns.origin), compute)
     if order is None or not (order != np.arange(len(order))).any():
         return losses
 
@@ -258,9 +235,9 @@ def node_learned(node: Node, components: Components, covariance: Floats, whole: 
     ``components``, ``covariance`` and ``whole`` are fields of the coordinator's :class:`.Learned`. Leave out ``whole`` if the
     node holds all clients.
     """
-    sums, data = node.state(ClientSums), node.data
-    sums_of_clients = sums.units, sums.origin, sums.log_weights
-    return Learned(components, data.terms, data.hierarchy, covariance, *sums_of_clients, whole)
+    data, kept = node.data, node.state(ClientSums)
+    sums = kept.units, kept.origin, kept.log_weights
+    return Learned(components, data.terms, data.hierarchy, covariance, *sums, whole)
 
 
 @dataclass(frozen=True)
@@ -338,7 +315,7 @@ class SumRows(Message[RowTotals], label="totals of rows", phase="learn"):
         )
 
 
-def choose_columns(network: Network, shape: Shape) -> tuple[WorkingColumns, RowTotals]:
+def choose_columns(network: CountingNetwork, shape: Shape) -> tuple[WorkingColumns, RowTotals]:
     """Centre columns that are far from zero, if the model stays the same. Returns the columns and the totals of their rows."""
     d = len(network.terms)
     totals = network.ask(SumRows(np.zeros(d)))

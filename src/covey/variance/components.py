@@ -109,11 +109,15 @@ class Variation:
         L[:, rows, columns] = x.reshape(self.count, -1)
         return self.unit[:, None] * L
 
+    def matrices(self, x: Floats) -> Floats:
+        """``S (count, q, q)`` of the varying terms, in the user's units."""
+        L = self.factors(x)
+        return np.asarray(L @ L.swapaxes(1, 2))
+
     def covariances(self, x: Floats, d: int) -> Floats:
         """``S (count, d, d)``, zero where a term does not vary."""
-        L = self.factors(x)
         whole = np.zeros((self.count, d, d))
-        whole[:, self.terms[:, None], self.terms] = L @ L.swapaxes(1, 2)
+        whole[:, self.terms[:, None], self.terms] = self.matrices(x)
         return whole
 
     def gradient(self, x: Floats, G: Floats) -> Floats:

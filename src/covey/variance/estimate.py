@@ -243,8 +243,7 @@ def _levels(
     """
     first, levels = 0, []
     for variation, x in criterion.parameters.split(best.x):
-        L = variation.factors(x)
-        S = L @ L.swapaxes(1, 2)
+        S = variation.matrices(x)
         sd = np.sqrt(scale * np.einsum("maa->ma", S))
         sd_error = np.full(sd.shape, np.nan)
         positive = np.nonzero(sd) if len(best.x) <= MANY else ((), ())  # without a Hessian there are no standard errors
@@ -276,7 +275,7 @@ def likelihood_ratios(
         components = getattr(learned.components, level)
         if not components.terms:
             continue
-        with warnings.catch_warnings(), threads_of(network):
+        with warnings.catch_warnings(), threads_of(network.network):
             warnings.simplefilter("ignore", ConvergenceWarning)  # the fit itself has warned
             best, _ = find_optimum(criterion_for(surveyed, null, reml=reml), progress)
         statistic = best.value + 2 * learned.components.log_likelihood

@@ -206,7 +206,7 @@ def check_rank(gram: Floats, terms: Sequence[str]) -> None:
     )
 
 
-def check_identifiable(network: Network, evidence: Evidence, shape: Shape, *, squares: float | None = None) -> None:
+def check_identifiable(network: CountingNetwork, evidence: Evidence, shape: Shape, *, squares: float | None = None) -> None:
     """Raise an error if this data cannot identify the variances of a shape.
 
     ``squares`` is the sum of squared responses of a linear model, which has a residual variance to identify too.
@@ -232,7 +232,7 @@ def _levels(shape: Shape) -> list[tuple[str, tuple[int, ...], Kind]]:
     return [("client", shape.client, shape.client_kind), ("cluster", shape.cluster, shape.cluster_kind)]
 
 
-def _refuse_too_few(network: Network, evidence: Evidence, shape: Shape, linear: bool) -> None:
+def _refuse_too_few(network: CountingNetwork, evidence: Evidence, shape: Shape, linear: bool) -> None:
     """Too few rows for the terms, or levels whose groups have one client or one row each."""
     tree, terms = network.tree, network.terms
     rows = float(evidence.cluster_sums.n.sum())
@@ -261,7 +261,7 @@ def _refuse_too_few(network: Network, evidence: Evidence, shape: Shape, linear: 
         )
 
 
-def _all_clients_alike(network: Network, evidence: Evidence, shape: Shape) -> bool:
+def _all_clients_alike(network: CountingNetwork, evidence: Evidence, shape: Shape) -> bool:
     """Whether ``x'x`` over the varying terms is the same for every client, so that their variance acts like the residual's."""
     mean = np.diag(evidence.cluster_sums.C.sum(axis=0))[list(shape.client)] / network.tree.n_clients
     if shape.client_kind == "isotropic":
@@ -393,7 +393,7 @@ def _constant_within(evidence: Evidence, columns: WorkingColumns, terms: Sequenc
     return np.stack([clusters[one] == 0, evidence.clearly_not_proportional[one] == 0])
 
 
-def pooled(network: Network) -> Floats:
+def pooled(network: CountingNetwork) -> Floats:
     """The coefficients ``(d,)`` of one model for all rows. It is an error if some coefficient has no finite estimate."""
     k, d = network.tree.n_clusters, len(network.terms)
     S, order, wbar = np.zeros((1, d, d)), TermOrder(np.arange(d), 0), np.zeros(d)

@@ -35,7 +35,7 @@ import numpy as np
 from covey._typing import Anything, Floats
 from covey.errors import SolverError
 from covey.losses import loss_of
-from covey.nodes.network import Message, Network, Node
+from covey.nodes.network import Message, Node
 from covey.records import Record, Reply
 from covey.solvers.direct.elimination import (
     Marginal,
@@ -62,6 +62,7 @@ from covey.solvers.direct.newton import (
 from covey.solvers.direct.sweep import solve_top
 from covey.solvers.result import Convergence
 from covey.variance.columns import (
+    CountingNetwork,
     LearningState,
     NonFiniteClients,
     Survey,
@@ -271,7 +272,7 @@ class LaplaceLikelihood:
     objective : the penalised loss at the last mode
     """
 
-    network: Network
+    network: CountingNetwork
     order: TermOrder
     width: int
     tol: float
@@ -429,7 +430,14 @@ class LaplaceCriterion(Criterion):
 
 
 def run_newton(
-    network: Network, begin: BeginMode, top: UpperLevels, above: Spread, *, tol: float, max_iter: int, fixed: bool = False
+    network: CountingNetwork,
+    begin: BeginMode,
+    top: UpperLevels,
+    above: Spread,
+    *,
+    tol: float,
+    max_iter: int,
+    fixed: bool = False,
 ) -> tuple[UpperLevels, Convergence, Anything, NewtonReport]:
     """Newton's method over the network; with ``fixed`` the global model stays as it is.
 

@@ -185,8 +185,7 @@ def mm_step(variation: Variation, x: Floats, bend: Floats, pull: Floats) -> Floa
     """The parameters of one level after one step from ``x``."""
     if variation.q == 0:
         return x
-    L = variation.factors(x)
-    S = L @ L.swapaxes(1, 2)
+    S = variation.matrices(x)
     if variation.kind == "full":
         values, vectors = np.linalg.eigh(bend)
         root = np.sqrt(np.maximum(values, 1e-12 * np.abs(values).max(axis=1, keepdims=True) + 1e-300))
@@ -212,13 +211,10 @@ def curvature(variation: Variation, x: Floats, bend: Floats, units: int) -> Floa
     down = variation.unit**2 * np.maximum(bend[:, at, at], 1e-12)
     size = np.maximum((L**2).sum(axis=2), 1e-4)
     second = 4.0 * size * down**2 * variation.count / max(units, 1)
-    if variation.kind == "full":
-        rows, _ = np.tril_indices(variation.q)
-        return np.asarray(second[:, rows]).ravel()
     if variation.is_shared:
         total = down.sum(axis=1, keepdims=True)
         return np.asarray(4.0 * size[:, :1] * total**2 * variation.count / (units * variation.q)).ravel()
-    return np.asarray(second).ravel()
+    return np.asarray(second[:, variation.entries[0]]).ravel()
 
 
 def _recomposed(vectors: Floats, values: Floats) -> Floats:
@@ -280,7 +276,7 @@ def _set_small_to_zero(criterion: Criterion, best: Optimum) -> Optimum | None:
 
 def _without_small(criterion: Criterion, x: Floats, limit: float) -> Floats | None:
     """The parameters with variances below ``limit`` set to zero. None if all of these are zero already."""
-    parts, changed = [], False
+    x, changed = x.copy(), False
     for variation, part in criterion.parameters.split(x):
         if variation.q == 0:
             continue
@@ -289,8 +285,8 @@ def _without_small(criterion: Criterion, x: Floats, limit: float) -> Floats | No
         rounding = 1e-15 if variation.kind == "full" and values.max() >= limit else 0.0
         changed |= bool((small & (values > rounding)).any())
         S = _recomposed(vectors, np.where(small, 0.0, values))
-        parts.append(variation.of_covariances(S * variation.size[:, None] * variation.size))
-    return np.concatenate([*parts, x[criterion.parameters.n_parameters :]]) if changed else None
+        part[:] = variation.of_covariances(S * variation.size[:, None] * variation.size)
+    return x if changed else None
 
 
 def _eigen(variation: Variation, x: Floats) -> tuple[Floats, Floats]:
@@ -302,21 +298,19 @@ def _eigen(variation: Variation, x: Floats) -> tuple[Floats, Floats]:
 
 def _leave_zero(criterion: Criterion, best: Optimum) -> Floats | None:
     """A point with a little variance in every place where it is zero but the likelihood would rise. None if there is none."""
-    here = criterion.evaluate(best.x)
-    parts, moved = [], False
-    for (variation, x), slope in zip(criterion.parameters.split(best.x), (here.client, here.cluster), strict=True):
+    here, x, moved = criterion.evaluate(best.x), best.x.copy(), False
+    for (variation, part), slope in zip(criterion.parameters.split(x), (here.client, here.cluster), strict=True):
         if variation.q == 0:
             continue
-        L = variation.factors(x)
-        S = L @ L.swapaxes(1, 2)
+        S = variation.matrices(part)
         G = variation.pick(slope) * variation.size[:, None] * variation.size
         for m in range(variation.count):
             way = _descent_direction(S[m] / (variation.size[:, None] * variation.size), G[m], variation.kind)
             if way is not None:
                 S[m] += 1e-3 * way * variation.size[:, None] * variation.size
                 moved = True
-        parts.append(variation.of_covariances(S))
-    return np.concatenate([*parts, best.x[criterion.parameters.n_parameters :]]) if moved else None
+        part[:] = variation.of_covariances(S)
+    return x if moved else None
 
 
 def _descent_direction(S: Floats, G: Floats, kind: Kind) -> Floats | None:
