@@ -1,4 +1,4 @@
-"""Variance components over several nodes: the fit of one node that holds everybody, whoever holds whom."""
+"""Variance components over several nodes are those of one node, for any assignment of clients to nodes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def table(seed, family, *, clusters=4, clients=6, client_sd=0.6, cluster_sd=0.5,
 
 
 def dealt(data, seed, sites=3):
-    """Which node each client is at: any, so that clusters are split and some nodes have none of a cluster."""
+    """A random node for each client, so that clusters are split and some nodes have no clients of a cluster."""
     return np.random.default_rng(seed).integers(0, sites, size=data.n_clients)
 
 
@@ -102,7 +102,7 @@ def test_any_sharding_gives_the_fit_of_one_node(case, seed, sites):
 
 
 @pytest.mark.parametrize("family", ["gaussian", "bernoulli", "poisson"])
-def test_nodes_that_lose_their_cache_between_requests_answer_the_same_bits(family):
+def test_nodes_that_lose_their_cache_give_the_same_bits(family):
     data, loss, shape = table(1, family), loss_of(family), Shape((0, 1), (0,), "full")
     owner = dealt(data, 1)
     found = []
@@ -124,7 +124,7 @@ def test_a_level_without_variation(family, seed):
     assert_same(network, across, fit, learned, 1e-10)
 
 
-def test_columns_far_from_zero_and_a_residual_that_is_tiny():
+def test_columns_far_from_zero_and_a_tiny_residual():
     near = table(2, "gaussian")
     far = replace(near, X=near.X + np.array([0.0, 2000.0, 0.0]))
     shape = Shape((0, 1), (), "full")
@@ -158,14 +158,14 @@ def test_likelihood_ratios(family):
     before = network.gathered().copy()
     ours = likelihood_ratios(known, across, shape)
     np.testing.assert_array_equal(network.gathered(), before)  # tests leave the fit as it was
-    theirs = likelihood_ratios(whole, estimate(whole.network, shape, surveyed=whole)[1], shape)
+    theirs = likelihood_ratios(whole, estimate(whole.network.network, shape, surveyed=whole)[1], shape)
     for one, two in zip(ours, theirs, strict=True):
         assert (one.level, one.parameters) == (two.level, two.parameters)
         assert one.statistic == pytest.approx(two.statistic, abs=1e-7)
 
 
 @pytest.mark.parametrize("family", ["gaussian", "bernoulli", "poisson"])
-def test_each_node_tells_intervals_of_its_clients_as_if_it_knew_everybody(family):
+def test_intervals_at_a_node_are_those_of_one_node_with_all_clients(family):
     data, loss, shape = table(5, family), loss_of(family), Shape((0, 1), (0,))
     _, learned = estimate(in_memory(data, loss), shape)
     network = Sharded.of(data, loss, dealt(data, 5))
@@ -184,12 +184,12 @@ def test_each_node_tells_intervals_of_its_clients_as_if_it_knew_everybody(family
             own.require_sums(all_clients=True)
 
 
-# What leaves a node
+# Replies
 
 
 @pytest.mark.parametrize("case", ["full", "per cluster", "bernoulli, full", "poisson"])
-def test_nothing_of_a_single_client_leaves_its_node(case):
-    """No array in any reply is as long as a node has clients; and neither its length nor its number depends on them."""
+def test_replies_contain_no_array_per_client(case):
+    """No array in a reply has one entry per client, and the number and lengths of arrays do not depend on the clients."""
     family, shape, reml = CASES[case]
     shapes = []
     for clients in (6, 9):
@@ -211,7 +211,7 @@ def test_nothing_of_a_single_client_leaves_its_node(case):
 
 
 @pytest.mark.parametrize("family", ["gaussian", "poisson"])
-def test_all_that_travels_or_is_put_aside_can_be_written_and_read(family):
+def test_messages_replies_and_states_can_be_encoded_and_decoded(family):
     data, loss = table(1, family), loss_of(family)
     network = Sharded.of(data, loss, dealt(data, 1), listens=True)
     estimate(network, Shape((0,), (0,)))
@@ -221,7 +221,7 @@ def test_all_that_travels_or_is_put_aside_can_be_written_and_read(family):
         assert encode(decode(encode(node.snapshot()))) == encode(node.snapshot())
 
 
-# Refusals name what they name in memory
+# Errors
 
 
 def rows(client, cluster, *, x=None, y=None, loss=Gaussian(), terms=("Intercept", "x")):  # noqa: B008
@@ -268,7 +268,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("data", "shape", "begins"), REFUSED, ids=range(len(REFUSED)))
-def test_what_cannot_be_told_apart_is_refused_in_the_same_words(data, shape, begins):
+def test_errors_of_identification_are_those_in_memory(data, shape, begins):
     classes = set(np.unique(data.y)) == {0.0, 1.0}
     loss = Bernoulli() if classes else Gaussian()
     network = Sharded.of(data, loss, dealt(data, 7))
@@ -280,7 +280,7 @@ def test_what_cannot_be_told_apart_is_refused_in_the_same_words(data, shape, beg
     assert said[0] == said[1]
 
 
-# By specification
+# Specifications
 
 
 NAMED = {"client": "client", "cluster": "cluster"}
@@ -301,7 +301,7 @@ NAMED = {"client": "client", "cluster": "cluster"}
         ("poisson", {"gamma": [1.0, 2.0, 3.0, 4.0]}),
     ],
 )
-def test_a_specification_gives_what_it_gives_in_memory(family, asked):
+def test_a_specification_gives_the_fit_in_memory(family, asked):
     data, spec = table(8, family, weighted=False), Spec(family, **NAMED, **asked)
     whole = learn(InMemory.of(data, spec.loss), resolve(spec))
     network = Sharded.of(data, spec.loss, dealt(data, 8))
@@ -328,7 +328,7 @@ def test_a_specification_gives_what_it_gives_in_memory(family, asked):
         ({"gamma": dict.fromkeys(range(24), 1.0)}, PenaltyError, "Across sites gamma is one number"),
     ],
 )
-def test_what_is_not_done_across_sites_is_said(asked, error, sentence):
+def test_errors_for_what_is_not_supported_across_sites(asked, error, sentence):
     data = table(8, "gaussian")
     with pytest.raises(error, match=sentence) as caught:
         learn(Sharded.of(data, Gaussian(), dealt(data, 8)), resolve(Spec(**NAMED, **asked)))
@@ -337,7 +337,7 @@ def test_what_is_not_done_across_sites_is_said(asked, error, sentence):
 
 
 def test_radon_takes_few_exchanges():
-    """What a federated fit of the example costs, so that a change which makes it dear is seen."""
+    """The number of exchanges of the example, so that a change that needs more is noticed."""
     homes = load_radon()
     X = np.column_stack([np.ones(len(homes)), homes["floor"].to_numpy()])
     data = GroupedData.from_arrays(X, homes["log_radon"], homes["county"], homes["state"], terms=["Intercept", "floor"])

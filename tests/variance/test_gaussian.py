@@ -43,7 +43,7 @@ def test_the_criterion_is_the_density_of_all_rows(seed, reml, per_cluster):
 
 @settings(max_examples=12)
 @given(seeds, st.booleans())
-def test_singular_covariances_and_none_at_all(seed, reml):
+def test_singular_and_zero_covariances(seed, reml):
     data, rng = random_problem(seed, d=3).data, np.random.default_rng(seed)
     for S, T in (
         (random_covariances(rng, 1, 3, rank=1), random_covariances(rng, 1, 3, rank=2)),
@@ -85,8 +85,8 @@ def test_a_row_of_no_weight_does_not_count():
 
 
 @given(seeds, st.booleans(), st.booleans(), st.sampled_from(["isotropic", "diagonal", "full"]))
-def test_terms_that_vary_at_one_level_only_or_at_none(seed, reml, per_cluster, kind):
-    """Whatever order the terms are worked on in, the likelihood is that of the terms as they stand."""
+def test_terms_that_vary_at_one_level_or_none(seed, reml, per_cluster, kind):
+    """The working order of terms does not change the likelihood."""
     data, rng = random_problem(seed, d=4).data, np.random.default_rng(seed)
     client, cluster = (tuple(sorted(rng.choice(4, size=rng.integers(0, 4), replace=False).tolist())) for _ in range(2))
     shape = Shape(client, cluster, kind, kind, per_cluster)
@@ -104,7 +104,7 @@ def test_terms_that_vary_at_one_level_only_or_at_none(seed, reml, per_cluster, k
 
 
 @given(seeds, st.booleans(), st.booleans())
-def test_the_slopes_in_the_covariances(seed, reml, per_cluster):
+def test_the_gradient_in_the_covariances(seed, reml, per_cluster):
     data, rng = random_problem(seed).data, np.random.default_rng(seed)
     S = random_covariances(rng, data.n_clusters if per_cluster else 1, data.n_terms)
     T = random_covariances(rng, 1, data.n_terms)
@@ -115,7 +115,7 @@ def test_the_slopes_in_the_covariances(seed, reml, per_cluster):
 
 
 @given(seeds, st.booleans(), st.booleans())
-def test_several_points_at_once_are_each_of_them(seed, reml, per_cluster):
+def test_several_points_together_give_the_bits_of_each_alone(seed, reml, per_cluster):
     data, rng = random_problem(seed).data, np.random.default_rng(seed)
     count = data.n_clusters if per_cluster else 1
     points = [(random_covariances(rng, count, data.n_terms), random_covariances(rng, 1, data.n_terms)) for _ in range(3)]
@@ -129,7 +129,7 @@ def test_several_points_at_once_are_each_of_them(seed, reml, per_cluster):
 
 
 @given(seeds, st.booleans())
-def test_the_pull_is_the_slope_of_the_residual_variance(seed, reml):
+def test_the_pull_is_the_derivative_of_the_residual_variance(seed, reml):
     data, rng = random_problem(seed, d=2).data, np.random.default_rng(seed)
     S, T = random_covariances(rng, 1, 2), random_covariances(rng, 1, 2)
     marginal, _ = criterion_of(data, reml)
@@ -141,7 +141,7 @@ def test_the_pull_is_the_slope_of_the_residual_variance(seed, reml):
 
 
 @given(seeds, st.booleans(), st.sampled_from(["isotropic", "diagonal", "full"]))
-def test_the_slopes_in_the_parameters(seed, reml, kind):
+def test_the_gradient_in_the_parameters(seed, reml, kind):
     data, rng = random_problem(seed, d=3).data, np.random.default_rng(seed)
     shape = Shape((0, 2), (2, 1), kind, kind, bool(rng.integers(2)))
     criterion = LinearCriterion(surveyed(data, Squares()), shape, reml=reml)
@@ -151,8 +151,8 @@ def test_the_slopes_in_the_parameters(seed, reml, kind):
 
 
 @given(seeds, st.booleans())
-def test_sums_over_three_nodes_are_those_of_the_whole(seed, reml):
-    """Clients dealt out at random: what the nodes send adds up, so a federated fit is this code with exchanges."""
+def test_sums_over_three_nodes_are_those_of_one_node(seed, reml):
+    """Clients are assigned to nodes at random. The replies of the nodes add up to those of one node."""
     data, rng = random_problem(seed).data, np.random.default_rng(seed)
     S, T = random_covariances(rng, data.n_clusters, data.n_terms), random_covariances(rng, 1, data.n_terms)
     whole, sums = criterion_of(data, reml)
@@ -174,7 +174,7 @@ def test_sums_over_three_nodes_are_those_of_the_whole(seed, reml):
 
 
 @given(seeds)
-def test_the_covariance_below_is_that_of_a_joint_normal(seed):
+def test_cluster_covariances_are_those_of_a_joint_normal(seed):
     """``w`` about ``wbar`` with covariance ``S``, seen with precision ``C``; ``wbar`` with covariance ``P0``."""
     rng = np.random.default_rng(seed)
     C, S, P0 = (random_covariances(rng, 1, 3)[0] for _ in range(3))

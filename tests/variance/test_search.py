@@ -1,4 +1,4 @@
-"""The search on criteria whose lowest point is known, and on ones that try to deceive it."""
+"""The search on functions with a minimum in closed form, and on difficult ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_quadratic_in_any_units(seed):
     np.testing.assert_allclose(best.hessian * units * units[:, None], root @ root.T + np.eye(p), rtol=1e-4, atol=1e-4)
 
 
-def test_a_curved_valley_and_the_curvature_at_its_foot():
+def test_a_curved_valley_and_the_hessian_at_its_minimum():
     best = minimise_of(valley, np.array([-1.2, 1.0, -0.5]), np.full(3, 200.0))
     assert best.converged
     np.testing.assert_allclose(best.x, 1.0, atol=2e-4)
@@ -47,17 +47,15 @@ def test_a_curved_valley_and_the_curvature_at_its_foot():
     assert best.value == pytest.approx(0.0, abs=1e-8)
 
 
-def test_what_is_left_to_gain_is_a_promise_kept():
-    """The decrement is about how far the value is from the lowest there is, which is zero."""
+def test_the_decrement_bounds_the_distance_to_the_minimum():
+    """The decrement estimates the difference to the minimum, which is zero."""
     best = minimise_of(valley, np.array([-1.2, 1.0]), np.full(2, 200.0))
     assert best.converged
     assert 0 <= best.value <= 2 * best.decrement + 1e-12
 
 
-# The decrement takes the curvature for positive, so a saddle reached along its stable side counts as converged. It should
-# either be left, along the direction in which the criterion falls, or not be called converged.
 def test_a_saddle_is_left():
-    """From its stable side, where a search by gradients alone would end."""
+    """The start is on its stable side, where a search by gradients alone would stop."""
     best = minimise_of(
         lambda x: (float(x[0] ** 2 + (x[1] ** 2 - 1) ** 2), np.array([2 * x[0], 4 * x[1] * (x[1] ** 2 - 1)])),
         np.array([1.0, 1e-7]),
@@ -67,12 +65,12 @@ def test_a_saddle_is_left():
     assert abs(best.x[1]) == pytest.approx(1.0, abs=1e-4)
 
 
-def test_a_criterion_without_a_lowest_point_never_converges():
+def test_a_function_without_minimum_never_converges():
     best = minimise_of(lambda x: (float(-x.sum()), -np.ones(2)), np.zeros(2), np.ones(2))
     assert not best.converged
 
 
-def test_walls_of_infinity_and_nan_are_walked_around():
+def test_points_with_infinite_or_nan_values_are_avoided():
     def walled(x):
         if x[0] > 2.0:
             return np.nan, np.full(1, np.nan)
@@ -83,8 +81,8 @@ def test_walls_of_infinity_and_nan_are_walked_around():
     assert best.x[0] == pytest.approx(1.9, abs=1e-4)
 
 
-def test_a_flat_direction_is_no_obstacle():
-    """The factor of a singular covariance has some: only its square counts."""
+def test_a_flat_direction_does_not_prevent_convergence():
+    """The factor of a singular covariance has flat directions, because only its square matters."""
     best = minimise_of(lambda x: (float((x[0] - 3) ** 2), np.array([2 * (x[0] - 3), 0.0])), np.zeros(2), np.ones(2))
     assert best.converged
     assert best.x == pytest.approx([3.0, 0.0], abs=1e-6)
