@@ -14,7 +14,7 @@ from covey.variance.components import Shape
 from covey.variance.estimate import estimate, search
 from covey.variance.laplace_likelihood import LaplaceCriterion
 from covey.variance.linear_likelihood import LinearCriterion
-from covey.variance.search import Optimum, minimise, resolve_boundary, singular_notes
+from covey.variance.search import Optimum, minimise, notes_at, resolve_boundary
 from tests.conftest import seeds
 from tests.networks import in_memory, surveyed
 
@@ -41,32 +41,32 @@ def test_the_search_leaves_zero_variances_if_the_data_vary(kind):
     criterion = criterion_for_rows(varied(), Shape((0, 1), (0, 1), kind, kind))
     trap = stuck(criterion, np.zeros(criterion.parameters.n_parameters))
     assert not trap.gradient.any()
-    out = resolve_boundary(criterion, trap, None)
-    best, notes = search(criterion)
+    out = resolve_boundary(criterion, trap)
+    best = search(criterion)
     assert out.value < trap.value - 10
     assert out.value == pytest.approx(best.value, abs=1e-6)
-    assert notes == ()
+    assert notes_at(criterion, best) == []
 
 
 @pytest.mark.parametrize("level", ["client", "cluster"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_level_at_zero_is_left_while_the_other_is_not_at_zero(level, kind):
     criterion = criterion_for_rows(varied(), Shape((0, 1), (0, 1), kind, kind))
-    best, _ = search(criterion)
+    best = search(criterion)
     x, cut = best.x.copy(), criterion.parameters.client.n_parameters
     x[slice(0, cut) if level == "client" else slice(cut, None)] = 0.0
-    assert resolve_boundary(criterion, stuck(criterion, x), None).value == pytest.approx(best.value, abs=1e-6)
+    assert resolve_boundary(criterion, stuck(criterion, x)).value == pytest.approx(best.value, abs=1e-6)
 
 
 def test_a_wrong_perfect_correlation_is_left():
     """At a covariance of rank one the gradient in its factor is zero in some directions."""
     criterion = criterion_for_rows(varied(), Shape((0, 1), (), "full"))
-    best, _ = search(criterion)
+    best = search(criterion)
     trap = minimise(lambda points: [_of_rank_one(criterion, x) for x in points], np.array([0.5, 0.5]), np.full(2, 10.0))
     x = np.array([trap.x[0], trap.x[1], 0.0])
     assert np.abs(criterion.value_and_gradient(x)[1]).max() < 1e-2
     assert criterion.value_and_gradient(x)[0] > best.value + 1
-    assert resolve_boundary(criterion, stuck(criterion, x), None).value == pytest.approx(best.value, abs=1e-6)
+    assert resolve_boundary(criterion, stuck(criterion, x)).value == pytest.approx(best.value, abs=1e-6)
 
 
 def _of_rank_one(criterion, x):
@@ -76,18 +76,18 @@ def _of_rank_one(criterion, x):
 
 def test_one_cluster_at_zero_is_left():
     criterion = criterion_for_rows(varied(), Shape((0, 1), (), "diagonal", per_cluster=True))
-    best, _ = search(criterion)
+    best = search(criterion)
     x = best.x.copy()
     x[6:8] = 0.0
-    assert resolve_boundary(criterion, stuck(criterion, x), None).value == pytest.approx(best.value, abs=1e-6)
+    assert resolve_boundary(criterion, stuck(criterion, x)).value == pytest.approx(best.value, abs=1e-6)
 
 
 def test_zero_variances_of_classes_are_left():
     data = simulate("bernoulli", clusters=8, clients=8, rows=15, d=1, client_sd=1.0, cluster_sd=1.0, seed=1).data
     criterion = LaplaceCriterion(surveyed(data, Bernoulli()), Shape((0,), (0,)))
-    best, _ = search(criterion)
+    best = search(criterion)
     x = np.concatenate([np.zeros(2), best.x[2:]])
-    assert resolve_boundary(criterion, stuck(criterion, x), None).value == pytest.approx(best.value, abs=1e-6)
+    assert resolve_boundary(criterion, stuck(criterion, x)).value == pytest.approx(best.value, abs=1e-6)
 
 
 @settings(max_examples=10)
@@ -96,7 +96,7 @@ def test_the_optimum_is_lower_than_its_neighbours_on_and_off_the_boundary(seed, 
     """The true variances are zero, so many optima are on the boundary. No allowed direction may lower the criterion."""
     data = simulate(clusters=5, clients=4, rows=4, d=2, client_sd=0.0, cluster_sd=0.0, seed=seed).data
     criterion = criterion_for_rows(data, Shape((0, 1), (0,), kind, kind))
-    best, _ = search(criterion)
+    best = search(criterion)
     assert best.converged
     rng, d = np.random.default_rng(seed), 2
     S, T = criterion.covariances(best.x)
@@ -112,11 +112,11 @@ def test_the_optimum_is_lower_than_its_neighbours_on_and_off_the_boundary(seed, 
 def test_a_tiny_variance_is_set_to_zero():
     data = simulate(clusters=6, clients=5, rows=10, d=1, client_sd=0.0, cluster_sd=1.0, seed=3).data
     criterion = criterion_for_rows(data, Shape((0,), (0,)))
-    best, _ = search(criterion)
+    best = search(criterion)
     assert best.x[0] == 0
     x = best.x.copy()
     x[0] = 1e-5
-    snapped = resolve_boundary(criterion, stuck(criterion, x), None)
+    snapped = resolve_boundary(criterion, stuck(criterion, x))
     assert snapped.x[0] == 0
     assert snapped.value <= criterion.value_and_gradient(x)[0] + 1e-8
 
@@ -136,9 +136,9 @@ def test_a_small_variance_that_matters_is_not_set_to_zero():
 # Notes
 
 
-def notes_at(x, shape, data):
+def notes_of(x, shape, data):
     criterion = criterion_for_rows(data, shape)
-    return singular_notes(criterion, stuck(criterion, np.asarray(x, dtype=float)))
+    return notes_at(criterion, stuck(criterion, np.asarray(x, dtype=float)))
 
 
 @pytest.mark.parametrize(
@@ -159,12 +159,12 @@ def notes_at(x, shape, data):
     ],
 )
 def test_notes_name_terms_that_do_not_vary(x, kind, sentences):
-    assert notes_at(x, Shape((0, 1), (0, 1), kind, kind), varied()) == sentences
+    assert notes_of(x, Shape((0, 1), (0, 1), kind, kind), varied()) == sentences
 
 
 def test_notes_name_terms_in_the_order_of_the_data():
     data = simulate(clusters=4, clients=4, rows=6, d=3, seed=0).data
-    assert notes_at([1.0, 0.0, 0.0, 1.0], Shape((1, 2), (0, 1)), data) == [
+    assert notes_of([1.0, 0.0, 0.0, 1.0], Shape((1, 2), (0, 1)), data) == [
         "singular: no variation of 'x2' between clients",
         "singular: no variation of 'x1' between clusters",
     ]
@@ -172,7 +172,7 @@ def test_notes_name_terms_in_the_order_of_the_data():
 
 def test_notes_name_clusters_and_count_further_ones():
     data, shape = varied(), Shape((0,), (), per_cluster=True)
-    assert notes_at([1, 1, 0, 1, 1, 1, 1, 1], shape, data) == ["singular: no variation between clients of cluster 2"]
-    all_of_them = notes_at(np.zeros(8), shape, data)
+    assert notes_of([1, 1, 0, 1, 1, 1, 1, 1], shape, data) == ["singular: no variation between clients of cluster 2"]
+    all_of_them = notes_of(np.zeros(8), shape, data)
     assert len(all_of_them) == 5
     assert all_of_them[-1] == "singular: and 4 more of this kind"

@@ -89,7 +89,7 @@ def bootstrap(
                 sums = _draw_sums(learned, theta, rng)
                 with threads_for(tree.n_clients * len(terms) ** 2):
                     criterion = LinearCriterion(_survey(sums, tree, terms), shape, reml=reml)
-                    components = finish(criterion, *search(criterion))[1].components
+                    components = finish(criterion, search(criterion))[1].components
             estimates.append(components)
             if progress is not None:
                 progress(len(estimates), draws)

@@ -32,7 +32,7 @@ from covey.variance.components import Components, Kind, Learned, LevelComponents
 from covey.variance.identify import survey
 from covey.variance.laplace_likelihood import START, LaplaceCriterion
 from covey.variance.linear_likelihood import Criterion, LinearCriterion, cluster_covariances
-from covey.variance.search import CONVERGED, MANY, NEGLIGIBLE, Optimum, approach, minimise, resolve_boundary, singular_notes
+from covey.variance.search import CONVERGED, MANY, NEGLIGIBLE, Optimum, approach, minimise, notes_at, resolve_boundary
 
 NOT_FINITE = "The coefficients are not finite; the columns are probably on extreme scales: standardise them."
 _OTHER_STARTS = ((5.0, 5.0), (0.05, 0.05), (20.0, 0.5), (0.5, 20.0))  # sds of clients and clusters, in units of the residual's
@@ -79,13 +79,13 @@ def estimate(
     """
     with threads_of(network):
         surveyed = survey(network, shape) if surveyed is None else surveyed
-        criterion = criterion_for(surveyed, shape, reml=reml)
-        best, notes = find_optimum(criterion, progress)
+        criterion = criterion_for(surveyed, shape, reml=reml, progress=progress)
+        best = find_optimum(criterion)
         if thorough or criterion.is_doubtful(best.x):
-            best, notes = _from_smaller_models(criterion, best, notes, reml, progress)
-        fit, learned = uncentred(*finish(criterion, best, notes), surveyed.columns)
+            best = _from_smaller_models(criterion, best)
+        fit, learned = uncentred(*finish(criterion, best), surveyed.columns)
     if not best.converged:
-        warn(notes[-1])
+        warn(learned.components.notes[-1])
     if not all(np.isfinite(values).all() for values in (fit.w, fit.wbar, learned.covariance)):
         raise DataError(NOT_FINITE)
     node = network.clients()
@@ -94,72 +94,58 @@ def estimate(
     return replace(fit, theta=node.coefficients()), node_learned(node, learned.components, learned.covariance)
 
 
-def criterion_for(surveyed: Survey, shape: Shape, *, reml: bool) -> Criterion:
+def criterion_for(surveyed: Survey, shape: Shape, *, reml: bool, progress: Progress | None = None) -> Criterion:
     """The criterion for the family of a surveyed network. ``reml`` matters for a linear model only."""
-    return LinearCriterion(surveyed, shape, reml=reml) if surveyed.network.loss.reml else LaplaceCriterion(surveyed, shape)
+    linear = surveyed.network.loss.reml
+    criterion = LinearCriterion(surveyed, shape, reml=reml) if linear else LaplaceCriterion(surveyed, shape)
+    criterion.progress = progress
+    return criterion
 
 
-def _from_smaller_models(
-    criterion: Criterion, best: Optimum, notes: tuple[str, ...], reml: bool, progress: Progress | None
-) -> tuple[Optimum, tuple[str, ...]]:
+def _from_smaller_models(criterion: Criterion, best: Optimum) -> Optimum:
     """Search again from the optima of the models with one level less, if two levels vary."""
     for level, null in criterion.shape.without().items():
         if null.client or null.cluster:
-            smaller = criterion_for(criterion.survey, null, reml=reml)
-            below, _ = find_optimum(smaller, progress)
-            again, other_notes = search(criterion, progress, criterion.start_from(smaller, below.x, level))
-            if again.value < best.value - NEGLIGIBLE:
-                best, notes = again, other_notes
-    return best, notes
+            reml = criterion.method == "REML"
+            smaller = criterion_for(criterion.survey, null, reml=reml, progress=criterion.progress)
+            again = search(criterion, criterion.start_from(smaller, find_optimum(smaller).x, level))
+            best = again if again.value < best.value - NEGLIGIBLE else best
+    return best
 
 
-def find_optimum(criterion: Criterion, progress: Progress | None = None) -> tuple[Optimum, tuple[str, ...]]:
+def find_optimum(criterion: Criterion) -> Optimum:
     """As :func:`search`, and a second search from the rows if the sums of a linear model have lost too many digits."""
-    best, notes = search(criterion, progress)
-    if criterion.change_to_client_fits(best.x):
-        best, notes = search(criterion, progress)
-    return best, notes
+    best = search(criterion)
+    return search(criterion) if criterion.change_to_client_fits(best.x) else best
 
 
-def search(
-    criterion: Criterion, progress: Progress | None = None, start: Floats | None = None
-) -> tuple[Optimum, tuple[str, ...]]:
-    """Search for the optimum. Returns the best point, and notes on singular covariances and on convergence.
+def search(criterion: Criterion, start: Floats | None = None) -> Optimum:
+    """Search for the optimum, from ``start`` or from the usual starting point.
 
     One start is enough if it leads to a proven optimum and no far point is better. Otherwise the search has other starts.
     """
-    best = _search_from(criterion, criterion.start(START, START) if start is None else start, progress)
+    best = _search_from(criterion, criterion.start(START, START) if start is None else start)
     for _ in range(_ROUNDS):
         far = _better_far_point(criterion, best) if criterion.may_have_other_optima(best.x) else None
         if far is None:
             break
-        best = _better(best, _search_from(criterion, far, progress))
+        best = _better(best, _search_from(criterion, far))
     if not best.converged or (start is None and criterion.is_doubtful(best.x)):
         for sds in _OTHER_STARTS:
-            best = _better(best, _search_from(criterion, criterion.start(*sds), progress))
+            best = _better(best, _search_from(criterion, criterion.start(*sds)))
     if not np.isfinite(best.value):
         raise DataError("The likelihood could not be computed; the columns or counts are on extreme scales: rescale them.")
-    notes = singular_notes(criterion, best)
-    if not best.converged:
-        left = "the likelihood still rises in some direction"
-        if np.isfinite(best.decrement):
-            left = f"judging by the curvature, twice the log-likelihood can still rise by {best.decrement:.1e}"
-        notes.append(
-            f"the variance components did not converge: {left}; let fewer terms vary, centre and scale the columns, or look "
-            "for clients whose rows are all equal"
-        )
-    return best, tuple(notes)
+    return best
 
 
-def _search_from(criterion: Criterion, x: Floats, progress: Progress | None) -> Optimum:
+def _search_from(criterion: Criterion, x: Floats) -> Optimum:
     """Search from one start. A start where the criterion cannot be computed gives an infinite value."""
     try:
         x, curvature = approach(criterion, x, _MM_STEPS)
     except (SolverError, np.linalg.LinAlgError):
         nothing = np.full((len(x), len(x)), np.nan)
         return Optimum(x, np.inf, np.full(len(x), np.nan), nothing, np.inf)
-    best = minimise(criterion.values_and_gradients, x, curvature, progress=progress)
-    return resolve_boundary(criterion, best, progress)
+    return resolve_boundary(criterion, minimise(criterion.values_and_gradients, x, curvature, progress=criterion.progress))
 
 
 def _better(best: Optimum, other: Optimum) -> Optimum:
@@ -179,7 +165,7 @@ def _better_far_point(criterion: Criterion, best: Optimum) -> Floats | None:
     return where
 
 
-def finish(criterion: Criterion, best: Optimum, notes: tuple[str, ...]) -> tuple[Fit, Learned]:
+def finish(criterion: Criterion, best: Optimum) -> tuple[Fit, Learned]:
     """The fit at an optimum. Nodes keep the coefficients and sums of their clients, so these arrays are empty here."""
     here, back, d, loss = criterion.evaluate(best.x), criterion.order.inverse, len(criterion.terms), criterion.network.loss
     top, s2, origin = here.top, here.top.dispersion, criterion.survey.columns.origin
@@ -200,7 +186,7 @@ def finish(criterion: Criterion, best: Optimum, notes: tuple[str, ...]) -> tuple
         log_likelihood=-0.5 * best.value,
         parameters=d + cut + int(loss.dispersion),
         rows=criterion.rows,
-        notes=notes,
+        notes=tuple(notes_at(criterion, best)),
         shares=(cluster / total, client / total, residual / total),
     )
     covariance = criterion.global_covariance(errors[cut:, cut:], top)
@@ -277,7 +263,7 @@ def likelihood_ratios(
             continue
         with warnings.catch_warnings(), threads_of(network.network):
             warnings.simplefilter("ignore", ConvergenceWarning)  # the fit itself has warned
-            best, _ = find_optimum(criterion_for(surveyed, null, reml=reml), progress)
+            best = find_optimum(criterion_for(surveyed, null, reml=reml, progress=progress))
         statistic = best.value + 2 * learned.components.log_likelihood
         p_value = chi_bar_tail(statistic, components.kind, len(components.terms), len(components.covariance))
         tests.append(LikelihoodRatio(level, statistic, getattr(whole, level).n_parameters, p_value))

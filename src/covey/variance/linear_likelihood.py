@@ -44,6 +44,7 @@ from covey.errors import SolverError
 from covey.nodes.network import Message, Node
 from covey.records import Reply
 from covey.solvers.direct.elimination import Marginal, Quadratic, descend, marginalise, sensitivity, solve_symmetric
+from covey.solvers.result import Progress
 from covey.variance.columns import (
     LearningState,
     NonFiniteClients,
@@ -124,10 +125,12 @@ class Criterion(ABC):
     moments : (d, d) the mean over rows of ``x x'``
     rows : the number of rows of positive weight
     evaluations : the number of points evaluated so far
+    progress : called by the search after each evaluation
     """
 
     method: Method
     evaluations = 0
+    progress: Progress | None = None
     mean_response = np.nan  # needed for counts only
 
     def __init__(self, survey: Survey, shape: Shape, moments: Floats, rows: float) -> None:

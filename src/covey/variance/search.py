@@ -225,24 +225,24 @@ def _recomposed(vectors: Floats, values: Floats) -> Floats:
 _SMALL, _ZERO = 1e-4, 1e-8
 
 
-def resolve_boundary(criterion: Criterion, best: Optimum, progress: Progress | None) -> Optimum:
+def resolve_boundary(criterion: Criterion, best: Optimum) -> Optimum:
     """Set negligible variances to zero; search again from a nearby point if the likelihood rises from there."""
     for _ in range(6):
         zeroed = _set_small_to_zero(criterion, best)
         if zeroed is not None:
-            best = _minimise_others(criterion, zeroed, progress)
+            best = _minimise_others(criterion, zeroed)
         out = _leave_zero(criterion, best)
         if out is None:
             return best
         x, curvature = approach(criterion, out, 1)
-        again = minimise(criterion.values_and_gradients, x, curvature, progress=progress)
+        again = minimise(criterion.values_and_gradients, x, curvature, progress=criterion.progress)
         if again.value > best.value - NEGLIGIBLE:
             return best
         best = again
     return best
 
 
-def _minimise_others(criterion: Criterion, best: Optimum, progress: Progress | None) -> Optimum:
+def _minimise_others(criterion: Criterion, best: Optimum) -> Optimum:
     """Search over the parameters that are not held at zero."""
     free = criterion.parameters.free(best.x)
 
@@ -256,7 +256,7 @@ def _minimise_others(criterion: Criterion, best: Optimum, progress: Progress | N
         return [(value, gradient[free]) for value, gradient in criterion.values_and_gradients(points)]
 
     guess = approach(criterion, best.x, 0)[1] if len(best.x) > MANY else np.diag(best.hessian)
-    rest = minimise(function, best.x[free], np.maximum(guess[free], 1e-3), progress=progress)
+    rest = minimise(function, best.x[free], np.maximum(guess[free], 1e-3), progress=criterion.progress)
     gradient, hessian = np.zeros(len(free)), np.zeros((len(free), len(free)))
     gradient[free], hessian[np.ix_(free, free)] = rest.gradient, rest.hessian
     return Optimum(whole(rest.x), rest.value, gradient, hessian, rest.decrement)
@@ -330,8 +330,8 @@ def _descent_direction(S: Floats, G: Floats, kind: Kind) -> Floats | None:
     return np.outer(way, way) if slopes[0] < steep else None
 
 
-def singular_notes(criterion: Criterion, best: Optimum) -> list[str]:
-    """A sentence for each singular covariance: which terms do not vary, or vary in perfect correlation."""
+def notes_at(criterion: Criterion, best: Optimum) -> list[str]:
+    """Sentences on singular covariances (terms that do not vary, or in perfect correlation), and last on convergence."""
     notes = []
     for (variation, x), units in zip(criterion.parameters.split(best.x), ("clients", "clusters"), strict=True):
         if variation.q == 0:
@@ -344,6 +344,14 @@ def singular_notes(criterion: Criterion, best: Optimum) -> list[str]:
             notes.append(f"singular: {_what(terms, is_zero[m])} between {units}{where}")
     if len(notes) > 5:
         notes = [*notes[:4], f"singular: and {len(notes) - 4} more of this kind"]
+    if not best.converged:
+        left = "the likelihood still rises in some direction"
+        if np.isfinite(best.decrement):
+            left = f"judging by the curvature, twice the log-likelihood can still rise by {best.decrement:.1e}"
+        notes.append(
+            f"the variance components did not converge: {left}; let fewer terms vary, centre and scale the columns, or look "
+            "for clients whose rows are all equal"
+        )
     return notes
 
 
