@@ -65,7 +65,7 @@ def test_drawn_sums_keep_the_parts_without_the_response(fitted):
 
 def test_drawn_clients_have_the_estimated_covariances(fitted):
     data, fit, learned = fitted
-    drawn = np.array(list(_draw_clients(learned, data.hierarchy, fit.wbar, np.random.default_rng(1), 4000)))
+    drawn = np.array(list(_draw_clients(learned, fit.wbar, np.random.default_rng(1), 4000)))
     below = learned.components.client.embedded(data.terms)[0]
     above = learned.components.cluster.embedded(data.terms)[0]
     first, second = drawn[:, 0], drawn[:, 1]  # of one cluster
@@ -75,8 +75,8 @@ def test_drawn_clients_have_the_estimated_covariances(fitted):
 
 
 def again(fitted, **settings):
-    data, fit, learned = fitted
-    return bootstrap(learned, SHAPE, data.hierarchy, data.terms, fit.wbar, **settings)
+    _, fit, learned = fitted
+    return bootstrap(learned, SHAPE, fit.wbar, **settings)
 
 
 def test_the_same_seed_gives_the_same_bits(fitted):
@@ -95,7 +95,7 @@ def test_draws_centre_on_the_fit():
     data = simulate(clusters=1, clients=150, rows=6, d=1, client_sd=1.0, cluster_sd=0.0, seed=0).data
     shape = Shape((0,), ())
     fit, learned = estimate(in_memory(data, Gaussian()), shape)
-    drawn = bootstrap(learned, shape, data.hierarchy, data.terms, fit.wbar, draws=150, seed=1)
+    drawn = bootstrap(learned, shape, fit.wbar, draws=150, seed=1)
     table = drawn.intervals(0.9)
     assert table["level"].to_list() == ["client", "residual"]
     np.testing.assert_allclose(table["std_error"][0], learned.components.client.sd_error[0, 0], rtol=0.25)
@@ -113,7 +113,7 @@ def test_counts_and_classes_are_drawn_as_rows(loss):
     data = GroupedData.from_arrays(drawn.X, drawn.y, drawn.client, drawn.cluster, offset=offset)
     shape = Shape((0,), (0,))
     fit, learned = estimate(in_memory(data, loss), shape)
-    found = bootstrap(learned, shape, data.hierarchy, data.terms, fit.wbar, data=data, loss=loss, draws=4, seed=0)
+    found = bootstrap(learned, shape, fit.wbar, data=data, loss=loss, draws=4, seed=0)
     assert {each.method for each in found.draws} == {"Laplace"}
     assert found.intervals()["level"].to_list() == ["client", "cluster"]
     assert (found.intervals()["std_error"] > 0).all()
@@ -123,7 +123,7 @@ def test_per_cluster_covariances_have_one_row_per_cluster():
     data = simulate(clusters=3, clients=10, rows=6, d=1, seed=5).data
     shape = Shape((0,), (), per_cluster=True)
     fit, learned = estimate(in_memory(data, Gaussian()), shape)
-    table = bootstrap(learned, shape, data.hierarchy, data.terms, fit.wbar, draws=3, seed=0).intervals()
+    table = bootstrap(learned, shape, fit.wbar, draws=3, seed=0).intervals()
     assert table["cluster"].to_list() == [0, 1, 2, None]
     assert table.filter(pl.col("level") == "client")["sd"].to_list() == learned.components.client.sd[:, 0].tolist()
 

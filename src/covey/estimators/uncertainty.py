@@ -146,10 +146,8 @@ class Uncertain:
             X, client, cluster, offset, weights = self._plain_rows(X, client, cluster, offset, sample_weight)
             data = self._same_rows(X, y, client=client, cluster=cluster, weights=weights, offset=offset)
         shape = shape_of(model.hierarchy, model.terms, model.spec, model.problem.vary)
-        drawn = bootstrap(
-            learned, shape, model.hierarchy, model.terms, model.wbar, data=data, loss=model.problem.loss, draws=draws,
-            seed=self.random_state, progress=progress,
-        )  # fmt: skip
+        settings: dict[str, Any] = {"draws": draws, "seed": self.random_state, "progress": progress}
+        drawn = bootstrap(learned, shape, model.wbar, data=data, loss=model.problem.loss, **settings)
         ids = model.hierarchy.cluster_ids
         named = drawn.intervals(coverage).with_columns(
             pl.col("cluster").map_elements(lambda at: ids[at], return_dtype=ids.dtype, skip_nulls=True)

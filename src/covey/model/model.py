@@ -31,7 +31,7 @@ from covey.problem.reading import as_frame
 from covey.solvers.direct.elimination import eliminate, posterior
 from covey.solvers.result import Fit
 from covey.tables.design import Design, numeric
-from covey.tree.hierarchy import Hierarchy, Level, Resolved, Unseen, segment_sum
+from covey.tree.hierarchy import Hierarchy, Level, Resolved, segment_sum
 from covey.variance.components import Learned
 from covey.variance.linear_likelihood import cluster_covariances
 
@@ -254,40 +254,22 @@ class Model(Fit):
             )
         return Posterior(self.learned)
 
-    def margin(
-        self,
-        X: Any,
-        *,
-        client: Any = None,
-        cluster: Any = None,
-        offset: Any = None,
-        level: Level = "client",
-        unseen: Unseen = "parent",
-    ) -> tuple[Floats, Resolved]:
-        """``x'theta + offset`` of each row, and the model that it comes from."""
-        rows, chosen, shift = new_rows(self, X, client=client, cluster=cluster, offset=offset, level=level, unseen=unseen)
+    def margin(self, X: Any, **where: Any) -> tuple[Floats, Resolved]:
+        """``x'theta + offset`` of each row, and the model that it comes from. ``where`` as in :func:`.new_rows`."""
+        rows, chosen, shift = new_rows(self, X, **where)
         return self._margin(rows, chosen, shift), chosen
 
     def _margin(self, rows: Floats, chosen: Resolved, shift: Floats | None) -> Floats:
         margin: Floats = np.einsum("ld,ld->l", rows, self.coefficient_table[chosen.index(len(self.theta))])
         return margin if shift is None else margin + shift
 
-    def intervals(
-        self,
-        X: Any,
-        *,
-        coverage: float = 0.95,
-        noise: bool = False,
-        client: Any = None,
-        cluster: Any = None,
-        offset: Any = None,
-        level: Level = "client",
-        unseen: Unseen = "parent",
-    ) -> Floats:
-        """Intervals ``(rows, 2)`` for the expected response of each row; with ``noise``, for a new response."""
-        where: dict[str, Any] = {"client": client, "cluster": cluster, "offset": offset, "level": level, "unseen": unseen}
+    def intervals(self, X: Any, *, coverage: float = 0.95, noise: bool = False, **where: Any) -> Floats:
+        """Intervals ``(rows, 2)`` for the expected response of each row; with ``noise``, for a new response.
+
+        ``where`` says which client or cluster predicts each row, as in :func:`.new_rows`.
+        """
         quantile(coverage)
-        posterior = self.posterior
+        posterior, level = self.posterior, where.get("level", "client")
         rows, chosen, shift = new_rows(self, X, **where)
         margin, variance = self._margin(rows, chosen, shift), posterior.margin_variance(rows, chosen, level)
         reach = posterior.reach(coverage, chosen, level)

@@ -20,9 +20,23 @@ if TYPE_CHECKING:
 
 
 def new_rows(
-    model: Model, X: Any, *, client: Any, cluster: Any, offset: Any, level: Level, unseen: Unseen
+    model: Model,
+    X: Any,
+    *,
+    client: Any = None,
+    cluster: Any = None,
+    offset: Any = None,
+    level: Level = "client",
+    unseen: Unseen = "parent",
 ) -> tuple[Floats, Resolved, Floats | None]:
-    """The terms of new rows ``(rows, d)``, the model that predicts each row, and the offsets."""
+    """The terms of new rows ``(rows, d)``, the model that predicts each row, and the offsets.
+
+    Parameters
+    ----------
+    client, cluster, offset : ids and offsets of the rows; by default from the columns of the table ``X``
+    level : the models that predict: those of clients, of clusters, or the global one
+    unseen : what to do with ids that are not in the model
+    """
     frame = as_frame(X) if model.spec.named else None
     blocks, n_rows = _blocks(model, X, frame)
     client, cluster = _ids_of(model, frame, client, cluster, level)

@@ -19,7 +19,6 @@ from covey.losses import Loss, loss_of
 from covey.nodes.network import InMemory, threads_for
 from covey.solvers.direct.elimination import Quadratic, Spread
 from covey.tables.rows import GroupedData
-from covey.tree.hierarchy import Hierarchy
 from covey.variance.columns import ClientSums, CountingNetwork, Survey, WorkingColumns
 from covey.variance.components import Components, Learned, Shape
 from covey.variance.estimate import estimate, finish, search
@@ -59,8 +58,6 @@ class Bootstrap:
 def bootstrap(
     learned: Learned,
     shape: Shape,
-    tree: Hierarchy,
-    terms: tuple[str, ...],
     wbar: Floats,
     *,
     data: GroupedData | None = None,
@@ -81,14 +78,14 @@ def bootstrap(
     estimates = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
-        for theta in _draw_clients(learned, tree, wbar, rng, draws):
+        for theta in _draw_clients(learned, wbar, rng, draws):
             if data is not None and loss is not None and not loss.reml:
                 y = loss.draw(data.margin(theta), rng, learned.dispersion)
                 components = estimate(InMemory.of(replace(data, y=y), loss), shape)[1].components
             else:
                 sums = _draw_sums(learned, theta, rng)
-                with threads_for(tree.n_clients * len(terms) ** 2):
-                    criterion = LinearCriterion(_survey(sums, tree, terms), shape, reml=reml)
+                with threads_for(learned.tree.n_clients * len(wbar) ** 2):
+                    criterion = LinearCriterion(_survey(sums, learned), shape, reml=reml)
                     components = finish(criterion, search(criterion))[1].components
             estimates.append(components)
             if progress is not None:
@@ -96,8 +93,8 @@ def bootstrap(
     return Bootstrap(learned.components, tuple(estimates))
 
 
-def _draw_clients(learned: Learned, tree: Hierarchy, wbar: Floats, rng: np.random.Generator, draws: int) -> Iterator[Floats]:
-    client, cluster = _roots(learned.client), _roots(learned.cluster)
+def _draw_clients(learned: Learned, wbar: Floats, rng: np.random.Generator, draws: int) -> Iterator[Floats]:
+    client, cluster, tree = _roots(learned.client), _roots(learned.cluster), learned.tree
     scale = np.sqrt(learned.dispersion)
     for _ in range(draws):
         w = wbar + scale * _multiply(cluster, rng.normal(size=(tree.n_clusters, len(wbar))))
@@ -127,10 +124,10 @@ def _draw_sums(learned: Learned, theta: Floats, rng: np.random.Generator) -> Cli
     return ClientSums(Quadratic(units.C, r, 0.5 * ((seen**2).sum(axis=1) + left), units.n), learned.origin, learned.log_weights)
 
 
-def _survey(sums: ClientSums, tree: Hierarchy, terms: tuple[str, ...]) -> Survey:
+def _survey(sums: ClientSums, learned: Learned) -> Survey:
     """The survey of a node that has its clients' sums but no rows."""
-    n, d = tree.n_clients, len(terms)
-    no_rows = GroupedData(np.empty((0, d)), np.empty(0), np.zeros(n + 1, dtype=np.int64), tree, terms)
+    tree, d = learned.tree, len(learned.terms)
+    no_rows = GroupedData(np.empty((0, d)), np.empty(0), np.zeros(tree.n_clients + 1, dtype=np.int64), tree, learned.terms)
     network = InMemory.of(no_rows, loss_of("gaussian"))
     columns = WorkingColumns(np.zeros(d), -1, sums.origin)
     network.node.keep(columns)

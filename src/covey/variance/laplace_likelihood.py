@@ -37,6 +37,7 @@ from covey.errors import SolverError
 from covey.losses import loss_of
 from covey.nodes.network import Message, Node
 from covey.records import Record, Reply
+from covey.solvers.direct import newton
 from covey.solvers.direct.elimination import (
     Marginal,
     Quadratic,
@@ -46,18 +47,6 @@ from covey.solvers.direct.elimination import (
     marginalise,
     posterior,
     sensitivity,
-)
-from covey.solvers.direct.newton import (
-    LocalProblem,
-    NewtonPoint,
-    NewtonProgress,
-    NewtonReport,
-    NewtonState,
-    NewtonStep,
-    UpperLevels,
-    coordinate,
-    node_move,
-    node_start,
 )
 from covey.solvers.direct.sweep import solve_top
 from covey.solvers.result import Convergence
@@ -83,13 +72,13 @@ _LARGE = 3.0  # standard deviation of log-odds or log-means
 # The work of a node
 
 
-def node_curvature(node: LocalProblem, at: NewtonPoint) -> Marginal:
+def node_curvature(node: newton.LocalProblem, at: newton.NewtonPoint) -> Marginal:
     """Each client's ``C_i`` and log-determinant at the mode, and their sums by cluster."""
     H = Quadratic(at.here.hessian, np.zeros_like(at.u), *node.aside)
     return marginalise(H, node.spread, node.data.hierarchy.cluster_ptr)
 
 
-def node_bends(node: LocalProblem, at: NewtonPoint, P: Floats) -> tuple[Floats, Floats]:
+def node_bends(node: newton.LocalProblem, at: newton.NewtonPoint, P: Floats) -> tuple[Floats, Floats]:
     """Each client's ``g_i (n, d)``, which stays at the node, and the sums ``(k, d)`` of ``(I + H_i S_j)^-1 g_i`` by cluster."""
     tree, H = node.data.hierarchy, at.here.hessian
     g = node.loss.bend(node.data, at.theta, posterior(H, node.spread, tree.parent, P))
@@ -97,7 +86,7 @@ def node_bends(node: LocalProblem, at: NewtonPoint, P: Floats) -> tuple[Floats, 
 
 
 def node_slopes(
-    node: LocalProblem, at: NewtonPoint, marginal: Marginal, g: Floats, P: Floats, y: Floats
+    node: newton.LocalProblem, at: newton.NewtonPoint, marginal: Marginal, g: Floats, P: Floats, y: Floats
 ) -> tuple[Floats, Floats]:
     """The sums of ``bend`` and ``pull`` by cluster; ``y (k, d)`` is the clusters' solution of the second sweep."""
     tree, width = node.data.hierarchy, node.spread.width
@@ -116,7 +105,7 @@ class ModeState(LearningState):
 
     S: Floats
     order: TermOrder
-    state: NewtonState
+    state: newton.NewtonState
 
 
 @dataclass(frozen=True)
@@ -141,7 +130,7 @@ class FromLogs(Record):
 
 
 @dataclass(frozen=True)
-class BeginMode(Message[NewtonReport], label="begin mode", phase="learn"):
+class BeginMode(Message[newton.NewtonReport], label="begin mode", phase="learn"):
     """Start Newton's method with clusters at ``w (k, d)`` and covariances ``S (1 or k, d, d)`` of clients about them.
 
     Clients start from the forces of the last mode. If ``fresh``, they start from the logs of their counts, if ``logs`` is
@@ -154,7 +143,7 @@ class BeginMode(Message[NewtonReport], label="begin mode", phase="learn"):
     fresh: bool
     logs: FromLogs | None = None
 
-    def at(self, node: Node) -> NewtonReport:
+    def at(self, node: Node) -> newton.NewtonReport:
         clients, tree = _clients(node, self.S, self.order), node.data.hierarchy
         u, last = np.zeros((tree.n_clients, self.w.shape[1])), node.find(ModeState)
         if self.logs is not None:
@@ -163,21 +152,21 @@ class BeginMode(Message[NewtonReport], label="begin mode", phase="learn"):
         elif not self.fresh and last is not None and np.array_equal(last.order.terms, self.order.terms):
             u = last.state.now.u
         with np.errstate(over="ignore", invalid="ignore"):
-            state, report = node_start(clients, tree.down(self.w) + clients.spread.moved(u), u)
+            state, report = newton.node_start(clients, tree.down(self.w) + clients.spread.moved(u), u)
         node.keep(ModeState(self.S, self.order, state))
         return report
 
 
 @dataclass(frozen=True)
-class StepToMode(Message[NewtonReport], label="step to mode", phase="learn"):
+class StepToMode(Message[newton.NewtonReport], label="step to mode", phase="learn"):
     """One step of Newton's method, as :class:`~covey.solvers.direct.newton.NewtonStep`."""
 
-    move: NewtonStep
+    move: newton.NewtonStep
 
-    def at(self, node: Node) -> NewtonReport:
+    def at(self, node: Node) -> newton.NewtonReport:
         mode = node.state(ModeState)
         with np.errstate(over="ignore", invalid="ignore"):
-            state, report = node_move(_clients(node, mode.S, mode.order), mode.state, self.move)
+            state, report = newton.node_move(_clients(node, mode.S, mode.order), mode.state, self.move)
         node.keep(replace(mode, state=state))
         return report
 
@@ -232,12 +221,12 @@ class FinishMode(Message[NonFiniteClients], label="finish at the mode", phase="l
         return keep_results(node, theta, units, np.zeros(theta.shape[1]))
 
 
-def _clients(node: Node, S: Floats, order: TermOrder) -> LocalProblem:
+def _clients(node: Node, S: Floats, order: TermOrder) -> newton.LocalProblem:
     spread = from_cache(node, "spread", (S, *order.key), lambda: client_spread(node, S, order))
-    return LocalProblem(client_rows(node, order.terms), node.loss, spread)
+    return newton.LocalProblem(client_rows(node, order.terms), node.loss, spread)
 
 
-def _linear_problem(clients: LocalProblem, centre: Floats) -> Quadratic:
+def _linear_problem(clients: newton.LocalProblem, centre: Floats) -> Quadratic:
     """The linear model of the logs of the counts, about the global model."""
     n, linear = clients.data.n_clients, clients.loss.working_response(clients.data)
     if linear is None:
@@ -246,7 +235,7 @@ def _linear_problem(clients: LocalProblem, centre: Floats) -> Quadratic:
     return Quadratic(here.hessian, -here.gradient, *clients.aside)
 
 
-def _at_mode(node: Node, P: Floats) -> tuple[LocalProblem, Marginal, Floats, Floats]:
+def _at_mode(node: Node, P: Floats) -> tuple[newton.LocalProblem, Marginal, Floats, Floats]:
     """The clients, their curvature at the mode, their ``g_i``, and the sums of ``(I + H_i S_j)^-1 g_i`` by cluster."""
     mode = node.state(ModeState)
     clients, now = _clients(node, mode.S, mode.order), mode.state.now
@@ -289,45 +278,40 @@ class LaplaceLikelihood:
         """Evaluate covariances, ``(1 or k, d, d)`` of clients and ``(1, d, d)`` of clusters, and a global model."""
         S = S_cluster[0]
         above = Spread.of_covariances(S_cluster, self.network.tree.n_clusters, self.width)
-        objective, upper, C = self._mode(S_client, above, wbar)
+        upper, C = self._mode(S_client, above, wbar)
 
         K = np.eye(len(S)) + C @ S
         D = np.linalg.solve(K, C)
         P = cluster_covariances(C, S, np.zeros_like(S))
         bends = self.network.ask(SumBends(P))
-        least, phi = self.network.loss.profile(objective, self.weight, self.perfect)
+        least, phi = self.network.loss.profile(self.objective, self.weight, self.perfect)
         value = 2 * least + bends.volume + float(np.linalg.slogdet(K)[1].sum())
         p = np.linalg.solve(K, bends.lifted[:, :, None])[:, :, 0]
         slopes = self.network.ask(SlopeAtMode(P, p @ S))
 
-        cluster_pull, moving = (each.sum(axis=0, keepdims=True) for each in _pulls(upper.v, p))
-        cluster_pull, client_pull = cluster_pull / phi, slopes.pull / phi
-        cluster_bend = D.sum(axis=0, keepdims=True) + moving
+        cluster_pull, moving = (sums.sum(axis=0, keepdims=True) for sums in _pulls(upper.v, p))
+        cluster_bend, pull = D.sum(axis=0, keepdims=True) + moving, (slopes.pull / phi, cluster_pull / phi)
         top = UpperPosterior(C, wbar, upper.w, upper.v, np.zeros_like(S), P, D, value, phi, np.inf)
         centre = (p - 2 * upper.v / phi).sum(axis=0)
-        pull = client_pull, cluster_pull
-        return Evaluation(value, slopes.bend - client_pull, cluster_bend - cluster_pull, centre, pull, top)
+        return Evaluation(value, slopes.bend - pull[0], cluster_bend - pull[1], centre, pull, top)
 
-    def _mode(self, S_client: Floats, above: Spread, wbar: Floats) -> tuple[float, UpperLevels, Floats]:
-        """The objective at the mode, the upper levels there, and the sums of ``C_i`` by cluster."""
+    def _mode(self, S_client: Floats, above: Spread, wbar: Floats) -> tuple[newton.UpperLevels, Floats]:
+        """The upper levels at the mode, and the sums of ``C_i`` by cluster."""
         try:
             return self._newton(S_client, above, wbar)
         except (SolverError, np.linalg.LinAlgError):  # the last mode was too far away to start from
             self.forget()
             return self._newton(S_client, above, wbar)
 
-    def _newton(self, S_client: Floats, above: Spread, wbar: Floats) -> tuple[float, UpperLevels, Floats]:
-        v, logs = self.v, None
-        if v is None:
-            v, logs = self._first_guess(S_client, above, wbar)
-        w = wbar + above.moved(v)
-        begin = BeginMode(S_client, self.order, w, self.v is None, logs)
-        top = UpperLevels(w, v, wbar)
-        top, end, _, last = run_newton(self.network, begin, top, above, tol=self.tol, max_iter=_STEPS, fixed=True)
+    def _newton(self, S_client: Floats, above: Spread, wbar: Floats) -> tuple[newton.UpperLevels, Floats]:
+        v, logs = (self.v, None) if self.v is not None else self._first_guess(S_client, above, wbar)
+        start = newton.UpperLevels(wbar + above.moved(v), v, wbar)
+        begin = BeginMode(S_client, self.order, start.w, self.v is None, logs)
+        top, end, _, last = run_newton(self.network, begin, start, above, tol=self.tol, max_iter=_STEPS, fixed=True)
         if not end.converged:
             raise SolverError(f"Newton's method did not reach the mode in {_STEPS} steps.")
         self.v, self.objective = top.v, end.objective
-        return end.objective, top, last.seen.C
+        return top, last.seen.C
 
     def _first_guess(self, S_client: Floats, above: Spread, wbar: Floats) -> tuple[Floats, FromLogs | None]:
         """A start without a last mode: the global model, or for counts the linear model of their logs.
@@ -432,13 +416,13 @@ class LaplaceCriterion(Criterion):
 def run_newton(
     network: CountingNetwork,
     begin: BeginMode,
-    top: UpperLevels,
+    top: newton.UpperLevels,
     above: Spread,
     *,
     tol: float,
     max_iter: int,
     fixed: bool = False,
-) -> tuple[UpperLevels, Convergence, Anything, NewtonReport]:
+) -> tuple[newton.UpperLevels, Convergence, Anything, newton.NewtonReport]:
     """Newton's method over the network; with ``fixed`` the global model stays as it is.
 
     Returns the upper levels at the end, the account, which terms grow without bound, and the last report.
@@ -447,14 +431,14 @@ def run_newton(
     if fixed and not np.isfinite(first.value):
         raise SolverError("The likelihood cannot be computed: the loss is not finite.")
 
-    def ask(move: NewtonStep) -> NewtonReport:
+    def ask(move: newton.NewtonStep) -> newton.NewtonReport:
         nonlocal last
         last = network.ask(StepToMode(move))
         return last
 
     with np.errstate(over="ignore", invalid="ignore"):
-        start = NewtonProgress(top, first.mu)
-        stage, end, runaway = coordinate(ask, first, start, above, tol=tol, max_iter=max_iter, fixed=fixed)
+        start = newton.NewtonProgress(top, first.mu)
+        stage, end, runaway = newton.coordinate(ask, first, start, above, tol=tol, max_iter=max_iter, fixed=fixed)
     return stage.top, end, runaway, last
 
 
