@@ -62,7 +62,7 @@ def table(seed, family, *, clusters=4, clients=6, client_sd=0.6, cluster_sd=0.5,
     )
 
 
-def dealt(data, seed, sites=3):
+def random_owner(data, seed, sites=3):
     """A random node for each client, so that clusters are split and some nodes have no clients of a cluster."""
     return np.random.default_rng(seed).integers(0, sites, size=data.n_clients)
 
@@ -94,7 +94,7 @@ def test_any_sharding_gives_the_fit_of_one_node(case, seed, sites):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
         fit, learned = estimate(in_memory(data, loss), shape, reml=reml)
-        network = Sharded.of(data, loss, dealt(data, seed, sites))
+        network = Sharded.of(data, loss, random_owner(data, seed, sites))
         across = estimate(network, shape, reml=reml)
     assert_same(network, across, fit, learned, 1e-10 if family == "gaussian" else 1e-9)
     assert across[0].theta.shape == (0, 3)
@@ -104,7 +104,7 @@ def test_any_sharding_gives_the_fit_of_one_node(case, seed, sites):
 @pytest.mark.parametrize("family", ["gaussian", "bernoulli", "poisson"])
 def test_nodes_that_lose_their_cache_give_the_same_bits(family):
     data, loss, shape = table(1, family), loss_of(family), Shape((0, 1), (0,), "full")
-    owner = dealt(data, 1)
+    owner = random_owner(data, 1)
     found = []
     for forgets in (False, True):
         network = Sharded.of(data, loss, owner, forgets=forgets)
@@ -118,7 +118,7 @@ def test_nodes_that_lose_their_cache_give_the_same_bits(family):
 def test_a_level_without_variation(family, seed):
     data = table(seed, family, client_sd=0.0, cluster_sd=0.8, weighted=False)
     fit, learned = estimate(in_memory(data, loss_of(family)), Shape((0,), (0,)))
-    network = Sharded.of(data, loss_of(family), dealt(data, 3))
+    network = Sharded.of(data, loss_of(family), random_owner(data, 3))
     across = estimate(network, Shape((0,), (0,)))
     assert learned.components.notes == ("singular: no variation between clients",)
     assert_same(network, across, fit, learned, 1e-10)
@@ -129,7 +129,7 @@ def test_columns_far_from_zero_and_a_tiny_residual():
     far = replace(near, X=near.X + np.array([0.0, 2000.0, 0.0]))
     shape = Shape((0, 1), (), "full")
     fit, learned = estimate(in_memory(far, Gaussian()), shape)
-    network = Sharded.of(far, Gaussian(), dealt(far, 2))
+    network = Sharded.of(far, Gaussian(), random_owner(far, 2))
     found, known = estimate(network, shape)
     np.testing.assert_allclose(found.wbar, fit.wbar, rtol=1e-7)
     np.testing.assert_allclose(network.gathered(), fit.theta, rtol=1e-6)
@@ -143,7 +143,7 @@ def test_columns_far_from_zero_and_a_tiny_residual():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # the last digits of the criterion itself are rounding
         fit, learned = estimate(in_memory(exact, Gaussian()), Shape((0,), (0,)))
-        network = Sharded.of(exact, Gaussian(), dealt(exact, 2))
+        network = Sharded.of(exact, Gaussian(), random_owner(exact, 2))
         found, known = estimate(network, Shape((0,), (0,)))
     assert known.components.residual == pytest.approx(learned.components.residual, rel=1e-4)
     np.testing.assert_allclose(network.gathered(), fit.theta, rtol=0, atol=1e-6)  # a tenth of the residual
@@ -152,7 +152,7 @@ def test_columns_far_from_zero_and_a_tiny_residual():
 @pytest.mark.parametrize("family", ["gaussian", "bernoulli"])
 def test_likelihood_ratios(family):
     data, loss, shape = table(4, family), loss_of(family), Shape((0,), (0,))
-    network = Sharded.of(data, loss, dealt(data, 4))
+    network = Sharded.of(data, loss, random_owner(data, 4))
     known, whole = survey(network, shape), survey(in_memory(data, loss), shape)
     across = estimate(network, shape, surveyed=known)[1]
     before = network.gathered().copy()
@@ -168,7 +168,7 @@ def test_likelihood_ratios(family):
 def test_intervals_at_a_node_are_those_of_one_node_with_all_clients(family):
     data, loss, shape = table(5, family), loss_of(family), Shape((0, 1), (0,))
     _, learned = estimate(in_memory(data, loss), shape)
-    network = Sharded.of(data, loss, dealt(data, 5))
+    network = Sharded.of(data, loss, random_owner(data, 5))
     _, across = estimate(network, shape)
     whole = Posterior(learned)
     operator = Posterior(across)
@@ -213,7 +213,7 @@ def test_replies_contain_no_array_per_client(case):
 @pytest.mark.parametrize("family", ["gaussian", "poisson"])
 def test_messages_replies_and_states_can_be_encoded_and_decoded(family):
     data, loss = table(1, family), loss_of(family)
-    network = Sharded.of(data, loss, dealt(data, 1), listens=True)
+    network = Sharded.of(data, loss, random_owner(data, 1), listens=True)
     estimate(network, Shape((0,), (0,)))
     for message in [each for request, replies in network.asked for each in (request, *replies)]:
         assert encode(decode(encode(message))) == encode(message)
@@ -271,7 +271,7 @@ REFUSED = [
 def test_errors_of_identification_are_those_in_memory(data, shape, begins):
     classes = set(np.unique(data.y)) == {0.0, 1.0}
     loss = Bernoulli() if classes else Gaussian()
-    network = Sharded.of(data, loss, dealt(data, 7))
+    network = Sharded.of(data, loss, random_owner(data, 7))
     said = []
     for fit in (lambda: estimate(in_memory(data, loss), shape), lambda: estimate(network, shape)):
         with pytest.raises(DataError, match=begins) as caught:
@@ -304,7 +304,7 @@ NAMED = {"client": "client", "cluster": "cluster"}
 def test_a_specification_gives_the_fit_in_memory(family, asked):
     data, spec = table(8, family, weighted=False), Spec(family, **NAMED, **asked)
     whole = learn(InMemory.of(data, spec.loss), resolve(spec))
-    network = Sharded.of(data, spec.loss, dealt(data, 8))
+    network = Sharded.of(data, spec.loss, random_owner(data, 8))
     across = learn(network, resolve(spec))
     for ours, theirs in ((across.fit.w, whole.fit.w), (across.fit.wbar, whole.fit.wbar), (network.gathered(), whole.fit.theta)):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-8)
@@ -331,7 +331,7 @@ def test_a_specification_gives_the_fit_in_memory(family, asked):
 def test_errors_for_what_is_not_supported_across_sites(asked, error, sentence):
     data = table(8, "gaussian")
     with pytest.raises(error, match=sentence) as caught:
-        learn(Sharded.of(data, Gaussian(), dealt(data, 8)), resolve(Spec(**NAMED, **asked)))
+        learn(Sharded.of(data, Gaussian(), random_owner(data, 8)), resolve(Spec(**NAMED, **asked)))
     assert len(str(caught.value)) < 260
     assert str(caught.value).endswith(".")
 
@@ -342,7 +342,7 @@ def test_radon_takes_few_exchanges():
     X = np.column_stack([np.ones(len(homes)), homes["floor"].to_numpy()])
     data = GroupedData.from_arrays(X, homes["log_radon"], homes["county"], homes["state"], terms=["Intercept", "floor"])
     fit, learned = estimate(in_memory(data, Gaussian()), BOTH)
-    network = Sharded.of(data, Gaussian(), dealt(data, 9, 4))
+    network = Sharded.of(data, Gaussian(), random_owner(data, 9, 4))
     across = estimate(network, BOTH)
     assert_same(network, across, fit, learned, 1e-10)
     assert across[0].convergence.exchanges == network.exchanges <= 40

@@ -239,9 +239,8 @@ def _rebuild(document: Mapping[str, Any], tables: Mapping[str, pl.DataFrame]) ->
     penalty = None
     if "gamma" in clients.columns:
         gamma = clients["gamma"].to_numpy()
-        total = (
-            clusters["gamma"].to_numpy() if "gamma" in clusters.columns else tree.sum_up(gamma)
-        )  # models of earlier versions
+        # Models of earlier versions do not have the sums of gamma by cluster.
+        total = clusters["gamma"].to_numpy() if "gamma" in clusters.columns else tree.sum_up(gamma)
         penalty = Penalty(gamma, clusters["lam"].to_numpy(), total)
     wbar = [document["global"][term] for term in design.terms]
     if not all(isinstance(value, float) for value in wbar):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -126,11 +127,12 @@ def facts(model: Model) -> list[str]:
         criteria = f"AIC {components.aic:.1f}, BIC {components.bic:.1f}, {components.parameters} parameters{of}"
         lines.append(f"{components.method}: log-likelihood {components.log_likelihood:.2f}, {criteria}")
         lines.append(model.convergence.message)
-        return [*lines, *_tested(components), *(f"note: {note}" for note in components.notes)]
+        return [*lines, *_test_lines(components), *(f"note: {note}" for note in components.notes)]
     if model.penalty is not None:
+        learned_by = {"cv": ", by cross-validation", "reml": ", by REML", "ml": ", by ML"}.get(spec.learns or "", "")
         lines.append(
             f"penalties gamma {_range(_gammas(model))} (client to cluster), lam {_range(model.penalty.lam)} "
-            f"(cluster to global){_chosen(spec.learns)}, loss by {spec.reduction} over rows"
+            f"(cluster to global){learned_by}, loss by {spec.reduction} over rows"
         )
     end = model.convergence
     close = end.converged and end.gap is not None
@@ -146,24 +148,13 @@ def _gammas(model: Model) -> Floats:
     return np.array([float(f"{gamma:.12g}") for gamma in mean])  # the last digits are rounding
 
 
-def _chosen(how: str | None) -> str:
-    return {None: "", "cv": ", by cross-validation"}.get(how, f", by {'REML' if how == 'reml' else 'ML'}")
-
-
-_QUESTIONS = {"client": "clients differ", "cluster": "clusters matter"}
-
-
-def _tested(components: Components) -> list[str]:
+def _test_lines(components: Components) -> Iterator[str]:
     """A sentence for each level that was tested."""
-    return [
-        f"{_QUESTIONS[test.level]}: likelihood ratio {test.statistic:.1f} for {counted(test.parameters, 'parameter')}, "
-        f"p {_p_value(test.p_value)}"
-        for test in components.tests
-    ]
-
-
-def _p_value(p: float) -> str:
-    return "< 1e-4" if p < 1e-4 else f"= {p:.2g}"
+    questions = {"client": "clients differ", "cluster": "clusters matter"}
+    for test in components.tests:
+        p = "p < 1e-4" if test.p_value < 1e-4 else f"p = {test.p_value:.2g}"
+        variances = counted(test.parameters, "parameter")
+        yield f"{questions[test.level]}: likelihood ratio {test.statistic:.1f} for {variances}, {p}"
 
 
 def _learned_tables(model: Model, coverage: float) -> list[str]:

@@ -227,8 +227,8 @@ def _levels(
 
     ``log_scale`` holds the gradient of the logarithm of the scale in the parameters, and its variance at given parameters.
     """
-    first, levels = 0, []
-    for variation, x in criterion.parameters.split(best.x):
+    split, levels = criterion.parameters.split, []
+    for level, (variation, x) in enumerate(split(best.x)):
         S = variation.matrices(x)
         sd = np.sqrt(scale * np.einsum("maa->ma", S))
         sd_error = np.full(sd.shape, np.nan)
@@ -238,9 +238,8 @@ def _levels(
             G = np.zeros_like(S)
             G[m, a, a] = 0.5 / S[m, a, a]
             slope = 0.5 * log_scale[0]
-            slope[first : first + variation.n_parameters] += variation.gradient(x, G)
+            split(slope)[level][1][:] += variation.gradient(x, G)
             sd_error[m, a] = sd[m, a] * np.sqrt(max(float(slope @ errors @ slope), 0.0) + 0.25 * log_scale[1])
-        first += variation.n_parameters
         where = np.argsort(criterion.order.terms[variation.terms])
         names = tuple(criterion.names(variation.terms[where]))
         levels.append(LevelComponents(names, variation.kind, scale * S[:, where[:, None], where], sd_error[:, where]))

@@ -77,7 +77,7 @@ class ResidualEvidence(Reply):
         fits = solve_symmetric(Avv, bv) if v else bv
         within = 2 * losses.c - np.einsum("iv,iv->i", bv, fits)
         common = losses.C[:, shared][:, :, shared].sum(axis=0)
-        common -= np.array([np.einsum("iva,iv->a", Avs, each) for each in into]).reshape(common.shape)
+        common -= np.array([np.einsum("iva,iv->a", Avs, column) for column in into]).reshape(common.shape)
         rhs = (losses.r[:, shared] - np.einsum("iva,iv->ia", Avs, fits)).sum(axis=0)
         rank = int(np.linalg.matrix_rank(Avv, hermitian=True).sum()) if v else 0
         return cls(float(within.sum()), common, rhs, rank)
@@ -137,7 +137,7 @@ class WeighEvidence(Message[Evidence], label="weigh evidence", phase="learn"):
             residual = ResidualEvidence(0.0, np.zeros((0, 0)), np.zeros(0), 0)  # there is no residual to identify
         ones, rows = segment_sum(data.y, data.client_ptr), data.rows_per_client.astype(np.float64)
         return Evidence(
-            Quadratic(*(tree.sum_up(each) for each in (losses.C, losses.r, losses.c, losses.n))),
+            Quadratic(*(tree.sum_up(part) for part in (losses.C, losses.r, losses.c, losses.n))),
             (losses.C**2).sum(axis=0),
             int((losses.n > 1).sum()),
             n_not_proportional(losses.C, _ROUNDING),
@@ -274,27 +274,22 @@ def _refuse_proportional(not_proportional: Floats, varying: Sequence[int], terms
     for a, b in combinations(varying, 2):
         if not_proportional[a, b]:
             continue
-        if "Intercept" in (terms[a], terms[b]):
-            term = terms[b] if terms[a] == "Intercept" else terms[a]
-            what = f"The term {term!r} is constant within every {level}"
-            other = "the intercept's"
-        else:
-            term, other = terms[b], f"that of {terms[a]!r}"
-            what = f"The term {term!r} is proportional to another within every {level}"
+        other, term = sorted((terms[a], terms[b]), key=lambda name: name != "Intercept")
+        what = "constant" if other == "Intercept" else f"proportional to {other!r}"
         raise DataError(
-            f"{what}, so its variation between {level}s cannot be separated from {other}; leave it out of the terms that vary "
-            f"by {level} (vary=, or its bar). It keeps its global coefficient."
+            f"The term {term!r} is {what} within every {level}, so its variation between {level}s cannot be separated from "
+            f"that of {other!r}; leave it out of the terms that vary by {level} (vary=, or its bar). It keeps its global "
+            "coefficient."
         )
 
 
 def _refuse_determined(not_determined: Floats, varying: Sequence[int], terms: Sequence[str], level: str) -> None:
     """Global coefficients that determine those of every client or cluster, such as dummies of their names."""
-    for a in varying:
-        if not not_determined[a]:
-            raise DataError(
-                f"The global coefficients already fit every {level} separately, so variation of {terms[a]!r} between {level}s "
-                f"is not identifiable; leave the {level}s' names out of the common terms, or {terms[a]!r} out of the bar."
-            )
+    for term in (terms[a] for a in varying if not not_determined[a]):
+        raise DataError(
+            f"The global coefficients already fit every {level} separately, so variation of {term!r} between {level}s is not "
+            f"identifiable; leave the {level}s' names out of the common terms, or {term!r} out of the bar."
+        )
 
 
 def check_classes(evidence: Evidence, shape: Shape) -> None:

@@ -248,7 +248,7 @@ class IntegrateClients(Message["Integrated"], LearningState, label="integrate cl
                 fits, squares = _client_fits(node, self.order)
                 seen = replace(seen, c=tree.sum_up(0.5 * (squares + np.einsum("ia,ia->i", fits, marginal.r))))
             parts.append((seen.C, seen.r, seen.c, seen.n, marginal.volume.sum()))
-        C, r, c, n, volume = (np.stack(each) for each in zip(*parts, strict=True))
+        C, r, c, n, volume = (np.stack(part) for part in zip(*parts, strict=True))
         return Integrated(Quadratic(C, r, c, n), volume)
 
 
@@ -258,10 +258,6 @@ class Integrated(Reply):
 
     seen: Quadratic
     volume: Floats
-
-    def point(self, at: int) -> Quadratic:
-        seen = self.seen
-        return Quadratic(seen.C[at], seen.r[at], seen.c[at], seen.n[at])
 
 
 @dataclass(frozen=True)
@@ -279,7 +275,7 @@ class LikelihoodSlope(Message["Slopes"], label="slope of the likelihood", phase=
         width, ptr = asked.order.width, node.data.hierarchy.cluster_ptr
         points = zip(_integrated(node, asked), self.w, self.P, strict=True)
         sums = [sensitivity(marginal, width, ptr, w, P) for marginal, w, P in points]
-        bend, pull = (np.stack(each) for each in zip(*sums, strict=True))
+        bend, pull = (np.stack(part) for part in zip(*sums, strict=True))
         if asked.S.shape[1] == 1:  # one covariance for all clusters, so only the sum over clusters is needed
             bend, pull = bend.sum(axis=1, keepdims=True), pull.sum(axis=1, keepdims=True)
         return Slopes(bend, pull)
@@ -376,8 +372,9 @@ class LinearCriterion(Criterion):
         """Evaluate covariances, ``(1 or k, d, d)`` of clients and ``(1, d, d)`` of clusters. All points take two exchanges."""
         ask = self.network.ask
         sums = ask(IntegrateClients(np.stack([S for S, _ in points]), self.order, self.about_client_fits))
-        volume = sums.volume - self.survey.log_weights
-        tops = [upper(sums.point(at), float(volume[at]), S[0], self.reml) for at, (_, S) in enumerate(points)]
+        seen = map(Quadratic, sums.seen.C, sums.seen.r, sums.seen.c, sums.seen.n)
+        parts = zip(seen, sums.volume - self.survey.log_weights, points, strict=True)
+        tops = [upper(clusters, float(volume), S[0], self.reml) for clusters, volume, (_, S) in parts]
         slopes = ask(LikelihoodSlope(np.stack([top.w for top in tops]), np.stack([top.P for top in tops])))
         return [_evaluation(top, bend, pull) for top, bend, pull in zip(tops, slopes.bend, slopes.pull, strict=True)]
 
