@@ -38,7 +38,7 @@ def covered(family, clusters, clients, rows, coverages, seed, **settings):
             frame = model.coef_frame(level, coverage)
             inside.append((frame["lower"].to_numpy() <= values.ravel()) & (values.ravel() <= frame["upper"].to_numpy()))
         noise = family == "gaussian"
-        for rows_of, told, noisy in (
+        for rows_of, target, noisy in (
             (first_row & ~held_client & ~held_cluster, y if noise else expected, noise),
             (first_row & held_client & ~held_cluster, expected, False),
             (first_row & held_cluster, expected, False),
@@ -46,7 +46,7 @@ def covered(family, clusters, clients, rows, coverages, seed, **settings):
             low, high = model.predict_interval(
                 X[rows_of], client[rows_of], cluster[rows_of], coverage=coverage, noise=noisy
             ).T  # fmt: skip
-            inside.append((low <= told[rows_of]) & (told[rows_of] <= high))
+            inside.append((low <= target[rows_of]) & (target[rows_of] <= high))
         shares.append([np.mean(each) for each in inside])
     return np.array(shares)
 
@@ -63,7 +63,7 @@ def test_gaussian_intervals_have_their_nominal_coverage():
 @pytest.mark.filterwarnings("ignore::covey.errors.ConvergenceWarning")
 def test_logistic_intervals_have_about_their_nominal_coverage():
     shares = np.array([covered("bernoulli", 15, 8, 20, [0.95], seed) for seed in range(12)])[:, 0]
-    told = dict(zip(WHAT, shares.mean(axis=0).round(3).tolist(), strict=True))
-    print("coverage of 95% intervals, logistic:", told)
-    assert min(told["clients"], told["new rows"], told["new clients"]) > 0.85
-    assert max(told["clients"], told["new rows"], told["new clients"]) < 0.99
+    coverage = dict(zip(WHAT, shares.mean(axis=0).round(3).tolist(), strict=True))
+    print("coverage of 95% intervals, logistic:", coverage)
+    assert min(coverage["clients"], coverage["new rows"], coverage["new clients"]) > 0.85
+    assert max(coverage["clients"], coverage["new rows"], coverage["new clients"]) < 0.99

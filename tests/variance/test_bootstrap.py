@@ -129,9 +129,9 @@ def test_per_cluster_covariances_have_one_row_per_cluster():
 
 
 def test_progress_is_called_after_each_draw(fitted):
-    told = []
-    again(fitted, draws=2, progress=lambda *said: told.append(said))
-    assert told == [(1, 2), (2, 2)]
+    calls = []
+    again(fitted, draws=2, progress=lambda *report: calls.append(report))
+    assert calls == [(1, 2), (2, 2)]
 
 
 def test_one_draw_is_an_error(fitted):
