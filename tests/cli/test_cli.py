@@ -298,7 +298,7 @@ def test_standardised_terms_in_the_shell(folder, homes):
     assert own["kind"] == "scaled"
     assert (found["mean"], found["sd"]) == (own["mean"], own["sd"])
     wrong = inside("show", "sites", cwd=folder, check=False)
-    assert "The fit across sites in it is in 'sites/operator'." in wrong.stderr
+    assert "'sites/operator'" in wrong.stderr
     wrong = inside("show", "sites/operator", "--level", "client", cwd=folder, check=False)
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr == "covey: The clients' models are at their sites, 'site1', 'site2', 'site3'; show them there.\n"

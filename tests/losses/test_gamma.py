@@ -13,8 +13,7 @@ from covey.errors import CoveyError
 from covey.losses import Gamma
 from covey.solvers import minimise
 from covey.variance.components import Shape
-from covey.variance.criterion import criterion_for
-from covey.variance.estimate import estimate
+from covey.variance.estimate import criterion_for, estimate
 from covey.variance.identify import survey
 from tests.conftest import random_problem
 from tests.networks import Sharded, in_memory

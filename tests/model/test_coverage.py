@@ -1,4 +1,4 @@
-"""How often intervals hold the truth, by simulation under the true model with variance components that are learned.
+"""The coverage of intervals, by simulation from the true model, with estimated variance components.
 
 Intervals take the components as known, so with few clusters they are short: of the level above all, which then has few
 units to learn from. With 25 clusters that is within the error of these simulations.
@@ -16,7 +16,7 @@ WHAT = ("clients", "clusters", "whole", "new rows", "new clients", "new clusters
 
 
 def covered(family, clusters, clients, rows, coverages, seed, **settings):
-    """Of one data set, the share of intervals that hold the truth: ``(coverages, WHAT)``."""
+    """The share of intervals of one data set that contain the true value: ``(coverages, WHAT)``."""
     fresh = 4
     drawn = simulate(
         family, clusters=clusters + fresh, clients=clients + 1, rows=rows + 1, d=2, wbar=[0.3, -0.4], cluster_sd=0.7,
@@ -38,7 +38,7 @@ def covered(family, clusters, clients, rows, coverages, seed, **settings):
             frame = model.coef_frame(level, coverage)
             inside.append((frame["lower"].to_numpy() <= values.ravel()) & (values.ravel() <= frame["upper"].to_numpy()))
         noise = family == "gaussian"
-        for rows_of, told, noisy in (
+        for rows_of, target, noisy in (
             (first_row & ~held_client & ~held_cluster, y if noise else expected, noise),
             (first_row & held_client & ~held_cluster, expected, False),
             (first_row & held_cluster, expected, False),
@@ -46,24 +46,24 @@ def covered(family, clusters, clients, rows, coverages, seed, **settings):
             low, high = model.predict_interval(
                 X[rows_of], client[rows_of], cluster[rows_of], coverage=coverage, noise=noisy
             ).T  # fmt: skip
-            inside.append((low <= told[rows_of]) & (told[rows_of] <= high))
+            inside.append((low <= target[rows_of]) & (target[rows_of] <= high))
         shares.append([np.mean(each) for each in inside])
     return np.array(shares)
 
 
-def test_gaussian_intervals_hold_the_truth_as_often_as_they_say():
+def test_gaussian_intervals_have_their_nominal_coverage():
     coverages = np.array([0.9, 0.95])
     shares = np.array([covered("gaussian", 25, 12, 6, coverages, seed) for seed in range(50)])
     mean, error = shares.mean(axis=0), shares.std(axis=0, ddof=1) / np.sqrt(len(shares))
-    # A share close to 1 in every data set has hardly any spread to judge by: allow for that of independent units.
+    # A share near 1 in every data set has almost no spread, so allow for the spread of independent units.
     off = np.abs(mean - coverages[:, None]) / np.maximum(error, 1e-3)
     assert (off < 3.5).all(), dict(zip(WHAT, zip(mean.T.round(3).tolist(), off.T.round(1).tolist(), strict=True), strict=True))
 
 
 @pytest.mark.filterwarnings("ignore::covey.errors.ConvergenceWarning")
-def test_logistic_intervals_hold_the_truth_about_as_often():
+def test_logistic_intervals_have_about_their_nominal_coverage():
     shares = np.array([covered("bernoulli", 15, 8, 20, [0.95], seed) for seed in range(12)])[:, 0]
-    told = dict(zip(WHAT, shares.mean(axis=0).round(3).tolist(), strict=True))
-    print("coverage of 95% intervals, logistic:", told)
-    assert min(told["clients"], told["new rows"], told["new clients"]) > 0.85
-    assert max(told["clients"], told["new rows"], told["new clients"]) < 0.99
+    coverage = dict(zip(WHAT, shares.mean(axis=0).round(3).tolist(), strict=True))
+    print("coverage of 95% intervals, logistic:", coverage)
+    assert min(coverage["clients"], coverage["new rows"], coverage["new clients"]) > 0.85
+    assert max(coverage["clients"], coverage["new rows"], coverage["new clients"]) < 0.99

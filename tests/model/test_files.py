@@ -1,4 +1,4 @@
-"""Models on disk: exact, versioned, and told apart from damaged ones."""
+"""Models on disk: exact, versioned, and with detection of damage."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_plain_arrays_round_trip(tmp_path):
         again.predict(stacked[:, :2])
 
 
-def test_a_newer_model_replaces_an_older_but_nothing_else(folder, frame, tmp_path):
+def test_a_model_replaces_an_older_model_but_nothing_else(folder, frame, tmp_path):
     model = HierarchicalRegressor(client="client", formula="y ~ 1").fit(frame)
     model.save(folder)
     assert load(folder).terms_ == ("Intercept",)
@@ -100,7 +100,7 @@ def test_a_failed_write_leaves_the_old_model(folder, frame, monkeypatch):
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
 
 
-def test_numbers_of_numpy_are_saved_as_numbers(frame, tmp_path):
+def test_numpy_numbers_are_saved_as_numbers(frame, tmp_path):
     model = HierarchicalRegressor(
         client="client", formula="y ~ 1", max_iter=np.int64(5), random_state=np.int32(3), gamma=np.full(15, 2, dtype=np.float32)
     )
@@ -109,7 +109,7 @@ def test_numbers_of_numpy_are_saved_as_numbers(frame, tmp_path):
     assert again.get_params()["gamma"] == [2.0] * 15
 
 
-def test_a_forgotten_offset_is_refused_after_loading_too(tmp_path):
+def test_a_missing_offset_is_an_error_after_loading_too(tmp_path):
     X, counts, client = np.zeros((4, 1)), [1, 3, 0, 8], ["a", "a", "b", "b"]
     model = HierarchicalPoissonRegressor(gamma=1.0).fit(X, counts, client=client, offset=np.full(4, 4.6))
     for fitted in (model, load(model.save(tmp_path / "m"))):
@@ -118,7 +118,7 @@ def test_a_forgotten_offset_is_refused_after_loading_too(tmp_path):
 
 
 def test_an_old_saved_model_still_opens():
-    """A folder that covey 0.1.0 wrote (format 1): later versions must go on reading it, to the same predictions."""
+    """A folder that covey 0.1.0 wrote (format 1): later versions must read it and give the same predictions."""
     model = load(Path(__file__).parents[1] / "golden" / "model-format-1")
     rows = pl.DataFrame(
         {"who": ["a", "z", None], "group": ["g", "h", "nowhere"], "x": [1.0, 2.0, 3.0], "zone": ["r", "u", "r"]}
@@ -157,7 +157,7 @@ def damage(change):
             "cannot be read|not supported",
         ),
         (damage(lambda document: document["spec"].update(formula="y ~ (a + b + c + d)**20")), "more than 5,000 terms"),
-        (damage(lambda document: document.pop("format")), "states no format"),
+        (damage(lambda document: document.pop("format")), "no format version"),
         (damage(lambda document: document["spec"].update(family="tweedie")), "'tweedie'.*from_functions"),
         (damage(lambda document: document["global"].update(x0="7")), "global coefficients are not numbers"),
     ],

@@ -1,4 +1,4 @@
-"""How sure the models are, against Henderson's equations solved dense, closed forms and simulation."""
+"""Posterior covariances and intervals against Henderson's equations, closed forms and simulation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from scipy import stats
 from covey import HierarchicalClassifier, HierarchicalPoissonRegressor, HierarchicalRegressor
 from covey.datasets import simulate
 from covey.losses.poisson import count_interval
-from covey.model.inference import quantile
+from covey.model.model import quantile
 from tests.henderson import beside
 
 SETTINGS = [
@@ -51,7 +51,7 @@ def test_covariances_are_those_of_hendersons_equations(drawn, heavy, settings):
     for ours, theirs in ((model.global_coef_, dense.wbar), (model.cluster_coef_, dense.w), (model.coef_, dense.theta)):
         np.testing.assert_allclose(ours, theirs, atol=1e-8)
     for ours, theirs in (
-        (posterior.whole, dense.whole),
+        (posterior.learned.covariance, dense.whole),
         (posterior.clusters, dense.clusters),
         (posterior.clients, dense.clients),
     ):
@@ -63,20 +63,20 @@ def test_covariances_are_those_of_hendersons_equations(drawn, heavy, settings):
 
 
 @pytest.mark.parametrize("level", ["client", "cluster", "global"])
-def test_the_frame_of_coefficients_has_their_errors_and_intervals(drawn, heavy, level):
+def test_the_frame_of_coefficients_has_standard_errors_and_intervals(drawn, heavy, level):
     model = fit(drawn)
     dense = beside(model, heavy[0], drawn.y, drawn.client, drawn.cluster)
     spread = {"client": dense.clients, "cluster": dense.clusters, "global": dense.whole[None]}[level]
     error = np.sqrt(np.einsum("uaa->ua", spread)).ravel()
     frame = model.coef_frame(level, 0.8)
     np.testing.assert_allclose(frame["std_error"], error, atol=1e-9)
-    few = len(dense.clusters) - 1  # by containment: the clusters between which every term varies
+    few = len(dense.clusters) - 1  # degrees of freedom by containment
     reach = stats.t.ppf(0.9, few) if level == "global" else 1.2815515655446004
     np.testing.assert_allclose(frame["upper"] - frame["estimate"], reach * error, atol=1e-9)
     np.testing.assert_allclose(frame["estimate"] - frame["lower"], reach * error, atol=1e-9)
 
 
-def test_reliability_of_an_intercept_is_the_textbooks(drawn):
+def test_the_reliability_of_an_intercept_has_its_closed_form(drawn):
     model = HierarchicalRegressor(vary={"client": ["1"], "cluster": ["1"]}, tests=False)
     model.fit(drawn.X, drawn.y, client=drawn.client, cluster=drawn.cluster)
     found = model.components_
@@ -113,15 +113,15 @@ def test_intervals_of_predictions_by_hand(drawn, heavy):
             np.testing.assert_allclose(got, np.column_stack([mean - half, mean + half]), atol=1e-8)
 
 
-def test_an_unseen_cluster_asked_for_itself_has_the_spread_of_clusters(drawn, heavy):
+def test_a_new_cluster_has_the_variance_of_clusters(drawn, heavy):
     model = fit(drawn)
-    above, whole = model.components_.cluster.embedded(model.terms_)[0], model.model_.posterior.whole
+    above, whole = model.components_.cluster.embedded(model.terms_)[0], model.model_.posterior.learned.covariance
     x = heavy[0][0]
     low, high = model.predict_interval(drawn.X[:1], cluster=[99], level="cluster")[0]
     assert (high - low) / 2 == pytest.approx(quantile(0.95, len(model.clusters_) - 1) * np.sqrt(x @ (whole + above) @ x))
 
 
-def test_the_less_is_known_the_wider(drawn):
+def test_intervals_are_wider_with_less_data(drawn):
     model = fit(drawn)
     few = drawn.X[:5]
 
@@ -136,7 +136,7 @@ def test_the_less_is_known_the_wider(drawn):
     np.testing.assert_array_equal(width(None, 0), new_client)
 
 
-def test_rows_of_known_and_unknown_clients_mix(drawn):
+def test_rows_of_old_and_new_clients_together(drawn):
     model = fit(drawn)
     ask = {"client": [99, 0, 5, 99], "cluster": [0, 0, 0, 99]}
     together = model.predict_interval(drawn.X[:4], **ask)
@@ -154,7 +154,7 @@ def test_intervals_of_counts_are_quantiles_of_simulated_ones(margin, sd):
     for coverage in (0.5, 0.9, 0.95):
         low, high = count_interval(np.array([margin]), np.array([sd]), coverage)[0]
         for found, tail in ((low, (1 - coverage) / 2), (high, (1 + coverage) / 2)):
-            # The smallest count that reaches the tail, up to what 400,000 draws cannot tell.
+            # The smallest count that reaches the tail, within the error of 400,000 draws.
             assert np.mean(counts < found) <= tail + 3e-3
             assert np.mean(counts <= found) >= tail - 3e-3
         assert low <= high
@@ -169,7 +169,7 @@ def test_intervals_of_large_or_uncertain_counts(margin, sd):
     assert high == pytest.approx(np.quantile(counts, 0.975), rel=0.03, abs=1)
 
 
-def test_counts_beyond_all_counting_have_intervals_too():
+def test_huge_counts_have_intervals():
     got = count_interval(np.array([20.0, 60.0, 700.0, -50.0]), np.array([0.5, 2.0, 1.0, 1.0]), 0.95)
     assert np.isfinite(got).all()
     np.testing.assert_allclose(np.log(got[:2]), [[19.02, 20.98], [56.08, 63.92]], atol=0.01)
@@ -203,7 +203,7 @@ def test_probabilities_have_intervals_within_0_and_1():
 
 
 @pytest.mark.parametrize("coverage", [0, 1, 1.5, -0.1, np.nan, True])
-def test_a_coverage_outside_0_and_1_is_refused(drawn, coverage):
+def test_a_coverage_outside_0_and_1_is_an_error(drawn, coverage):
     model = fit(drawn)
     for ask in (
         lambda: model.predict_interval(drawn.X[:1], [0], [0], coverage=coverage),
@@ -218,7 +218,7 @@ def test_a_coverage_outside_0_and_1_is_refused(drawn, coverage):
 
 
 @pytest.mark.parametrize("coverage", ["0.9", None])
-def test_a_coverage_that_is_no_number_is_refused(drawn, coverage):
+def test_a_coverage_that_is_not_a_number_is_an_error(drawn, coverage):
     with pytest.raises(ValueError, match="'coverage' parameter must lie between 0 and 1"):
         fit(drawn).predict_interval(drawn.X[:1], [0], [0], coverage=coverage)
 

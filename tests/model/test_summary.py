@@ -1,4 +1,4 @@
-"""What a summary says, in print and in JSON, against the textbook's formulas and a dense likelihood."""
+"""Summaries as text and as JSON, against closed forms and a dense likelihood."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def dense_log_likelihood(model, reml):
     V = found.residual * np.eye(len(X))
     V += (X @ own @ X.T) * (DRAWN.client[:, None] == DRAWN.client)
     V += (X @ above @ X.T) * (DRAWN.cluster[:, None] == DRAWN.cluster)
-    told = stats.multivariate_normal(X @ model.global_coef_, V).logpdf(DRAWN.y)
+    result = stats.multivariate_normal(X @ model.global_coef_, V).logpdf(DRAWN.y)
     if reml:
-        told += 0.5 * X.shape[1] * np.log(2 * np.pi) - 0.5 * np.linalg.slogdet(X.T @ np.linalg.solve(V, X))[1]
-    return told
+        result += 0.5 * X.shape[1] * np.log(2 * np.pi) - 0.5 * np.linalg.slogdet(X.T @ np.linalg.solve(V, X))[1]
+    return result
 
 
 @pytest.mark.parametrize("penalty", ["reml", "ml"])
@@ -51,38 +51,38 @@ def dense_log_likelihood(model, reml):
         ("y ~ x + (1 | cluster) + (x | cluster:client)", 2 + 4 + 1),
     ],
 )
-def test_the_likelihood_and_its_criteria_are_the_textbooks(formula, penalty, parameters):
+def test_log_likelihood_aic_and_bic_have_their_closed_forms(formula, penalty, parameters):
     model = fit(formula, penalty=penalty)
-    told = document(model)
+    result = document(model)
     log_likelihood = dense_log_likelihood(model, penalty == "reml")
-    assert told["method"] == penalty.upper()
-    assert told["log_likelihood"] == pytest.approx(log_likelihood, abs=1e-6)
-    assert told["parameters"] == parameters
-    assert told["aic"] == pytest.approx(-2 * log_likelihood + 2 * parameters, abs=1e-6)
-    assert told["bic"] == pytest.approx(-2 * log_likelihood + np.log(210) * parameters, abs=1e-6)
+    assert result["method"] == penalty.upper()
+    assert result["log_likelihood"] == pytest.approx(log_likelihood, abs=1e-6)
+    assert result["parameters"] == parameters
+    assert result["aic"] == pytest.approx(-2 * log_likelihood + 2 * parameters, abs=1e-6)
+    assert result["bic"] == pytest.approx(-2 * log_likelihood + np.log(210) * parameters, abs=1e-6)
 
 
 def test_json_has_the_groups_the_components_the_shares_and_the_tests():
     model = fit("y ~ x + (1 | cluster/client)")
-    told = document(model)
-    assert (told["rows"], told["clients"], told["clusters"]) == (210, 35, 7)
-    assert told["family"] == "gaussian"
-    assert told["converged"] is True
-    by_level = {row["level"]: row for row in told["variance_components"]}
-    variances = {level: row["sd"] ** 2 for level, row in by_level.items()} | {"residual": told["residual_sd"] ** 2}
+    result = document(model)
+    assert (result["rows"], result["clients"], result["clusters"]) == (210, 35, 7)
+    assert result["family"] == "gaussian"
+    assert result["converged"] is True
+    by_level = {row["level"]: row for row in result["variance_components"]}
+    variances = {level: row["sd"] ** 2 for level, row in by_level.items()} | {"residual": result["residual_sd"] ** 2}
     # With intercepts only, shares of variance are intraclass correlations.
-    for level, share in told["share_of_variance"].items():
+    for level, share in result["share_of_variance"].items():
         assert share == pytest.approx(variances[level] / sum(variances.values()))
-    assert {row["term"] for row in told["variance_components"]} == {"Intercept"}
-    assert all(row["sd_error"] > 0 for row in told["variance_components"])
-    assert told["warnings"] == []
-    for test in told["tests"]:
+    assert {row["term"] for row in result["variance_components"]} == {"Intercept"}
+    assert all(row["sd_error"] > 0 for row in result["variance_components"])
+    assert result["warnings"] == []
+    for test in result["tests"]:
         without = fit({"client": "y ~ x + (1 | cluster)", "cluster": "y ~ x + (1 | cluster:client)"}[test["level"]],
                       client="client", cluster="cluster", tests=False)  # fmt: skip
-        gain = 2 * (told["log_likelihood"] - without.components_.log_likelihood)
+        gain = 2 * (result["log_likelihood"] - without.components_.log_likelihood)
         assert test["statistic"] == pytest.approx(gain, abs=1e-5)
         assert test["p_value"] == pytest.approx(0.5 * stats.chi2.sf(gain, 1), rel=1e-3)
-    for row in told["global"]:
+    for row in result["global"]:
         assert row["lower"] < row["estimate"] < row["upper"]
 
 
@@ -95,73 +95,73 @@ def test_shares_weigh_varying_terms_by_the_rows_they_have():
 
 def test_correlations_are_in_json_and_in_print():
     model = fit("y ~ x + (x | cluster/client)")
-    told = document(model)
-    slope = next(row for row in told["variance_components"] if (row["level"], row["term"]) == ("client", "x"))
+    result = document(model)
+    slope = next(row for row in result["variance_components"] if (row["level"], row["term"]) == ("client", "x"))
     S = model.components_.client.covariance[0]
     assert slope["correlation"]["Intercept"] == pytest.approx(S[0, 1] / np.sqrt(S[0, 0] * S[1, 1]))
     assert f"correlation between clients: Intercept and x {slope['correlation']['Intercept']:.2f}" in str(model)
 
 
-def test_print_is_the_report():
+def test_print_has_all_results():
     model = fit("y ~ x + (1 | cluster/client)")
-    told, text = document(model), str(model)
+    result, text = document(model), str(model)
     assert text == str(model.summary())
     for part in (
         "Hierarchical linear model: y ~ x + (1 | cluster/client)",
         "210 rows of 35 clients (client) in 7 clusters (cluster)",
-        f"REML: log-likelihood {told['log_likelihood']:.2f}, AIC {told['aic']:.1f}, BIC {told['bic']:.1f}, 5 parameters",
+        f"REML: log-likelihood {result['log_likelihood']:.2f}, AIC {result['aic']:.1f}, BIC {result['bic']:.1f}, 5 parameters",
         "clients differ: likelihood ratio",
         "clusters matter: likelihood ratio",
         "sd of clusters",
-        f"{told['residual_sd']:.4g}",
-        f"share of variance: {100 * told['share_of_variance']['cluster']:.1f}% between clusters",
+        f"{result['residual_sd']:.4g}",
+        f"share of variance: {100 * result['share_of_variance']['cluster']:.1f}% between clusters",
     ):
         assert part in text
 
 
 @pytest.mark.parametrize("formula", ["y ~ x + (1 | cluster/client)", "y ~ x + (x | cluster/client)"])
-def test_a_singular_fit_says_so_and_is_valid_json(formula):
+def test_a_singular_fit_is_noted_and_is_valid_json(formula):
     rng = np.random.default_rng(0)
     model = fit(formula, FRAME.with_columns(y=rng.normal(size=len(FRAME))))
-    told = document(model)
-    assert any("singular" in note for note in told["warnings"])
+    result = document(model)
+    assert any("singular" in note for note in result["warnings"])
     assert "singular" in str(model)
-    assert all(row["sd"] >= 0 for row in told["variance_components"])
+    assert all(row["sd"] >= 0 for row in result["variance_components"])
 
 
-def test_a_spread_for_each_cluster_is_listed_by_cluster():
-    told = document(fit("y ~ x + (1 | cluster/client)", per_cluster=True))
-    rows = [row for row in told["variance_components"] if row["level"] == "client"]
+def test_per_cluster_covariances_are_listed_by_cluster():
+    result = document(fit("y ~ x + (1 | cluster/client)", per_cluster=True))
+    rows = [row for row in result["variance_components"] if row["level"] == "client"]
     assert [row["cluster"] for row in rows] == list(range(7))
-    assert told["parameters"] == 2 + 7 + 1 + 1
+    assert result["parameters"] == 2 + 7 + 1 + 1
 
 
-def test_of_classes_there_is_no_residual_but_a_share_for_it():
+def test_classes_have_no_residual_sd_but_a_share_of_variance():
     drawn = simulate("bernoulli", clusters=6, clients=6, rows=15, d=1, intercept=True, cluster_sd=0.8, client_sd=0.8, seed=1)
     given = {"client": drawn.client, "cluster": drawn.cluster}
     model = HierarchicalClassifier(fit_intercept=False).fit(drawn.X, drawn.y, **given)
-    told = document(model)
-    assert told["method"] == "Laplace"
-    assert told["residual_sd"] is None
+    result = document(model)
+    assert result["method"] == "Laplace"
+    assert result["residual_sd"] is None
     tau2, sigma2 = (level.sd[0, 0] ** 2 for level in (model.components_.client, model.components_.cluster))
     # On the scale of the log-odds a logistic residual has variance pi^2 / 3.
     total = tau2 + sigma2 + np.pi**2 / 3
-    assert told["share_of_variance"]["cluster"] == pytest.approx(sigma2 / total)
-    assert told["share_of_variance"]["client"] == pytest.approx(tau2 / total)
+    assert result["share_of_variance"]["cluster"] == pytest.approx(sigma2 / total)
+    assert result["share_of_variance"]["client"] == pytest.approx(tau2 / total)
     assert "log-odds of 1.0 against 0.0" in str(model)
 
 
 def test_a_model_of_given_penalties_has_a_summary_too():
     model = HierarchicalRegressor(client="client", cluster="cluster", formula="y ~ x", gamma=1.0).fit(FRAME)
-    told = document(model)
-    assert told["method"] is None
-    assert [row["term"] for row in told["global"]] == ["Intercept", "x"]
+    result = document(model)
+    assert result["method"] is None
+    assert [row["term"] for row in result["global"]] == ["Intercept", "x"]
     assert "gamma 1 (client to cluster)" in str(model.summary())
 
 
 @pytest.mark.parametrize("gamma", [0.1, 0.3, 1 / 3])
-def test_one_gamma_for_all_is_one_number_also_where_only_sums_of_it_are_known(gamma):
-    """A model across sites knows each cluster's sum of gamma, and dividing it leaves other last digits for each cluster."""
+def test_one_gamma_for_all_is_printed_as_one_number_across_sites_too(gamma):
+    """Across sites there are only sums of gamma by cluster. Dividing them gives other last digits in each cluster."""
     spec = Spec(formula="log_radon ~ floor", client="county", cluster="state", gamma=gamma, lam=1.0)
     model = across_sites(load_radon(), spec, 2).outcome.model
     assert f"penalties gamma {gamma:.4g} (client to cluster), lam 1 (cluster" in describe(model)

@@ -1,4 +1,4 @@
-"""Clients that come and go: the models of a fit to all rows at the same variance components, by Henderson's equations."""
+"""Added and removed clients: coefficients equal those of Henderson's equations for all rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROWS = {
 }
 ONCE = np.arange(len(DRAWN.y)) % 3 > 0
 KEPT = {
-    "new clients in known clusters": DRAWN.client % 6 != 2,
+    "new clients in old clusters": DRAWN.client % 6 != 2,
     "new clients in a new cluster": DRAWN.cluster != 3,
     "more rows of known clients": ONCE,
     "all of these": (DRAWN.client % 6 != 2) & (DRAWN.cluster != 4) & ((DRAWN.client % 6 != 1) | ONCE),
@@ -63,7 +63,7 @@ def assert_is_dense(model, rows):
         (model.global_coef_, dense.wbar),
         (model.cluster_coef_[up], dense.w),
         (model.coef_[at], dense.theta),
-        (posterior.whole, dense.whole),
+        (posterior.learned.covariance, dense.whole),
         (posterior.clusters[up], dense.clusters),
         (posterior.clients[at], dense.clients),
     ):
@@ -86,10 +86,12 @@ def test_adding_is_exact(case, settings):
 def test_removing_is_exact(gone):
     model = fit(np.ones(len(DRAWN.y), dtype=bool)).remove_clients(gone)
     if len(gone) == 6:
-        # A cluster without clients stays, with the global model for its own.
+        # A cluster without clients remains, with the global model.
         np.testing.assert_allclose(model.cluster_coef_[1], model.global_coef_, atol=1e-10)
         above = model.components_.cluster.embedded(model.terms_)[0]
-        np.testing.assert_allclose(model.model_.posterior.clusters[1], model.model_.posterior.whole + above, atol=1e-10)
+        np.testing.assert_allclose(
+            model.model_.posterior.clusters[1], model.model_.posterior.learned.covariance + above, atol=1e-10
+        )
         dense, clients, _ = dense_of(model, ~np.isin(DRAWN.client, gone))
         assert model.clients_.tolist() == clients.tolist()
         np.testing.assert_allclose(model.coef_, dense.theta, atol=1e-8)
@@ -99,7 +101,7 @@ def test_removing_is_exact(gone):
 
 @pytest.mark.parametrize("gone", [[2, 8], list(range(24, 30)), list(range(6, 12))])
 @pytest.mark.parametrize("per_cluster", [False, True])
-def test_removing_undoes_adding_and_adding_removing(gone, per_cluster):
+def test_removing_and_adding_the_same_clients_changes_nothing(gone, per_cluster):
     everyone = np.ones(len(DRAWN.y), dtype=bool)
     model = fit(everyone, per_cluster=per_cluster, vary={"client": ["1"]})
     again = model.remove_clients(gone).add_clients(**pick(np.isin(DRAWN.client, gone)))
@@ -110,12 +112,13 @@ def test_removing_undoes_adding_and_adding_removing(gone, per_cluster):
         np.testing.assert_allclose(getattr(again, name), getattr(model, name), atol=1e-9)
     ours, theirs = again.model_.posterior, model.model_.posterior
     np.testing.assert_allclose(ours.clients[order], theirs.clients, atol=1e-9)
-    for name in ("whole", "clusters", "new_clients"):
+    np.testing.assert_allclose(ours.learned.covariance, theirs.learned.covariance, atol=1e-9)
+    for name in ("clusters", "new_clients"):
         np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), atol=1e-9)
 
 
 @pytest.mark.parametrize("cluster", [1, 4])
-def test_with_its_clients_gone_a_cluster_keeps_its_own_spread(cluster):
+def test_a_cluster_without_clients_keeps_its_covariance(cluster):
     model = fit(np.ones(len(DRAWN.y), dtype=bool), per_cluster=True, vary={"client": ["1"]})
     fewer = model.remove_clients(np.unique(DRAWN.client[DRAWN.cluster == cluster]))
     own = model.components_.client.embedded(model.terms_)[cluster]
@@ -136,8 +139,8 @@ def test_the_order_of_clients_does_not_matter():
         np.testing.assert_allclose(frames[0][column], frames[1][column], atol=1e-9)
 
 
-def test_a_new_client_answers_for_itself_at_once():
-    kept = KEPT["new clients in known clusters"]
+def test_a_new_client_has_its_own_model_at_once():
+    kept = KEPT["new clients in old clusters"]
     model = fit(kept)
     new = ~kept & (DRAWN.client == 2)
     ask = pick(new, ("X", "client", "cluster", "offset"))
@@ -151,7 +154,7 @@ def test_a_new_client_answers_for_itself_at_once():
     np.testing.assert_allclose(np.ptp(after.predict_interval(**ask), axis=1), 2 * half, atol=1e-8)
 
 
-def test_a_per_cluster_spread_of_a_new_cluster_is_the_mean_of_the_known():
+def test_a_new_cluster_has_the_mean_of_per_cluster_covariances():
     kept = KEPT["new clients in a new cluster"]
     after = fit(kept, per_cluster=True, vary={"client": ["1"]}).add_clients(**pick(~kept))
     spread = after.model_.posterior.learned.client.shape * after.components_.residual
@@ -161,7 +164,7 @@ def test_a_per_cluster_spread_of_a_new_cluster_is_the_mean_of_the_known():
 
 
 @pytest.mark.parametrize("family", ["bernoulli", "poisson"])
-def test_of_classes_and_counts_a_new_client_is_close_to_a_refit(family):
+def test_a_new_client_with_classes_or_counts_is_close_to_a_refit(family):
     drawn = simulate(family, clusters=8, clients=8, rows=25, d=2, wbar=0.3, client_sd=0.5, cluster_sd=0.5, seed=6)
     estimator = {"bernoulli": HierarchicalClassifier, "poisson": HierarchicalPoissonRegressor}[family]
     new = drawn.client % 8 == 3
@@ -234,12 +237,12 @@ def named():
         (lambda rows: rows.with_columns(y=pl.lit(np.nan)), "response is NaN"),
         (lambda rows: rows.with_columns(x0=pl.lit(np.inf)), "x0"),
         (lambda rows: rows[:0], "no rows"),
-        # An id that cannot be one of the model's whole numbers must not be cut to one.
-        (lambda rows: rows.with_columns(client=pl.lit(7.5), cluster=pl.lit(1)), "client id 7.5 is no whole number"),
-        (lambda rows: rows.with_columns(client=pl.lit(99), cluster=pl.lit(1.5)), "cluster id 1.5 is no whole number"),
+        # An id that is not a whole number must not be rounded to one.
+        (lambda rows: rows.with_columns(client=pl.lit(7.5), cluster=pl.lit(1)), "client id 7.5 is not a whole number"),
+        (lambda rows: rows.with_columns(client=pl.lit(99), cluster=pl.lit(1.5)), "cluster id 1.5 is not a whole number"),
     ],
 )
-def test_wrong_new_rows_are_one_sentence(named, change, sentence):
+def test_errors_of_wrong_new_rows(named, change, sentence):
     with pytest.raises(ValueError, match=sentence) as caught:
         named.add_clients(change(table()[:2]))
     assert "\n" not in str(caught.value)
@@ -251,19 +254,19 @@ def test_wrong_new_rows_are_one_sentence(named, change, sentence):
     [
         ([99], "has no client 99"),
         (["a"], "client ids are text here"),
-        (list(range(20)), "Nothing would be left"),
+        (list(range(20)), "keep at least one"),
         ("a", "client ids are text here"),
     ],
 )
-def test_wrong_clients_to_remove_are_one_sentence(named, clients, sentence):
+def test_errors_of_wrong_clients_to_remove(named, clients, sentence):
     with pytest.raises(ValueError, match=sentence) as caught:
         named.remove_clients(clients)
     assert "\n" not in str(caught.value)
 
 
-def test_weights_by_position_count_as_those_by_name():
+def test_weights_by_position_equal_weights_by_name():
     stacked = np.column_stack([DRAWN.client, DRAWN.cluster, DRAWN.X, ROWS["sample_weight"]])
-    kept = KEPT["new clients in known clusters"]
+    kept = KEPT["new clients in old clusters"]
     by_position = HierarchicalRegressor(client=0, cluster=1, weights=4, tests=False).fit(stacked[kept], ROWS["y"][kept])
     by_position = by_position.add_clients(stacked[~kept], ROWS["y"][~kept])
     names = ("X", "y", "client", "cluster", "sample_weight")
@@ -272,18 +275,18 @@ def test_weights_by_position_count_as_those_by_name():
 
 
 @pytest.mark.parametrize("count", [0, 30, 1000, 10**6])
-def test_counts_unlike_any_before_do_not_lead_astray(count):
+def test_counts_far_from_those_of_the_fit_converge(count):
     drawn = simulate("poisson", clusters=5, clients=5, rows=10, d=1, intercept=True, client_sd=0.4, cluster_sd=0.4, seed=1)
     given = {"client": drawn.client, "cluster": drawn.cluster}
     model = HierarchicalPoissonRegressor(fit_intercept=False, tests=False).fit(drawn.X, drawn.y, **given)
     after = model.add_clients(np.ones((3, 1)), [count] * 3, client=[99] * 3, cluster=[0] * 3)
     theta, w = after.coef_[after.clients_ == 99].item(), after.cluster_coef_[0].item()
-    # At the mode the pull of the rows is that of the cluster.
+    # At the mode the gradient of the loss balances the force of the cluster.
     tau2 = model.components_.client.sd[0, 0] ** 2
     assert 3 * (count - np.exp(theta)) == pytest.approx((theta - w) / tau2, rel=1e-6, abs=1e-6)
 
 
-def test_an_unknown_class_is_one_sentence():
+def test_an_unknown_class_is_an_error():
     drawn = simulate("bernoulli", clusters=4, clients=5, rows=12, d=1, client_sd=0.6, cluster_sd=0.9, seed=3)
     label = np.where(drawn.y > 0, "yes", "no")
     ask = {"client": drawn.client, "cluster": drawn.cluster}
@@ -300,7 +303,7 @@ def test_a_model_whose_penalties_were_given_cannot_be_updated():
             change()
 
 
-def test_a_copy_says_what_it_was_made_of(named):
+def test_an_updated_model_has_a_note(named):
     more = named.add_clients(table()[:2].with_columns(client=pl.lit(99)))
     assert "162 rows of 21 clients" in str(more)
     assert "160 rows of 20 clients" in str(named)

@@ -1,4 +1,4 @@
-"""One thread for matrices of three rows: handing them out costs more than the work."""
+"""Run these tests with one thread: for small matrices starting threads costs more than the work."""
 
 from __future__ import annotations
 

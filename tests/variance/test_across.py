@@ -1,4 +1,4 @@
-"""Variance components over several nodes: the fit of one node that holds everybody, whoever holds whom."""
+"""Variance components over several nodes are those of one node, for any assignment of clients to nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from covey.datasets import load_radon
 from covey.errors import ConvergenceWarning, DataError, PenaltyError, SolverError
 from covey.fitting.fit import learn
 from covey.losses import Bernoulli, Gaussian, loss_of
-from covey.model.inference import Posterior
+from covey.model.model import Posterior
 from covey.nodes.network import InMemory
 from covey.problem.problem import Spec, resolve
 from covey.records import decode, encode
@@ -62,8 +62,8 @@ def table(seed, family, *, clusters=4, clients=6, client_sd=0.6, cluster_sd=0.5,
     )
 
 
-def dealt(data, seed, sites=3):
-    """Which node each client is at: any, so that clusters are split and some nodes have none of a cluster."""
+def random_owner(data, seed, sites=3):
+    """A random node for each client, so that clusters are split and some nodes have no clients of a cluster."""
     return np.random.default_rng(seed).integers(0, sites, size=data.n_clients)
 
 
@@ -94,7 +94,7 @@ def test_any_sharding_gives_the_fit_of_one_node(case, seed, sites):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
         fit, learned = estimate(in_memory(data, loss), shape, reml=reml)
-        network = Sharded.of(data, loss, dealt(data, seed, sites))
+        network = Sharded.of(data, loss, random_owner(data, seed, sites))
         across = estimate(network, shape, reml=reml)
     assert_same(network, across, fit, learned, 1e-10 if family == "gaussian" else 1e-9)
     assert across[0].theta.shape == (0, 3)
@@ -102,9 +102,9 @@ def test_any_sharding_gives_the_fit_of_one_node(case, seed, sites):
 
 
 @pytest.mark.parametrize("family", ["gaussian", "bernoulli", "poisson"])
-def test_nodes_that_lose_their_cache_between_requests_answer_the_same_bits(family):
+def test_nodes_that_lose_their_cache_give_the_same_bits(family):
     data, loss, shape = table(1, family), loss_of(family), Shape((0, 1), (0,), "full")
-    owner = dealt(data, 1)
+    owner = random_owner(data, 1)
     found = []
     for forgets in (False, True):
         network = Sharded.of(data, loss, owner, forgets=forgets)
@@ -118,18 +118,18 @@ def test_nodes_that_lose_their_cache_between_requests_answer_the_same_bits(famil
 def test_a_level_without_variation(family, seed):
     data = table(seed, family, client_sd=0.0, cluster_sd=0.8, weighted=False)
     fit, learned = estimate(in_memory(data, loss_of(family)), Shape((0,), (0,)))
-    network = Sharded.of(data, loss_of(family), dealt(data, 3))
+    network = Sharded.of(data, loss_of(family), random_owner(data, 3))
     across = estimate(network, Shape((0,), (0,)))
     assert learned.components.notes == ("singular: no variation between clients",)
     assert_same(network, across, fit, learned, 1e-10)
 
 
-def test_columns_far_from_zero_and_a_residual_that_is_tiny():
+def test_columns_far_from_zero_and_a_tiny_residual():
     near = table(2, "gaussian")
     far = replace(near, X=near.X + np.array([0.0, 2000.0, 0.0]))
     shape = Shape((0, 1), (), "full")
     fit, learned = estimate(in_memory(far, Gaussian()), shape)
-    network = Sharded.of(far, Gaussian(), dealt(far, 2))
+    network = Sharded.of(far, Gaussian(), random_owner(far, 2))
     found, known = estimate(network, shape)
     np.testing.assert_allclose(found.wbar, fit.wbar, rtol=1e-7)
     np.testing.assert_allclose(network.gathered(), fit.theta, rtol=1e-6)
@@ -143,7 +143,7 @@ def test_columns_far_from_zero_and_a_residual_that_is_tiny():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # the last digits of the criterion itself are rounding
         fit, learned = estimate(in_memory(exact, Gaussian()), Shape((0,), (0,)))
-        network = Sharded.of(exact, Gaussian(), dealt(exact, 2))
+        network = Sharded.of(exact, Gaussian(), random_owner(exact, 2))
         found, known = estimate(network, Shape((0,), (0,)))
     assert known.components.residual == pytest.approx(learned.components.residual, rel=1e-4)
     np.testing.assert_allclose(network.gathered(), fit.theta, rtol=0, atol=1e-6)  # a tenth of the residual
@@ -152,44 +152,44 @@ def test_columns_far_from_zero_and_a_residual_that_is_tiny():
 @pytest.mark.parametrize("family", ["gaussian", "bernoulli"])
 def test_likelihood_ratios(family):
     data, loss, shape = table(4, family), loss_of(family), Shape((0,), (0,))
-    network = Sharded.of(data, loss, dealt(data, 4))
+    network = Sharded.of(data, loss, random_owner(data, 4))
     known, whole = survey(network, shape), survey(in_memory(data, loss), shape)
-    across = estimate(network, shape, known=known)[1]
+    across = estimate(network, shape, surveyed=known)[1]
     before = network.gathered().copy()
     ours = likelihood_ratios(known, across, shape)
     np.testing.assert_array_equal(network.gathered(), before)  # tests leave the fit as it was
-    theirs = likelihood_ratios(whole, estimate(whole.network, shape, known=whole)[1], shape)
+    theirs = likelihood_ratios(whole, estimate(whole.network.network, shape, surveyed=whole)[1], shape)
     for one, two in zip(ours, theirs, strict=True):
         assert (one.level, one.parameters) == (two.level, two.parameters)
         assert one.statistic == pytest.approx(two.statistic, abs=1e-7)
 
 
 @pytest.mark.parametrize("family", ["gaussian", "bernoulli", "poisson"])
-def test_each_node_tells_intervals_of_its_clients_as_if_it_knew_everybody(family):
+def test_intervals_at_a_node_are_those_of_one_node_with_all_clients(family):
     data, loss, shape = table(5, family), loss_of(family), Shape((0, 1), (0,))
     _, learned = estimate(in_memory(data, loss), shape)
-    network = Sharded.of(data, loss, dealt(data, 5))
+    network = Sharded.of(data, loss, random_owner(data, 5))
     _, across = estimate(network, shape)
-    whole = Posterior(learned, data.hierarchy, data.terms)
-    operator = Posterior(across, network.tree, data.terms)
+    whole = Posterior(learned)
+    operator = Posterior(across)
     for level in ("global", "cluster"):
         np.testing.assert_allclose(operator.standard_errors(level), whole.standard_errors(level), rtol=1e-6)
     np.testing.assert_array_equal(operator.freedom, whole.freedom)
     for node, mine in zip(network.nodes, network.places, strict=True):
-        own = Posterior(node_learned(node, across.components, across.covariance, across.whole), node.data.hierarchy, data.terms)
+        own = Posterior(node_learned(node, across.components, across.covariance, across.whole))
         np.testing.assert_allclose(own.clients, whole.clients[mine], rtol=1e-6, atol=1e-10)
         np.testing.assert_allclose(own.new_clients, whole.new_clients, rtol=1e-6, atol=1e-10)
         np.testing.assert_array_equal(own.freedom, whole.freedom)
         with pytest.raises(SolverError, match="one part of a fit across sites"):
-            own.with_everybody  # noqa: B018
+            own.require_sums(all_clients=True)
 
 
-# What leaves a node
+# Replies
 
 
 @pytest.mark.parametrize("case", ["full", "per cluster", "bernoulli, full", "poisson"])
-def test_nothing_of_a_single_client_leaves_its_node(case):
-    """No array in any reply is as long as a node has clients; and neither its length nor its number depends on them."""
+def test_replies_contain_no_array_per_client(case):
+    """No array in a reply has one entry per client, and the number and lengths of arrays do not depend on the clients."""
     family, shape, reml = CASES[case]
     shapes = []
     for clients in (6, 9):
@@ -197,7 +197,7 @@ def test_nothing_of_a_single_client_leaves_its_node(case):
         owner = np.where(np.arange(data.n_clients) < 11, 0, 1)
         network = Sharded.of(data, loss_of(family), owner, listens=True)
         known = survey(network, shape)
-        likelihood_ratios(known, estimate(network, shape, reml=reml, known=known)[1], shape, reml=reml)
+        likelihood_ratios(known, estimate(network, shape, reml=reml, surveyed=known)[1], shape, reml=reml)
         kinds = {}
         for request, replies in network.asked:
             for node, reply in zip(network.nodes, replies, strict=True):
@@ -211,9 +211,9 @@ def test_nothing_of_a_single_client_leaves_its_node(case):
 
 
 @pytest.mark.parametrize("family", ["gaussian", "poisson"])
-def test_all_that_travels_or_is_put_aside_can_be_written_and_read(family):
+def test_messages_replies_and_states_can_be_encoded_and_decoded(family):
     data, loss = table(1, family), loss_of(family)
-    network = Sharded.of(data, loss, dealt(data, 1), listens=True)
+    network = Sharded.of(data, loss, random_owner(data, 1), listens=True)
     estimate(network, Shape((0,), (0,)))
     for message in [each for request, replies in network.asked for each in (request, *replies)]:
         assert encode(decode(encode(message))) == encode(message)
@@ -221,7 +221,7 @@ def test_all_that_travels_or_is_put_aside_can_be_written_and_read(family):
         assert encode(decode(encode(node.snapshot()))) == encode(node.snapshot())
 
 
-# Refusals name what they name in memory
+# Errors
 
 
 def rows(client, cluster, *, x=None, y=None, loss=Gaussian(), terms=("Intercept", "x")):  # noqa: B008
@@ -268,10 +268,10 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("data", "shape", "begins"), REFUSED, ids=range(len(REFUSED)))
-def test_what_cannot_be_told_apart_is_refused_in_the_same_words(data, shape, begins):
+def test_errors_of_identification_are_those_in_memory(data, shape, begins):
     classes = set(np.unique(data.y)) == {0.0, 1.0}
     loss = Bernoulli() if classes else Gaussian()
-    network = Sharded.of(data, loss, dealt(data, 7))
+    network = Sharded.of(data, loss, random_owner(data, 7))
     said = []
     for fit in (lambda: estimate(in_memory(data, loss), shape), lambda: estimate(network, shape)):
         with pytest.raises(DataError, match=begins) as caught:
@@ -280,7 +280,7 @@ def test_what_cannot_be_told_apart_is_refused_in_the_same_words(data, shape, beg
     assert said[0] == said[1]
 
 
-# By specification
+# Specifications
 
 
 NAMED = {"client": "client", "cluster": "cluster"}
@@ -301,10 +301,10 @@ NAMED = {"client": "client", "cluster": "cluster"}
         ("poisson", {"gamma": [1.0, 2.0, 3.0, 4.0]}),
     ],
 )
-def test_a_specification_gives_what_it_gives_in_memory(family, asked):
+def test_a_specification_gives_the_fit_in_memory(family, asked):
     data, spec = table(8, family, weighted=False), Spec(family, **NAMED, **asked)
     whole = learn(InMemory.of(data, spec.loss), resolve(spec))
-    network = Sharded.of(data, spec.loss, dealt(data, 8))
+    network = Sharded.of(data, spec.loss, random_owner(data, 8))
     across = learn(network, resolve(spec))
     for ours, theirs in ((across.fit.w, whole.fit.w), (across.fit.wbar, whole.fit.wbar), (network.gathered(), whole.fit.theta)):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-8)
@@ -328,21 +328,21 @@ def test_a_specification_gives_what_it_gives_in_memory(family, asked):
         ({"gamma": dict.fromkeys(range(24), 1.0)}, PenaltyError, "Across sites gamma is one number"),
     ],
 )
-def test_what_is_not_done_across_sites_is_said(asked, error, sentence):
+def test_errors_for_what_is_not_supported_across_sites(asked, error, sentence):
     data = table(8, "gaussian")
     with pytest.raises(error, match=sentence) as caught:
-        learn(Sharded.of(data, Gaussian(), dealt(data, 8)), resolve(Spec(**NAMED, **asked)))
+        learn(Sharded.of(data, Gaussian(), random_owner(data, 8)), resolve(Spec(**NAMED, **asked)))
     assert len(str(caught.value)) < 260
     assert str(caught.value).endswith(".")
 
 
 def test_radon_takes_few_exchanges():
-    """What a federated fit of the example costs, so that a change which makes it dear is seen."""
+    """The number of exchanges of the example, so that a change that needs more is noticed."""
     homes = load_radon()
     X = np.column_stack([np.ones(len(homes)), homes["floor"].to_numpy()])
     data = GroupedData.from_arrays(X, homes["log_radon"], homes["county"], homes["state"], terms=["Intercept", "floor"])
     fit, learned = estimate(in_memory(data, Gaussian()), BOTH)
-    network = Sharded.of(data, Gaussian(), dealt(data, 9, 4))
+    network = Sharded.of(data, Gaussian(), random_owner(data, 9, 4))
     across = estimate(network, BOTH)
     assert_same(network, across, fit, learned, 1e-10)
     assert across[0].convergence.exchanges == network.exchanges <= 40

@@ -1,4 +1,4 @@
-"""Sums that are drawn have the law of sums of rows that are drawn; draws depend on their seed and on nothing else."""
+"""The parametric bootstrap: drawn sums have the distribution of sums of drawn rows, and depend on the seed only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHAPE = Shape((0, 1), (0,), "full", "diagonal")
 
 @pytest.fixture(scope="module")
 def fitted():
-    """Clients of 1 to 8 rows of weights, so some with fewer rows than terms."""
+    """Weighted clients with 1 to 8 rows, some with fewer rows than terms."""
     rng = np.random.default_rng(3)
     counts = np.array([1, 2, 3, 8] * 10)
     client = np.repeat(np.arange(40), counts)
@@ -34,8 +34,8 @@ def fitted():
     return data, *estimate(in_memory(data, Gaussian()), SHAPE)
 
 
-def test_sums_are_distributed_as_sums_of_rows(fitted):
-    """Of the first four clients, 20000 draws each of sums, and as many of rows."""
+def test_drawn_sums_have_the_distribution_of_sums_of_rows(fitted):
+    """For four clients, compare 20000 draws of sums with 20000 draws of rows."""
     data, fit, learned = fitted
     draws, rng, theta, s2 = 20_000, np.random.default_rng(0), fit.theta + 0.5, learned.dispersion
     for i in range(4):
@@ -55,7 +55,7 @@ def test_sums_are_distributed_as_sums_of_rows(fitted):
         assert np.corrcoef(drawn.c, drawn.r[:, 0])[0, 1] == pytest.approx(np.corrcoef(c, r[:, 0])[0, 1], abs=0.04)
 
 
-def test_sums_keep_what_does_not_depend_on_the_response(fitted):
+def test_drawn_sums_keep_the_parts_without_the_response(fitted):
     _, fit, learned = fitted
     drawn = _draw_sums(learned, fit.theta, np.random.default_rng(0))
     np.testing.assert_array_equal(drawn.units.C, learned.units.C)
@@ -63,9 +63,9 @@ def test_sums_keep_what_does_not_depend_on_the_response(fitted):
     assert drawn.log_weights == learned.log_weights
 
 
-def test_clients_have_the_covariances_that_were_learned(fitted):
+def test_drawn_clients_have_the_estimated_covariances(fitted):
     data, fit, learned = fitted
-    drawn = np.array(list(_draw_clients(learned, data.hierarchy, fit.wbar, np.random.default_rng(1), 4000)))
+    drawn = np.array(list(_draw_clients(learned, fit.wbar, np.random.default_rng(1), 4000)))
     below = learned.components.client.embedded(data.terms)[0]
     above = learned.components.cluster.embedded(data.terms)[0]
     first, second = drawn[:, 0], drawn[:, 1]  # of one cluster
@@ -75,8 +75,8 @@ def test_clients_have_the_covariances_that_were_learned(fitted):
 
 
 def again(fitted, **settings):
-    data, fit, learned = fitted
-    return bootstrap(learned, SHAPE, data.hierarchy, data.terms, fit.wbar, **settings)
+    _, fit, learned = fitted
+    return bootstrap(learned, SHAPE, fit.wbar, **settings)
 
 
 def test_the_same_seed_gives_the_same_bits(fitted):
@@ -85,17 +85,17 @@ def test_the_same_seed_gives_the_same_bits(fitted):
     assert not one.intervals().equals(other.intervals())
 
 
-def test_more_draws_begin_with_the_same_ones(fitted):
+def test_more_draws_start_with_the_same_draws(fitted):
     few, more = again(fitted, draws=2, seed=1), again(fitted, draws=4, seed=1)
     assert few.draws[1].log_likelihood == more.draws[1].log_likelihood
 
 
-def test_what_is_drawn_is_about_what_was_fitted():
-    """With many clients the estimates of the draws centre on the fitted values, and spread as the fit's errors say."""
+def test_draws_centre_on_the_fit():
+    """With many clients the mean of the draws is near the fitted values, and their spread near the standard errors."""
     data = simulate(clusters=1, clients=150, rows=6, d=1, client_sd=1.0, cluster_sd=0.0, seed=0).data
     shape = Shape((0,), ())
     fit, learned = estimate(in_memory(data, Gaussian()), shape)
-    drawn = bootstrap(learned, shape, data.hierarchy, data.terms, fit.wbar, draws=150, seed=1)
+    drawn = bootstrap(learned, shape, fit.wbar, draws=150, seed=1)
     table = drawn.intervals(0.9)
     assert table["level"].to_list() == ["client", "residual"]
     np.testing.assert_allclose(table["std_error"][0], learned.components.client.sd_error[0, 0], rtol=0.25)
@@ -113,27 +113,27 @@ def test_counts_and_classes_are_drawn_as_rows(loss):
     data = GroupedData.from_arrays(drawn.X, drawn.y, drawn.client, drawn.cluster, offset=offset)
     shape = Shape((0,), (0,))
     fit, learned = estimate(in_memory(data, loss), shape)
-    found = bootstrap(learned, shape, data.hierarchy, data.terms, fit.wbar, data=data, loss=loss, draws=4, seed=0)
+    found = bootstrap(learned, shape, fit.wbar, data=data, loss=loss, draws=4, seed=0)
     assert {each.method for each in found.draws} == {"Laplace"}
     assert found.intervals()["level"].to_list() == ["client", "cluster"]
     assert (found.intervals()["std_error"] > 0).all()
 
 
-def test_covariances_of_each_cluster_have_rows_of_their_own():
+def test_per_cluster_covariances_have_one_row_per_cluster():
     data = simulate(clusters=3, clients=10, rows=6, d=1, seed=5).data
     shape = Shape((0,), (), per_cluster=True)
     fit, learned = estimate(in_memory(data, Gaussian()), shape)
-    table = bootstrap(learned, shape, data.hierarchy, data.terms, fit.wbar, draws=3, seed=0).intervals()
+    table = bootstrap(learned, shape, fit.wbar, draws=3, seed=0).intervals()
     assert table["cluster"].to_list() == [0, 1, 2, None]
     assert table.filter(pl.col("level") == "client")["sd"].to_list() == learned.components.client.sd[:, 0].tolist()
 
 
-def test_progress_is_told(fitted):
-    told = []
-    again(fitted, draws=2, progress=lambda *said: told.append(said))
-    assert told == [(1, 2), (2, 2)]
+def test_progress_is_called_after_each_draw(fitted):
+    calls = []
+    again(fitted, draws=2, progress=lambda *report: calls.append(report))
+    assert calls == [(1, 2), (2, 2)]
 
 
-def test_one_draw_says_nothing(fitted):
+def test_one_draw_is_an_error(fitted):
     with pytest.raises(SolverError, match=r"at least 2 draws .* Got 1 instead\."):
         again(fitted, draws=1)

@@ -1,4 +1,4 @@
-"""At zero variance every slope in the parameters vanishes: whether it belongs there, and how it is said."""
+"""Variances at zero: where every derivative in the parameters is zero, whether or not it is an optimum."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from covey import GroupedData
 from covey.datasets import simulate
 from covey.losses import Bernoulli, Gaussian
 from covey.variance.components import Shape
-from covey.variance.criterion import LaplaceCriterion, LinearCriterion
 from covey.variance.estimate import estimate, search
-from covey.variance.search import Optimum, minimise, resolve_boundary, singular_notes
+from covey.variance.laplace_likelihood import LaplaceCriterion
+from covey.variance.linear_likelihood import LinearCriterion
+from covey.variance.search import Optimum, minimise, notes_at, resolve_boundary
 from tests.conftest import seeds
 from tests.networks import in_memory, surveyed
 
@@ -25,9 +26,9 @@ def criterion_for_rows(data, shape, reml=True):
 
 
 def stuck(criterion, x):
-    """The search's answer if it had ended at ``x``."""
+    """The result of a search that stops at ``x``."""
     value, gradient = criterion.value_and_gradient(x)
-    return Optimum(x, value, gradient, np.eye(len(x)), 0.0, 1)
+    return Optimum(x, value, gradient, np.eye(len(x)), 0.0)
 
 
 def varied(client_sd=0.8, cluster_sd=0.8, seed=0, **other):
@@ -35,37 +36,37 @@ def varied(client_sd=0.8, cluster_sd=0.8, seed=0, **other):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_variation_at_all_is_left_if_there_is_some(kind):
-    """All zeros is stationary whatever the data, and looks converged to a gradient."""
+def test_the_search_leaves_zero_variances_if_the_data_vary(kind):
+    """The gradient at zero is zero for any data, so a search by gradients would stop there."""
     criterion = criterion_for_rows(varied(), Shape((0, 1), (0, 1), kind, kind))
     trap = stuck(criterion, np.zeros(criterion.parameters.n_parameters))
     assert not trap.gradient.any()
-    out = resolve_boundary(criterion, trap, None)
-    best, notes = search(criterion)
+    out = resolve_boundary(criterion, trap)
+    best = search(criterion)
     assert out.value < trap.value - 10
     assert out.value == pytest.approx(best.value, abs=1e-6)
-    assert notes == ()
+    assert notes_at(criterion, best) == []
 
 
 @pytest.mark.parametrize("level", ["client", "cluster"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_level_that_is_stuck_at_zero_is_freed_beside_one_that_is_not(level, kind):
+def test_one_level_at_zero_is_left_while_the_other_is_not_at_zero(level, kind):
     criterion = criterion_for_rows(varied(), Shape((0, 1), (0, 1), kind, kind))
-    best, _ = search(criterion)
+    best = search(criterion)
     x, cut = best.x.copy(), criterion.parameters.client.n_parameters
     x[slice(0, cut) if level == "client" else slice(cut, None)] = 0.0
-    assert resolve_boundary(criterion, stuck(criterion, x), None).value == pytest.approx(best.value, abs=1e-6)
+    assert resolve_boundary(criterion, stuck(criterion, x)).value == pytest.approx(best.value, abs=1e-6)
 
 
-def test_a_wrongly_perfect_correlation_is_loosened():
-    """A covariance of rank one is stationary in the directions that its factor cannot see."""
+def test_a_wrong_perfect_correlation_is_left():
+    """At a covariance of rank one the gradient in its factor is zero in some directions."""
     criterion = criterion_for_rows(varied(), Shape((0, 1), (), "full"))
-    best, _ = search(criterion)
-    trap = minimise(lambda x: _of_rank_one(criterion, x), np.array([0.5, 0.5]), np.full(2, 10.0))
+    best = search(criterion)
+    trap = minimise(lambda points: [_of_rank_one(criterion, x) for x in points], np.array([0.5, 0.5]), np.full(2, 10.0))
     x = np.array([trap.x[0], trap.x[1], 0.0])
     assert np.abs(criterion.value_and_gradient(x)[1]).max() < 1e-2
     assert criterion.value_and_gradient(x)[0] > best.value + 1
-    assert resolve_boundary(criterion, stuck(criterion, x), None).value == pytest.approx(best.value, abs=1e-6)
+    assert resolve_boundary(criterion, stuck(criterion, x)).value == pytest.approx(best.value, abs=1e-6)
 
 
 def _of_rank_one(criterion, x):
@@ -73,29 +74,29 @@ def _of_rank_one(criterion, x):
     return value, gradient[:2]
 
 
-def test_one_cluster_among_many_is_freed():
+def test_one_cluster_at_zero_is_left():
     criterion = criterion_for_rows(varied(), Shape((0, 1), (), "diagonal", per_cluster=True))
-    best, _ = search(criterion)
+    best = search(criterion)
     x = best.x.copy()
     x[6:8] = 0.0
-    assert resolve_boundary(criterion, stuck(criterion, x), None).value == pytest.approx(best.value, abs=1e-6)
+    assert resolve_boundary(criterion, stuck(criterion, x)).value == pytest.approx(best.value, abs=1e-6)
 
 
-def test_a_generalised_model_is_freed_too():
+def test_zero_variances_of_classes_are_left():
     data = simulate("bernoulli", clusters=8, clients=8, rows=15, d=1, client_sd=1.0, cluster_sd=1.0, seed=1).data
     criterion = LaplaceCriterion(surveyed(data, Bernoulli()), Shape((0,), (0,)))
-    best, _ = search(criterion)
+    best = search(criterion)
     x = np.concatenate([np.zeros(2), best.x[2:]])
-    assert resolve_boundary(criterion, stuck(criterion, x), None).value == pytest.approx(best.value, abs=1e-6)
+    assert resolve_boundary(criterion, stuck(criterion, x)).value == pytest.approx(best.value, abs=1e-6)
 
 
 @settings(max_examples=10)
 @given(seeds, st.sampled_from(KINDS))
-def test_what_is_reported_is_lower_than_every_neighbour_on_either_side_of_the_boundary(seed, kind):
-    """No variation in truth, so that many of these end on it; the slope in S must not fall into what is allowed."""
+def test_the_optimum_is_lower_than_its_neighbours_on_and_off_the_boundary(seed, kind):
+    """The true variances are zero, so many optima are on the boundary. No allowed direction may lower the criterion."""
     data = simulate(clusters=5, clients=4, rows=4, d=2, client_sd=0.0, cluster_sd=0.0, seed=seed).data
     criterion = criterion_for_rows(data, Shape((0, 1), (0,), kind, kind))
-    best, _ = search(criterion)
+    best = search(criterion)
     assert best.converged
     rng, d = np.random.default_rng(seed), 2
     S, T = criterion.covariances(best.x)
@@ -105,23 +106,23 @@ def test_what_is_reported_is_lower_than_every_neighbour_on_either_side_of_the_bo
         more = step * {"isotropic": np.eye(d), "diagonal": np.diag(u**2), "full": np.outer(u, u)}[kind]
         up = step * np.diag([v[0] ** 2, 0.0])
         for below, above in ((S + more, T), (S, T + up), (S + more, T + up), (0.9 * S, T), (S, 0.9 * T)):
-            assert criterion.likelihood(below, above).value >= best.value - 1e-6
+            assert criterion.at_covariances([(below, above)])[0].value >= best.value - 1e-6
 
 
-def test_a_tiny_variance_becomes_none_at_all():
+def test_a_tiny_variance_is_set_to_zero():
     data = simulate(clusters=6, clients=5, rows=10, d=1, client_sd=0.0, cluster_sd=1.0, seed=3).data
     criterion = criterion_for_rows(data, Shape((0,), (0,)))
-    best, _ = search(criterion)
+    best = search(criterion)
     assert best.x[0] == 0
     x = best.x.copy()
     x[0] = 1e-5
-    snapped = resolve_boundary(criterion, stuck(criterion, x), None)
+    snapped = resolve_boundary(criterion, stuck(criterion, x))
     assert snapped.x[0] == 0
     assert snapped.value <= criterion.value_and_gradient(x)[0] + 1e-8
 
 
-def test_a_variance_that_is_wanted_is_not_set_to_none_for_being_small():
-    """A client's coefficient of a column that hardly moves varies little in the response's units, but by much in its own."""
+def test_a_small_variance_that_matters_is_not_set_to_zero():
+    """A column with tiny values: the variance of its coefficient is large in the units of the column."""
     drawn = simulate(clusters=6, clients=10, rows=20, d=2, intercept=True, client_sd=1.0, seed=3)
     X = drawn.X * [1.0, 1e-6]
     data = GroupedData.from_arrays(X, drawn.y, drawn.client)
@@ -132,12 +133,12 @@ def test_a_variance_that_is_wanted_is_not_set_to_none_for_being_small():
     np.testing.assert_allclose(level.sd * [1.0, 1e-6], same.sd, rtol=1e-5)
 
 
-# In words
+# Notes
 
 
-def said(x, shape, data):
+def notes_of(x, shape, data):
     criterion = criterion_for_rows(data, shape)
-    return singular_notes(criterion, stuck(criterion, np.asarray(x, dtype=float)))
+    return notes_at(criterion, stuck(criterion, np.asarray(x, dtype=float)))
 
 
 @pytest.mark.parametrize(
@@ -157,21 +158,21 @@ def said(x, shape, data):
         ([0, 0, 1, 1, 2, 3], "full", ["singular: no variation of 'x0' between clients"]),
     ],
 )
-def test_what_does_not_vary_is_said(x, kind, sentences):
-    assert said(x, Shape((0, 1), (0, 1), kind, kind), varied()) == sentences
+def test_notes_name_terms_that_do_not_vary(x, kind, sentences):
+    assert notes_of(x, Shape((0, 1), (0, 1), kind, kind), varied()) == sentences
 
 
-def test_terms_are_named_as_they_stand_in_the_data_and_not_as_they_are_worked_on():
+def test_notes_name_terms_in_the_order_of_the_data():
     data = simulate(clusters=4, clients=4, rows=6, d=3, seed=0).data
-    assert said([1.0, 0.0, 0.0, 1.0], Shape((1, 2), (0, 1)), data) == [
+    assert notes_of([1.0, 0.0, 0.0, 1.0], Shape((1, 2), (0, 1)), data) == [
         "singular: no variation of 'x2' between clients",
         "singular: no variation of 'x1' between clusters",
     ]
 
 
-def test_the_cluster_is_named_and_many_are_counted():
+def test_notes_name_clusters_and_count_further_ones():
     data, shape = varied(), Shape((0,), (), per_cluster=True)
-    assert said([1, 1, 0, 1, 1, 1, 1, 1], shape, data) == ["singular: no variation between clients of cluster 2"]
-    all_of_them = said(np.zeros(8), shape, data)
+    assert notes_of([1, 1, 0, 1, 1, 1, 1, 1], shape, data) == ["singular: no variation between clients of cluster 2"]
+    all_of_them = notes_of(np.zeros(8), shape, data)
     assert len(all_of_them) == 5
-    assert all_of_them[-1] == "singular: and 4 more of the kind"
+    assert all_of_them[-1] == "singular: and 4 more of this kind"

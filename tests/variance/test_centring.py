@@ -1,4 +1,4 @@
-"""Columns far from zero are the same model with another intercept."""
+"""Centring columns that are far from zero does not change the model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def years(family, shift):
 
 @pytest.mark.parametrize("family", ["gaussian", "bernoulli", "poisson"])
 @pytest.mark.parametrize("shift", [2000.0, 1e5])
-def test_a_calendar_year_gives_the_fit_of_years_since(family, shift):
+def test_calendar_years_give_the_fit_of_years_since_the_first(family, shift):
     near, far = (estimate(in_memory(years(family, by), loss_of(family)), FULL) for by in (0.0, shift))
     assert far[0].convergence.converged
     assert far[1].components.log_likelihood == pytest.approx(near[1].components.log_likelihood, abs=1e-5)
@@ -38,8 +38,8 @@ def test_a_calendar_year_gives_the_fit_of_years_since(family, shift):
 
 
 @pytest.mark.parametrize("shift", [72.0, 2000.0])
-def test_a_far_column_that_does_not_vary_leaves_the_error_of_the_intercepts_sd(shift):
-    """Centring a common column changes the common intercept, not how clients' intercepts vary."""
+def test_a_far_column_that_does_not_vary_keeps_the_standard_error_of_the_intercepts_sd(shift):
+    """Centring such a column changes the global intercept, not the variance of the clients' intercepts."""
     near, far = (
         estimate(in_memory(years("gaussian", by), loss_of("gaussian")), Shape((0,), ()))[1].components.client
         for by in (0.0, shift)
@@ -49,12 +49,12 @@ def test_a_far_column_that_does_not_vary_leaves_the_error_of_the_intercepts_sd(s
     np.testing.assert_allclose(far.sd_error, near.sd_error, rtol=1e-4)
 
 
-def test_where_the_far_column_varies_the_intercept_at_zero_has_no_error():
+def test_a_far_column_that_varies_gives_no_standard_error_of_the_intercepts_sd():
     level = estimate(in_memory(years("gaussian", 2000.0), loss_of("gaussian")), FULL)[1].components.client
     assert np.isnan(level.sd_error).tolist() == [[True, False]]
 
 
-def test_sums_and_intervals_are_told_in_the_columns_own_units():
+def test_sums_and_intervals_are_in_the_users_units():
     data = years("gaussian", 2000.0)
     _, learned = estimate(in_memory(data, loss_of("gaussian")), FULL)
     gram = np.einsum("la,lb->ab", data.X, data.X)

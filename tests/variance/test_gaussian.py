@@ -11,20 +11,21 @@ from hypothesis import strategies as st
 
 from covey.losses import Gaussian as Squares
 from covey.solvers.direct.elimination import Quadratic, Spread, marginalise, sensitivity
-from covey.variance.columns import ClientSums, TermOrder, client_losses
+from covey.variance.columns import ClientSums, client_losses
 from covey.variance.components import Shape
-from covey.variance.criterion import LinearCriterion
-from covey.variance.linear_likelihood import GaussianLikelihood, cluster_covariances, invert, upper
+from covey.variance.linear_likelihood import LinearCriterion, cluster_covariances, invert, upper
 from tests.conftest import random_problem, seeds
 from tests.networks import surveyed
 from tests.variance.dense import linear_log_likelihood, random_covariances, slopes, symmetric_slopes
 
 
 def criterion_of(data, reml):
-    known, d = surveyed(data, Squares()), data.n_terms
-    node = known.network.network.node
-    sums = ClientSums(client_losses(node), known.columns.origin, known.log_weights)
-    return GaussianLikelihood(known.network, TermOrder(np.arange(d), d), reml, sums.log_weights), sums
+    """The criterion as a function of both covariances, with all terms in the order of the data, and the clients' sums."""
+    survey, terms = surveyed(data, Squares()), tuple(range(data.n_terms))
+    node = survey.network.network.node
+    sums = ClientSums(client_losses(node), survey.columns.origin, survey.log_weights)
+    criterion = LinearCriterion(survey, Shape(terms, terms), reml=reml)
+    return lambda S, T: criterion.at_covariances([(S, T)])[0], sums
 
 
 @given(seeds, st.booleans(), st.booleans())
@@ -42,7 +43,7 @@ def test_the_criterion_is_the_density_of_all_rows(seed, reml, per_cluster):
 
 @settings(max_examples=12)
 @given(seeds, st.booleans())
-def test_singular_covariances_and_none_at_all(seed, reml):
+def test_singular_and_zero_covariances(seed, reml):
     data, rng = random_problem(seed, d=3).data, np.random.default_rng(seed)
     for S, T in (
         (random_covariances(rng, 1, 3, rank=1), random_covariances(rng, 1, 3, rank=2)),
@@ -84,8 +85,8 @@ def test_a_row_of_no_weight_does_not_count():
 
 
 @given(seeds, st.booleans(), st.booleans(), st.sampled_from(["isotropic", "diagonal", "full"]))
-def test_terms_that_vary_at_one_level_only_or_at_none(seed, reml, per_cluster, kind):
-    """Whatever order the terms are worked on in, the likelihood is that of the terms as they stand."""
+def test_terms_that_vary_at_one_level_or_none(seed, reml, per_cluster, kind):
+    """The working order of terms does not change the likelihood."""
     data, rng = random_problem(seed, d=4).data, np.random.default_rng(seed)
     client, cluster = (tuple(sorted(rng.choice(4, size=rng.integers(0, 4), replace=False).tolist())) for _ in range(2))
     shape = Shape(client, cluster, kind, kind, per_cluster)
@@ -103,7 +104,7 @@ def test_terms_that_vary_at_one_level_only_or_at_none(seed, reml, per_cluster, k
 
 
 @given(seeds, st.booleans(), st.booleans())
-def test_the_slopes_in_the_covariances(seed, reml, per_cluster):
+def test_the_gradient_in_the_covariances(seed, reml, per_cluster):
     data, rng = random_problem(seed).data, np.random.default_rng(seed)
     S = random_covariances(rng, data.n_clusters if per_cluster else 1, data.n_terms)
     T = random_covariances(rng, 1, data.n_terms)
@@ -114,20 +115,21 @@ def test_the_slopes_in_the_covariances(seed, reml, per_cluster):
 
 
 @given(seeds, st.booleans(), st.booleans())
-def test_several_points_at_once_are_each_of_them(seed, reml, per_cluster):
+def test_several_points_together_give_the_bits_of_each_alone(seed, reml, per_cluster):
     data, rng = random_problem(seed).data, np.random.default_rng(seed)
     count = data.n_clusters if per_cluster else 1
     points = [(random_covariances(rng, count, data.n_terms), random_covariances(rng, 1, data.n_terms)) for _ in range(3)]
-    marginal, _ = criterion_of(data, reml)
-    for here, point in zip(marginal.many(points), points, strict=True):
-        alone = marginal(*point)
+    terms = tuple(range(data.n_terms))
+    criterion = LinearCriterion(surveyed(data, Squares()), Shape(terms, terms), reml=reml)
+    for here, point in zip(criterion.at_covariances(points), points, strict=True):
+        (alone,) = criterion.at_covariances([point])
         assert here.value == alone.value
         np.testing.assert_array_equal(here.client, alone.client)
         np.testing.assert_array_equal(here.cluster, alone.cluster)
 
 
 @given(seeds, st.booleans())
-def test_the_pull_is_the_slope_of_the_residual_variance(seed, reml):
+def test_the_pull_is_the_derivative_of_the_residual_variance(seed, reml):
     data, rng = random_problem(seed, d=2).data, np.random.default_rng(seed)
     S, T = random_covariances(rng, 1, 2), random_covariances(rng, 1, 2)
     marginal, _ = criterion_of(data, reml)
@@ -139,7 +141,7 @@ def test_the_pull_is_the_slope_of_the_residual_variance(seed, reml):
 
 
 @given(seeds, st.booleans(), st.sampled_from(["isotropic", "diagonal", "full"]))
-def test_the_slopes_in_the_parameters(seed, reml, kind):
+def test_the_gradient_in_the_parameters(seed, reml, kind):
     data, rng = random_problem(seed, d=3).data, np.random.default_rng(seed)
     shape = Shape((0, 2), (2, 1), kind, kind, bool(rng.integers(2)))
     criterion = LinearCriterion(surveyed(data, Squares()), shape, reml=reml)
@@ -149,8 +151,8 @@ def test_the_slopes_in_the_parameters(seed, reml, kind):
 
 
 @given(seeds, st.booleans())
-def test_sums_over_three_nodes_are_those_of_the_whole(seed, reml):
-    """Clients dealt out at random: what the nodes send adds up, so a federated fit is this code with exchanges."""
+def test_sums_over_three_nodes_are_those_of_one_node(seed, reml):
+    """Clients are assigned to nodes at random. The replies of the nodes add up to those of one node."""
     data, rng = random_problem(seed).data, np.random.default_rng(seed)
     S, T = random_covariances(rng, data.n_clusters, data.n_terms), random_covariances(rng, 1, data.n_terms)
     whole, sums = criterion_of(data, reml)
@@ -172,7 +174,7 @@ def test_sums_over_three_nodes_are_those_of_the_whole(seed, reml):
 
 
 @given(seeds)
-def test_the_covariance_below_is_that_of_a_joint_normal(seed):
+def test_cluster_covariances_are_those_of_a_joint_normal(seed):
     """``w`` about ``wbar`` with covariance ``S``, seen with precision ``C``; ``wbar`` with covariance ``P0``."""
     rng = np.random.default_rng(seed)
     C, S, P0 = (random_covariances(rng, 1, 3)[0] for _ in range(3))

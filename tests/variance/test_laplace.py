@@ -15,9 +15,15 @@ from covey.solvers.direct.elimination import Spread
 from covey.solvers.direct.newton import LocalProblem, node_start
 from covey.variance.columns import TermOrder
 from covey.variance.components import Shape
-from covey.variance.criterion import LaplaceCriterion
 from covey.variance.identify import survey
-from covey.variance.laplace_likelihood import LaplaceLikelihood, ModeState, node_bends, node_curvature, node_slopes
+from covey.variance.laplace_likelihood import (
+    LaplaceCriterion,
+    LaplaceLikelihood,
+    ModeState,
+    node_bends,
+    node_curvature,
+    node_slopes,
+)
 from covey.variance.linear_likelihood import cluster_covariances
 from tests.conftest import random_problem, seeds
 from tests.networks import in_memory, shard
@@ -40,14 +46,14 @@ def a_point(seed, family, *, d=2, per_cluster=False):
 
 @settings(max_examples=15)
 @given(seeds, families, st.booleans())
-def test_the_value_is_that_of_a_dense_computation(seed, family, per_cluster):
+def test_the_value_equals_a_dense_computation(seed, family, per_cluster):
     data, S, T, wbar = a_point(seed, family, per_cluster=per_cluster)
     ours = criterion_of(data, family)(S, T, wbar).value + 2 * LOSSES[family].constant(data)
     assert ours == pytest.approx(-2 * laplace_log_likelihood(data, family, S, T, wbar), rel=1e-7)
 
 
 @pytest.mark.parametrize("family", ["bernoulli", "poisson"])
-def test_singular_covariances_and_none_at_all(family):
+def test_singular_and_zero_covariances(family):
     data, S, T, wbar = a_point(3, family, d=3)
     rng, none = np.random.default_rng(0), np.zeros((1, 3, 3))
     rank_one = random_covariances(rng, 1, 3, rank=1)
@@ -58,7 +64,7 @@ def test_singular_covariances_and_none_at_all(family):
 
 @pytest.mark.parametrize("rows", [20, 80])
 @pytest.mark.parametrize("family", ["bernoulli", "poisson"])
-def test_its_error_against_the_integral_falls_with_the_rows_of_a_client(family, rows):
+def test_the_error_against_the_integral_falls_with_the_rows_of_a_client(family, rows):
     """A random intercept of six clients, integrated on a grid, where the trapezoidal rule is exact to rounding."""
     rng, n, sd = np.random.default_rng(1), 6, 0.7
     client = np.repeat(np.arange(n), rows)
@@ -79,7 +85,7 @@ def test_its_error_against_the_integral_falls_with_the_rows_of_a_client(family, 
 
 @settings(max_examples=20)
 @given(seeds, families, st.booleans())
-def test_the_slopes_in_the_covariances_and_the_global_model(seed, family, per_cluster):
+def test_the_gradient_in_the_covariances_and_the_global_model(seed, family, per_cluster):
     data, S, T, wbar = a_point(seed, family, per_cluster=per_cluster)
     marginal = criterion_of(data, family)
     here = marginal(S, T, wbar)
@@ -91,7 +97,7 @@ def test_the_slopes_in_the_covariances_and_the_global_model(seed, family, per_cl
 
 @settings(max_examples=20)
 @given(seeds, families, st.sampled_from(["isotropic", "diagonal", "full"]))
-def test_the_slopes_in_the_parameters(seed, family, kind):
+def test_the_gradient_in_the_parameters(seed, family, kind):
     rng = np.random.default_rng(seed)
     n, rows = 12, 8
     client, X = np.repeat(np.arange(n), rows), rng.normal(size=(n * rows, 3))
@@ -105,8 +111,8 @@ def test_the_slopes_in_the_parameters(seed, family, kind):
 
 
 @given(seeds, families)
-def test_the_way_to_a_point_does_not_matter(seed, family):
-    """The last mode is remembered to begin the next search, and must leave no other trace."""
+def test_the_points_evaluated_before_do_not_matter(seed, family):
+    """The last mode is only a starting value for the next search for a mode."""
     data, S, T, wbar = a_point(seed, family)
     marginal = criterion_of(data, family)
     marginal(9.0 * S, 0.1 * T, wbar + 1.0)
@@ -115,8 +121,8 @@ def test_the_way_to_a_point_does_not_matter(seed, family):
 
 @settings(max_examples=6, deadline=None)
 @given(seeds, st.sampled_from(["bernoulli", "poisson"]))
-def test_sums_over_three_nodes_are_those_of_the_whole(seed, family):
-    """At the mode, clients dealt out at random: what the nodes send adds up, so a federated fit is this code with exchanges."""
+def test_sums_over_three_nodes_are_those_of_one_node(seed, family):
+    """Clients are assigned to nodes at random. At the mode the replies of the nodes add up to those of one node."""
     data, S, T, wbar = a_point(seed, family)
     criterion = criterion_of(data, family)
     whole, mode = criterion(S, T, wbar), criterion.network.node.state(ModeState).state.now

@@ -1,4 +1,4 @@
-"""Covariances as functions of parameters: units, shared terms, slopes, and the way back."""
+"""Covariances as functions of parameters: units, shared terms, gradients and the inverse function."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from covey.datasets import simulate
 from covey.losses import Gaussian
 from covey.variance.components import Parameters, Shape, Variation
-from covey.variance.criterion import LinearCriterion
+from covey.variance.linear_likelihood import LinearCriterion
 from covey.variance.search import approach, mm_step
 from tests.conftest import random_problem, seeds
 from tests.networks import surveyed
@@ -44,15 +44,15 @@ def test_diagonal_is_a_variance_for_each_term_in_units_of_its_column():
     np.testing.assert_allclose(level.covariances(x, 3), [np.diag((row * level.size) ** 2) for row in x.reshape(2, 3)])
 
 
-def test_full_reaches_every_covariance():
+def test_full_covers_every_covariance():
     level, _, rng = a_level(1, "full")
     S = random_covariances(rng, 2, 3)
     np.testing.assert_allclose(level.covariances(level.of_covariances(S), 3), S, rtol=1e-9, atol=1e-12)
 
 
 @given(seeds, kinds, st.integers(0, 3))
-def test_the_parameters_of_covariances_give_them_back(seed, kind, rank):
-    """Also of those on the boundary, none at all included."""
+def test_parameters_of_covariances_give_the_same_covariances(seed, kind, rank):
+    """Also for singular covariances and for zero."""
     level, x, rng = a_level(seed, kind)
     if kind == "full":
         S = random_covariances(rng, 2, 3, rank=max(rank, 1)) * bool(rank) * level.size[:, None] * level.size
@@ -64,7 +64,7 @@ def test_the_parameters_of_covariances_give_them_back(seed, kind, rank):
 
 
 @given(seeds, kinds)
-def test_the_slope_in_the_parameters_is_that_of_the_covariances(seed, kind):
+def test_the_gradient_in_the_parameters_matches_differences(seed, kind):
     level, x, rng = a_level(seed, kind)
     G = random_covariances(rng, 2, 3) - random_covariances(rng, 2, 3)
     differences = slopes(lambda x: float((G * level.covariances(x, 3)).sum()), x)
@@ -72,14 +72,14 @@ def test_the_slope_in_the_parameters_is_that_of_the_covariances(seed, kind):
 
 
 @pytest.mark.parametrize("kind", ["diagonal", "full"])
-def test_an_even_start_varies_every_term_by_the_same_of_its_unit(kind):
+def test_an_even_start_has_the_same_sd_for_every_term_in_its_unit(kind):
     level, _, _ = a_level(2, kind)
     S = level.covariances(level.even(0.3), 3)
     np.testing.assert_allclose(S, np.broadcast_to(np.diag((0.3 * level.size) ** 2), (2, 3, 3)), rtol=1e-12)
 
 
 @given(seeds)
-def test_terms_that_do_not_vary_come_last_and_the_order_has_a_way_back(seed):
+def test_terms_that_do_not_vary_come_last_in_the_working_order(seed):
     rng = np.random.default_rng(seed)
     d = int(rng.integers(1, 7))
     client, cluster = (tuple(np.flatnonzero(rng.random(d) < 0.5).tolist()) for _ in range(2))
@@ -93,7 +93,7 @@ def test_terms_that_do_not_vary_come_last_and_the_order_has_a_way_back(seed):
         assert sorted(order[level.terms].tolist()) == sorted(terms)
         np.testing.assert_allclose(level.size, size[order[level.terms]])
         assert level.width == (max(level.terms) + 1 if terms else 0)
-    assert parameters.client.width == len(client)  # what varies by client is worked on first
+    assert parameters.client.width == len(client)  # terms that vary by client come first
 
 
 def test_only_clients_have_a_covariance_for_each_cluster():
@@ -124,7 +124,7 @@ def test_a_cheap_step_of_a_full_covariance_solves_its_equation():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_guess_at_the_curvature_is_near_the_truth(kind):
-    """Within a factor of ten either way, for balanced data, once the cheap steps have come near."""
+    """Within a factor of ten for balanced data, after the cheap steps."""
     data = simulate(clusters=20, clients=15, rows=10, d=2, client_sd=0.7, cluster_sd=0.7, seed=4).data
     criterion = LinearCriterion(surveyed(data, Gaussian()), Shape((0, 1), (0, 1), kind, kind), reml=True)
     x, guess = approach(criterion, criterion.start(0.5, 0.5), 12)

@@ -1,4 +1,4 @@
-"""Tests at the edge of what a variance can be, against closed forms and against simulation."""
+"""Likelihood-ratio tests on the boundary of the parameter space, against closed forms and simulation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def ratios_of(data, loss, shape):
     """A fit, and the test of each level that varies in it."""
     network = in_memory(data, loss)
     known = survey(network, shape)
-    fit, learned = estimate(network, shape, known=known)
+    fit, learned = estimate(network, shape, surveyed=known)
     return fit, learned, likelihood_ratios(known, learned, shape)
 
 
@@ -29,7 +29,7 @@ def mixture(statistic, weights):
 
 
 @pytest.mark.parametrize("statistic", [0.1, 1.0, 2.71, 6.0, 15.0])
-def test_the_tail_is_the_known_mixture(statistic):
+def test_the_tail_is_a_mixture_of_chi_squared_tails(statistic):
     assert chi_bar_tail(statistic, "isotropic", 5) == pytest.approx(mixture(statistic, [0.5, 0.5]))
     assert chi_bar_tail(statistic, "full", 1) == pytest.approx(mixture(statistic, [0.5, 0.5]))
     assert chi_bar_tail(statistic, "diagonal", 2) == pytest.approx(mixture(statistic, [0.25, 0.5, 0.25]))
@@ -38,7 +38,7 @@ def test_the_tail_is_the_known_mixture(statistic):
 
 @pytest.mark.parametrize("statistic", [0.5, 2.0, 5.0, 10.0])
 def test_the_tail_of_a_full_covariance_of_two_terms(statistic):
-    """2 x 2 covariances are a round cone of half a right angle in three dimensions, whose weights are known."""
+    """2 x 2 covariances are a circular cone with an angle of 45 degrees in three dimensions, with weights in closed form."""
     root = np.sqrt(2)
     weights = np.array([2 - root, root, root, 2 - root]) / 4
     assert chi_bar_tail(statistic, "full", 2) == pytest.approx(mixture(statistic, weights), rel=0.05)
@@ -46,7 +46,7 @@ def test_the_tail_of_a_full_covariance_of_two_terms(statistic):
 
 @pytest.mark.parametrize(("kind", "q", "count"), [("full", 3, 1), ("full", 2, 3), ("diagonal", 4, 1), ("isotropic", 2, 4)])
 def test_the_tail_is_that_of_a_projection_on_the_cone(kind, q, count):
-    """Project normal vectors on what is allowed, and measure what is left: the statistic for very much data."""
+    """The limit of the statistic for much data: the squared length of a projected normal vector."""
     rng, draws = np.random.default_rng(1), 40_000
     if kind == "full":
         left = np.zeros(draws)
@@ -63,7 +63,7 @@ def test_the_tail_is_that_of_a_projection_on_the_cone(kind, q, count):
             assert chi_bar_tail(statistic, kind, q, count) == pytest.approx(level, rel=0.1)
 
 
-def test_nothing_gained_is_no_evidence():
+def test_a_statistic_of_zero_has_a_p_value_of_one():
     assert chi_bar_tail(0.0, "full", 2) == 1.0
 
 
@@ -98,8 +98,8 @@ def test_the_statistic_of_equal_clients_follows_from_the_analysis_of_variance():
     assert 5 < zeros < 25
 
 
-def test_under_the_null_p_values_are_uniform_but_for_the_atom_at_one():
-    """With the statistic in closed form, as many draws as one likes: the half-half mixture holds for 40 clients."""
+def test_under_the_null_p_values_are_uniform_except_at_one():
+    """The statistic in closed form allows many draws. The mixture of two halves holds for 40 clients."""
     between, within = 39, 160
     F = stats.f(between, within).rvs(size=20_000, random_state=2)
     p = np.array([chi_bar_tail(gain(max(each, 1.0), between, within), "diagonal", 1) for each in F])
@@ -109,7 +109,7 @@ def test_under_the_null_p_values_are_uniform_but_for_the_atom_at_one():
 
 
 def test_under_the_null_two_terms_with_correlation():
-    """The estimates themselves, of clients that do not differ: about as many small p-values as there should be."""
+    """Fits to clients without variation give about the nominal number of small p-values."""
     p = []
     for seed in range(60):
         data = simulate(clusters=1, clients=25, rows=8, d=2, client_sd=0.0, cluster_sd=0.0, seed=1000 + seed).data

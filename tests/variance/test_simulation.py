@@ -1,4 +1,4 @@
-"""The paper's simulation (20 clusters x 20 clients, d = 20) with penalties that are learned instead of known."""
+"""The paper's simulation (20 clusters x 20 clients, d = 20) with estimated penalties instead of the true ones."""
 
 from __future__ import annotations
 

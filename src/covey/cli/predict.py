@@ -51,7 +51,7 @@ def predict(
         spec, tree = fitted.spec, fitted.hierarchy
         kinds = {spec.client: tree.client_ids.dtype, spec.cluster: tree.cluster_ids.dtype}
         table = read_table(data, text=[name for name, kind in kinds.items() if kind == pl.String])
-        margin, chosen = fitted.margin(table, level=level, unseen=unseen)  # type: ignore[arg-type]
+        margin, chosen = fitted.margin(table, level=level, unseen=unseen)
         ids = [name for name in (fitted.spec.cluster, fitted.spec.client) if name in table.columns]
         result = table.select(ids)
         mean = fitted.mean(margin)

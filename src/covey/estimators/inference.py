@@ -14,7 +14,7 @@ from covey._typing import ArrayLike, Floats, TableLike
 from covey.errors import DataError, SolverError, one_of
 from covey.estimators.core import EstimatorCore
 from covey.fitting.fit import shape_of
-from covey.model.inference import quantile
+from covey.model.model import quantile
 from covey.model.new_rows import group_rows
 from covey.model.summary import Summary, summary
 from covey.model.updates import add_clients, remove_clients
@@ -225,7 +225,7 @@ class InferenceMethods(EstimatorCore):
         """
         check_is_fitted(self, "model_")
         quantile(coverage)  # refuses an invalid coverage before the draws
-        model, learned = self.model_, self.model_.posterior.with_everybody
+        model, learned = self.model_, self.model_.posterior.require_sums(all_clients=True)
         data: GroupedData | None = None
         if not model.spec.loss.reml:
             if X is None:
@@ -234,10 +234,8 @@ class InferenceMethods(EstimatorCore):
             if data.hierarchy.client_ids.to_list() != model.hierarchy.client_ids.to_list():
                 raise DataError("The bootstrap needs the rows that the model was fitted to; these have other clients.")
         shape = shape_of(model.hierarchy, model.terms, model.spec, model.problem.vary)
-        drawn = bootstrap(
-            learned, shape, model.hierarchy, model.terms, model.wbar, data=data, loss=model.problem.loss, draws=draws,
-            seed=self._seed(), progress=progress,
-        )  # fmt: skip
+        settings: dict[str, Any] = {"draws": draws, "seed": self._seed(), "progress": progress}
+        drawn = bootstrap(learned, shape, model.wbar, data=data, loss=model.problem.loss, **settings)
         ids = model.hierarchy.cluster_ids
         named = drawn.intervals(coverage).with_columns(
             pl.col("cluster").map_elements(lambda at: ids[at], return_dtype=ids.dtype, skip_nulls=True)

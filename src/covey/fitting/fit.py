@@ -209,12 +209,12 @@ def _by_likelihood(network: Network, problem: Problem, progress: Progress | None
     shape = shape_of(network.tree, network.terms, spec, _vary(problem, network.terms))
     settings: dict[str, Any] = {"reml": spec.learns == "reml", "progress": progress}
     known = survey(network, shape)
-    found, learned = estimate(network, shape, known=known, **settings)
+    found, learned = estimate(network, shape, surveyed=known, **settings)
     if not spec.tests:
         return Fitted(found, None, learned)
     tests = likelihood_ratios(known, learned, shape, **settings)
     if _worse_than_null(tests):
-        found, learned = estimate(network, shape, thorough=True, known=known, **settings)
+        found, learned = estimate(network, shape, thorough=True, surveyed=known, **settings)
         tests = likelihood_ratios(known, learned, shape, **settings)
     convergence = replace(found.convergence, exchanges=known.network.exchanges)
     if _worse_than_null(tests):  # the search has not reached the optimum

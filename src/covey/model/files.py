@@ -1,8 +1,8 @@
-"""Models on disk: a folder with ``model.json``, ``clusters.parquet``, ``clients.parquet`` and, if penalties were learned,
-``sums.parquet``. Loading executes no code.
+"""Save and load models: a folder with ``model.json``, ``clusters.parquet`` and ``clients.parquet``.
 
-Numbers go through Parquet and JSON without loss, so a loaded model predicts the same bits. ``model.json`` carries the
-format's version and a checksum of the two tables, so that a damaged or mixed-up folder is told from a good one.
+If penalties were learned from the likelihood, the folder may also have ``sums.parquet``, the sums of each client. Numbers go
+through Parquet and JSON without loss, so a loaded model predicts the same bits. ``model.json`` has the version of the format
+and checksums of the tables, so that a damaged folder, or files of two models, are detected. Loading executes no code.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +40,22 @@ _SUMS = "sums"
 
 
 def save_model(model: Model, path: str | Path, *, sums: bool = True, extra: Mapping[str, Any] | None = None) -> Path:
-    """Write a model folder; an older model at the same place is replaced, any other folder is refused.
+    """Write a model folder. An older model at the same place is replaced; it is an error if another folder is there.
 
-    ``extra`` is kept under its own key in ``model.json``. With ``sums`` there is a third table, of each client's ``X'X`` and
-    ``X'y``, if the model has them: intervals and updates need it.
+    Parameters
+    ----------
+    sums : also write each client's ``X'X`` and ``X'y``, if the model has them, which intervals and updates need
+    extra : more values to save, under the key "extra" of ``model.json``
+
+    Returns
+    -------
+    The path of the folder.
     """
     path = check_target(path)
     document = _document(model, dict(extra or {}))
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
-        # Written aside and moved into place: a reader never sees half a model, and a failed write leaves the old one.
+        # The folder is written aside and then moved, so that a failed write leaves the old model as it was.
         fresh = Path(scratch) / "model"
         fresh.mkdir()
         tables = dict(zip(_TABLES, _tables(model), strict=True))
@@ -78,13 +84,13 @@ def _exchange(fresh: Path, path: Path) -> None:
 
 
 def check_target(path: str | Path) -> Path:
-    """Refuse to write over anything but an older model; asked before a long fit, not after it."""
+    """Raise an error if a model cannot be written to this path. Called before a long fit, not after it."""
     path = Path(path)
     near = next((parent for parent in path.absolute().parents if parent.exists()), path.absolute())
     if not near.is_dir() or not os.access(near, os.W_OK):
-        raise ModelError(f"{str(path)!r} cannot be written: {str(near)!r} is no folder that you may write to.")
+        raise ModelError(f"{str(path)!r} cannot be written: {str(near)!r} is not a folder with write permission.")
     if path.is_file() or (path.is_dir() and any(path.iterdir()) and not is_model(path)):
-        raise ModelError(f"{str(path)!r} exists and is not a covey model; choose another folder, so that nothing is lost.")
+        raise ModelError(f"{str(path)!r} exists and is not a covey model, so it is not overwritten; choose another folder.")
     return path
 
 
@@ -102,7 +108,7 @@ def is_model(path: Path) -> bool:
 
 
 def load_model(path: str | Path) -> tuple[Model, dict[str, Any]]:
-    """Read a model folder; the model, and whatever ``extra`` it was saved with."""
+    """Read a model folder. Returns the model and the values that were saved as ``extra``."""
     path = Path(path)
     document = _read_document(path)
     try:
@@ -111,56 +117,49 @@ def load_model(path: str | Path) -> tuple[Model, dict[str, Any]]:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, pl.exceptions.PolarsError) as problem:
         raise ModelError(
-            f"The model in {str(path)!r} is damaged ({type(problem).__name__}: {problem}); fit it again, or copy it "
-            "again from where it came."
+            f"The model in {str(path)!r} is damaged ({type(problem).__name__}: {problem}); fit or copy it again."
         ) from None
 
 
+def _damaged(what: str, fix: str = "fit it again") -> ModelError:
+    return ModelError(f"The model is damaged: {what}; {fix}.")
+
+
 def _document(model: Model, extra: dict[str, Any]) -> dict[str, Any]:
-    classes = model.problem.classes
+    classes, elsewhere = model.problem.classes, model.elsewhere
     return {
         "format": FORMAT,
         "covey": __version__,
         "spec": model.spec.to_json(),
         "design": model.design.to_json(),
         "classes": None if classes is None else classes.to_json(),
-        "has_offset": model.has_offset,
+        "has_offset": model.problem.has_offset,
         "global": dict(zip(model.terms, model.wbar.tolist(), strict=True)),
-        "convergence": _plain_convergence(model.convergence),
+        # JSON has no NaN. A private fit does not compute the objective, so it is null.
+        "convergence": {
+            name: None if isinstance(value, float) and math.isnan(value) else value
+            for name, value in asdict(model.convergence).items()
+        },
         "learned": None if model.learned is None else learned_to_json(model.learned),
-        "elsewhere": None if model.elsewhere is None else _elsewhere_to_json(model.elsewhere),
+        "elsewhere": None
+        if elsewhere is None
+        else {name: np.asarray(values).tolist() for name, values in vars(elsewhere).items()},
         "extra": extra,
         "sha256": {},
     }
 
 
-def _plain_convergence(end: Convergence) -> dict[str, Any]:
-    """As JSON: what a private fit does not know is null, since JSON has no NaN."""
-    plain = asdict(end)
-    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in plain.items()}
-
-
-def _convergence(plain: Mapping[str, Any]) -> Convergence:
-    known = {name: math.nan if plain[name] is None else plain[name] for name in ("objective", "gradient_norm")}
-    return Convergence(**{**plain, **known})
-
-
-def _elsewhere_to_json(elsewhere: Elsewhere) -> dict[str, Any]:
-    counts = {"clients": elsewhere.clients.tolist(), "rows": elsewhere.rows.tolist()}
-    return {"sites": list(elsewhere.sites), **counts}
-
-
 def _elsewhere(plain: Mapping[str, Any] | None, clusters: int) -> Elsewhere | None:
     if plain is None:
         return None
-    counts = [np.array(plain[name], dtype=np.int64) for name in ("clients", "rows")]
-    if any(each.shape != (clusters,) for each in counts):
-        raise ModelError("The model is damaged: what it says of clients elsewhere does not fit its clusters; fit it again.")
-    return Elsewhere(tuple(plain["sites"]), *counts)
+    clients, rows = (np.array(plain[name], dtype=np.int64) for name in ("clients", "rows"))
+    if not clients.shape == rows.shape == (clusters,):
+        raise _damaged("its numbers of clients at other sites do not match its clusters")
+    return Elsewhere(tuple(plain["sites"]), clients, rows)
 
 
 def learned_to_json(learned: Learned) -> dict[str, Any]:
-    """What was learned, but for the clients' sums, as JSON has it."""
+    """The estimates as JSON, without the clients' sums."""
     return {
         "components": learned.components.to_json(),
         "covariance": learned.covariance.tolist(),
@@ -171,52 +170,40 @@ def learned_to_json(learned: Learned) -> dict[str, Any]:
 
 
 def _sums_table(learned: Learned) -> pl.DataFrame:
-    """Of each client the lower triangle of ``C``, and ``r``, ``c``, ``n``."""
+    """One row per client: the lower triangle of ``C``, and ``r``, ``c``, ``n``."""
     units = learned.units
     rows, columns = np.tril_indices(units.C.shape[1])
     return pl.DataFrame({"C": units.C[:, rows, columns], "r": units.r, "c": units.c, "n": units.n})
 
 
 def _learned(
-    document: Mapping[str, Any] | None, sums: pl.DataFrame | None, terms: Sequence[str], tree: Hierarchy
+    document: Mapping[str, Any] | None, sums: pl.DataFrame | None, terms: tuple[str, ...], tree: Hierarchy
 ) -> Learned | None:
-    """What was learned, with the clients' sums if these were saved."""
+    """The estimates, with the clients' sums if these were saved."""
     if document is None:
         return None
     d = len(terms)
     rows, columns = np.tril_indices(d)
     table = {"C": np.empty((0, len(rows))), "r": np.empty((0, d)), "c": np.empty(0), "n": np.empty(0)}
     if sums is not None and len(sums) != tree.n_clients:
-        raise ModelError("The model is damaged: it has not one row of sums for each client; copy the whole folder.")
+        raise _damaged("sums.parquet does not have one row for each client", "copy the whole folder")
     if sums is not None:
         table = {name: np.ascontiguousarray(sums[name].to_numpy()) for name in table}
     C = np.zeros((len(table["n"]), d, d))
     C[:, rows, columns] = C[:, columns, rows] = table["C"]
     units = Quadratic(C, table["r"], table["c"], table["n"])
     components = Components.from_json(document["components"])
-    covariance, origin = np.array(document["covariance"], dtype=np.float64), np.array(document["origin"], dtype=np.float64)
-    s2, log_weights = components.residual, document["log_weights"]
-    numbers = covariance, origin, components.client.covariance, components.cluster.covariance, *table.values()
-    fits = (
-        covariance.shape == (d, d)
-        and origin.shape == (d,)
-        and table["r"].shape[1] == d
-        and len(table["n"]) in (0, tree.n_clients)
-    )
-    if not fits or not all(np.isfinite(each).all() for each in numbers) or not (s2 is None or 0 < s2 < np.inf):
-        raise ModelError("The model is damaged: what it learned does not fit its clients and terms; fit it again.")
-    learned = Learned.of(components, terms, tree, covariance, units, origin, float(log_weights))
-    return replace(learned, whole=_whole(document.get("whole"), d, tree.n_clusters))
-
-
-def _whole(plain: Mapping[str, Any] | None, d: int, clusters: int) -> Whole | None:
-    """What a fit across sites knows of the clients of all of them."""
-    if plain is None:
-        return None
-    whole = Whole.from_json(plain)
-    if whole.clusters.shape != (clusters, d, d) or whole.flat.shape != (2, d) or not np.isfinite(whole.clusters).all():
-        raise ModelError("The model is damaged: what it says of all sites does not fit its clusters and terms; fit it again.")
-    return whole
+    covariance, origin = (np.array(document[name], dtype=np.float64) for name in ("covariance", "origin"))
+    whole = None if document.get("whole") is None else Whole.from_json(document["whole"])
+    numbers = [covariance, origin, components.client.covariance, components.cluster.covariance, *table.values()]
+    shapes = [covariance.shape == (d, d), origin.shape == (d,), table["r"].shape[1] == d]
+    if whole is not None:
+        numbers.append(whole.clusters)
+        shapes += [whole.clusters.shape == (tree.n_clusters, d, d), whole.flat.shape == (2, d)]
+    s2 = components.residual
+    if not all(shapes) or not all(np.isfinite(values).all() for values in numbers) or not (s2 is None or 0 < s2 < np.inf):
+        raise _damaged("its variance components do not match its clients, clusters and terms")
+    return Learned(components, terms, tree, covariance, units, origin, float(document["log_weights"]), whole)
 
 
 def _tables(model: Model) -> tuple[pl.DataFrame, pl.DataFrame]:
@@ -237,7 +224,7 @@ def _rebuild(document: Mapping[str, Any], tables: Mapping[str, pl.DataFrame]) ->
     family = document["spec"].get("family")
     if isinstance(family, str) and family not in FAMILIES:
         raise ModelError(
-            f"The model has the loss {family!r}, which is not registered here and is not saved with it; call "
+            f"The model has the loss {family!r}, which is not registered, and functions are not saved with a model; call "
             f"covey.losses.from_functions({family!r}, ...) before loading the model, or upgrade covey."
         )
     draft = resolve(Spec.from_json(document["spec"]))
@@ -248,27 +235,27 @@ def _rebuild(document: Mapping[str, Any], tables: Mapping[str, pl.DataFrame]) ->
     cluster_ptr = np.concatenate([[0], np.cumsum(clusters["clients"].to_numpy())]).astype(np.int64)
     tree = Hierarchy(cluster_ptr, clients["client"].rename(""), clusters["cluster"].rename(""))
     if not np.array_equal(clients["cluster"].to_numpy(), tree.parent):
-        raise ModelError("The model is damaged: its clients and clusters do not fit together; fit it again.")
+        raise _damaged("its clients do not match its clusters")
     penalty = None
     if "gamma" in clients.columns:
         gamma = clients["gamma"].to_numpy()
-        total = clusters["gamma"].to_numpy() if "gamma" in clusters.columns else tree.sum_up(gamma)  # as older models have it
+        # Models of earlier versions do not have the sums of gamma by cluster.
+        total = clusters["gamma"].to_numpy() if "gamma" in clusters.columns else tree.sum_up(gamma)
         penalty = Penalty(gamma, clusters["lam"].to_numpy(), total)
     wbar = [document["global"][term] for term in design.terms]
     if not all(isinstance(value, float) for value in wbar):
-        raise ModelError("The model is damaged: its global coefficients are not numbers; fit it again.")
-    coefficients = [f"coef.{term}" for term in design.terms]
-    fit = Fit(
-        _matrix(clients, coefficients), _matrix(clusters, coefficients), np.array(wbar), _convergence(document["convergence"])
+        raise _damaged("its global coefficients are not numbers")
+    theta, w = (
+        np.ascontiguousarray(table.select([f"coef.{term}" for term in design.terms]).to_numpy(), dtype=np.float64)
+        for table in (clients, clusters)
     )
+    plain = document["convergence"]
+    missing = {name: math.nan for name in ("objective", "gradient_norm") if plain[name] is None}
+    fit = Fit(theta, w, np.array(wbar), Convergence(**{**plain, **missing}))
     learned = _learned(document.get("learned"), tables.get(_SUMS), design.terms, tree)
     rows = clients["rows"].to_numpy().astype(np.int64)
     elsewhere = _elsewhere(document.get("elsewhere"), tree.n_clusters)
     return assemble(problem, Fitted(fit, penalty, learned), tree, rows, elsewhere), dict(document["extra"])
-
-
-def _matrix(table: pl.DataFrame, columns: list[str]) -> Floats:
-    return np.ascontiguousarray(table.select(columns).to_numpy(), dtype=np.float64)
 
 
 def _read_document(path: Path) -> dict[str, Any]:
@@ -278,13 +265,13 @@ def _read_document(path: Path) -> dict[str, Any]:
         document = json.loads((path / "model.json").read_text())
     except OSError:
         inside = path / "operator"
-        of_sites = f" The fit across sites in it is in {str(inside)!r}." if (inside / "model.json").exists() else ""
-        raise ModelError(f"{str(path)!r} is not a covey model: it has no readable model.json.{of_sites}") from None
+        hint = f" The model of the fit across sites is in {str(inside)!r}." if (inside / "model.json").exists() else ""
+        raise ModelError(f"{str(path)!r} is not a covey model: it has no readable model.json.{hint}") from None
     except ValueError:
         raise ModelError(f"The model in {str(path)!r} is damaged: model.json is not valid JSON; fit it again.") from None
     version = document.get("format") if isinstance(document, dict) else None
     if not isinstance(version, int):
-        raise ModelError(f"{str(path)!r} is not a covey model: its model.json states no format.")
+        raise ModelError(f"{str(path)!r} is not a covey model: its model.json has no format version.")
     if version > FORMAT:
         raise ModelError(
             f"The model in {str(path)!r} has format {version}, written by covey {document.get('covey')}; this is covey "

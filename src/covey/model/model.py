@@ -1,6 +1,15 @@
-"""The model that fitting a specification leaves behind: what predicts, prints and goes to disk.
+"""A fitted model: coefficients at three levels, predictions, intervals and posterior covariances.
 
-The scikit-learn estimators and the command line are two faces of this; it needs neither of them.
+The scikit-learn estimators and the command line both use :class:`Model`. :class:`Posterior` has the covariances of the
+coefficients, given the variance components. From the global model down to clusters and clients they are
+
+    V = s2 (sum D_j)^-1       V_j = s2 (I + S C_j)^-1 S + J_j V J_j'       V_i = s2 (I + S_i A_i)^-1 S_i + J_i V_j J_i'
+
+where ``J_j = (I + S C_j)^-1`` and ``J_i = (I + S_i A_i)^-1`` (see :mod:`covey.variance.linear_likelihood` for the other
+symbols). The first part of ``V_j`` and ``V_i`` is the variance about the parent that the data leaves open. The second is the
+parent's variance, as far as the child depends on it. A client without training data has ``V_j + s2 S_i``; in a cluster without
+training data it has ``V + s2 S + s2 S_i``. The variance components are treated as exact, so with few clusters intervals are a
+little short. For the global model and new clusters, where that matters most, they use a t distribution.
 """
 
 from __future__ import annotations
@@ -11,24 +20,163 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+from scipy import special
 
 from covey._typing import Anything, Floats, Ints
 from covey.errors import ModelError, SolverError, one_of
-from covey.model.inference import Posterior, quantile
 from covey.model.new_rows import new_rows
 from covey.objective.objective import Penalty
 from covey.problem.problem import Problem, Spec, as_frame
-from covey.solvers.ledger import Ledger
-from covey.solvers.result import Convergence, Fit
+from covey.solvers.direct.elimination import eliminate, posterior
+from covey.solvers.result import Fit
 from covey.tables.design import numeric
 from covey.tables.scaling import Design
-from covey.tree.hierarchy import Hierarchy, Level, Resolved, Unseen
+from covey.tree.hierarchy import Hierarchy, Level, Resolved, segment_sum
 from covey.variance.components import Learned
+from covey.variance.linear_likelihood import cluster_covariances
+
+_ROWS = 1 << 16  # rows whose covariances are in memory at the same time
+
+
+@dataclass(frozen=True)
+class Posterior:
+    """Posterior covariances of the coefficients of a fitted hierarchy, in the units of the response."""
+
+    learned: Learned
+
+    def require_sums(self, *, all_clients: bool = False) -> Learned:
+        """``learned``, if it has the sums of its clients; with ``all_clients``, those of every client of the fit."""
+        if all_clients and self.learned.whole is not None:
+            raise SolverError(
+                "This model is one part of a fit across sites, and no site has the sums of all clients; fit across the sites "
+                "again instead."
+            )
+        if not self.learned.has_sums:
+            raise SolverError(
+                "This model has no sums of its clients, which intervals and updates need: save it with sums=True, or use the "
+                "models at the sites."
+            )
+        return self.learned
+
+    @cached_property
+    def freedom(self) -> Floats:
+        """Degrees of freedom of each global coefficient ``(d,)``, by containment.
+
+        A term that varies by cluster, or is constant within clusters whose intercepts vary, has about as many degrees of
+        freedom as there are clusters. The same holds for clients. Other terms have those of the rows.
+        """
+        components, whole, terms = self.learned.components, self.learned.whole, self.learned.terms
+        tree, d = self.learned.tree, len(terms)
+        n, k = tree.n_clients if whole is None else whole.clients, tree.n_clusters
+        between, within = (np.isin(terms, level.terms) for level in (components.cluster, components.client))
+        if whole is None:
+            flat_cluster, flat_client = self._constant(tree.cluster_ptr), self._constant(np.arange(n + 1))
+        else:
+            flat_cluster, flat_client = whole.flat
+        one = np.array([term == "Intercept" for term in terms])
+        steady = flat_cluster & bool((between & one).any())
+        settled = flat_client & ~(flat_cluster & (k > 1)) & bool((within & one).any())
+        by_cluster = k - np.where(flat_cluster, flat_cluster.sum(), 1)
+        by_client = n - (k if k > 1 else 0) - np.where(settled, settled.sum(), int(k == 1))
+        freedom = np.where(between | steady, by_cluster, np.where(within | settled, by_client, components.rows - d))
+        return np.asarray(np.maximum(freedom, 1), dtype=np.float64)
+
+    def _constant(self, ptr: Ints) -> Anything:
+        """Which terms are constant within every unit, judging by the sums."""
+        one = np.array([term == "Intercept" for term in self.learned.terms])
+        if not self.learned.has_sums or not one.any():
+            return one
+        A, at = segment_sum(self.learned.units.C, ptr), int(one.argmax())
+        full = np.einsum("iaa->ia", A) * A[:, at, at][:, None]
+        return np.asarray((full - A[:, at] ** 2 <= 1e-10 * full).all(axis=0))
+
+    def reach(self, coverage: float, chosen: Resolved, level: Level) -> Floats:
+        """The half width of each row's interval, in standard errors.
+
+        It is a quantile of the normal distribution in a cluster of the training data. In a new cluster, and for the global
+        model, it is one of the t distribution with as many degrees of freedom as the clusters give.
+        """
+        is_global = (chosen.cluster < 0) | (level == "global") | (level == "cluster" and self.learned.tree.n_clusters == 1)
+        return np.asarray(np.where(is_global, quantile(coverage, self.freedom.min()), quantile(coverage)))
+
+    @cached_property
+    def clusters(self) -> Floats:
+        """The covariance of each cluster's coefficients, ``(k, d, d)``."""
+        if self.learned.whole is not None:
+            return self.learned.whole.clusters
+        learned = self.require_sums()
+        seen = eliminate(learned.units, learned.client, learned.tree.cluster_ptr)
+        s2 = learned.dispersion
+        return s2 * cluster_covariances(seen.C, learned.cluster.shape[0], learned.covariance / s2)
+
+    @cached_property
+    def clients(self) -> Floats:
+        """The covariance of each client's coefficients, ``(n, d, d)``."""
+        learned = self.require_sums()
+        above = self.clusters / learned.dispersion
+        return learned.dispersion * posterior(learned.units.C, learned.client, learned.tree.parent, above)
+
+    @property
+    def new_cluster(self) -> Floats:
+        """The covariance of the coefficients of a cluster without training data, ``(d, d)``."""
+        return np.asarray(self.learned.covariance + self.learned.dispersion * self.learned.cluster.shape[0])
+
+    @cached_property
+    def new_clients(self) -> Floats:
+        """The covariance of a client without training data in each cluster, and in a new cluster, ``(k + 1, d, d)``."""
+        s2, S = self.learned.dispersion, self.learned.client_covariances
+        anywhere = self.new_cluster + s2 * S.mean(axis=0)
+        return np.concatenate([self.clusters + s2 * S, anywhere[None]])
+
+    def standard_errors(self, level: Level) -> Floats:
+        """The standard error of every coefficient of a level: ``(n, d)``, ``(k, d)`` or ``(d,)``."""
+        if level == "global":
+            return np.asarray(np.sqrt(np.diag(self.learned.covariance)))
+        covariance = self.clients if level == "client" else self.clusters
+        return np.asarray(np.sqrt(np.maximum(np.einsum("iaa->ia", covariance), 0.0)))
+
+    def margin_variance(self, X: Floats, chosen: Resolved, level: Level) -> Floats:
+        """The variance of ``x'theta`` for each row, whose model is ``chosen``. A new client's variance is included."""
+        table, which = self._table(chosen, level)
+        out = np.empty(len(X))
+        for start in range(0, len(X), _ROWS):
+            rows = slice(start, start + _ROWS)
+            out[rows] = np.einsum("la,lab,lb->l", X[rows], table[which[rows]], X[rows])
+        return np.maximum(out, 0.0)
+
+    def _table(self, chosen: Resolved, level: Level) -> tuple[Floats, Ints]:
+        """Covariances, and the position of each row's."""
+        if level == "global":
+            return self.learned.covariance[None], np.zeros(len(chosen.client), dtype=np.int64)
+        if level == "cluster":
+            return np.concatenate([self.clusters, self.new_cluster[None]]), chosen.index(0)
+        if not (chosen.client >= 0).any():
+            return self.new_clients, chosen.index(0)
+        return np.concatenate([self.clients, self.new_clients]), chosen.index(self.learned.tree.n_clients)
+
+    @cached_property
+    def reliability(self) -> Floats:
+        """The share of each coefficient's variance among clients that a client's rows resolve, ``(n, d)``.
+
+        0: the client has its cluster's coefficient. 1: its coefficient comes from its rows alone. NaN if it does not vary.
+        """
+        learned, zero = self.require_sums(), np.zeros((self.learned.tree.n_clusters, *self.learned.covariance.shape))
+        alone = posterior(learned.units.C, learned.client, learned.tree.parent, zero)
+        before = np.einsum("iaa->ia", learned.client.shape)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return np.where(before > 0, 1.0 - np.einsum("iaa->ia", alone) / before, np.nan)
+
+
+def quantile(coverage: float, freedom: Any = np.inf) -> Any:
+    """The half width of an interval in standard errors, given degrees of freedom. Checks ``coverage``."""
+    if not (isinstance(coverage, int | float | np.number) and 0 < coverage < 1):
+        raise SolverError(f"The 'coverage' parameter must lie between 0 and 1. Got {coverage!r} instead.")
+    return np.where(np.isinf(freedom), special.ndtri(0.5 + coverage / 2), special.stdtrit(freedom, 0.5 + coverage / 2))[()]
 
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """Clients whose models are at their sites, and not here: how many each cluster has, ``(k,)``, and how many rows."""
+    """The numbers of clients and of rows in each cluster, ``(k,)``, of clients whose models are at these sites."""
 
     sites: tuple[str, ...]
     clients: Ints
@@ -37,32 +185,31 @@ class Elsewhere:
 
 @dataclass(frozen=True)
 class Fitted:
-    """Coefficients, and where their penalties come from: ``penalty`` as numbers, ``learned`` as covariances."""
+    """Coefficients, with their penalties: ``penalty`` if these are numbers, ``learned`` if they are covariances."""
 
     fit: Fit
     penalty: Penalty | None = None
     learned: Learned | None = None
 
 
-@dataclass(frozen=True)
-class Model:
-    """A fitted hierarchy: coefficients at three levels, and what is needed to use and to explain them.
-
-    Made by :func:`assemble`. The operator of a fit across sites has a model without clients; ``elsewhere`` then says where
-    they are.
+@dataclass(frozen=True, kw_only=True)
+class Model(Fit):
+    """The fit of a problem, made by :func:`assemble`.
 
     Attributes
     ----------
-    problem : what was fitted
+    problem : the specification and the design that were fitted
     hierarchy : the clients in their clusters
-    fitted : coefficients, penalties and what was learned
-    rows : (n,) how many rows each client has
+    rows : (n,) the number of rows of each client
+    penalty, learned : the penalties, as in :class:`Fitted`
+    elsewhere : at the operator of a fit across sites, whose model has no clients, their numbers
     """
 
     problem: Problem
     hierarchy: Hierarchy
-    fitted: Fitted
     rows: Ints
+    penalty: Penalty | None
+    learned: Learned | None
     elsewhere: Elsewhere | None = None
 
     @property
@@ -73,63 +220,24 @@ class Model:
     def design(self) -> Design:
         return self.problem.design
 
-    @property
-    def theta(self) -> Floats:
-        """The clients' coefficients, ``(n, d)``."""
-        return self.fitted.fit.theta
-
-    @property
-    def w(self) -> Floats:
-        """The clusters' coefficients, ``(k, d)``."""
-        return self.fitted.fit.w
-
-    @property
-    def wbar(self) -> Floats:
-        """The global coefficients, ``(d,)``."""
-        return self.fitted.fit.wbar
-
-    @property
-    def convergence(self) -> Convergence:
-        return self.fitted.fit.convergence
-
-    @property
-    def history(self) -> pl.DataFrame | None:
-        return self.fitted.fit.history
-
-    @property
-    def ledger(self) -> Ledger | None:
-        return self.fitted.fit.ledger
-
-    @property
-    def penalty(self) -> Penalty | None:
-        return self.fitted.penalty
-
-    @property
-    def learned(self) -> Learned | None:
-        return self.fitted.learned
-
     @cached_property
     def classes(self) -> Anything | None:
         """The two classes of a binary response."""
         return None if self.problem.classes is None else self.problem.classes.array
 
     @property
-    def has_offset(self) -> bool:
-        return self.problem.has_offset
-
-    @property
     def coefficient_table(self) -> Floats:
-        """All models in one table: clients, clusters, the global one last, as :meth:`.Resolved.index` counts them."""
+        """The coefficients of clients, clusters and the global model, in the order of :meth:`.Resolved.index`."""
         return np.concatenate([self.theta, self.w, self.wbar[None]])
 
     @property
     def clients_of_cluster(self) -> Ints:
-        """How many clients each cluster was fitted to, ``(k,)``."""
+        """The number of clients in each cluster of the training data, ``(k,)``."""
         return self.hierarchy.sizes if self.elsewhere is None else self.elsewhere.clients
 
     @property
     def n_rows(self) -> int:
-        """How many rows it was fitted to."""
+        """The number of rows of the training data."""
         return int((self.rows if self.elsewhere is None else self.elsewhere.rows).sum())
 
     @property
@@ -144,42 +252,24 @@ class Model:
                 "Standard errors and intervals need penalties that were learned from the data of several clients; leave out "
                 "gamma, lam, alpha, baseline, penalty='cv', james_stein and first-order solvers."
             )
-        return Posterior(self.learned, self.hierarchy, self.terms)
+        return Posterior(self.learned)
 
-    def margin(
-        self,
-        X: Any,
-        *,
-        client: Any = None,
-        cluster: Any = None,
-        offset: Any = None,
-        level: Level = "client",
-        unseen: Unseen = "parent",
-    ) -> tuple[Floats, Resolved]:
-        """``x'theta + offset`` of each row by the model that answers for it, and which one that is."""
-        rows, chosen, shift = new_rows(self, X, client=client, cluster=cluster, offset=offset, level=level, unseen=unseen)
+    def margin(self, X: Any, **where: Any) -> tuple[Floats, Resolved]:
+        """``x'theta + offset`` of each row, and the model that it comes from. ``where`` as in :func:`.new_rows`."""
+        rows, chosen, shift = new_rows(self, X, **where)
         return self._margin(rows, chosen, shift), chosen
 
     def _margin(self, rows: Floats, chosen: Resolved, shift: Floats | None) -> Floats:
         margin: Floats = np.einsum("ld,ld->l", rows, self.coefficient_table[chosen.index(len(self.theta))])
         return margin if shift is None else margin + shift
 
-    def intervals(
-        self,
-        X: Any,
-        *,
-        coverage: float = 0.95,
-        noise: bool = False,
-        client: Any = None,
-        cluster: Any = None,
-        offset: Any = None,
-        level: Level = "client",
-        unseen: Unseen = "parent",
-    ) -> Floats:
-        """Where the expected response of each row lies, ``(rows, 2)``; with ``noise``, where a new response would."""
-        where: dict[str, Any] = {"client": client, "cluster": cluster, "offset": offset, "level": level, "unseen": unseen}
+    def intervals(self, X: Any, *, coverage: float = 0.95, noise: bool = False, **where: Any) -> Floats:
+        """Intervals ``(rows, 2)`` for the expected response of each row; with ``noise``, for a new response.
+
+        ``where`` says which client or cluster predicts each row, as in :func:`.new_rows`.
+        """
         quantile(coverage)
-        posterior = self.posterior
+        posterior, level = self.posterior, where.get("level", "client")
         rows, chosen, shift = new_rows(self, X, **where)
         margin, variance = self._margin(rows, chosen, shift), posterior.margin_variance(rows, chosen, level)
         reach = posterior.reach(coverage, chosen, level)
@@ -189,7 +279,7 @@ class Model:
         return self.mean(np.column_stack([margin - half, margin + half]))
 
     def _noise(self, X: Any) -> Floats:
-        """The dispersion of new rows; of a linear model less where the table says that they weigh more."""
+        """The dispersion of new rows. In a linear model it is divided by their weights, if the table has them."""
         s2, name = self.posterior.learned.dispersion, self.spec.weights
         if name is None or not self.spec.loss.reml or name not in as_frame(X).columns:
             return np.asarray(s2)
@@ -200,20 +290,20 @@ class Model:
         return self.problem.loss.mean(margin)
 
     def coefficients(self, level: Level = "client", coverage: float = 0.95) -> pl.DataFrame:
-        """The coefficients of one level, a row for each unit and term; with standard errors and intervals if known."""
+        """The coefficients of one level, one row per unit and term, with standard errors and intervals if there are any."""
         tidy = self._coefficients(level)
         quantile(coverage)
-        if self.learned is None or not self.learned.knows(level):
+        if self.learned is None or not self.learned.has_standard_errors(level):
             return tidy
         error = self.posterior.standard_errors(level).ravel()
-        alone = level == "global" or (level == "cluster" and self.hierarchy.n_clusters == 1)
-        reach = error * (quantile(coverage, self.posterior.freedom) if alone else quantile(coverage))
+        is_global = level == "global" or (level == "cluster" and self.hierarchy.n_clusters == 1)
+        reach = error * (quantile(coverage, self.posterior.freedom) if is_global else quantile(coverage))
         estimate = tidy["estimate"].to_numpy()
         bounds = {"lower": pl.Series(estimate - reach), "upper": pl.Series(estimate + reach)}
         return tidy.with_columns(std_error=pl.Series(error), **bounds)
 
     def reliability(self) -> pl.DataFrame:
-        """How far each client stands on its own data: a row for each client and varying term, 0 to 1."""
+        """The reliability of coefficients, 0 to 1: one row per client and varying term (:attr:`Posterior.reliability`)."""
         tidy = self._coefficients("client").drop("estimate")
         tidy = tidy.with_columns(reliability=pl.Series(self.posterior.reliability.ravel()))
         return tidy.filter(pl.col("reliability").is_not_nan())
@@ -239,10 +329,11 @@ class Model:
 
 
 def assemble(problem: Problem, fitted: Fitted, hierarchy: Hierarchy, rows: Ints, elsewhere: Elsewhere | None = None) -> Model:
-    """The one way to a :class:`Model`: of a fit in memory, at a site, at an operator's, or from disk."""
+    """Make a :class:`Model`, and check the shapes of its arrays. All models are made here."""
     fit, d = fitted.fit, len(problem.terms)
     shapes = fit.theta.shape, fit.w.shape, fit.wbar.shape, np.shape(rows)
     n, k = hierarchy.n_clients, hierarchy.n_clusters
     if shapes != ((n, d), (k, d), (d,), (n,)):
         raise ModelError("The model is damaged: its coefficients do not fit its clients, clusters and terms; fit it again.")
-    return Model(problem, hierarchy, fitted, rows, elsewhere)
+    given = {"problem": problem, "hierarchy": hierarchy, "rows": rows, "elsewhere": elsewhere}
+    return Model(**vars(fit), **given, penalty=fitted.penalty, learned=fitted.learned)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""New rows for a fitted model: coded as its own were, each with the client or cluster whose model answers for it."""
+"""New rows for a fitted model: their terms, coded as in training, and the client or cluster whose model predicts each row."""
 
 from __future__ import annotations
 
@@ -19,13 +19,27 @@ if TYPE_CHECKING:
 
 
 def new_rows(
-    model: Model, X: Any, *, client: Any, cluster: Any, offset: Any, level: Level, unseen: Unseen
+    model: Model,
+    X: Any,
+    *,
+    client: Any = None,
+    cluster: Any = None,
+    offset: Any = None,
+    level: Level = "client",
+    unseen: Unseen = "parent",
 ) -> tuple[Floats, Resolved, Floats | None]:
-    """The terms of new rows, which model answers for each, and its offset."""
+    """The terms of new rows ``(rows, d)``, the model that predicts each row, and the offsets.
+
+    Parameters
+    ----------
+    client, cluster, offset : ids and offsets of the rows; by default from the columns of the table ``X``
+    level : the models that predict: those of clients, of clusters, or the global one
+    unseen : what to do with ids that are not in the model
+    """
     frame = as_frame(X) if model.spec.named else None
     blocks, n_rows = _blocks(model, X, frame)
     client, cluster = _ids_of(model, frame, client, cluster, level)
-    _refuse_forgotten(model, client, cluster, level)
+    _refuse_missing_ids(model, client, cluster, level)
     chosen = model.hierarchy.resolve(client, cluster, n_rows=n_rows, unseen=unseen, level=level)
     rows = side_by_side(blocks)
     refuse_infinite(rows, model.terms, lambda row: f"row {row}")
@@ -35,14 +49,14 @@ def new_rows(
 def group_rows(
     model: Model, X: Any, y: Any = None, *, client: Any = None, cluster: Any = None, weights: Any = None, offset: Any = None
 ) -> GroupedData:
-    """New rows, coded as the model's own."""
+    """Group new rows by client, coded as in training. Ids and responses come from the arguments or the table's columns."""
     frame = as_frame(X) if model.spec.named else None
     blocks, n_rows = _blocks(model, X, frame)
     client, cluster = _ids_of(model, frame, client, cluster, "client")
     if client is None:
-        raise DataError("New rows need the ids of their clients; pass client=, or the column that the model knows.")
+        raise DataError("New rows need the ids of their clients; pass client=, or a table with the column of clients.")
     if cluster is None and model.hierarchy.n_clusters > 1:
-        raise DataError("New rows need the ids of their clusters; pass cluster=, or the column that the model knows.")
+        raise DataError("New rows need the ids of their clusters; pass cluster=, or a table with the column of clusters.")
     if cluster is None:
         cluster = pl.Series(model.hierarchy.cluster_ids.to_list() * n_rows)
     y, weights = _response_of(model, frame, y, weights)
@@ -60,7 +74,7 @@ def group_rows(
 
 
 def _blocks(model: Model, X: Any, frame: Frame | None) -> tuple[list[Anything], int]:
-    """The columns of new rows, and how many rows there are."""
+    """The columns of new rows, and the number of rows."""
     if frame is not None and len(frame) == 0:
         raise DataError("The table has no rows to predict.")
     rows = X if frame is None else frame
@@ -68,7 +82,7 @@ def _blocks(model: Model, X: Any, frame: Frame | None) -> tuple[list[Anything], 
 
 
 def _ids_of(model: Model, frame: Frame | None, client: Any, cluster: Any, level: Level) -> tuple[Any, Any]:
-    """The clients and clusters of new rows: as given, or from the table's columns."""
+    """The clients and clusters of new rows: from the arguments, or from the table's columns."""
     client = _ids(client, frame, model.spec.client, needed=level == "client" and model.elsewhere is None)
     needed = level != "global" and (client is None or bool(model.spec.nested))
     cluster = _ids(cluster, frame, model.spec.cluster, needed=needed)
@@ -85,8 +99,8 @@ def _ids(given: Any, frame: Frame | None, name: str | None, needed: bool) -> Any
     return column(frame, name)
 
 
-def _refuse_forgotten(model: Model, client: Any, cluster: Any, level: Level) -> None:
-    """A model of many clients cannot guess whose row it sees; falling back in silence would hide the mistake."""
+def _refuse_missing_ids(model: Model, client: Any, cluster: Any, level: Level) -> None:
+    """Raise an error for rows without ids. Predictions of the global model would hide the mistake."""
     if level == "client" and client is None and cluster is None and model.hierarchy.n_clients > 1:
         raise DataError("This model was fitted to several clients: pass client= (and cluster=) to predict, or level='global'.")
     if level == "cluster" and client is None and cluster is None and model.hierarchy.n_clusters > 1:
@@ -94,7 +108,7 @@ def _refuse_forgotten(model: Model, client: Any, cluster: Any, level: Level) -> 
 
 
 def _response_of(model: Model, frame: Frame | None, y: Any, weights: Any) -> tuple[Any, Any]:
-    """The response and weights of new rows: as given, or from the table's columns."""
+    """The response and weights of new rows: from the arguments, or from the table's columns."""
     formula = model.problem.formula
     if y is None:
         if frame is None or formula is None or formula.response is None:
@@ -106,15 +120,15 @@ def _response_of(model: Model, frame: Frame | None, y: Any, weights: Any) -> tup
 
 
 def _offset_of(model: Model, given: Any, frame: Frame | None, n_rows: int) -> Floats | None:
-    """The known part of new rows' margins."""
+    """The offsets of new rows: from the argument, or from the table's column."""
     if given is None and frame is not None and model.spec.offset is not None:
         given = numeric(frame, model.spec.offset)
     if given is None:
-        if model.has_offset:
-            raise DataError("This model was fitted with an offset: pass offset= to predict, zeros if there is none.")
+        if model.problem.has_offset:
+            raise DataError("This model was fitted with an offset: pass offset= to predict, or zeros.")
         return None
     offset = np.asarray(given, dtype=np.float64)
     if offset.shape != (n_rows,):
-        raise DataError(f"The offset has shape {offset.shape} for {n_rows} rows; give one value a row.")
+        raise DataError(f"The offset has shape {offset.shape} for {n_rows} rows; give one value per row.")
     refuse_infinite(offset[:, None], ["offset"], lambda row: f"row {row}")
     return offset

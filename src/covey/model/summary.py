@@ -1,29 +1,28 @@
-"""A fitted model in words: what ``print(model)`` and ``covey show`` say."""
+"""A fitted model as text, for ``print(model)`` and ``covey show``, and as plain values for JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from covey._typing import Floats
-from covey.model.inference import quantile
-from covey.model.model import Model
+from covey.model.model import Model, quantile
 from covey.tree.hierarchy import Hierarchy
 from covey.variance.components import Components, LevelComponents
 
 
 def describe(model: Model, coverage: float = 0.95) -> str:
-    """A summary of a few lines: the data, the penalties, how the fit went, and the coefficients at each level."""
+    """A summary of a few lines: the data, the penalties, the convergence, and the coefficients at each level."""
     head = [title(model), *(f"  {line}" for line in facts(model))]
     return "\n".join([*head, *(_table(model) if model.learned is None else _learned_tables(model, coverage))])
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A fitted model in words, for ``print``, and in numbers, as ``to_json`` has them."""
+    """A fitted model as text, by ``print``, and as plain values, by ``to_json``."""
 
     model: Model
     coverage: float = 0.95
@@ -51,31 +50,31 @@ class Summary:
             if model.penalty is not None:
                 penalty = {"gamma": _ends(_gammas(model)), "lam": _ends(model.penalty.lam)}
             return {**document, "method": model.spec.learns, "penalty": penalty, "warnings": []}
-        found = learned.components
-        levels = {"cluster": found.cluster, "client": found.client}
+        components = learned.components
+        levels = {"cluster": components.cluster, "client": components.client}
         return {
             **document,
-            "method": found.method,
-            "log_likelihood": found.log_likelihood,
-            "parameters": found.parameters,
-            "aic": found.aic,
-            "bic": found.bic,
+            "method": components.method,
+            "log_likelihood": components.log_likelihood,
+            "parameters": components.parameters,
+            "aic": components.aic,
+            "bic": components.bic,
             "variance_components": [row for name, level in levels.items() for row in _component_rows(name, level, tree)],
-            "residual_sd": None if found.residual is None else float(np.sqrt(found.residual)),
-            "share_of_variance": dict(zip(("cluster", "client", "residual"), found.shares, strict=True)),
-            "tests": [asdict(test) for test in found.tests],
-            "warnings": list(found.notes),
+            "residual_sd": None if components.residual is None else float(np.sqrt(components.residual)),
+            "share_of_variance": dict(zip(("cluster", "client", "residual"), components.shares, strict=True)),
+            "tests": [asdict(test) for test in components.tests],
+            "warnings": list(components.notes),
         }
 
 
 def summary(model: Model, coverage: float = 0.95) -> Summary:
-    """What is known of a model: see :class:`Summary`."""
-    quantile(coverage)  # refused here, not when the summary is printed
+    """The :class:`Summary` of a model."""
+    quantile(coverage)  # an error here, not when the summary is printed
     return Summary(model, coverage)
 
 
 def _plain(label: Any) -> Any:
-    """An id as JSON has it: a date as text."""
+    """An id for JSON: a date as text."""
     return label if isinstance(label, str | int | float | bool) else str(label)
 
 
@@ -83,8 +82,8 @@ def _component_rows(name: str, level: LevelComponents, tree: Hierarchy) -> list[
     rows = []
     for m, a in np.ndindex(*level.sd.shape):
         error, which = level.sd_error[m, a], _plain(tree.cluster_ids[m]) if len(level.sd) > 1 else None
-        beside = {term: float(level.correlation[m, a, b]) for b, term in enumerate(level.terms[:a])}
-        known = {term: None if np.isnan(value) else value for term, value in beside.items()}
+        others = {term: float(level.correlation[m, a, b]) for b, term in enumerate(level.terms[:a])}
+        correlation = {term: None if np.isnan(value) else value for term, value in others.items()}
         rows.append(
             {
                 "level": name,
@@ -92,7 +91,7 @@ def _component_rows(name: str, level: LevelComponents, tree: Hierarchy) -> list[
                 "term": level.terms[a],
                 "sd": float(level.sd[m, a]),
                 "sd_error": None if np.isnan(error) else float(error),
-                "correlation": known if level.kind == "full" else {},
+                "correlation": correlation if level.kind == "full" else {},
             }
         )
     return rows
@@ -112,67 +111,55 @@ def facts(model: Model) -> list[str]:
     number = int(model.clients_of_cluster.sum())
     clients = f"{counted(number, 'client')}{client} in {counted(tree.n_clusters, 'cluster')}{cluster}"
     away = "" if model.elsewhere is None else f", at {counted(len(model.elsewhere.sites), 'site')} with the clients' models"
-    # Of a private fit across sites nobody knows how many rows there are.
+    # A private fit across sites does not count rows.
     rows = "" if model.elsewhere is not None and model.n_rows == 0 else f"{counted(model.n_rows, 'row')} of "
-    said = [f"{rows}{clients}{away}"]
+    lines = [f"{rows}{clients}{away}"]
     if spec.standardize:
-        said.append("terms are standardised: coefficients are per standard deviation")
+        lines.append("terms are standardised: coefficients are per standard deviation")
     if model.classes is not None:
         no, yes = model.classes.tolist()
-        said.append(f"log-odds of {yes!r} against {no!r}")
+        lines.append(f"log-odds of {yes!r} against {no!r}")
     if model.learned is not None:
-        found = model.learned.components
-        # A site has some of the rows only, and a model to which clients were added has others.
-        of = "" if found.rows == model.n_rows else f", learned from {counted(int(found.rows), 'row')}"
-        said.append(
-            f"{found.method}: log-likelihood {found.log_likelihood:.2f}, AIC {found.aic:.1f}, BIC {found.bic:.1f}, "
-            f"{found.parameters} parameters{of}"
-        )
-        said.append(model.convergence.message)
-        return [*said, *_tested(found), *(f"note: {note}" for note in found.notes)]
+        components = model.learned.components
+        # A site has only some of the rows of the fit, and a model has others after clients were added.
+        of = "" if components.rows == model.n_rows else f", learned from {counted(int(components.rows), 'row')}"
+        criteria = f"AIC {components.aic:.1f}, BIC {components.bic:.1f}, {components.parameters} parameters{of}"
+        lines.append(f"{components.method}: log-likelihood {components.log_likelihood:.2f}, {criteria}")
+        lines.append(model.convergence.message)
+        return [*lines, *_test_lines(components), *(f"note: {note}" for note in components.notes)]
     if model.penalty is not None:
-        said.append(
+        learned_by = {"cv": ", by cross-validation", "reml": ", by REML", "ml": ", by ML"}.get(spec.learns or "", "")
+        lines.append(
             f"penalties gamma {_range(_gammas(model))} (client to cluster), lam {_range(model.penalty.lam)} "
-            f"(cluster to global){_chosen(spec.learns)}, loss by {spec.reduction} over rows"
+            f"(cluster to global){learned_by}, loss by {spec.reduction} over rows"
         )
     end = model.convergence
     close = end.converged and end.gap is not None
-    said.append(f"{end.solver}: {end.message}" + (f", objective within {end.gap:.0e} of its minimum" if close else ""))
-    return said
+    lines.append(f"{end.solver}: {end.message}" + (f", objective within {end.gap:.0e} of its minimum" if close else ""))
+    return lines
 
 
 def _gammas(model: Model) -> Floats:
-    """What ties clients, here or at their sites."""
+    """The penalties ``gamma`` of clients, here or at their sites."""
     if model.penalty is None or model.elsewhere is None:
         return np.empty(0) if model.penalty is None else model.penalty.gamma
-    each = model.penalty.cluster_gamma / model.elsewhere.clients
-    return np.array([float(f"{gamma:.12g}") for gamma in each])  # dividing a sum leaves differences in the last digits
+    mean = model.penalty.cluster_gamma / model.elsewhere.clients
+    return np.array([float(f"{gamma:.12g}") for gamma in mean])  # the last digits are rounding
 
 
-def _chosen(how: str | None) -> str:
-    return {None: "", "cv": ", by cross-validation"}.get(how, f", by {'REML' if how == 'reml' else 'ML'}")
-
-
-_QUESTIONS = {"client": "clients differ", "cluster": "clusters matter"}
-
-
-def _tested(found: Components) -> list[str]:
+def _test_lines(components: Components) -> Iterator[str]:
     """A sentence for each level that was tested."""
-    return [
-        f"{_QUESTIONS[test.level]}: likelihood ratio {test.statistic:.1f} for {counted(test.parameters, 'parameter')}, "
-        f"p {_p_value(test.p_value)}"
-        for test in found.tests
-    ]
-
-
-def _p_value(p: float) -> str:
-    return "< 1e-4" if p < 1e-4 else f"= {p:.2g}"
+    questions = {"client": "clients differ", "cluster": "clusters matter"}
+    for test in components.tests:
+        p = "p < 1e-4" if test.p_value < 1e-4 else f"p = {test.p_value:.2g}"
+        variances = counted(test.parameters, "parameter")
+        yield f"{questions[test.level]}: likelihood ratio {test.statistic:.1f} for {variances}, {p}"
 
 
 def _learned_tables(model: Model, coverage: float) -> list[str]:
-    """Each term: the global coefficient with its interval, and how it varies at each level; then the shares of variance."""
-    found = model.posterior.learned.components
-    levels = {"sd of clusters (se)": found.cluster, "sd of clients (se)": found.client}
+    """A table of the global coefficients, with intervals and standard deviations at each level, and the shares of variance."""
+    components = model.posterior.learned.components
+    levels = {"sd of clusters (se)": components.cluster, "sd of clients (se)": components.client}
     levels = {head: level for head, level in levels.items() if level.terms}
     rows = [["", "global", "std. error", f"{100 * coverage:g}% interval", *levels]]
     for row in model.coefficients("global", coverage).iter_rows(named=True):
@@ -180,15 +167,15 @@ def _learned_tables(model: Model, coverage: float) -> list[str]:
         spreads = [_sd(level, row["term"]) for level in levels.values()]
         rows.append([row["term"], f"{row['estimate']:.4g}", f"{row['std_error']:.3g}", interval, *spreads])
     lines = table(rows, [_first(model), 11, 11, 22, 20, 19])
-    sd = "" if found.residual is None else f" ({model.spec.loss.dispersion_text(found.residual)})"
-    shares = zip(("clusters", "clients"), (found.cluster, found.client), found.shares[:2], strict=True)
+    sd = "" if components.residual is None else f" ({model.spec.loss.dispersion_text(components.residual)})"
+    shares = zip(("clusters", "clients"), (components.cluster, components.client), components.shares[:2], strict=True)
     parts = [f"{100 * share:.1f}% between {name}" for name, level, share in shares if level.terms]
-    lines.append(f"share of variance: {', '.join(parts)}, {100 * found.shares[2]:.1f}% residual{sd}")
-    for name, level in (("clusters", found.cluster), ("clients", found.client)):
+    lines.append(f"share of variance: {', '.join(parts)}, {100 * components.shares[2]:.1f}% residual{sd}")
+    for name, level in (("clusters", components.cluster), ("clients", components.client)):
         if level.kind == "full" and len(level.terms) > 1 and len(level.covariance) == 1:
             pairs = [(a, b) for a in range(len(level.terms)) for b in range(a)]
-            told = ", ".join(f"{level.terms[b]} and {level.terms[a]} {level.correlation[0, a, b]:.2f}" for a, b in pairs[:6])
-            lines.append(f"correlation between {name}: {told}" + (", ..." if len(pairs) > 6 else ""))
+            text = ", ".join(f"{level.terms[b]} and {level.terms[a]} {level.correlation[0, a, b]:.2f}" for a, b in pairs[:6])
+            lines.append(f"correlation between {name}: {text}" + (", ..." if len(pairs) > 6 else ""))
     return lines
 
 
@@ -203,7 +190,7 @@ def _sd(level: LevelComponents, term: str) -> str:
 
 
 def _table(model: Model) -> list[str]:
-    """Each term: the global coefficient, and how clusters and clients spread about it."""
+    """A table of the global coefficients, with the spread of clusters and clients."""
     rows = [["", "global", "clusters: sd", "min", "max", "clients: sd", "min", "max"]]
     for at, term in enumerate(model.terms):
         rows.append([term, f"{model.wbar[at]:.4g}", *_spread(model.w[:, at]), *_spread(model.theta[:, at])])
@@ -211,7 +198,7 @@ def _table(model: Model) -> list[str]:
 
 
 def _first(model: Model) -> int:
-    """The width of the column of terms, which stand at the left."""
+    """The width of the column of terms; negative to align it left."""
     return -max(8, *(len(term) for term in model.terms))
 
 
@@ -222,7 +209,7 @@ def _spread(values: Floats) -> list[str]:
 
 
 def _ends(values: Floats) -> list[float | str]:
-    """The smallest and the largest; infinity, which JSON lacks, as text."""
+    """The smallest and the largest value. JSON has no infinity, so that is text."""
     return [float(end) if np.isfinite(end) else "inf" for end in (values.min(), values.max())]
 
 

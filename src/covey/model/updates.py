@@ -1,8 +1,8 @@
-"""Clients that come and go, without a refit: from the sums that the fit has kept, with the variance components it has learned.
+"""Add and remove clients without a new fit: from the sums that a model keeps, at the variance components of its fit.
 
-For a linear model the result is exact: the models at every level are those of a fit to all rows, at the same variance
-components. A new client's model is also what its cluster's model and its own few rows say together, so it can be had at once.
-For counts and classes the clients already there enter by their losses to second order about the mode, new ones by their own.
+For a linear model the result is exact: the coefficients at every level are those of a fit to all rows with the same variance
+components. For counts and classes the loss of a client of the fit is taken to second order about the mode; that of new rows is
+exact.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from covey.variance.identify import check_rank
 from covey.variance.linear_likelihood import invert
 
 _STEPS, _CLOSE, _REACH = 100, 1e-10, 2.0
-_LATER = "clients came or went since: variances, log-likelihood and tests are those of the fit before"
+_LATER = "clients were added or removed after the fit: variances, log-likelihood and tests are those of the fit"
 
 
 def add_clients(model: Model, data: GroupedData) -> Model:
-    """The model with new rows (see ``group_rows``): of new clients or known ones, in known clusters or new."""
-    learned = model.posterior.with_everybody
+    """The model with new rows (see ``group_rows``), of clients and clusters of the model or of new ones."""
+    learned = model.posterior.require_sums(all_clients=True)
     tree, places = _joined(model.hierarchy, data.hierarchy)
     n = tree.n_clients
     kept = model.hierarchy.n_clients
@@ -51,26 +51,26 @@ def add_clients(model: Model, data: GroupedData) -> Model:
         step = updated.theta[places[kept:]] - at
         if exact or float(np.abs(step).max(initial=0.0)) <= _CLOSE * (1.0 + float(np.abs(at).max(initial=0.0))):
             return updated
-        # Far from the mode a quadratic is a poor guide: a row's margin moves by a few units at a time.
+        # Far from the mode the quadratic is inaccurate, so a row's margin moves by a few units at most.
         reach = np.maximum.reduceat(np.abs(np.einsum("ld,ld->l", data.X, step[data.client_of_row])), data.client_ptr[:-1])
         at = at + step * np.minimum(1.0, _REACH / np.maximum(reach, _REACH))[:, None]
-    warn("The models of the new rows did not converge; their responses are unlike any that the model was learned from.")
+    warn("The models of the new rows did not converge; their responses differ too much from those of the fit.")
     return updated
 
 
 def remove_clients(model: Model, clients: Sequence[Any]) -> Model:
-    """The model as if these clients had never taken part."""
-    learned, tree = model.posterior.with_everybody, model.hierarchy
+    """The model without the data of these clients."""
+    learned, tree = model.posterior.require_sums(all_clients=True), model.hierarchy
     if isinstance(clients, str):
         clients = [clients]
-    found = lookup(as_labels(clients, "client"), tree.client_ids, "client")
-    if (found < 0).any():
-        unknown = [list(clients)[at] for at in np.flatnonzero(found < 0)]
+    places = lookup(as_labels(clients, "client"), tree.client_ids, "client")
+    if (places < 0).any():
+        unknown = [list(clients)[at] for at in np.flatnonzero(places < 0)]
         raise DataError(f"The model has no client {listing(unknown, 5)}; the ids are those of clients_.")
     keep = np.ones(tree.n_clients, dtype=bool)
-    keep[found] = False
+    keep[places] = False
     if not keep.any():
-        raise DataError("Nothing would be left of the model without these clients; keep at least one.")
+        raise DataError("These are all clients of the model; keep at least one.")
     counts = np.bincount(tree.parent[keep], minlength=tree.n_clusters)
     left = Hierarchy(np.concatenate([[0], np.cumsum(counts)]), tree.client_ids.filter(pl.Series(keep)), tree.cluster_ids)
     units = learned.units
@@ -80,20 +80,17 @@ def remove_clients(model: Model, clients: Sequence[Any]) -> Model:
 
 
 def _solved(model: Model, learned: Learned, tree: Hierarchy, rows: Ints) -> Model:
-    """One sweep over the sums."""
-    learned = Learned.of(
-        learned.components, model.terms, tree, learned.covariance, learned.units, learned.origin, learned.log_weights
-    )
-    seen, whole = _top(learned, tree)
-    _, before = _top(model.posterior.learned, model.hierarchy)
-    # What pulls the global model apart from its clusters' forces: nothing in a linear model, in others the slope of the
-    # likelihood's determinants, taken as it was at the fit.
+    """Solve for all coefficients by one sweep over the sums of the clients of ``tree``."""
+    learned = replace(learned, tree=tree)
+    seen, whole = _top(learned)
+    _, before = _top(model.posterior.learned)
+    # The gradient of the likelihood's determinants in the global model, as at the fit. It is zero in a linear model.
     own = before.C[0] @ (model.wbar - learned.origin) - before.r[0]
     w, _, wbar = solve_top(seen, learned.cluster, own=own)
     theta, _ = descend(learned.units.C, learned.units.r, learned.client, tree.parent, w)
-    # The fit's own covariance, changed by as much as the sums say: a model of counts has a little more than they know of.
+    # The sums give the change of the covariance. They do not give all of the covariance itself in a model of counts.
     change = invert(whole.C[0])[0] - invert(before.C[0])[0]
-    covariance = model.posterior.whole + learned.dispersion * change
+    covariance = model.posterior.learned.covariance + learned.dispersion * change
     components = learned.components
     if _LATER not in components.notes:
         components = replace(components, notes=(*components.notes, _LATER))
@@ -103,29 +100,28 @@ def _solved(model: Model, learned: Learned, tree: Hierarchy, rows: Ints) -> Mode
     return assemble(model.problem, Fitted(fit, None, learned), tree, rows)
 
 
-def _top(learned: Learned, tree: Hierarchy) -> tuple[Quadratic, Quadratic]:
-    """What is seen of each cluster, and of the whole."""
-    seen = eliminate(learned.units, learned.client, tree.cluster_ptr)
-    return seen, eliminate(seen, learned.cluster, np.array([0, tree.n_clusters]))
+def _top(learned: Learned) -> tuple[Quadratic, Quadratic]:
+    """The loss as a function of each cluster's coefficients, and of the global coefficients."""
+    seen = eliminate(learned.units, learned.client, learned.tree.cluster_ptr)
+    return seen, eliminate(seen, learned.cluster, np.array([0, learned.tree.n_clusters]))
 
 
 def _start(model: Model, data: GroupedData) -> Floats:
-    """Where Newton begins for new rows: the model that would have answered for them."""
+    """Where Newton's method starts for new rows: at the coefficients that predict them."""
     tree = data.hierarchy
-    ids = tree.client_ids, tree.cluster_ids.gather(tree.parent)
-    chosen = model.hierarchy.resolve(*ids, n_rows=tree.n_clients)
+    chosen = model.hierarchy.resolve(tree.client_ids, tree.cluster_ids.gather(tree.parent), n_rows=tree.n_clients)
     return np.asarray(model.coefficient_table[chosen.index(len(model.theta))])
 
 
 def _joined(old: Hierarchy, new: Hierarchy) -> tuple[Hierarchy, Ints]:
     """Both hierarchies as one, and the place in it of each client of the old, then of the new."""
-    for level, known, fresh in (("client", old.client_ids, new.client_ids), ("cluster", old.cluster_ids, new.cluster_ids)):
-        if known.dtype == pl.Int64 and fresh.dtype == pl.Float64:  # of which only whole numbers could be ids of this model
-            odd = fresh.filter(fresh != fresh.floor())[0]
-            raise DataError(f"The {level} id {odd!r} is no whole number, but the model's {level} ids are; change the id.")
+    for level, before, added in (("client", old.client_ids, new.client_ids), ("cluster", old.cluster_ids, new.cluster_ids)):
+        if before.dtype == pl.Int64 and added.dtype == pl.Float64:
+            odd = added.filter(added != added.floor())[0]
+            raise DataError(f"The {level} id {odd!r} is not a whole number, but the model's {level} ids are; change the id.")
     cluster = lookup(new.cluster_ids, old.cluster_ids, "cluster")
-    unknown = np.flatnonzero(cluster < 0)
-    cluster[unknown] = old.n_clusters + np.arange(len(unknown))
+    new_clusters = np.flatnonzero(cluster < 0)
+    cluster[new_clusters] = old.n_clusters + np.arange(len(new_clusters))
     client = lookup(new.client_ids, old.client_ids, "client")
     moved = np.flatnonzero((client >= 0) & (old.parent[client] != cluster[new.parent]))
     if len(moved):
@@ -134,11 +130,11 @@ def _joined(old: Hierarchy, new: Hierarchy) -> tuple[Hierarchy, Ints]:
             f"Client {new.client_ids[at]!r} is in cluster {old.cluster_ids[int(old.parent[client[at]])]!r} in the model but in "
             f"{new.cluster_ids[int(new.parent[at])]!r} in the new rows; correct the cluster, or give the client a new id."
         )
-    strange = np.flatnonzero(client < 0)
-    client[strange] = old.n_clients + np.arange(len(strange))
-    ids = pl.concat([old.client_ids, new.client_ids.gather(strange).cast(old.client_ids.dtype)])
-    clusters = pl.concat([old.cluster_ids, new.cluster_ids.gather(unknown).cast(old.cluster_ids.dtype)])
-    parent = np.concatenate([old.parent, cluster[new.parent[strange]]])
+    new_clients = np.flatnonzero(client < 0)
+    client[new_clients] = old.n_clients + np.arange(len(new_clients))
+    ids = pl.concat([old.client_ids, new.client_ids.gather(new_clients).cast(old.client_ids.dtype)])
+    clusters = pl.concat([old.cluster_ids, new.cluster_ids.gather(new_clusters).cast(old.cluster_ids.dtype)])
+    parent = np.concatenate([old.parent, cluster[new.parent[new_clients]]])
     order = np.argsort(parent, kind="stable")
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
@@ -147,7 +143,7 @@ def _joined(old: Hierarchy, new: Hierarchy) -> tuple[Hierarchy, Ints]:
 
 
 def _placed(units: Quadratic, places: Ints, n: int) -> Quadratic:
-    """Units at their places among ``n``, nothing elsewhere."""
+    """The units at these places among ``n``, and zeros at the other places."""
     d = units.r.shape[1]
     whole = Quadratic(np.zeros((n, d, d)), np.zeros((n, d)), np.zeros(n), np.zeros(n))
     whole.C[places], whole.r[places], whole.c[places], whole.n[places] = units.C, units.r, units.c, units.n

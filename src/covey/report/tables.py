@@ -51,7 +51,7 @@ def shrinkage_table(found: Shrinkage, units: Ints, title: str, caption: str) -> 
 
 def _with_errors(model: Model, level: str, values: Floats) -> list[list[str]]:
     """Coefficients as text, with their standard errors in brackets if the model has them."""
-    if model.learned is None or not model.learned.knows(level):
+    if model.learned is None or not model.learned.has_standard_errors(level):
         return [[f"{value:.4g}" for value in row] for row in values]
     errors = np.atleast_2d(model.posterior.standard_errors(level))  # type: ignore[arg-type]
     pairs = zip(values, errors[: len(values)], strict=True)

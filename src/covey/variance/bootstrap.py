@@ -1,7 +1,7 @@
 """Parametric bootstrap of the variance components: draw data from the fitted model and estimate again.
 
-A linear model needs no rows for it. Given ``A_i = X_i'X_i`` the sums of a client with coefficients ``theta`` are normal,
-``b_i ~ N(A_i theta, s2 A_i)``, and its residual sum of squares is ``s2`` times a chi-squared. So sums are drawn, not responses.
+For a linear model it draws sums instead of responses, so it needs no rows. Given ``A_i = X_i'X_i`` the sums of a client with
+coefficients ``theta`` are normal, ``b_i ~ N(A_i theta, s2 A_i)``. Its residual sum of squares is ``s2`` times a chi-squared.
 """
 
 from __future__ import annotations
@@ -15,39 +15,37 @@ import polars as pl
 
 from covey._typing import Floats
 from covey.errors import ConvergenceWarning, SolverError
-from covey.losses import Loss
+from covey.losses import Loss, loss_of
 from covey.nodes.network import InMemory, threads_for
 from covey.solvers.direct.elimination import Quadratic, Spread
 from covey.tables.rows import GroupedData
-from covey.tree.hierarchy import Hierarchy
-from covey.variance.columns import ClientSums
+from covey.variance.columns import ClientSums, CountingNetwork, Survey, WorkingColumns
 from covey.variance.components import Components, Learned, Shape
-from covey.variance.criterion import LinearCriterion
 from covey.variance.estimate import estimate, finish, search
-from covey.variance.identify import Survey
+from covey.variance.linear_likelihood import LinearCriterion
 
 Count = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Bootstrap:
-    """Components of the fitted model, and of each fit to data drawn from it."""
+    """Components of the fitted model, and of the fits to data drawn from it."""
 
     fitted: Components
     draws: tuple[Components, ...]
 
     def intervals(self, coverage: float = 0.95) -> pl.DataFrame:
-        """Standard deviations with percentile intervals: a row for each level and term, and cluster where they differ."""
+        """Standard deviations with percentile intervals: one row per level and term, and per cluster with ``per_cluster``."""
         rows = []
         tail = (1 - coverage) / 2
         for level in ("client", "cluster"):
             fitted = getattr(self.fitted, level)
-            drawn = np.array([getattr(each, level).sd for each in self.draws])
+            sds = np.array([getattr(drawn, level).sd for drawn in self.draws])
             for m in range(len(fitted.covariance)):
                 for a, term in enumerate(fitted.terms):
-                    rows.append((level, m if len(fitted.covariance) > 1 else None, term, fitted.sd[m, a], drawn[:, m, a]))
+                    rows.append((level, m if len(fitted.covariance) > 1 else None, term, fitted.sd[m, a], sds[:, m, a]))
         if self.fitted.residual is not None:
-            sds = np.sqrt(np.array([each.residual for each in self.draws], dtype=np.float64))
+            sds = np.sqrt(np.array([drawn.residual for drawn in self.draws], dtype=np.float64))
             rows.append(("residual", None, None, np.sqrt(self.fitted.residual), sds))
         schema = {"level": pl.String, "cluster": pl.Int64, "term": pl.String, "sd": pl.Float64}
         table = pl.DataFrame([row[:4] for row in rows], schema=schema, orient="row")
@@ -60,8 +58,6 @@ class Bootstrap:
 def bootstrap(
     learned: Learned,
     shape: Shape,
-    tree: Hierarchy,
-    terms: tuple[str, ...],
     wbar: Floats,
     *,
     data: GroupedData | None = None,
@@ -77,28 +73,28 @@ def bootstrap(
     if by_rows and (data is None or loss is None):
         raise SolverError("The bootstrap of counts or classes needs the rows that the model was fitted to.")
     if by_rows and data is not None and data.weights is not None and (data.weights != 1).any():
-        raise SolverError("Rows of counts or classes that carry weights cannot be drawn again; repeat the rows instead.")
+        raise SolverError("Counts or classes with weights cannot be drawn again; repeat the rows instead of weighting them.")
     rng, reml = np.random.default_rng(seed), learned.components.method == "REML"
     estimates = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
-        for theta in _draw_clients(learned, tree, wbar, rng, draws):
+        for theta in _draw_clients(learned, wbar, rng, draws):
             if data is not None and loss is not None and not loss.reml:
                 y = loss.draw(data.margin(theta), rng, learned.dispersion)
                 components = estimate(InMemory.of(replace(data, y=y), loss), shape)[1].components
             else:
                 sums = _draw_sums(learned, theta, rng)
-                with threads_for(tree.n_clients * len(terms) ** 2):
-                    criterion = LinearCriterion(Survey.of_sums(sums, tree, terms), shape, reml=reml)
-                    components = finish(criterion, *search(criterion))[1].components
+                with threads_for(learned.tree.n_clients * len(wbar) ** 2):
+                    criterion = LinearCriterion(_survey(sums, learned), shape, reml=reml)
+                    components = finish(criterion, search(criterion))[1].components
             estimates.append(components)
             if progress is not None:
                 progress(len(estimates), draws)
     return Bootstrap(learned.components, tuple(estimates))
 
 
-def _draw_clients(learned: Learned, tree: Hierarchy, wbar: Floats, rng: np.random.Generator, draws: int) -> Iterator[Floats]:
-    client, cluster = _roots(learned.client), _roots(learned.cluster)
+def _draw_clients(learned: Learned, wbar: Floats, rng: np.random.Generator, draws: int) -> Iterator[Floats]:
+    client, cluster, tree = _roots(learned.client), _roots(learned.cluster), learned.tree
     scale = np.sqrt(learned.dispersion)
     for _ in range(draws):
         w = wbar + scale * _multiply(cluster, rng.normal(size=(tree.n_clusters, len(wbar))))
@@ -126,3 +122,16 @@ def _draw_sums(learned: Learned, theta: Floats, rng: np.random.Generator) -> Cli
     left = np.where(units.n > solid.sum(axis=1), left, 0.0)
     r = np.einsum("iab,ib->ia", vectors, root * seen)
     return ClientSums(Quadratic(units.C, r, 0.5 * ((seen**2).sum(axis=1) + left), units.n), learned.origin, learned.log_weights)
+
+
+def _survey(sums: ClientSums, learned: Learned) -> Survey:
+    """The survey of a node that has its clients' sums but no rows."""
+    tree, d = learned.tree, len(learned.terms)
+    no_rows = GroupedData(np.empty((0, d)), np.empty(0), np.zeros(tree.n_clients + 1, dtype=np.int64), tree, learned.terms)
+    network = InMemory.of(no_rows, loss_of("gaussian"))
+    columns = WorkingColumns(np.zeros(d), -1, sums.origin)
+    network.node.keep(columns)
+    network.node.cache["losses"] = (columns.shift, columns.origin), sums.units
+    cluster_sums = Quadratic(*(tree.sum_up(part) for part in (sums.units.C, sums.units.r, sums.units.c, sums.units.n)))
+    nothing_constant = np.zeros((2, d), dtype=bool)
+    return Survey(CountingNetwork(network), columns, cluster_sums, sums.log_weights, np.zeros(d), nothing_constant)

@@ -1,16 +1,15 @@
-"""How a node sees its rows while covariances are learned, and what it keeps between messages.
+"""The columns, rows and sums that a node works with while covariances are estimated.
 
-Columns may be shifted (:mod:`.centring`). Losses are about an origin that all nodes share. Terms are in a working order: those
-that vary come first. Arrays that one message made serve the next. A node may be served by several processes in turn, so a
-cached value is used only if it was made of the same arrays.
+A node works with shifted columns, with losses about an origin that all nodes share, and with terms in a working order: terms
+that vary come first. Arrays that were computed for one message are cached for the next. Several processes may serve a node in
+turn, so a cached value is used only if it was computed from equal arrays.
 
-Centre columns that are far from zero, such as a year, while the covariances are learned.
+Columns that are far from zero, such as a year, are centred. With ``x - c`` in place of ``x`` the intercept becomes
+``t_0' = t_0 + c t_x``. The model is the same if the intercept varies wherever ``x`` does, with a full covariance. Centring
+matters: where ``c`` is hundreds of times the spread of ``x``, the intercept (at the year 0) is almost a multiple of the slope,
+and the search for their covariance is ill-conditioned.
 
-With ``x - c`` in place of ``x`` the intercept becomes ``t_0' = t_0 + c t_x``. The model is the same if the intercept varies
-wherever ``x`` does, with a full covariance. Centring matters: where ``c`` is hundreds of times the spread of ``x``, the
-intercept (at the year 0) is almost a multiple of the slope, and the search for their covariance is ill-conditioned.
-
-    node          sends     totals of its rows: sums and squares of columns, X'X, X'y, how many values of a column are 1
+    node          sends     RowTotals: sums and squares of columns, X'X, X'y, the number of ones in each column
     coordinator   chooses   the column of ones, if there is one, and the columns to centre
 """
 
@@ -19,33 +18,34 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from covey._typing import Anything, Floats, Ints
-from covey.losses import Loss, loss_of
-from covey.nodes.network import Arrived, Message, Network, Node, R, threads_for
+from covey.losses import loss_of
+from covey.nodes.network import Message, Network, Node, R, threads_for
 from covey.records import Record, Reply
 from covey.solvers.direct.elimination import Quadratic, Spread
 from covey.solvers.result import Fit
 from covey.tables.rows import GroupedData
-from covey.tree.hierarchy import Hierarchy
 from covey.variance.components import Components, Learned, LevelComponents, Shape, Whole
 
 T = TypeVar("T")
 
 
 class LearningState(Record):
-    """What nodes keep while covariances are learned, and drop before a solver begins."""
+    """State that a node keeps while covariances are estimated, and drops before a solver begins."""
 
 
 @dataclass(frozen=True)
 class WorkingColumns(LearningState):
-    """Columns less ``shift (d,)``, and losses about ``origin (d,)``. The column ``one`` of ones takes up the shift.
+    """The vector ``shift (d,)`` is subtracted from the columns. Losses are about the coefficients ``origin (d,)``.
+
+    ``one`` is the position of a column of ones, whose coefficient changes with the shift; -1 if there is none.
 
     >>> columns = WorkingColumns(np.array([0.0, 2000.0]), 0, np.zeros(2))
-    >>> columns.to_user_units(np.array([[5.0, 3.0]])).tolist()  # an intercept at the year 2000 becomes that at the year 0
+    >>> columns.to_user_units(np.array([[5.0, 3.0]])).tolist()  # the intercept at the year 2000, then at the year 0
     [[-5995.0, 3.0]]
     """
 
@@ -53,24 +53,20 @@ class WorkingColumns(LearningState):
     one: int
     origin: Floats
 
-    @classmethod
-    def unshifted(cls, d: int) -> WorkingColumns:
-        return cls(np.zeros(d), -1, np.zeros(d))
-
     def to_user_units(self, coefficients: Floats) -> Floats:
-        """Coefficients ``(..., d)`` of shifted columns as those of the user's columns."""
+        """Convert coefficients ``(..., d)`` of shifted columns to those of the user's columns."""
         return coefficients @ self.to_user.T if self.shift.any() else coefficients
 
     @property
     def to_user(self) -> Floats:
-        """The matrix ``(d, d)`` that turns coefficients of shifted columns into those of the user's columns."""
+        """The matrix ``(d, d)`` that converts coefficients of shifted columns to those of the user's columns."""
         matrix = np.eye(len(self.shift))
         if self.shift.any():
             matrix[self.one] -= self.shift
         return matrix
 
     def losses_to_user_units(self, losses: Quadratic) -> Quadratic:
-        """Losses as functions of the coefficients of the user's columns."""
+        """Convert losses to functions of the coefficients of the user's columns."""
         if not self.shift.any():
             return losses
         inverse = 2.0 * np.eye(len(self.shift)) - self.to_user
@@ -79,27 +75,27 @@ class WorkingColumns(LearningState):
 
 @dataclass(frozen=True)
 class TermOrder(Record):
-    """The working order of terms, by position ``(d,)``. Only the first ``width`` may vary between clients."""
+    """The working order of terms: positions ``(d,)`` in the data. Only the first ``width`` may vary between clients."""
 
     terms: Ints
     width: int
 
     @property
     def inverse(self) -> Ints:
-        """Where each term is in the working order."""
+        """The place of each term in the working order."""
         return np.argsort(self.terms)
 
     @property
     def key(self) -> tuple[Anything, ...]:
-        """For :func:`cached`."""
+        """The arrays that identify the order, for :func:`from_cache`."""
         return self.terms, np.array([self.width])
 
 
 @dataclass(frozen=True)
 class ClientSums(LearningState):
-    """All that a linear fit needs of the rows: each client's loss about ``origin (d,)``, and the sum of log weights.
+    """Each client's loss about ``origin (d,)``, and the sum of log weights. A linear fit needs nothing else of the rows.
 
-    Bootstraps and updates begin here, without rows.
+    Bootstraps and updates start from these sums, without rows.
     """
 
     units: Quadratic
@@ -107,93 +103,96 @@ class ClientSums(LearningState):
     log_weights: float
 
 
-@dataclass
-class CountingNetwork(Network):
-    """A network that counts the exchanges asked of it."""
+class CountingNetwork:
+    """A network whose exchanges are counted."""
 
-    network: Network
-    exchanges: int = 0
-
-    @property
-    def tree(self) -> Hierarchy:
-        return self.network.tree
-
-    @property
-    def terms(self) -> tuple[str, ...]:
-        return self.network.terms
-
-    @property
-    def loss(self) -> Loss:
-        return self.network.loss
-
-    def send(self, message: Message[Any]) -> None:
-        self.exchanges += 1
-        self.network.send(message)
-
-    def collect(self) -> list[Arrived]:
-        return self.network.collect()
+    def __init__(self, network: Network) -> None:
+        self.network, self.exchanges = network, 0
+        self.tree, self.terms, self.loss = network.tree, network.terms, network.loss
 
     def ask(self, message: Message[R]) -> R:
         self.exchanges += 1
         return self.network.ask(message)
 
-    def clients(self) -> Node | None:
-        return self.network.clients()
-
 
 def threads_of(network: Network) -> AbstractContextManager[None]:
-    """As many threads as an evaluation is worth, where all clients are in memory; other nodes choose for themselves."""
+    """Set the number of threads by the work of one evaluation, if all clients are in memory. Other nodes choose their own."""
     node = network.clients()
     if node is None:
         return nullcontext()
     data = node.data
-    # An evaluation reads the rows, and does a few operations on each client's matrix.
+    # An evaluation reads the rows and does a few operations on each client's matrix.
     return threads_for(data.n_rows * data.n_terms + data.n_clients * data.n_terms**3 // 8)
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What the coordinator asks of all nodes before a search. A fit, and the fits that test it, share one survey.
+
+    Attributes
+    ----------
+    network : the nodes, which use ``columns`` from now on
+    columns : the working columns of all nodes
+    cluster_sums : each cluster's sum of its clients' losses about the origin
+    log_weights : the sum over all rows of the logarithms of their weights
+    middle : (d,) for counts and classes the coefficients of one model for all rows; zero for a linear model
+    constant_within : (2, d) which terms are constant within every cluster, and within every client
+    totals : the totals of all rows; None if there are only sums
+    """
+
+    network: CountingNetwork
+    columns: WorkingColumns
+    cluster_sums: Quadratic
+    log_weights: float
+    middle: Floats
+    constant_within: Anything
+    totals: RowTotals | None = None
 
 
 # At the node
 
 
 def working_columns(node: Node) -> WorkingColumns:
-    """The working columns that the coordinator has set; without any, the columns as they are."""
-    return node.find(WorkingColumns) or WorkingColumns.unshifted(node.data.n_terms)
+    """The working columns that the coordinator has set, or else the columns as they are."""
+    d = node.data.n_terms
+    return node.find(WorkingColumns) or WorkingColumns(np.zeros(d), -1, np.zeros(d))
 
 
-def cached(node: Node, name: str, key: tuple[Anything, ...], make: Callable[[], T]) -> T:
-    """The value that was made of the arrays ``key``; made now if the cache has none, or one of other arrays."""
+def from_cache(node: Node, name: str, key: tuple[Anything, ...], compute: Callable[[], T]) -> T:
+    """The cached value of this name, computed anew unless it was computed from the same arrays ``key``."""
     entry = node.cache.get(name)
     if entry is None or not all(a is b or np.array_equal(a, b) for a, b in zip(entry[0], key, strict=True)):
-        entry = node.cache[name] = (key, make())
+        entry = node.cache[name] = (key, compute())
     value: T = entry[1]
     return value
 
 
 def client_rows(node: Node, order: Ints | None = None) -> GroupedData:
-    """The node's rows, with shifted columns in working order."""
+    """The node's rows, with shifted columns in the working order."""
     data, shift = node.data, working_columns(node).shift
     order = np.arange(data.n_terms) if order is None else order
     permuted = bool((order != np.arange(data.n_terms)).any())
     if not (permuted or shift.any()):
         return data
 
-    def make() -> GroupedData:
+    def compute() -> GroupedData:
         X = data.X - shift if shift.any() else data.X
         terms = tuple(data.terms[at] for at in order)
         return replace(data, X=np.ascontiguousarray(X[:, order]) if permuted else X, terms=terms)
 
-    return cached(node, "rows", (shift, order), make)
+    return from_cache(node, "rows", (shift, order), compute)
 
 
 def client_losses(node: Node, order: Ints | None = None) -> Quadratic:
-    """Each client's loss about the origin, with terms in working order; for a linear model that is all of the rows."""
+    """Each client's loss about the origin, with terms in the working order."""
     columns = working_columns(node)
 
-    def make() -> Quadratic:
+    def compute() -> Quadratic:
         data = client_rows(node)
         here = node.loss.expand(data, np.tile(columns.origin, (data.n_clients, 1)))
         return Quadratic(here.hessian, -here.gradient, here.value, data.rows_that_count)
 
-    losses = cached(node, "losses", (columns.shift, columns.origin), make)
+    losses = from_cache(node, "losses", (columns.shift, columns.origin), compute)
     if order is None or not (order != np.arange(len(order))).any():
         return losses
 
@@ -201,53 +200,49 @@ def client_losses(node: Node, order: Ints | None = None) -> Quadratic:
         C, r = losses.C[:, order[:, None], order], losses.r[:, order]
         return replace(losses, C=np.ascontiguousarray(C), r=np.ascontiguousarray(r))
 
-    return cached(node, "losses in order", (columns.shift, columns.origin, order), permute)
-
-
-def use_sums(node: Node, sums: ClientSums) -> None:
-    """Give a node its clients' sums instead of rows."""
-    columns = WorkingColumns(np.zeros(len(sums.origin)), -1, sums.origin)
-    node.keep(columns)
-    node.cache["losses"] = (columns.shift, columns.origin), sums.units
+    return from_cache(node, "losses in order", (columns.shift, columns.origin, order), permute)
 
 
 def client_spread(node: Node, S: Floats, order: TermOrder) -> Spread:
-    """The covariance of each of the node's clients about its cluster; ``S`` is ``(1, d, d)``, or ``(k, d, d)`` by cluster."""
+    """The covariance of each of the node's clients about its cluster, from ``S (1 or k, d, d)``."""
     tree = node.data.hierarchy
     return Spread.of_covariances(S if len(S) == 1 else S[tree.parent], tree.n_clients, order.width)
 
 
 @dataclass(frozen=True)
 class NonFiniteClients(Reply):
-    """The number of clients whose coefficients are not finite."""
+    """The number of clients with coefficients that are not finite."""
 
     n_nonfinite: int
 
 
 def keep_results(node: Node, theta: Floats, losses: Quadratic, origin: Floats) -> NonFiniteClients:
-    """Keep coefficients and sums of the node's clients, in the user's units."""
-    columns, weights = working_columns(node), node.data.weights
+    """Keep the coefficients and sums of the node's clients, in the user's units."""
+    columns = working_columns(node)
     node.theta = columns.to_user_units(theta)
-    log_weights = 0.0 if weights is None else float(np.log(weights[weights > 0]).sum())
-    node.keep(ClientSums(columns.losses_to_user_units(losses), columns.to_user_units(origin), log_weights))
+    node.keep(ClientSums(columns.losses_to_user_units(losses), columns.to_user_units(origin), _log_weights(node.data)))
     return NonFiniteClients(int((~np.isfinite(node.theta).all(axis=1)).sum()))
 
 
-def node_learned(node: Node, components: Components, covariance: Floats, whole: Whole | None = None) -> Learned:
-    """What was learned, with the sums of one node's clients, so that there are intervals for these.
+def _log_weights(data: GroupedData) -> float:
+    weights = data.weights
+    return 0.0 if weights is None else float(np.log(weights[weights > 0]).sum())
 
-    ``components``, ``covariance`` and ``whole`` are those of the coordinator's :class:`.Learned`. Without ``whole`` the node
-    holds all clients.
+
+def node_learned(node: Node, components: Components, covariance: Floats, whole: Whole | None = None) -> Learned:
+    """Join the coordinator's estimates with the sums of one node's clients, so that these clients have intervals.
+
+    ``components``, ``covariance`` and ``whole`` are fields of the coordinator's :class:`.Learned`. Leave out ``whole`` if the
+    node holds all clients.
     """
-    sums = node.state(ClientSums)
-    tree, terms = node.data.hierarchy, node.data.terms
-    learned = Learned.of(components, terms, tree, covariance, sums.units, sums.origin, sums.log_weights)
-    return replace(learned, whole=whole)
+    data, kept = node.data, node.state(ClientSums)
+    sums = kept.units, kept.origin, kept.log_weights
+    return Learned(components, data.terms, data.hierarchy, covariance, *sums, whole)
 
 
 @dataclass(frozen=True)
 class ForgetCovariances(Message[None], label="forget covariances", phase="learn", reply=False):
-    """Drop all state from the learning of covariances, so that a solver begins as if it had not happened."""
+    """Drop all state of the estimation of covariances, so that a solver starts from a clean node."""
 
     def at(self, node: Node) -> None:
         node.theta = None
@@ -256,7 +251,7 @@ class ForgetCovariances(Message[None], label="forget covariances", phase="learn"
 
 
 _FAR = 5.0  # standard deviations
-_LOST_DIGITS = 1e-6  # variance over squared mean below which sums of squares about zero do not give the variance
+_LOST_DIGITS = 1e-6  # below this ratio of variance to squared mean, sums of squares about zero do not give the variance
 _ROUNDING = 4 * float(np.finfo(float).eps)
 
 
@@ -273,7 +268,7 @@ class RowTotals(Reply):
     gram, rhs : ``X'WX (d, d)`` and ``X'W(y - offset) (d,)``
     response, response_squares : the sums of ``y`` and of ``W (y - offset)^2``
     constant : the part of the negative log-likelihood that losses leave out
-    perfect : the lowest loss that the rows could have, where a dispersion is estimated
+    perfect : the lowest loss that the rows could have, if a dispersion is estimated
     """
 
     rows: int
@@ -293,7 +288,7 @@ class RowTotals(Reply):
 
 @dataclass(frozen=True)
 class SumRows(Message[RowTotals], label="totals of rows", phase="learn"):
-    """Sum the rows, with columns less ``shift (d,)``."""
+    """Sum the rows, after ``shift (d,)`` is subtracted from the columns."""
 
     shift: Floats
 
@@ -307,7 +302,7 @@ class SumRows(Message[RowTotals], label="totals of rows", phase="learn"):
             data.n_rows,
             float(data.rows_that_count.sum()),
             float(data.n_rows if weights is None else weights.sum()),
-            0.0 if weights is None else float(np.log(weights[weights > 0]).sum()),
+            _log_weights(data),
             (node.data.X == 1.0).sum(axis=0).astype(np.float64),
             data.X.sum(axis=0),
             np.einsum("la,la->a", data.X, data.X),
@@ -320,8 +315,8 @@ class SumRows(Message[RowTotals], label="totals of rows", phase="learn"):
         )
 
 
-def choose_columns(network: Network, shape: Shape) -> tuple[WorkingColumns, RowTotals]:
-    """Working columns that centre far columns, where that leaves the model the same, and the totals of their rows."""
+def choose_columns(network: CountingNetwork, shape: Shape) -> tuple[WorkingColumns, RowTotals]:
+    """Centre columns that are far from zero, if the model stays the same. Returns the columns and the totals of their rows."""
     d = len(network.terms)
     totals = network.ask(SumRows(np.zeros(d)))
     one = next((a for a in range(d) if totals.ones[a] == totals.rows), -1)
@@ -339,41 +334,36 @@ def choose_columns(network: Network, shape: Shape) -> tuple[WorkingColumns, RowT
 
 
 def _may_be_far(totals: RowTotals, mean: Floats) -> Anything:
-    """Which columns may be far from zero; the sums of squares of some have lost the digits that say."""
+    """Which columns may be far from zero. Some sums of squares have lost the digits that would decide."""
     with np.errstate(over="ignore", invalid="ignore"):
         variance = totals.squares / totals.rows - mean**2
         return np.asarray((mean**2 > _FAR**2 * variance) | ((variance < _LOST_DIGITS * mean**2) & (mean != 0)))
 
 
 def _may_centre(a: int, one: int, shape: Shape) -> bool:
-    """Whether the model is the same with term ``a`` centred."""
+    """Whether the model stays the same if term ``a`` is centred."""
     levels = (shape.client, shape.client_kind), (shape.cluster, shape.cluster_kind)
     return a != one and all(a not in varying or (kind == "full" and one in varying) for varying, kind in levels)
 
 
-def uncentred(
-    fit: Fit, learned: Learned, columns: WorkingColumns, terms: tuple[str, ...], tree: Hierarchy
-) -> tuple[Fit, Learned]:
-    """A fit to shifted columns in the user's units. The nodes do the same for their clients."""
+def uncentred(fit: Fit, learned: Learned, columns: WorkingColumns) -> tuple[Fit, Learned]:
+    """Convert a fit to shifted columns to the user's units. The nodes convert the coefficients of their clients."""
     if not columns.shift.any():
         return fit, learned
     to_user, whole = columns.to_user, learned.whole
     fit = replace(fit, w=columns.to_user_units(fit.w), wbar=columns.to_user_units(fit.wbar))
-    components = replace(
-        learned.components,
-        client=_level_uncentred(learned.components.client, terms, columns),
-        cluster=_level_uncentred(learned.components.cluster, terms, columns),
-    )
+    parts = learned.components
+    client, cluster = (_level_uncentred(level, learned.terms, columns) for level in (parts.client, parts.cluster))
+    components = replace(parts, client=client, cluster=cluster)
     covariance, origin = to_user @ learned.covariance @ to_user.T, columns.to_user_units(learned.origin)
-    result = Learned.of(components, terms, tree, covariance, learned.units, origin, learned.log_weights)
     if whole is not None:
         whole = replace(whole, clusters=to_user @ whole.clusters @ to_user.T)
-    return fit, replace(result, whole=whole)
+    return fit, replace(learned, components=components, covariance=covariance, origin=origin, whole=whole)
 
 
 def _level_uncentred(level: LevelComponents, terms: tuple[str, ...], columns: WorkingColumns) -> LevelComponents:
     at = np.array([terms.index(term) for term in level.terms], dtype=np.int64)
-    # Only a column that is centred and varies at this level changes the variance of the intercept.
+    # The variance of the intercept changes only if a centred column varies at this level.
     if columns.one not in at or not columns.shift[at].any():
         return level
     to_user = columns.to_user[at[:, None], at]

@@ -1,20 +1,22 @@
-"""Which terms vary between clients and between clusters, and how: what is asked for, before any data is seen.
+"""Variance components: which terms vary, covariances as functions of parameters, and the results of an estimation.
 
-Covariances of clients and clusters as functions of a vector of parameters.
+:class:`Shape` says which terms vary at which level, before any data is read. :class:`Parameters` maps a vector of parameters
+to the covariances of clients and clusters. :class:`Components` and :class:`Learned` hold the estimates.
 
 The covariance of a level is ``S = L L'``, in units of the columns' sizes. ``L`` is a multiple of the identity, diagonal, or
-lower triangular; its entries are the parameters. lme4 uses the same Cholesky factor, but with bounds on its diagonal (Bates,
+lower triangular; its entries are the parameters. lme4 uses the same Cholesky factor, with bounds on its diagonal (Bates,
 Maechler, Bolker and Walker 2015). Here an entry may have either sign, so the search has no constraints, and a level without
 variation is a point like any other. At such a point every derivative in ``L`` is zero, whether it is an optimum or not. The
-derivative in ``S`` decides (:mod:`.boundary`).
+derivative in ``S`` decides (:func:`.resolve_boundary`).
 
-Results of an estimation: variances at each level, in the units of the response, and what reports and intervals need.
+In the paper, arXiv:2204.13619, ``S`` is a multiple of the identity: ``I / gamma`` for clients, ``I / lam`` for clusters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -24,14 +26,14 @@ from covey.solvers.direct.elimination import Quadratic, Spread
 from covey.tree.hierarchy import Hierarchy
 
 Kind = Literal["isotropic", "diagonal", "full"]
-"""Of a covariance: one variance for all terms (as in the paper, arXiv:2204.13619), one for each, or with correlations."""
+"""The form of a covariance: one variance for all terms (as in the paper), one per term, or one per term and correlations."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Which terms vary at which level, by position, with which kind of covariance.
+    """The positions of the terms that vary at each level, and the form of their covariance.
 
-    With ``per_cluster`` the clients of each cluster have a covariance of their own.
+    With ``per_cluster`` there is one covariance of clients for each cluster, instead of one for all clusters.
     """
 
     client: tuple[int, ...]
@@ -41,13 +43,13 @@ class Shape:
     per_cluster: bool = False
 
     def without(self) -> dict[str, Shape]:
-        """The two smaller models, by the level that does not vary in them."""
+        """The two models with one level less. The key is the level that does not vary."""
         return {"client": replace(self, client=(), per_cluster=False), "cluster": replace(self, cluster=())}
 
     def order(self, d: int) -> Ints:
-        """The working order of ``d`` terms: those that vary by client, those that vary by cluster only, the others.
+        """The working order of ``d`` terms: first those that vary by client, then those that vary by cluster only.
 
-        Elimination of a client costs next to nothing for terms that come after those that vary.
+        Eliminating a client costs almost nothing for the terms behind those that vary.
         """
         rank = [(a not in self.client and a not in self.cluster, a not in self.client, a) for a in range(d)]
         return np.array(sorted(range(d), key=rank.__getitem__), dtype=np.int64)
@@ -55,7 +57,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Variation:
-    """The covariance of the clients about their cluster, or of the clusters about the global model.
+    """The covariance of the clients about their cluster, or of the clusters about the global model, as a function.
 
     Parameters
     ----------
@@ -76,75 +78,70 @@ class Variation:
 
     @property
     def width(self) -> int:
-        """How many of the first terms contain all that vary."""
+        """The number of leading terms that contain all varying terms."""
         return int(self.terms.max()) + 1 if self.q else 0
 
     @property
-    def each(self) -> int:
-        """The number of parameters of one covariance."""
-        if self.q == 0:
-            return 0
-        return {"isotropic": 1, "diagonal": self.q, "full": self.q * (self.q + 1) // 2}[self.kind]
+    def entries(self) -> tuple[Ints, Ints]:
+        """Rows and columns of the entries of ``L`` that may differ from zero."""
+        return np.tril_indices(self.q) if self.kind == "full" else (np.arange(self.q), np.arange(self.q))
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all terms share one parameter."""
+        return self.kind == "isotropic" and self.q > 0
 
     @property
     def n_parameters(self) -> int:
-        return self.count * self.each
+        return self.count * (1 if self.is_shared else len(self.entries[0]))
 
     @property
     def unit(self) -> Floats:
-        """Each term's unit; one unit for all terms if they share a variance, so that it is the same in the user's units."""
-        if self.kind == "isotropic" and self.q:
+        """The unit of each term. Terms that share a variance share one unit, so that they do so in the user's units too."""
+        if self.is_shared:
             return np.full(self.q, 1.0 / np.sqrt((self.size**-2).mean()))
         return self.size
 
     def factors(self, x: Floats) -> Floats:
         """``L (count, q, q)``, in the user's units."""
         L = np.zeros((self.count, self.q, self.q))
-        values = x.reshape(self.count, self.each)
-        at = np.arange(self.q)
-        if self.kind == "full":
-            rows, columns = np.tril_indices(self.q)
-            L[:, rows, columns] = values
-        else:
-            L[:, at, at] = values
+        rows, columns = self.entries
+        L[:, rows, columns] = x.reshape(self.count, -1)
         return self.unit[:, None] * L
+
+    def matrices(self, x: Floats) -> Floats:
+        """``S (count, q, q)`` of the varying terms, in the user's units."""
+        L = self.factors(x)
+        return np.asarray(L @ L.swapaxes(1, 2))
 
     def covariances(self, x: Floats, d: int) -> Floats:
         """``S (count, d, d)``, zero where a term does not vary."""
-        L = self.factors(x)
         whole = np.zeros((self.count, d, d))
-        whole[:, self.terms[:, None], self.terms] = L @ L.swapaxes(1, 2)
+        whole[:, self.terms[:, None], self.terms] = self.matrices(x)
         return whole
 
     def gradient(self, x: Floats, G: Floats) -> Floats:
         """The gradient in ``x``, from ``G (count, q, q)``, the gradient in ``S``."""
-        slope = 2.0 * self.unit[:, None] * (G @ self.factors(x))
-        at = np.arange(self.q)
-        if self.kind == "full":
-            rows, columns = np.tril_indices(self.q)
-            return np.asarray(slope[:, rows, columns]).ravel()
-        diagonal = slope[:, at, at]
-        return np.asarray(diagonal.sum(axis=1) if self.kind == "isotropic" and self.q else diagonal).ravel()
+        rows, columns = self.entries
+        slope = (2.0 * self.unit[:, None] * (G @ self.factors(x)))[:, rows, columns]
+        return np.asarray(slope.sum(axis=1) if self.is_shared else slope).ravel()
 
     def of_covariances(self, S: Floats) -> Floats:
-        """The parameters of covariances ``(count, q, q)``; of the nearest of this kind if they are of another."""
+        """The parameters of covariances ``(count, q, q)``. Covariances of another form are first reduced to this one."""
         scaled = S / (self.unit[:, None] * self.unit)
-        at = np.arange(self.q)
+        rows, columns = self.entries
         if self.kind == "full":
-            rows, columns = np.tril_indices(self.q)
             return np.asarray(_factor(scaled)[:, rows, columns]).ravel()
-        variances = np.maximum(scaled[:, at, at], 0.0)
-        if self.kind == "isotropic" and self.q:
-            variances = variances.mean(axis=1, keepdims=True)
-        return np.sqrt(variances).ravel()
+        variances = np.maximum(scaled[:, rows, columns], 0.0)
+        return np.sqrt(variances.mean(axis=1) if self.is_shared else variances).ravel()
 
     def even(self, sd: float) -> Floats:
-        """The parameters when every term varies by ``sd`` of its unit."""
+        """The parameters if every term has the standard deviation ``sd``, in its unit."""
         S = np.diag((sd * self.size) ** 2)
         return self.of_covariances(np.broadcast_to(S, (self.count, self.q, self.q)))
 
     def pick(self, G: Floats) -> Floats:
-        """The block of the varying terms in matrices ``(count, d, d)``."""
+        """The rows and columns of the varying terms of matrices ``(count, d, d)``."""
         return np.asarray(G[:, self.terms[:, None], self.terms])
 
 
@@ -152,7 +149,7 @@ class Variation:
 class Parameters:
     """The covariances of both levels as one vector: the clients' parameters, then the clusters'.
 
-    A vector may go on after these, with parameters of the global model.
+    A vector may have more entries: the parameters of the global model follow.
     """
 
     client: Variation
@@ -160,7 +157,7 @@ class Parameters:
 
     @classmethod
     def of(cls, shape: Shape, size: Floats, clusters: int) -> Parameters:
-        """For columns whose coefficients have the units ``size (d,)``, in the data's order."""
+        """For columns whose coefficients have the units ``size (d,)``, in the order of the data."""
         order = shape.order(len(size))
         place = np.argsort(order)
         client, cluster = (np.sort(place[list(terms)]).astype(np.int64) for terms in (shape.client, shape.cluster))
@@ -173,8 +170,8 @@ class Parameters:
         """The number of parameters of both covariances."""
         return self.client.n_parameters + self.cluster.n_parameters
 
-    def split(self, x: Floats) -> list[tuple[Variation, Floats]]:
-        """The clients' and the clusters' variation, each with its parameters."""
+    def split(self, x: Anything) -> list[tuple[Variation, Anything]]:
+        """The variation of clients and that of clusters, with the views of ``x`` that hold their parameters."""
         cut = self.client.n_parameters
         return [(self.client, x[:cut]), (self.cluster, x[cut : self.n_parameters])]
 
@@ -189,33 +186,34 @@ class Parameters:
         return np.concatenate([variation.gradient(part, variation.pick(G)) for (variation, part), G in parts])
 
     def even(self, client: float, cluster: float) -> Floats:
-        """The parameters when every term varies by the same share of its unit at each level."""
+        """The parameters if every term has these standard deviations between clients and between clusters, in its unit."""
         return np.concatenate([self.client.even(client), self.cluster.even(cluster)])
 
     def far(self, x: Floats, factor: float) -> list[Floats]:
-        """Points far from ``x``: one level's variation ``factor`` times as large or small, or some instead of none."""
-        points, first = [], 0
-        for variation, part in self.split(x):
+        """Points far from ``x``. In each one level's standard deviations are multiplied or divided by ``factor``.
+
+        A level without variation gets a standard deviation of 1 instead.
+        """
+        points = []
+        for level, (variation, part) in enumerate(self.split(x)):
             if len(part):
-                others = [factor * part, part / factor] if part.any() else [variation.even(1.0)]
-                points += [np.concatenate([x[:first], other, x[first + len(part) :]]) for other in others]
-            first += len(part)
+                for other in [factor * part, part / factor] if part.any() else [variation.even(1.0)]:
+                    points.append(x.copy())
+                    self.split(points[-1])[level][1][:] = other
         return points
 
     def free(self, x: Floats) -> Anything:
-        """Which entries of ``x`` move anything: not a variance at zero, nor a full covariance that is zero as a whole."""
+        """Which entries of ``x`` change the criterion. A variance of zero, and a full covariance of zero, do not."""
         free = np.ones(len(x), dtype=bool)
-        first = 0
-        for variation, part in self.split(x):
+        for (variation, part), (_, mask) in zip(self.split(x), self.split(free), strict=True):
             parts = part.reshape(variation.count, -1)
             held = ~parts.any(axis=1, keepdims=True) if variation.kind == "full" else parts == 0
-            free[first : first + len(part)] = ~np.broadcast_to(held, parts.shape).ravel()
-            first += len(part)
+            mask[:] = ~np.broadcast_to(held, parts.shape).ravel()
         return free
 
 
 def _factor(S: Floats) -> Floats:
-    """Lower triangular ``L`` with ``L L' = S``, for semi-definite ``S (m, q, q)`` too."""
+    """Lower triangular ``L`` with ``L L' = S``. ``S (m, q, q)`` may be singular."""
     L = np.zeros_like(S)
     for p in range(S.shape[1]):
         rest = S[:, p:, p] - np.einsum("mac,mc->ma", L[:, p:, :p], L[:, p, :p])
@@ -231,14 +229,14 @@ Method = Literal["REML", "ML", "Laplace"]
 
 @dataclass(frozen=True)
 class LevelComponents:
-    """How clients vary about their cluster, or clusters about the global model.
+    """The covariance of clients about their cluster, or of clusters about the global model.
 
     Attributes
     ----------
     terms : the ``q`` terms that vary
-    kind : of the covariance
-    covariance : (1 or k, q, q) of the coefficients; one for all clusters or one for each
-    sd_error : (1 or k, q) standard errors of the standard deviations; NaN at zero and where there is no estimate
+    kind : the form of the covariance
+    covariance : (1 or k, q, q) the covariance of the coefficients, one for all clusters or one per cluster
+    sd_error : (1 or k, q) standard errors of the standard deviations; NaN where the deviation is zero or has no estimate
     """
 
     terms: tuple[str, ...]
@@ -272,24 +270,20 @@ class LevelComponents:
     def from_json(cls, plain: Mapping[str, Any]) -> LevelComponents:
         q, count = len(plain["terms"]), len(plain["covariance"])
         covariance = np.array(plain["covariance"], dtype=np.float64).reshape(count, q, q)
-        return cls(
-            tuple(plain["terms"]),
-            plain["kind"],
-            covariance,
-            np.array(plain["sd_error"], dtype=np.float64).reshape(count, q),
-        )
+        errors = np.array(plain["sd_error"], dtype=np.float64).reshape(count, q)
+        return cls(tuple(plain["terms"]), plain["kind"], covariance, errors)
 
 
 @dataclass(frozen=True)
 class LikelihoodRatio:
-    """A test of the hypothesis that one level's variances are zero (:mod:`.ratio`).
+    """A test of the hypothesis that one level's variances are zero (:func:`.likelihood_ratios`).
 
     Attributes
     ----------
     level : "client" (do clients differ within clusters?) or "cluster" (do clusters matter?)
     statistic : twice the gain in log-likelihood if the level varies
     parameters : the number of its variances and covariances
-    p_value : corrected for zero being the boundary of the parameter space
+    p_value : allows for zero being on the boundary of the parameter space
     """
 
     level: str
@@ -305,14 +299,14 @@ class Components:
     Attributes
     ----------
     method : "REML", "ML" or "Laplace" (maximum likelihood, approximated to second order)
-    client, cluster : how clients vary about their cluster, and clusters about the global model
-    residual : the dispersion of a row of weight 1, in a linear model its variance; None where the mean determines it
-    log_likelihood : the restricted one for REML
+    client, cluster : the covariances of clients about their cluster, and of clusters about the global model
+    residual : the dispersion of a row of weight 1, which is the variance in a linear model; None for counts and classes
+    log_likelihood : for REML the restricted log-likelihood
     parameters : the number of estimated parameters, global coefficients included
     rows : the number of rows of positive weight
-    notes : sentences on what is singular and what did not converge
-    tests : one for each level that varies
-    shares : of clusters, clients and residual in the variance of a typical row's margin
+    notes : sentences on singular covariances and on convergence
+    tests : likelihood-ratio tests, one per level that varies
+    shares : the shares of clusters, clients and residual in the variance of an average row's margin
     """
 
     method: Method
@@ -349,7 +343,7 @@ class Components:
 
 @dataclass(frozen=True)
 class Whole:
-    """What intervals need of all clients, where the sums of some clients are at other nodes.
+    """Sums over the clients of all sites that intervals need, for a model that has the sums of some clients or none.
 
     Attributes
     ----------
@@ -373,58 +367,60 @@ class Whole:
 
 @dataclass(frozen=True)
 class Learned:
-    """Variance components with all that intervals, tests and updates need.
+    """Variance components, with the sums that intervals, tests and updates need.
 
     Attributes
     ----------
-    each : (1 or k, d, d) the covariance of clients about their cluster, for all clusters or for each
-    client, cluster : the same for each client and cluster; all relative to the residual variance (1 for counts and classes)
+    terms, tree : the terms of the model, and its clients in their clusters
     covariance : (d, d) the posterior covariance of the global model
-    units : each client's loss about ``origin (d,)``; for counts and classes to second order about the mode
-    whole : after a fit across sites, the part that concerns the clients of all sites
+    units : each client's loss about ``origin (d,)``; for counts and classes to second order about the mode. Empty if the
+        sums are at other sites or were not saved
+    log_weights : the sum over all rows of the logarithms of their weights
+    whole : after a fit across sites, the sums over the clients of all sites
     """
 
     components: Components
-    each: Floats
-    client: Spread
-    cluster: Spread
+    terms: tuple[str, ...]
+    tree: Hierarchy
     covariance: Floats
     units: Quadratic
     origin: Floats
     log_weights: float = 0.0
     whole: Whole | None = None
 
-    @classmethod
-    def of(
-        cls,
-        components: Components,
-        terms: Sequence[str],
-        tree: Hierarchy,
-        covariance: Floats,
-        units: Quadratic,
-        origin: Floats,
-        log_weights: float = 0.0,
-    ) -> Learned:
-        """For the clients and clusters of ``tree``; clusters that were added after the fit have the mean covariance."""
-        scale = 1.0 if components.residual is None else components.residual
-        each = components.client.embedded(terms) / scale
-        if len(each) > 1:
-            added = max(tree.n_clusters - len(each), 0)
-            each = np.concatenate([each, np.broadcast_to(each.mean(axis=0), (added, *each.shape[1:]))])
-        client = Spread.of_covariances(each if len(each) == 1 else each[tree.parent], tree.n_clients)
-        cluster = Spread.of_covariances(components.cluster.embedded(terms) / scale, tree.n_clusters)
-        return cls(components, each, client, cluster, covariance, units, origin, log_weights)
+    @property
+    def dispersion(self) -> float:
+        """The variance that the covariances below are relative to: 1 for counts and classes."""
+        return 1.0 if self.components.residual is None else self.components.residual
+
+    @cached_property
+    def client_covariances(self) -> Floats:
+        """The covariance of clients about their cluster, ``(1 or k, d, d)``, relative to the dispersion.
+
+        Clusters that were added after the fit have the mean over the other clusters.
+        """
+        S = self.components.client.embedded(self.terms) / self.dispersion
+        if len(S) > 1:
+            added = max(self.tree.n_clusters - len(S), 0)
+            S = np.concatenate([S, np.broadcast_to(S.mean(axis=0), (added, *S.shape[1:]))])
+        return S
+
+    @cached_property
+    def client(self) -> Spread:
+        """The covariance of each client about its cluster, relative to the dispersion."""
+        S, tree = self.client_covariances, self.tree
+        return Spread.of_covariances(S if len(S) == 1 else S[tree.parent], tree.n_clients)
+
+    @cached_property
+    def cluster(self) -> Spread:
+        """The covariance of each cluster about the global model, relative to the dispersion."""
+        return Spread.of_covariances(self.components.cluster.embedded(self.terms) / self.dispersion, self.tree.n_clusters)
 
     @property
     def has_sums(self) -> bool:
-        """Whether the clients' sums are there; a model may be saved without them."""
-        return len(self.units.n) == len(self.client.scale)
+        """Whether ``units`` holds the sums of every client of ``tree``."""
+        return len(self.units.n) == self.tree.n_clients
 
-    def knows(self, level: str) -> bool:
-        """Whether there are standard errors of the coefficients at a level."""
+    def has_standard_errors(self, level: str) -> bool:
+        """Whether the coefficients of a level have standard errors."""
         return level == "global" or self.has_sums or (level == "cluster" and self.whole is not None)
-
-    @property
-    def dispersion(self) -> float:
-        """The variance that covariances are relative to."""
-        return 1.0 if self.components.residual is None else self.components.residual

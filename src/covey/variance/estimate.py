@@ -1,21 +1,17 @@
-"""From an optimum of the criterion to a fit: coefficients, variances in the user's units, and their standard errors.
+"""Estimate the covariances of clients and clusters, their standard errors, and likelihood-ratio tests of both levels.
 
-Standard errors of the parameters come from the curvature of the log-likelihood at the optimum; those of standard deviations
-follow by the delta method.
+:func:`estimate` searches for the optimum of the likelihood, checks it, and turns it into a fit. The Laplace approximation to
+the likelihood of counts and classes can have several optima. So the search also evaluates points far from an optimum, and
+starts again from a point that is better. Standard errors of the parameters come from the curvature of the log-likelihood at the
+optimum. Those of standard deviations follow by the delta method.
 
-Estimate the covariances of clients and clusters: search for the best point of the likelihood, and check it.
-
-Laplace's approximation to the likelihood of classes and counts can have several optima. So the search also looks at points
-far from an optimum, and begins again where one of them is better.
-
-Do clusters matter, do clients differ? Likelihood-ratio tests of the hypothesis that a level's variances are zero.
-
-Zero is the boundary of the parameter space, so under the null hypothesis the statistic is not chi-squared but chi-bar-squared
-(Self and Liang 1987; Stram and Lee 1994): the squared length of a normal vector after projection on the cone of allowed
-directions. For one variance that gives half the usual p-value, for ``p`` variances a binomial mixture, for a full covariance
-the sum of squared positive eigenvalues of a symmetric normal matrix. Estimates of several variances are taken as uncorrelated.
-The length of the vector is independent of its direction. So the p-value is a mean over directions ``u`` of chi-squared tails,
-``P(chi2_p > t / h(u))``, where ``h`` is the share of the squared length that remains after projection.
+:func:`likelihood_ratios` tests the hypothesis that the variances of a level are zero: do clusters matter, do clients differ?
+Zero is on the boundary of the parameter space, so under the null hypothesis the statistic is not chi-squared but
+chi-bar-squared (Self and Liang 1987; Stram and Lee 1994): the squared length of a normal vector after projection on the cone of
+allowed directions. For one variance this halves the usual p-value. For ``p`` variances it is a binomial mixture, and for a full
+covariance the sum of squared positive eigenvalues of a symmetric normal matrix. Estimates of several variances are taken as
+uncorrelated. The length of the vector is independent of its direction. So the p-value is a mean over directions ``u`` of
+chi-squared tails, ``P(chi2_p > t / h(u))``, where ``h`` is the share of the squared length that remains after projection.
 """
 
 from __future__ import annotations
@@ -31,174 +27,19 @@ from covey.errors import ConvergenceWarning, DataError, SolverError, warn
 from covey.nodes.network import Network
 from covey.solvers.direct.elimination import Quadratic
 from covey.solvers.result import Convergence, Fit, Progress
-from covey.variance.columns import NonFiniteClients, node_learned, threads_of, uncentred
-from covey.variance.components import (
-    Components,
-    Kind,
-    Learned,
-    LevelComponents,
-    LikelihoodRatio,
-    Method,
-    Parameters,
-    Shape,
-    Whole,
-)
-from covey.variance.criterion import START, Criterion, LaplaceCriterion, LinearCriterion, criterion_for
-from covey.variance.identify import Survey, survey
-from covey.variance.laplace_likelihood import FinishMode
-from covey.variance.linear_likelihood import Evaluation, FinishLinear, UpperPosterior, cluster_covariances, invert
-from covey.variance.search import CONVERGED, MANY, NEGLIGIBLE, Optimum, approach, minimise, resolve_boundary, singular_notes
+from covey.variance.columns import Survey, node_learned, threads_of, uncentred
+from covey.variance.components import Components, Kind, Learned, LevelComponents, LikelihoodRatio, Parameters, Shape, Whole
+from covey.variance.identify import survey
+from covey.variance.laplace_likelihood import START, LaplaceCriterion
+from covey.variance.linear_likelihood import Criterion, LinearCriterion, cluster_covariances
+from covey.variance.search import CONVERGED, MANY, NEGLIGIBLE, Optimum, approach, minimise, notes_at, resolve_boundary
 
 NOT_FINITE = "The coefficients are not finite; the columns are probably on extreme scales: standardise them."
-
-
-def finish(criterion: Criterion, best: Optimum, notes: tuple[str, ...]) -> tuple[Fit, Learned]:
-    """The fit at an optimum. Nodes keep the coefficients and sums of their clients, so these arrays are empty here."""
-    if isinstance(criterion, LinearCriterion):
-        return _finish_linear(criterion, best, notes)
-    if isinstance(criterion, LaplaceCriterion):
-        return _finish_laplace(criterion, best, notes)
-    raise TypeError(f"There is no fit for a criterion of type {type(criterion).__name__}.")
-
-
-def _finish_linear(criterion: LinearCriterion, best: Optimum, notes: tuple[str, ...]) -> tuple[Fit, Learned]:
-    here, back, origin = criterion.evaluate(best.x), criterion.order.inverse, criterion.known.columns.origin
-    top, s2, d = here.top, here.top.dispersion, len(criterion.terms)
-    S_client, S_cluster = criterion.covariances(best.x)
-    _require_finite(criterion.network.ask(FinishLinear(S_client, criterion.order, top.w)))
-    method: Method = "REML" if criterion.likelihood.reml else "ML"
-    fit = Fit(np.empty((0, d)), origin + top.w[:, back], origin + top.wbar[back], _convergence(criterion, best, method))
-    client, cluster = (-pull / top.dof for pull in here.pull)
-    log_scale_gradient = criterion.parameters.gradient(best.x, client, cluster)
-    levels = _levels(criterion, best, s2, log_scale_gradient, parameter_covariance(best))
-    n_parameters, rows = d + criterion.parameters.n_parameters + 1, int(criterion.rows)
-    shares = _shares(criterion, levels, criterion.gram / rows, s2)
-    components = Components(method, *levels, s2, -0.5 * best.value, n_parameters, rows, notes, shares=shares)
-    covariance = s2 * invert(top.D.sum(axis=0))[0]
-    return fit, _learned(criterion, components, covariance, top, S_cluster[0], origin)
-
-
-def _finish_laplace(criterion: LaplaceCriterion, best: Optimum, notes: tuple[str, ...]) -> tuple[Fit, Learned]:
-    here, back, d, loss = criterion.evaluate(best.x), criterion.order.inverse, len(criterion.terms), criterion.network.loss
-    top, phi = here.top, here.top.dispersion
-    _require_finite(criterion.network.ask(FinishMode()))
-    fit = Fit(np.empty((0, d)), top.w[:, back], criterion.wbar(best.x)[back], _convergence(criterion, best, "Laplace"))
-    cut = criterion.parameters.n_parameters
-    errors = parameter_covariance(best, cut)
-    log_scale_gradient, log_scale_variance = _log_dispersion(criterion, best.x, here)
-    levels = _levels(criterion, best, phi, log_scale_gradient, errors, log_scale_variance)
-    shares = _shares(criterion, levels, criterion.moments, loss.residual(np.array([criterion.mean_response]), phi))
-    n_parameters, residual = d + cut + int(loss.dispersion), phi if loss.dispersion else None
-    likelihood, rows = -0.5 * best.value, criterion.rows
-    components = Components("Laplace", *levels, residual, likelihood, n_parameters, rows, notes, shares=shares)
-    half = criterion.half
-    covariance = half @ errors[cut:, cut:] @ half.T if len(best.x) <= MANY else phi * invert(top.D.sum(axis=0))[0]
-    return fit, _learned(criterion, components, covariance, top, criterion.covariances(best.x)[1][0], np.zeros(d))
-
-
-def _log_dispersion(criterion: LaplaceCriterion, x: Floats, here: Evaluation) -> tuple[Floats, float]:
-    """The gradient of the log of the dispersion, and its variance at given parameters; zero where the dispersion is 1."""
-    loss, likelihood, phi = criterion.network.loss, criterion.likelihood, here.top.dispersion
-    if not loss.dispersion:
-        return np.zeros(len(x)), 0.0
-    # The dispersion depends on the objective alone, whose gradient is that of the criterion with the mode held fixed.
-    step = 1e-5 * (likelihood.objective - likelihood.perfect)
-    ends = [loss.profile(likelihood.objective + move, likelihood.weight, likelihood.perfect)[1] for move in (-step, step)]
-    rate = float(np.log(ends[1] / ends[0])) / (2 * step)
-    client, cluster = (-0.5 * rate * phi * pull for pull in here.pull)
-    variances = criterion.parameters.gradient(x, client, cluster)
-    return np.concatenate([variances, criterion.global_gradient(-rate * here.top.force.sum(axis=0))]), rate * phi
-
-
-def _require_finite(clients: NonFiniteClients) -> None:
-    if clients.n_nonfinite:
-        raise DataError(NOT_FINITE)
-
-
-def _convergence(criterion: Criterion, best: Optimum, method: str) -> Convergence:
-    count = criterion.evaluations
-    message = f"{method} within {best.decrement:.0e} of its optimum after {count} evaluations"
-    gap = best.decrement if np.isfinite(best.decrement) else None
-    norm = float(np.linalg.norm(best.gradient))
-    return Convergence(method, best.converged, count, criterion.network.exchanges, best.value, norm, gap, message)
-
-
-def parameter_covariance(best: Optimum, variances: int | None = None) -> Floats:
-    """The covariance of the estimated parameters: twice the inverse of the criterion's Hessian, 0 where that is flat.
-
-    A flat direction is that of a variance held at zero. Only the first ``variances`` parameters can be: a flat direction among
-    the others has a large variance.
-    """
-    if len(best.x) > MANY:
-        return np.zeros_like(best.hessian)
-    values, vectors = np.linalg.eigh(np.nan_to_num(best.hessian))
-    floor = 1e-7 * max(float(values.max(initial=0.0)), 1e-30)
-    unknown = (vectors[variances:] ** 2).sum(axis=0) > 0.5 if variances is not None else np.zeros(len(values), dtype=bool)
-    inverse = np.where((values > floor) | unknown, 2.0 / np.maximum(values, 1e-7 * floor), 0.0)
-    return np.asarray((vectors * inverse) @ vectors.T)
-
-
-def _levels(
-    criterion: Criterion,
-    best: Optimum,
-    scale: float,
-    log_scale_gradient: Floats,
-    errors: Floats,
-    log_scale_variance: float = 0.0,
-) -> tuple[LevelComponents, LevelComponents]:
-    """The components of both levels in the units of the response; covariances are relative to ``scale``.
-
-    ``log_scale_variance`` is the variance of the log of the scale at given parameters.
-    """
-    first, levels = 0, []
-    for variation, x in criterion.parameters.split(best.x):
-        L = variation.factors(x)
-        S = L @ L.swapaxes(1, 2)
-        sd = np.sqrt(scale * np.einsum("maa->ma", S))
-        sd_error = np.full(sd.shape, np.nan)
-        positive = np.nonzero(sd) if len(best.x) <= MANY else ((), ())  # without a Hessian there are no standard errors
-        for m, a in zip(*positive, strict=True):
-            # The delta method for log sd = (log S_aa + log scale) / 2.
-            G = np.zeros_like(S)
-            G[m, a, a] = 0.5 / S[m, a, a]
-            slope = 0.5 * log_scale_gradient
-            slope[first : first + variation.n_parameters] += variation.gradient(x, G)
-            sd_error[m, a] = sd[m, a] * np.sqrt(max(float(slope @ errors @ slope), 0.0) + 0.25 * log_scale_variance)
-        first += variation.n_parameters
-        where = np.argsort(criterion.order.terms[variation.terms])
-        names = tuple(criterion.names(variation.terms[where]))
-        levels.append(LevelComponents(names, variation.kind, scale * S[:, where[:, None], where], sd_error[:, where]))
-    client, cluster = levels
-    return client, cluster
-
-
-def _shares(
-    criterion: Criterion, levels: tuple[LevelComponents, LevelComponents], moments: Floats, residual: float
-) -> tuple[float, float, float]:
-    """Shares of clusters, clients and residual in the mean variance of a row; ``moments (d, d)`` is the mean of ``x x'``."""
-    client, cluster = (float((level.embedded(criterion.terms).mean(axis=0) * moments).sum()) for level in levels)
-    total = client + cluster + residual
-    return cluster / total, client / total, residual / total
-
-
-def _learned(
-    criterion: Criterion, components: Components, covariance: Floats, top: UpperPosterior, S: Floats, origin: Floats
-) -> Learned:
-    """What the coordinator knows, without the clients' sums. ``covariance`` and ``S`` are in the working order of terms."""
-    back, d, known = criterion.order.inverse, len(criterion.terms), criterion.known
-    s2 = 1.0 if components.residual is None else components.residual
-    clusters = s2 * cluster_covariances(top.C, S, covariance / s2)[:, back[:, None], back]
-    nobody = Quadratic(np.empty((0, d, d)), np.empty((0, d)), np.empty(0), np.empty(0))
-    learned = Learned.of(
-        components, criterion.terms, criterion.tree, covariance[back[:, None], back], nobody, origin, known.log_weights
-    )
-    return replace(learned, whole=Whole(criterion.tree.n_clients, clusters, known.constant_within))
-
-
 _OTHER_STARTS = ((5.0, 5.0), (0.05, 0.05), (20.0, 0.5), (0.5, 20.0))  # sds of clients and clusters, in units of the residual's
 _FAR = 6.0  # the factor by which a level's standard deviations are changed, up and down, to look for better points
 _ROUNDS = 4
 _MM_STEPS = 4  # cheap steps before the search
+_DIRECTIONS = 4096
 
 
 def estimate(
@@ -208,22 +49,26 @@ def estimate(
     reml: bool = True,
     thorough: bool = False,
     progress: Progress | None = None,
-    known: Survey | None = None,
+    surveyed: Survey | None = None,
 ) -> tuple[Fit, Learned]:
-    """Learn the covariances of a hierarchy over a network, and fit it with them.
-
-    Where the network holds all clients in memory, the fit has their coefficients and :class:`.Learned` has their sums.
-    Elsewhere both stay at the nodes (:func:`.node_learned`), and the arrays of clients are empty.
+    """Estimate the covariances of a hierarchy over a network, and fit the hierarchy with them.
 
     Parameters
     ----------
     network : the nodes
-    shape : which terms vary at which level, and how
+    shape : which terms vary at which level, and the form of their covariances
     reml : restricted maximum likelihood, for a linear model; else maximum likelihood
-    thorough : begin also at the best fits with one level less; a doubtful optimum makes the search do so by itself
+    thorough : also start from the best fits with one level less; a doubtful optimum has the same effect
     progress : called with the number of evaluations, the criterion and the norm of its gradient
-    known : the survey of the same network by an earlier fit, if there was one
+    surveyed : the survey of the same network by an earlier fit, if there was one
 
+    Returns
+    -------
+    The fit and the estimates. If the network holds all clients in memory, they have the coefficients and the sums of the
+    clients. Otherwise these stay at the nodes (:func:`.node_learned`), and the arrays of clients are empty.
+
+    Examples
+    --------
     >>> from covey.datasets import simulate
     >>> from covey.losses import Gaussian
     >>> from covey.nodes.network import InMemory
@@ -233,15 +78,15 @@ def estimate(
     ([[0.52]], [[0.84]])
     """
     with threads_of(network):
-        known = survey(network, shape) if known is None else known
-        criterion = criterion_for(known, shape, reml=reml)
-        best, notes = find_optimum(criterion, progress)
+        surveyed = survey(network, shape) if surveyed is None else surveyed
+        criterion = criterion_for(surveyed, shape, reml=reml, progress=progress)
+        best = find_optimum(criterion)
         if thorough or criterion.is_doubtful(best.x):
-            best, notes = _from_smaller_models(criterion, best, notes, reml, progress)
-        fit, learned = uncentred(*finish(criterion, best, notes), known.columns, network.terms, network.tree)
+            best = _from_smaller_models(criterion, best)
+        fit, learned = uncentred(*finish(criterion, best), surveyed.columns)
     if not best.converged:
-        warn(notes[-1])
-    if not all(np.isfinite(each).all() for each in (fit.w, fit.wbar, learned.covariance)):
+        warn(learned.components.notes[-1])
+    if not all(np.isfinite(values).all() for values in (fit.w, fit.wbar, learned.covariance)):
         raise DataError(NOT_FINITE)
     node = network.clients()
     if node is None:
@@ -249,75 +94,64 @@ def estimate(
     return replace(fit, theta=node.coefficients()), node_learned(node, learned.components, learned.covariance)
 
 
-def _from_smaller_models(
-    criterion: Criterion, best: Optimum, notes: tuple[str, ...], reml: bool, progress: Progress | None
-) -> tuple[Optimum, tuple[str, ...]]:
+def criterion_for(surveyed: Survey, shape: Shape, *, reml: bool, progress: Progress | None = None) -> Criterion:
+    """The criterion for the family of a surveyed network. ``reml`` matters for a linear model only."""
+    linear = surveyed.network.loss.reml
+    criterion = LinearCriterion(surveyed, shape, reml=reml) if linear else LaplaceCriterion(surveyed, shape)
+    criterion.progress = progress
+    return criterion
+
+
+def _from_smaller_models(criterion: Criterion, best: Optimum) -> Optimum:
     """Search again from the optima of the models with one level less, if two levels vary."""
     for level, null in criterion.shape.without().items():
         if null.client or null.cluster:
-            smaller = criterion_for(criterion.known, null, reml=reml)
-            below, _ = find_optimum(smaller, progress)
-            again, other_notes = search(criterion, progress, criterion.start_from(smaller, below.x, level))
-            if again.value < best.value - NEGLIGIBLE:
-                best, notes = again, other_notes
-    return best, notes
+            reml = criterion.method == "REML"
+            smaller = criterion_for(criterion.survey, null, reml=reml, progress=criterion.progress)
+            again = search(criterion, criterion.start_from(smaller, find_optimum(smaller).x, level))
+            best = again if again.value < best.value - NEGLIGIBLE else best
+    return best
 
 
-def find_optimum(criterion: Criterion, progress: Progress | None = None) -> tuple[Optimum, tuple[str, ...]]:
-    """As :func:`search`, and once more from the rows if the sums of a linear model have lost too many digits."""
-    best, notes = search(criterion, progress)
-    if isinstance(criterion, LinearCriterion) and criterion.has_lost_digits(best.x):
-        criterion.use_client_fits()
-        best, notes = search(criterion, progress)
-    return best, notes
+def find_optimum(criterion: Criterion) -> Optimum:
+    """As :func:`search`, and a second search from the rows if the sums of a linear model have lost too many digits."""
+    best = search(criterion)
+    return search(criterion) if criterion.change_to_client_fits(best.x) else best
 
 
-def search(
-    criterion: Criterion, progress: Progress | None = None, start: Floats | None = None
-) -> tuple[Optimum, tuple[str, ...]]:
-    """The best point found, with notes on what is singular and what did not converge.
+def search(criterion: Criterion, start: Floats | None = None) -> Optimum:
+    """Search for the optimum, from ``start`` or from the usual starting point.
 
-    One start is enough where it leads to a proven optimum and no far point is better. Otherwise there are other starts.
+    One start is enough if it leads to a proven optimum and no far point is better. Otherwise the search has other starts.
     """
-    best = _search_from(criterion, criterion.start(START, START) if start is None else start, progress)
+    best = _search_from(criterion, criterion.start(START, START) if start is None else start)
     for _ in range(_ROUNDS):
         far = _better_far_point(criterion, best) if criterion.may_have_other_optima(best.x) else None
         if far is None:
             break
-        best = _better(best, _search_from(criterion, far, progress))
+        best = _better(best, _search_from(criterion, far))
     if not best.converged or (start is None and criterion.is_doubtful(best.x)):
         for sds in _OTHER_STARTS:
-            best = _better(best, _search_from(criterion, criterion.start(*sds), progress))
+            best = _better(best, _search_from(criterion, criterion.start(*sds)))
     if not np.isfinite(best.value):
         raise DataError("The likelihood could not be computed; the columns or counts are on extreme scales: rescale them.")
-    notes = singular_notes(criterion, best)
-    if not best.converged:
-        left = "the likelihood still rises to some side"
-        if np.isfinite(best.decrement):
-            left = f"by the curvature there, {best.decrement:.1e} of twice the log-likelihood is left to gain"
-        notes.append(
-            f"the variance components did not converge: {left}; let fewer terms vary, centre and scale the columns, or look "
-            "for clients whose rows are all alike"
-        )
-    return best, tuple(notes)
+    return best
 
 
-def _search_from(criterion: Criterion, x: Floats, progress: Progress | None) -> Optimum:
+def _search_from(criterion: Criterion, x: Floats) -> Optimum:
     """Search from one start. A start where the criterion cannot be computed gives an infinite value."""
     try:
         x, curvature = approach(criterion, x, _MM_STEPS)
     except (SolverError, np.linalg.LinAlgError):
         nothing = np.full((len(x), len(x)), np.nan)
-        return Optimum(x, np.inf, np.full(len(x), np.nan), nothing, np.inf, 0)
-    best = minimise(criterion.value_and_gradient, x, curvature, many=criterion.values_and_gradients, progress=progress)
-    return resolve_boundary(criterion, replace(best, evaluations=best.evaluations + _MM_STEPS + 1), progress)
+        return Optimum(x, np.inf, np.full(len(x), np.nan), nothing, np.inf)
+    return resolve_boundary(criterion, minimise(criterion.values_and_gradients, x, curvature, progress=criterion.progress))
 
 
 def _better(best: Optimum, other: Optimum) -> Optimum:
-    """The lower of two, or of two as low the one that is proven; with the evaluations of both."""
+    """The lower of two points. If both are equally low, the one that is a proven optimum."""
     proven = other.converged and not best.converged and other.value < best.value + NEGLIGIBLE
-    chosen = other if other.value < best.value - NEGLIGIBLE or proven else best
-    return replace(chosen, evaluations=best.evaluations + other.evaluations)
+    return other if other.value < best.value - NEGLIGIBLE or proven else best
 
 
 def _better_far_point(criterion: Criterion, best: Optimum) -> Floats | None:
@@ -331,25 +165,104 @@ def _better_far_point(criterion: Criterion, best: Optimum) -> Floats | None:
     return where
 
 
-_DIRECTIONS = 4096
+def finish(criterion: Criterion, best: Optimum) -> tuple[Fit, Learned]:
+    """The fit at an optimum. Nodes keep the coefficients and sums of their clients, so these arrays are empty here."""
+    here, back, d, loss = criterion.evaluate(best.x), criterion.order.inverse, len(criterion.terms), criterion.network.loss
+    top, s2, origin = here.top, here.top.dispersion, criterion.survey.columns.origin
+    if criterion.network.ask(criterion.finish_message(best.x, top)).n_nonfinite:
+        raise DataError(NOT_FINITE)
+    fit = Fit(np.empty((0, d)), origin + top.w[:, back], origin + top.wbar[back], _convergence(criterion, best))
+    cut = criterion.parameters.n_parameters
+    errors = parameter_covariance(best, cut)
+    levels = _levels(criterion, best, s2, criterion.log_dispersion(best.x, here), errors)
+    # The shares of clusters, clients and residual in the mean variance of a row.
+    client, cluster = (float((level.embedded(criterion.terms).mean(axis=0) * criterion.moments).sum()) for level in levels)
+    residual = loss.residual(np.array([criterion.mean_response]), s2)
+    total = client + cluster + residual
+    components = Components(
+        criterion.method,
+        *levels,
+        residual=s2 if loss.dispersion else None,
+        log_likelihood=-0.5 * best.value,
+        parameters=d + cut + int(loss.dispersion),
+        rows=criterion.rows,
+        notes=tuple(notes_at(criterion, best)),
+        shares=(cluster / total, client / total, residual / total),
+    )
+    covariance = criterion.global_covariance(errors[cut:, cut:], top)
+    clusters = s2 * cluster_covariances(top.C, criterion.covariances(best.x)[1][0], covariance / s2)[:, back[:, None], back]
+    whole = Whole(criterion.tree.n_clients, clusters, criterion.survey.constant_within)
+    no_clients = Quadratic(np.empty((0, d, d)), np.empty((0, d)), np.empty(0), np.empty(0))
+    sums = no_clients, origin, criterion.survey.log_weights
+    return fit, Learned(components, criterion.terms, criterion.tree, covariance[back[:, None], back], *sums, whole)
+
+
+def _convergence(criterion: Criterion, best: Optimum) -> Convergence:
+    count, method = criterion.evaluations, criterion.method
+    message = f"{method} within {best.decrement:.0e} of its optimum after {count} evaluations"
+    gap = best.decrement if np.isfinite(best.decrement) else None
+    norm = float(np.linalg.norm(best.gradient))
+    return Convergence(method, best.converged, count, criterion.network.exchanges, best.value, norm, gap, message)
+
+
+def parameter_covariance(best: Optimum, n_variances: int) -> Floats:
+    """The covariance of the estimated parameters: twice the inverse of the criterion's Hessian.
+
+    The first ``n_variances`` parameters belong to covariances. In a flat direction among these a variance is held at zero, and
+    the result is 0. A flat direction among the others gets a large variance.
+    """
+    if len(best.x) > MANY:
+        return np.zeros_like(best.hessian)
+    values, vectors = np.linalg.eigh(np.nan_to_num(best.hessian))
+    floor = 1e-7 * max(float(values.max(initial=0.0)), 1e-30)
+    is_global = (vectors[n_variances:] ** 2).sum(axis=0) > 0.5
+    inverse = np.where((values > floor) | is_global, 2.0 / np.maximum(values, 1e-7 * floor), 0.0)
+    return np.asarray((vectors * inverse) @ vectors.T)
+
+
+def _levels(
+    criterion: Criterion, best: Optimum, scale: float, log_scale: tuple[Floats, float], errors: Floats
+) -> tuple[LevelComponents, LevelComponents]:
+    """The components of both levels in the units of the response. The criterion's covariances are relative to ``scale``.
+
+    ``log_scale`` holds the gradient of the logarithm of the scale in the parameters, and its variance at given parameters.
+    """
+    split, levels = criterion.parameters.split, []
+    for level, (variation, x) in enumerate(split(best.x)):
+        S = variation.matrices(x)
+        sd = np.sqrt(scale * np.einsum("maa->ma", S))
+        sd_error = np.full(sd.shape, np.nan)
+        positive = np.nonzero(sd) if len(best.x) <= MANY else ((), ())  # without a Hessian there are no standard errors
+        for m, a in zip(*positive, strict=True):
+            # The delta method for log sd = (log S_aa + log scale) / 2.
+            G = np.zeros_like(S)
+            G[m, a, a] = 0.5 / S[m, a, a]
+            slope = 0.5 * log_scale[0]
+            split(slope)[level][1][:] += variation.gradient(x, G)
+            sd_error[m, a] = sd[m, a] * np.sqrt(max(float(slope @ errors @ slope), 0.0) + 0.25 * log_scale[1])
+        where = np.argsort(criterion.order.terms[variation.terms])
+        names = tuple(criterion.names(variation.terms[where]))
+        levels.append(LevelComponents(names, variation.kind, scale * S[:, where[:, None], where], sd_error[:, where]))
+    client, cluster = levels
+    return client, cluster
 
 
 def likelihood_ratios(
-    known: Survey, learned: Learned, shape: Shape, *, reml: bool = True, progress: Progress | None = None
+    surveyed: Survey, learned: Learned, shape: Shape, *, reml: bool = True, progress: Progress | None = None
 ) -> tuple[LikelihoodRatio, ...]:
-    """Test every level that varies, each by a fit without it, over the network that was surveyed for the fit.
+    """Test every level that varies, by a fit without it over the network that was surveyed for the fit.
 
-    What the nodes keep of the fit stays as it is. A statistic far below zero shows that the fit has missed its optimum.
+    The state of the nodes after the fit does not change. A statistic far below zero shows that the fit missed its optimum.
     """
-    tests, network = [], known.network
+    tests, network = [], surveyed.network
     whole = Parameters.of(shape, np.ones(len(network.terms)), network.tree.n_clusters)
     for level, null in shape.without().items():
         components = getattr(learned.components, level)
         if not components.terms:
             continue
-        with warnings.catch_warnings(), threads_of(network):
+        with warnings.catch_warnings(), threads_of(network.network):
             warnings.simplefilter("ignore", ConvergenceWarning)  # the fit itself has warned
-            best, _ = find_optimum(criterion_for(known, null, reml=reml), progress)
+            best = find_optimum(criterion_for(surveyed, null, reml=reml, progress=progress))
         statistic = best.value + 2 * learned.components.log_likelihood
         p_value = chi_bar_tail(statistic, components.kind, len(components.terms), len(components.covariance))
         tests.append(LikelihoodRatio(level, statistic, getattr(whole, level).n_parameters, p_value))

@@ -1,27 +1,27 @@
-"""The Laplace approximation to the likelihood of a hierarchy of counts or classes, and its gradient.
+"""The criterion for counts and classes: the Laplace approximation to the likelihood of a hierarchy, with its gradient.
 
-Given the covariances and the global model ``wbar``, let ``theta, w`` be the mode of the penalised likelihood ``F``, which
-Newton's method finds, and ``H_i`` each client's Hessian there. Twice the negative log-likelihood is then, to second order about
-the mode,
+Given the covariances and the global model ``wbar``, let ``theta, w`` be the mode of the penalised likelihood ``F``, found by
+Newton's method, and ``H_i`` each client's Hessian there. Twice the negative log-likelihood is then, to second order about the
+mode,
 
     2 F + sum_i log|I + H_i S_j| + sum_j log|I + C_j S|
 
 This is what glmer computes with nAGQ = 1: ``wbar`` is a parameter like the covariances (Bates et al. 2015; Pinheiro and Chao
-2006). A family with a dispersion ``phi`` has ``F / phi`` for ``F`` and covariances relative to ``phi``: the mode and the
-determinants do not depend on it, and its best value follows from ``F`` (``Loss.profile``). The gradient has two parts: that
-of a linear model (:mod:`.linear_likelihood`) with the mode held fixed, and one because the mode moves. Let ``P_i`` be the
-posterior covariance of ``theta_i``, and ``g_i = sum_l f'''(margin_l) (x_l'P_i x_l) x_l`` the gradient of the log-determinants
-in ``theta_i``. The second part takes one more sweep, for the loss ``1/2 t'H_i t - g_i't``. With ``q_i`` and ``p_j`` the
-forces in its solution, and ``u_i`` and ``v_j`` those at the mode, the gradient is
+2006). A family with a dispersion ``phi`` has ``F / phi`` in place of ``F``, and covariances relative to ``phi``. The mode and
+the determinants do not depend on ``phi``, and its best value follows from ``F`` (``Loss.profile``). The gradient has two parts:
+the gradient of a linear model (:mod:`.linear_likelihood`) with the mode held fixed, and a part because the mode moves. Let
+``P_i`` be the posterior covariance of ``theta_i``, and ``g_i = sum_l f'''(margin_l) (x_l'P_i x_l) x_l`` the gradient of the
+log-determinants in ``theta_i``. The second part takes one more sweep, for the loss ``1/2 t'H_i t - g_i't``. With ``q_i`` and
+``p_j`` the forces in its solution, and ``u_i`` and ``v_j`` the forces at the mode, the gradient is
 
     S_j:  sum_i (C_i - C_i P_j C_i - u_i u_i' + (q_i u_i' + u_i q_i') / 2)   wbar:  sum_j (p_j - 2 v_j)
     S:    sum_j (D_j - v_j v_j' + (p_j v_j' + v_j p_j') / 2)
 
-``pull`` is ``u_i u_i'`` and ``bend`` the rest, as in a linear model. Each is a sum over clients, and adds over nodes:
+``pull`` is ``u_i u_i'`` and ``bend`` the rest, as in a linear model. Both are sums over clients, so they add over nodes:
 
-    BeginMode, StepToMode   node         takes Newton's steps to the mode; sends what its clusters see of the curvature
+    BeginMode, StepToMode   node         takes Newton's steps to the mode; sends the sums of C_i by cluster
                             coordinator  solves  P, the covariance of w
-    SumBends                node         gets    P; sends sums of log|I + H_i S_j| and of what its clusters see of g_i
+    SumBends                node         gets    P; sends sums of log|I + H_i S_j|, and of (I + H_i S_j)^-1 g_i by cluster
                             coordinator  solves  p, and the clusters' solution y of the second sweep
     SlopeAtMode             node         gets    P, y; sends the sums of bend and of pull
 """
@@ -32,11 +32,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from covey._typing import Floats
-from covey.errors import DataError, SolverError, listing
+from covey._typing import Anything, Floats
+from covey.errors import SolverError
 from covey.losses import loss_of
-from covey.nodes.network import Message, Network, Node
+from covey.nodes.network import Message, Node
 from covey.records import Record, Reply
+from covey.solvers.direct import newton
 from covey.solvers.direct.elimination import (
     Marginal,
     Quadratic,
@@ -46,47 +47,46 @@ from covey.solvers.direct.elimination import (
     marginalise,
     posterior,
     sensitivity,
-    solve_symmetric,
-)
-from covey.solvers.direct.newton import (
-    LocalProblem,
-    NewtonPoint,
-    NewtonProgress,
-    NewtonReport,
-    NewtonState,
-    NewtonStep,
-    UpperLevels,
-    coordinate,
-    node_move,
-    node_start,
 )
 from covey.solvers.direct.sweep import solve_top
-from covey.variance.columns import LearningState, NonFiniteClients, TermOrder, cached, client_rows, client_spread, keep_results
-from covey.variance.linear_likelihood import Evaluation, Slopes, UpperPosterior, cluster_covariances
+from covey.solvers.result import Convergence
+from covey.variance.columns import (
+    CountingNetwork,
+    LearningState,
+    NonFiniteClients,
+    Survey,
+    TermOrder,
+    client_rows,
+    client_spread,
+    from_cache,
+    keep_results,
+)
+from covey.variance.components import Shape
+from covey.variance.linear_likelihood import Criterion, Evaluation, Slopes, UpperPosterior, cluster_covariances, invert
 
-_STEPS = 60  # of Newton to a mode, at most; a few suffice from the mode at a nearby point
+START = 0.5  # the first standard deviation of everything that varies, in units of the residual's
+_STEPS = 60  # Newton steps to a mode, at most; a few suffice from the mode at a nearby point
+_LARGE = 3.0  # standard deviation of log-odds or log-means
 
 
-# What a node does
+# The work of a node
 
 
-def node_curvature(node: LocalProblem, at: NewtonPoint) -> Marginal:
-    """Each client's ``C_i`` and log-determinant at the mode, and the sums of these by cluster."""
-    H = at.here.hessian
-    nothing = np.zeros(len(H))
-    return marginalise(Quadratic(H, np.zeros_like(at.u), nothing, nothing), node.spread, node.data.hierarchy.cluster_ptr)
+def node_curvature(node: newton.LocalProblem, at: newton.NewtonPoint) -> Marginal:
+    """Each client's ``C_i`` and log-determinant at the mode, and their sums by cluster."""
+    H = Quadratic(at.here.hessian, np.zeros_like(at.u), *node.aside)
+    return marginalise(H, node.spread, node.data.hierarchy.cluster_ptr)
 
 
-def node_bends(node: LocalProblem, at: NewtonPoint, P: Floats) -> tuple[Floats, Floats]:
-    """Each client's ``g_i (n, d)``, which stays at the node, and what clusters see of it ``(k, d)``."""
+def node_bends(node: newton.LocalProblem, at: newton.NewtonPoint, P: Floats) -> tuple[Floats, Floats]:
+    """Each client's ``g_i (n, d)``, which stays at the node, and the sums ``(k, d)`` of ``(I + H_i S_j)^-1 g_i`` by cluster."""
     tree, H = node.data.hierarchy, at.here.hessian
     g = node.loss.bend(node.data, at.theta, posterior(H, node.spread, tree.parent, P))
-    nothing = np.zeros(len(H))
-    return g, eliminate(Quadratic(H, g, nothing, nothing), node.spread, tree.cluster_ptr).r
+    return g, eliminate(Quadratic(H, g, *node.aside), node.spread, tree.cluster_ptr).r
 
 
 def node_slopes(
-    node: LocalProblem, at: NewtonPoint, marginal: Marginal, g: Floats, P: Floats, y: Floats
+    node: newton.LocalProblem, at: newton.NewtonPoint, marginal: Marginal, g: Floats, P: Floats, y: Floats
 ) -> tuple[Floats, Floats]:
     """The sums of ``bend`` and ``pull`` by cluster; ``y (k, d)`` is the clusters' solution of the second sweep."""
     tree, width = node.data.hierarchy, node.spread.width
@@ -96,21 +96,21 @@ def node_slopes(
     return bend + tree.sum_up(moving), tree.sum_up(pull)
 
 
-# Messages, and what the node keeps
+# Messages, and the state that a node keeps
 
 
 @dataclass(frozen=True)
 class ModeState(LearningState):
-    """The mode of a node's clients, given covariances ``S``. The next search for a mode begins at its forces."""
+    """The mode of a node's clients, given covariances ``S``. The next search for a mode starts from its forces."""
 
     S: Floats
     order: TermOrder
-    state: NewtonState
+    state: newton.NewtonState
 
 
 @dataclass(frozen=True)
 class SumLogCounts(Message[Quadratic], label="logs of responses", phase="learn"):
-    """What clusters see of the logs of the counts, as responses of a linear model about the global model ``centre (d,)``."""
+    """Eliminate clients from the linear model of the logs of their counts, about the global model ``centre (d,)``."""
 
     S: Floats
     order: TermOrder
@@ -118,7 +118,7 @@ class SumLogCounts(Message[Quadratic], label="logs of responses", phase="learn")
 
     def at(self, node: Node) -> Quadratic:
         clients = _clients(node, self.S, self.order)
-        return eliminate(_near(clients, self.centre), clients.spread, node.data.hierarchy.cluster_ptr)
+        return eliminate(_linear_problem(clients, self.centre), clients.spread, node.data.hierarchy.cluster_ptr)
 
 
 @dataclass(frozen=True)
@@ -130,10 +130,11 @@ class FromLogs(Record):
 
 
 @dataclass(frozen=True)
-class BeginMode(Message[NewtonReport], label="begin mode", phase="learn"):
-    """Begin Newton's method with clusters at ``w (k, d)`` and covariances ``S (1 or k, d, d)`` of clients about them.
+class BeginMode(Message[newton.NewtonReport], label="begin mode", phase="learn"):
+    """Start Newton's method with clusters at ``w (k, d)`` and covariances ``S (1 or k, d, d)`` of clients about them.
 
-    Clients begin at the forces of the last mode. If ``fresh``, they begin at the logs of their counts, or at their clusters.
+    Clients start from the forces of the last mode. If ``fresh``, they start from the logs of their counts, if ``logs`` is
+    given, or else from their clusters.
     """
 
     S: Floats
@@ -142,37 +143,37 @@ class BeginMode(Message[NewtonReport], label="begin mode", phase="learn"):
     fresh: bool
     logs: FromLogs | None = None
 
-    def at(self, node: Node) -> NewtonReport:
+    def at(self, node: Node) -> newton.NewtonReport:
         clients, tree = _clients(node, self.S, self.order), node.data.hierarchy
         u, last = np.zeros((tree.n_clients, self.w.shape[1])), node.find(ModeState)
         if self.logs is not None:
-            near = _near(clients, self.logs.centre)
+            near = _linear_problem(clients, self.logs.centre)
             _, u = descend(near.C, near.r, clients.spread, tree.parent, self.logs.w)
         elif not self.fresh and last is not None and np.array_equal(last.order.terms, self.order.terms):
             u = last.state.now.u
         with np.errstate(over="ignore", invalid="ignore"):
-            state, report = node_start(clients, tree.down(self.w) + clients.spread.moved(u), u)
+            state, report = newton.node_start(clients, tree.down(self.w) + clients.spread.moved(u), u)
         node.keep(ModeState(self.S, self.order, state))
         return report
 
 
 @dataclass(frozen=True)
-class StepToMode(Message[NewtonReport], label="step to mode", phase="learn"):
+class StepToMode(Message[newton.NewtonReport], label="step to mode", phase="learn"):
     """One step of Newton's method, as :class:`~covey.solvers.direct.newton.NewtonStep`."""
 
-    move: NewtonStep
+    move: newton.NewtonStep
 
-    def at(self, node: Node) -> NewtonReport:
+    def at(self, node: Node) -> newton.NewtonReport:
         mode = node.state(ModeState)
         with np.errstate(over="ignore", invalid="ignore"):
-            state, report = node_move(_clients(node, mode.S, mode.order), mode.state, self.move)
+            state, report = newton.node_move(_clients(node, mode.S, mode.order), mode.state, self.move)
         node.keep(replace(mode, state=state))
         return report
 
 
 @dataclass(frozen=True)
 class SumBends(Message["BendSums"], label="bends", phase="learn"):
-    """Sum what the log-determinants add to value and gradient; ``P (k, d, d)`` is the clusters' covariance at the mode."""
+    """Sum the log-determinants and their gradients; ``P (k, d, d)`` is the clusters' covariance at the mode."""
 
     P: Floats
 
@@ -183,7 +184,7 @@ class SumBends(Message["BendSums"], label="bends", phase="learn"):
 
 @dataclass(frozen=True)
 class BendSums(Reply):
-    """The sum of log-determinants ``volume``, and what clusters see of their gradients ``g_i``, ``lifted (k, d)``."""
+    """``volume`` is the sum of log-determinants; ``lifted (k, d)`` the sums of ``(I + H_i S_j)^-1 g_i`` by cluster."""
 
     volume: float
     lifted: Floats
@@ -191,7 +192,7 @@ class BendSums(Reply):
 
 @dataclass(frozen=True)
 class SlopeAtMode(Message[Slopes], label="slope at the mode", phase="learn"):
-    """Sum the gradient in ``S_j``; ``P`` as before, and ``y (k, d)`` is the clusters' solution of the second sweep."""
+    """Sum the gradient in ``S_j``; ``P`` as in :class:`SumBends`, ``y (k, d)`` the clusters' solution of the second sweep."""
 
     P: Floats
     y: Floats
@@ -200,7 +201,7 @@ class SlopeAtMode(Message[Slopes], label="slope at the mode", phase="learn"):
         clients, marginal, g, _ = _at_mode(node, self.P)
         mode = node.state(ModeState)
         bend, pull = node_slopes(clients, mode.state.now, marginal, g, self.P, self.y)
-        if len(mode.S) == 1:  # one covariance for all clusters: nothing is asked of each
+        if len(mode.S) == 1:  # one covariance for all clusters, so only the sum over clusters is needed
             bend, pull = bend.sum(axis=0, keepdims=True), pull.sum(axis=0, keepdims=True)
         return Slopes(bend, pull)
 
@@ -213,33 +214,35 @@ class FinishMode(Message[NonFiniteClients], label="finish at the mode", phase="l
         mode = node.state(ModeState)
         back, now = mode.order.inverse, mode.state.now
         theta = now.theta[:, back]
-        # To second order about the mode, where the loss's gradient is minus the force u: b = H theta + u.
+        # To second order about the mode. The gradient of the loss is minus the force u there, so b = H theta + u.
         H = np.ascontiguousarray(now.here.hessian[:, back[:, None], back])
         b = np.einsum("iab,ib->ia", H, theta) + now.u[:, back]
         units = Quadratic(H, b, np.zeros(len(H)), node.data.rows_that_count)
         return keep_results(node, theta, units, np.zeros(theta.shape[1]))
 
 
-def _clients(node: Node, S: Floats, order: TermOrder) -> LocalProblem:
-    spread = cached(node, "spread", (S, *order.key), lambda: client_spread(node, S, order))
-    return LocalProblem(client_rows(node, order.terms), node.loss, spread)
+def _clients(node: Node, S: Floats, order: TermOrder) -> newton.LocalProblem:
+    spread = from_cache(node, "spread", (S, *order.key), lambda: client_spread(node, S, order))
+    return newton.LocalProblem(client_rows(node, order.terms), node.loss, spread)
 
 
-def _near(clients: LocalProblem, centre: Floats) -> Quadratic:
-    """The linear problem near the loss, about the global model."""
+def _linear_problem(clients: newton.LocalProblem, centre: Floats) -> Quadratic:
+    """The linear model of the logs of the counts, about the global model."""
     n, linear = clients.data.n_clients, clients.loss.working_response(clients.data)
     if linear is None:
-        raise SolverError(f"The {clients.loss.name} loss has no linear problem to begin at.")
+        raise SolverError(f"The {clients.loss.name} loss has no linear problem to start from.")
     here = loss_of("gaussian").expand(linear, np.tile(centre, (n, 1)))
     return Quadratic(here.hessian, -here.gradient, *clients.aside)
 
 
-def _at_mode(node: Node, P: Floats) -> tuple[LocalProblem, Marginal, Floats, Floats]:
-    """The clients, their curvature at the mode, their ``g_i``, and what clusters see of these."""
+def _at_mode(node: Node, P: Floats) -> tuple[newton.LocalProblem, Marginal, Floats, Floats]:
+    """The clients, their curvature at the mode, their ``g_i``, and the sums of ``(I + H_i S_j)^-1 g_i`` by cluster."""
     mode = node.state(ModeState)
     clients, now = _clients(node, mode.S, mode.order), mode.state.now
     key = mode.S, *mode.order.key, now.theta, P
-    marginal, (g, lifted) = cached(node, "at mode", key, lambda: (node_curvature(clients, now), node_bends(clients, now, P)))
+    marginal, (g, lifted) = from_cache(
+        node, "at mode", key, lambda: (node_curvature(clients, now), node_bends(clients, now, P))
+    )
     return clients, marginal, g, lifted
 
 
@@ -248,14 +251,17 @@ def _at_mode(node: Node, P: Floats) -> tuple[LocalProblem, Marginal, Floats, Flo
 
 @dataclass
 class LaplaceLikelihood:
-    """The criterion over a network whose nodes know their working columns. The search for a mode begins at the last one.
+    """Twice the negative log-likelihood, but for a constant. The search for a mode starts from the last mode.
 
-    ``width`` is how many of the first terms, in working order, may vary between clusters. ``weight`` is the sum of all rows'
-    weights, ``perfect`` the lowest loss that they could have. ``v (k, d)`` are the clusters' forces at the last mode, and
-    ``objective`` is the value there.
+    Attributes
+    ----------
+    width : the number of leading terms, in the working order, that may vary between clusters
+    weight, perfect : the sum of all rows' weights, and the lowest loss that the rows could have
+    v : (k, d) the clusters' forces at the last mode
+    objective : the penalised loss at the last mode
     """
 
-    network: Network
+    network: CountingNetwork
     order: TermOrder
     width: int
     tol: float
@@ -265,66 +271,52 @@ class LaplaceLikelihood:
     objective: float = field(init=False, default=np.nan)
 
     def forget(self) -> None:
-        """Search for the next mode without regard to the last."""
+        """Search for the next mode without starting values from the last."""
         self.v = None
 
     def __call__(self, S_client: Floats, S_cluster: Floats, wbar: Floats) -> Evaluation:
-        """At given covariances, ``(1 or k, d, d)`` of clients and ``(1, d, d)`` of clusters, and global model."""
+        """Evaluate covariances, ``(1 or k, d, d)`` of clients and ``(1, d, d)`` of clusters, and a global model."""
         S = S_cluster[0]
         above = Spread.of_covariances(S_cluster, self.network.tree.n_clusters, self.width)
-        objective, upper, C = self._mode(S_client, above, wbar)
+        upper, C = self._mode(S_client, above, wbar)
 
         K = np.eye(len(S)) + C @ S
         D = np.linalg.solve(K, C)
         P = cluster_covariances(C, S, np.zeros_like(S))
         bends = self.network.ask(SumBends(P))
-        least, phi = self.network.loss.profile(objective, self.weight, self.perfect)
+        least, phi = self.network.loss.profile(self.objective, self.weight, self.perfect)
         value = 2 * least + bends.volume + float(np.linalg.slogdet(K)[1].sum())
         p = np.linalg.solve(K, bends.lifted[:, :, None])[:, :, 0]
         slopes = self.network.ask(SlopeAtMode(P, p @ S))
 
-        cluster_pull, moving = (each.sum(axis=0, keepdims=True) for each in _pulls(upper.v, p))
-        cluster_pull, client_pull = cluster_pull / phi, slopes.pull / phi
-        cluster_bend = D.sum(axis=0, keepdims=True) + moving
+        cluster_pull, moving = (sums.sum(axis=0, keepdims=True) for sums in _pulls(upper.v, p))
+        cluster_bend, pull = D.sum(axis=0, keepdims=True) + moving, (slopes.pull / phi, cluster_pull / phi)
         top = UpperPosterior(C, wbar, upper.w, upper.v, np.zeros_like(S), P, D, value, phi, np.inf)
         centre = (p - 2 * upper.v / phi).sum(axis=0)
-        pull = client_pull, cluster_pull
-        return Evaluation(value, slopes.bend - client_pull, cluster_bend - cluster_pull, centre, pull, top)
+        return Evaluation(value, slopes.bend - pull[0], cluster_bend - pull[1], centre, pull, top)
 
-    def _mode(self, S_client: Floats, above: Spread, wbar: Floats) -> tuple[float, UpperLevels, Floats]:
-        """The objective at the mode, the upper levels there, and what clusters see of the curvature."""
+    def _mode(self, S_client: Floats, above: Spread, wbar: Floats) -> tuple[newton.UpperLevels, Floats]:
+        """The upper levels at the mode, and the sums of ``C_i`` by cluster."""
         try:
             return self._newton(S_client, above, wbar)
-        except (SolverError, np.linalg.LinAlgError):  # the last mode was too far away to begin at
+        except (SolverError, np.linalg.LinAlgError):  # the last mode was too far away to start from
             self.forget()
             return self._newton(S_client, above, wbar)
 
-    def _newton(self, S_client: Floats, above: Spread, wbar: Floats) -> tuple[float, UpperLevels, Floats]:
-        v, logs = self.v, None
-        if v is None:
-            v, logs = self._first_guess(S_client, above, wbar)
-        w = wbar + above.moved(v)
-        report = last = self.network.ask(BeginMode(S_client, self.order, w, self.v is None, logs))
-
-        if not np.isfinite(report.value):
-            raise SolverError("There is no likelihood so far away.")
-
-        def ask(move: NewtonStep) -> NewtonReport:
-            nonlocal last
-            last = self.network.ask(StepToMode(move))
-            return last
-
-        stage = NewtonProgress(UpperLevels(w, v, wbar), report.mu)
-        stage, end, _ = coordinate(ask, report, stage, above, tol=self.tol, max_iter=_STEPS, fixed=True)
+    def _newton(self, S_client: Floats, above: Spread, wbar: Floats) -> tuple[newton.UpperLevels, Floats]:
+        v, logs = (self.v, None) if self.v is not None else self._first_guess(S_client, above, wbar)
+        start = newton.UpperLevels(wbar + above.moved(v), v, wbar)
+        begin = BeginMode(S_client, self.order, start.w, self.v is None, logs)
+        top, end, _, last = run_newton(self.network, begin, start, above, tol=self.tol, max_iter=_STEPS, fixed=True)
         if not end.converged:
-            raise SolverError(f"No mode was found in {_STEPS} Newton steps.")
-        self.v, self.objective = stage.top.v, end.objective
-        return end.objective, stage.top, last.seen.C
+            raise SolverError(f"Newton's method did not reach the mode in {_STEPS} steps.")
+        self.v, self.objective = top.v, end.objective
+        return top, last.seen.C
 
     def _first_guess(self, S_client: Floats, above: Spread, wbar: Floats) -> tuple[Floats, FromLogs | None]:
-        """Where to begin without a last mode: at the global model, or for counts at the sweep for their logs.
+        """A start without a last mode: the global model, or for counts the linear model of their logs.
 
-        From a mean far below a count Newton's step would overflow.
+        Newton's step would overflow from a mean far below a count.
         """
         if not self.network.loss.linear_start:
             return np.zeros((self.network.tree.n_clusters, len(wbar))), None
@@ -333,30 +325,121 @@ class LaplaceLikelihood:
         return v, FromLogs(wbar, w)
 
 
-def pooled(network: Network) -> Floats:
-    """The one model of all rows, without any variation, ``(d,)``; an error if some coefficient has no finite estimate."""
-    k, d = network.tree.n_clusters, len(network.terms)
-    S, order, wbar = np.zeros((1, d, d)), TermOrder(np.arange(d), 0), np.zeros(d)
-    if network.loss.linear_start:
-        seen = network.ask(SumLogCounts(S, order, wbar))
-        wbar = solve_symmetric(seen.C.sum(axis=0), seen.r.sum(axis=0))
-    w, still, above = np.tile(wbar, (k, 1)), np.zeros((k, d)), Spread.of_covariances(S, k, 0)
-    report = network.ask(BeginMode(S, order, w, True))
+class LaplaceCriterion(Criterion):
+    """The Laplace approximation for counts and classes, from the rows.
 
-    def ask(move: NewtonStep) -> NewtonReport:
-        return network.ask(StepToMode(move))
+    The global model is ``wbar = middle + half z``. Its parameters ``z`` are in units of about a standard error, so that one
+    step length suits them and the parameters of the covariances.
+    """
+
+    method = "Laplace"
+
+    def __init__(self, survey: Survey, shape: Shape) -> None:
+        totals = survey.totals
+        if totals is None:
+            raise SolverError("A model of counts or classes needs the rows that it is to be fitted to.")
+        super().__init__(survey, shape, totals.gram / totals.weight, totals.counted)
+        self.mean_response, self.constant = totals.response / totals.rows, 2 * totals.constant
+        tol = 1e-9 + 1e-10 * float(np.sqrt(totals.rows))
+        width, weight = self.parameters.cluster.width, totals.weight
+        self.likelihood = LaplaceLikelihood(self.network, self.order, width, tol, weight, totals.perfect)
+        self.scale = 1.0  # the root of the dispersion at the last point
+        self.middle, self.half = survey.middle[self.order.terms], np.eye(len(self.terms))
+        begin = self.evaluate(self.start(START, START)).top
+        values, vectors = np.linalg.eigh(invert(begin.D.sum(axis=0))[0])
+        self.half = vectors * (np.sqrt(np.maximum(values, 0.0)) * self.scale)
+
+    def evaluate(self, x: Floats) -> Evaluation:
+        self.evaluations += 1
+        with np.errstate(over="ignore", invalid="ignore"):
+            here = self.likelihood(*self.covariances(x), self.wbar(x))
+        self.scale = float(np.sqrt(here.top.dispersion))
+        return replace(here, value=here.value + self.constant)
+
+    def wbar(self, x: Floats) -> Floats:
+        """The global model, in the working order of terms."""
+        return np.asarray(self.middle + self.half @ x[self.parameters.n_parameters :])
+
+    def start(self, client: float, cluster: float) -> Floats:
+        self.forget()
+        return np.concatenate([super().start(client, cluster), np.zeros(len(self.terms))])
+
+    def start_from(self, smaller: Criterion, x: Floats, level: str) -> Floats:
+        self.forget()
+        wbar = self.middle
+        if isinstance(smaller, LaplaceCriterion):
+            wbar = smaller.wbar(x)[smaller.order.inverse][self.order.terms]
+        return np.concatenate([super().start_from(smaller, x, level), np.linalg.solve(self.half, wbar - self.middle)])
+
+    def global_gradient(self, centre: Floats) -> Floats:
+        return np.asarray(centre @ self.half)
+
+    def global_step(self, x: Floats, here: Evaluation) -> Floats:
+        """A Newton step that neglects the determinants."""
+        covariance, _ = invert(here.top.D.sum(axis=0))
+        return np.asarray(np.linalg.solve(self.half, self.wbar(x) + covariance @ here.top.force.sum(axis=0) - self.middle))
+
+    def global_covariance(self, errors: Floats, top: UpperPosterior) -> Floats:
+        """From the Hessian of the criterion, if it was computed."""
+        return np.asarray(self.half @ errors @ self.half.T) if errors.any() else super().global_covariance(errors, top)
+
+    def log_dispersion(self, x: Floats, here: Evaluation) -> tuple[Floats, float]:
+        loss, likelihood, phi = self.network.loss, self.likelihood, here.top.dispersion
+        if not loss.dispersion:
+            return np.zeros(len(x)), 0.0
+        # The dispersion depends on the objective alone, whose gradient is that of the criterion with the mode held fixed.
+        step = 1e-5 * (likelihood.objective - likelihood.perfect)
+        ends = [loss.profile(likelihood.objective + move, likelihood.weight, likelihood.perfect)[1] for move in (-step, step)]
+        rate = float(np.log(ends[1] / ends[0])) / (2 * step)
+        variances = self.parameters.gradient(x, *(-0.5 * rate * phi * pull for pull in here.pull))
+        return np.concatenate([variances, self.global_gradient(-rate * here.top.force.sum(axis=0))]), rate * phi
+
+    def finish_message(self, x: Floats, top: UpperPosterior) -> FinishMode:
+        return FinishMode()
+
+    def forget(self) -> None:
+        self.likelihood.forget()
+
+    def may_have_other_optima(self, x: Floats) -> bool:
+        """With many rows per client and coefficient, the approximation has the shape of a Gaussian likelihood."""
+        return self.is_doubtful(x) or self.rows < 5 * self.tree.n_clients * max(self.parameters.client.q, 1)
+
+    def is_doubtful(self, x: Floats) -> bool:
+        """Several optima are common if standard deviations are so large that most clients' classes are almost certain."""
+        return any(
+            (self.scale * np.abs(variation.factors(part)) / variation.size[:, None] > _LARGE).any()
+            for variation, part in self.parameters.split(x)
+            if variation.q
+        )
+
+
+def run_newton(
+    network: CountingNetwork,
+    begin: BeginMode,
+    top: newton.UpperLevels,
+    above: Spread,
+    *,
+    tol: float,
+    max_iter: int,
+    fixed: bool = False,
+) -> tuple[newton.UpperLevels, Convergence, Anything, newton.NewtonReport]:
+    """Newton's method over the network; with ``fixed`` the global model stays as it is.
+
+    Returns the upper levels at the end, the account, which terms grow without bound, and the last report.
+    """
+    first = last = network.ask(begin)
+    if fixed and not np.isfinite(first.value):
+        raise SolverError("The likelihood cannot be computed: the loss is not finite.")
+
+    def ask(move: newton.NewtonStep) -> newton.NewtonReport:
+        nonlocal last
+        last = network.ask(StepToMode(move))
+        return last
 
     with np.errstate(over="ignore", invalid="ignore"):
-        stage, _, runaway = coordinate(
-            ask, report, NewtonProgress(UpperLevels(w, still, wbar), report.mu), above, tol=1e-8, max_iter=100
-        )
-    if runaway.any() and network.loss.curvature[0] == 0.0:
-        along = listing(np.array(network.terms)[runaway].tolist(), 3)
-        raise DataError(
-            f"The responses are perfectly separated along {along}: some coefficient is infinite, whatever varies; drop terms "
-            "or merge categories, or give gamma and a ridge."
-        )
-    return stage.top.wbar
+        start = newton.NewtonProgress(top, first.mu)
+        stage, end, runaway = newton.coordinate(ask, first, start, above, tol=tol, max_iter=max_iter, fixed=fixed)
+    return stage.top, end, runaway, last
 
 
 def _pulls(u: Floats, q: Floats) -> tuple[Floats, Floats]:

@@ -1,9 +1,16 @@
-"""REML and ML of a linear hierarchy, with its coefficients integrated out, and the gradient.
+"""The criterion that the search minimises, and the one of a linear hierarchy: REML or ML, with its gradient.
+
+:class:`Criterion` is twice a negative log-likelihood, as a function of one vector of parameters. The vector begins with the
+parameters of the clients' and the clusters' covariances (:class:`.Parameters`). A linear model needs no others: its global
+model and its residual variance are profiled out, as in lme4 (Bates et al. 2015). :mod:`.laplace_likelihood` has the criterion
+for counts and classes.
+
+The linear hierarchy, with its coefficients integrated out, is
 
     y_i = X_i theta_i + e,   theta_i ~ N(w_j, s2 S_j),   w_j ~ N(wbar, s2 S),   e ~ N(0, s2)
 
-Covariances are relative to the residual variance ``s2``, which is profiled out: it is best at ``Q / dof`` (Pinheiro and Bates
-2000, chapter 2). Twice the negative log-likelihood is then
+Covariances are relative to the residual variance ``s2``, whose best value is ``Q / dof`` (Pinheiro and Bates 2000, chapter 2).
+Twice the negative log-likelihood is then
 
     dof (log(2 pi s2) + 1) + sum_i log|I + A_i S_j| + sum_j log|I + C_j S| [+ log|sum_j D_j|, REML] - sum log(weights)
 
@@ -21,42 +28,50 @@ grow. The gradient in ``S`` is the same one level up.
                        coordinator   solves  w, P, s2
     LikelihoodSlope    node          gets    w, P; sends the sums of bend and of pull
 
-Points that do not depend on each other, such as those of a Hessian by differences, go together: two exchanges for all of them.
+Several points that do not depend on each other, such as those of a Hessian by differences, take two exchanges together.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from covey._typing import Floats
-from covey.nodes.network import Message, Network, Node
+from covey._typing import Floats, Ints
+from covey.errors import SolverError
+from covey.nodes.network import Message, Node
 from covey.records import Reply
 from covey.solvers.direct.elimination import Marginal, Quadratic, descend, marginalise, sensitivity, solve_symmetric
+from covey.solvers.result import Progress
 from covey.variance.columns import (
     LearningState,
     NonFiniteClients,
+    Survey,
     TermOrder,
-    cached,
     client_losses,
     client_rows,
     client_spread,
+    from_cache,
     keep_results,
     working_columns,
 )
+from covey.variance.components import Method, Parameters, Shape
+
+_LOST_DIGITS = 1e-7  # share of the sum of squares about the pooled fit
+_AT_ONCE = 1 << 24  # numbers that nodes keep of their clients for points that are evaluated together
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The criterion at one point, its derivatives, and the upper levels there. Terms are in working order.
+    """The criterion at one point, its derivatives, and the upper levels there. Terms are in the working order.
 
     Attributes
     ----------
     value : twice the negative log-likelihood
     client, cluster : (1 or k, width, width) and (1, d, d), the derivatives in the covariances, ``bend - pull``
-    centre : (d,) the derivative in the global model; (0,) for a linear model, which profiles it out
+    centre : (d,) the derivative in the global model; (0,) for a linear model, where it is profiled out
     pull : for clients and for clusters, the part of these derivatives that makes variances grow. In a linear model
         ``-pull / dof`` is the derivative of the logarithm of the residual variance
     top : the upper levels
@@ -98,15 +113,126 @@ class UpperPosterior:
     dof: float
 
 
-# Messages, and what a node does
+class Criterion(ABC):
+    """Twice the negative log-likelihood of any family, as the search needs it.
+
+    Attributes
+    ----------
+    survey : what the nodes reported before the search
+    shape : which terms vary
+    order : the working order of terms
+    parameters : the covariances as functions of a vector
+    moments : (d, d) the mean over rows of ``x x'``
+    rows : the number of rows of positive weight
+    evaluations : the number of points evaluated so far
+    progress : called by the search after each evaluation
+    """
+
+    method: Method
+    evaluations = 0
+    progress: Progress | None = None
+    mean_response = np.nan  # needed for counts only
+
+    def __init__(self, survey: Survey, shape: Shape, moments: Floats, rows: float) -> None:
+        self.survey, self.shape, self.moments, self.rows = survey, shape, moments, int(rows)
+        self.network, self.tree, self.terms = survey.network, survey.network.tree, survey.network.terms
+        rms = np.sqrt(np.diag(moments))
+        self.parameters = Parameters.of(shape, 1.0 / np.where(rms > 0, rms, 1.0), self.tree.n_clusters)
+        self.order = TermOrder(shape.order(len(self.terms)), self.parameters.client.width)
+
+    @abstractmethod
+    def evaluate(self, x: Floats) -> Evaluation:
+        """The criterion at ``x``, its derivatives in the covariances, and the models there."""
+
+    def value_and_gradient(self, x: Floats) -> tuple[float, Floats]:
+        """Value and gradient at ``x``. The value is infinite if it cannot be computed."""
+        try:
+            here = self.evaluate(x)
+        except (SolverError, np.linalg.LinAlgError):
+            return np.inf, np.zeros_like(x)
+        return here.value, self.gradient(x, here)
+
+    def values_and_gradients(self, points: Sequence[Floats], *, independent: bool = False) -> list[tuple[float, Floats]]:
+        """Values and gradients at several points. If they are ``independent``, no point gives the next its starting values."""
+        results = []
+        for x in points:
+            if independent:
+                self.forget()
+            results.append(self.value_and_gradient(x))
+        return results
+
+    def gradient(self, x: Floats, here: Evaluation) -> Floats:
+        """The gradient in ``x``, from the derivatives of an evaluation."""
+        return np.concatenate([self.parameters.gradient(x, here.client, here.cluster), self.global_gradient(here.centre)])
+
+    def covariances(self, x: Floats) -> tuple[Floats, Floats]:
+        """The covariances of clients and of clusters, in the working order of terms."""
+        S, T = self.parameters.covariances(x, len(self.terms))
+        if not (np.isfinite(S).all() and np.isfinite(T).all()):
+            raise SolverError("The likelihood cannot be computed: the covariances are not finite.")
+        return S, T
+
+    def names(self, terms: Ints) -> list[str]:
+        """The names of terms, given their positions in the working order."""
+        return [self.terms[at] for at in self.order.terms[terms]]
+
+    def start(self, client: float, cluster: float) -> Floats:
+        """A starting point where every term varies, with these standard deviations."""
+        return self.parameters.even(client, cluster)
+
+    def start_from(self, smaller: Criterion, x: Floats, level: str) -> Floats:
+        """A starting point from an optimum ``x`` of the model without ``level``, with a little variation at that level."""
+        little = getattr(self.parameters, level).even(0.1)
+        rest = x[: smaller.parameters.n_parameters]
+        return np.concatenate([little, rest] if level == "client" else [rest, little])
+
+    @abstractmethod
+    def log_dispersion(self, x: Floats, here: Evaluation) -> tuple[Floats, float]:
+        """The gradient in ``x`` of the logarithm of the dispersion, and its variance if ``x`` is given."""
+
+    @abstractmethod
+    def finish_message(self, x: Floats, top: UpperPosterior) -> Message[NonFiniteClients]:
+        """The message that makes nodes keep the results of the fit at ``x``."""
+
+    # The defaults below are right for a linear model. It has no parameters of the global model, and no starting values.
+
+    def global_gradient(self, centre: Floats) -> Floats:
+        """The gradient in the parameters of the global model, from the one in ``wbar``."""
+        return centre
+
+    def global_step(self, x: Floats, here: Evaluation) -> Floats:
+        """The parameters of the global model after a cheap step from ``x``."""
+        return x[self.parameters.n_parameters :]
+
+    def global_covariance(self, errors: Floats, top: UpperPosterior) -> Floats:
+        """The posterior covariance of the global model. ``errors`` is the covariance of its parameters, if there are any."""
+        return np.asarray(top.dispersion * invert(top.D.sum(axis=0))[0])
+
+    def forget(self) -> None:  # noqa: B027
+        """Evaluate the next point without starting values from the last."""
+
+    def may_have_other_optima(self, x: Floats) -> bool:
+        """Whether there may be optima besides one at ``x``."""
+        return True
+
+    def is_doubtful(self, x: Floats) -> bool:
+        """Whether an optimum at ``x`` is probably not the only one."""
+        return False
+
+    def change_to_client_fits(self, x: Floats) -> bool:
+        """If digits were lost at ``x``, change to a computation that loses none. Returns whether it changed."""
+        return False
+
+
+# Messages, and the work of a node
 
 
 @dataclass(frozen=True)
 class IntegrateClients(Message["Integrated"], LearningState, label="integrate clients", phase="learn"):
     """Integrate the clients out, at each of ``m`` covariances ``S (m, 1 or k, d, d)`` of clients about their clusters.
 
-    Where the residual is tiny beside what varies, ``c_i - 1/2 b_i'S r_i`` cancels to nothing. It equals half the sum of squares
-    about the client's own fit ``t_i`` plus ``1/2 t_i'r_i``, which does not: ``about_client_fits`` asks for that.
+    If the residual is tiny beside the varying terms, ``c_i - 1/2 b_i'S r_i`` loses all digits. It equals ``1/2 t_i'r_i`` plus
+    half the sum of squares about the client's least-squares fit ``t_i``, which does not. ``about_client_fits`` asks for that.
     """
 
     S: Floats
@@ -122,25 +248,24 @@ class IntegrateClients(Message["Integrated"], LearningState, label="integrate cl
                 fits, squares = _client_fits(node, self.order)
                 seen = replace(seen, c=tree.sum_up(0.5 * (squares + np.einsum("ia,ia->i", fits, marginal.r))))
             parts.append((seen.C, seen.r, seen.c, seen.n, marginal.volume.sum()))
-        C, r, c, n, volume = (np.stack(each) for each in zip(*parts, strict=True))
+        C, r, c, n, volume = (np.stack(part) for part in zip(*parts, strict=True))
         return Integrated(Quadratic(C, r, c, n), volume)
 
 
 @dataclass(frozen=True)
 class Integrated(Reply):
-    """The sum over a node's clients of what each cluster sees of them, and of log-determinants (``volume``), by point."""
+    """By point: sums over a node's clients of their losses as functions of ``w_j``, and of log-determinants (``volume``)."""
 
     seen: Quadratic
     volume: Floats
 
-    def point(self, at: int) -> Quadratic:
-        seen = self.seen
-        return Quadratic(seen.C[at], seen.r[at], seen.c[at], seen.n[at])
-
 
 @dataclass(frozen=True)
 class LikelihoodSlope(Message["Slopes"], label="slope of the likelihood", phase="learn"):
-    """The clusters' means ``w (m, k, d)`` and covariances ``P (m, k, d, d)``, at the points that were asked about last."""
+    """Sum the gradient in ``S_j``, given the clusters' means ``w (m, k, d)`` and covariances ``P (m, k, d, d)``.
+
+    The points are those of the last :class:`IntegrateClients`.
+    """
 
     w: Floats
     P: Floats
@@ -150,15 +275,15 @@ class LikelihoodSlope(Message["Slopes"], label="slope of the likelihood", phase=
         width, ptr = asked.order.width, node.data.hierarchy.cluster_ptr
         points = zip(_integrated(node, asked), self.w, self.P, strict=True)
         sums = [sensitivity(marginal, width, ptr, w, P) for marginal, w, P in points]
-        bend, pull = (np.stack(each) for each in zip(*sums, strict=True))
-        if asked.S.shape[1] == 1:  # one covariance for all clusters: nothing is asked of each
+        bend, pull = (np.stack(part) for part in zip(*sums, strict=True))
+        if asked.S.shape[1] == 1:  # one covariance for all clusters, so only the sum over clusters is needed
             bend, pull = bend.sum(axis=1, keepdims=True), pull.sum(axis=1, keepdims=True)
         return Slopes(bend, pull)
 
 
 @dataclass(frozen=True)
 class Slopes(Reply):
-    """Sums over clients of ``bend`` and ``pull``, ``(m, 1 or k, width, width)``; the gradient in ``S_j`` is ``bend - pull``."""
+    """Sums over clients of ``bend`` and ``pull``, ``(m, 1 or k, width, width)``."""
 
     bend: Floats
     pull: Floats
@@ -166,7 +291,7 @@ class Slopes(Reply):
 
 @dataclass(frozen=True)
 class FinishLinear(Message[NonFiniteClients], label="finish linear", phase="learn"):
-    """Keep the clients' models, given their covariance ``S (1 or k, d, d)`` and their clusters' models ``w (k, d)``."""
+    """Compute and keep the clients' models, given their covariance ``S (1 or k, d, d)`` and the clusters' ``w (k, d)``."""
 
     S: Floats
     order: TermOrder
@@ -183,50 +308,89 @@ def _integrated(node: Node, asked: IntegrateClients) -> tuple[Marginal, ...]:
     """Each client's part of the likelihood, at each point."""
     columns, order = working_columns(node), asked.order
 
-    def make() -> tuple[Marginal, ...]:
+    def compute() -> tuple[Marginal, ...]:
         losses, ptr = client_losses(node, order.terms), node.data.hierarchy.cluster_ptr
         return tuple(marginalise(losses, client_spread(node, S, order), ptr) for S in asked.S)
 
-    return cached(node, "integrated", (asked.S, *order.key, columns.shift, columns.origin), make)
+    return from_cache(node, "integrated", (asked.S, *order.key, columns.shift, columns.origin), compute)
 
 
 def _client_fits(node: Node, order: TermOrder) -> tuple[Floats, Floats]:
-    """Each client's own least-squares fit, relative to the origin, and the sum of squares about it."""
+    """Each client's least-squares fit, relative to the origin, and the sum of squares about it."""
     columns = working_columns(node)
 
-    def make() -> tuple[Floats, Floats]:
+    def compute() -> tuple[Floats, Floats]:
         losses = client_losses(node)
         fits = solve_symmetric(losses.C, losses.r)
         squares = 2 * node.loss.value(client_rows(node), columns.origin + fits)
         return np.ascontiguousarray(fits[:, order.terms]), squares
 
-    return cached(node, "client fits", (columns.shift, columns.origin, order.terms), make)
+    return from_cache(node, "client fits", (columns.shift, columns.origin, order.terms), compute)
 
 
 # The coordinator
 
 
-@dataclass(frozen=True)
-class GaussianLikelihood:
-    """The criterion over a network whose nodes know their working columns; ``log_weights`` is the sum over all rows."""
+class LinearCriterion(Criterion):
+    """REML or ML of a linear model, from its clients' sums."""
 
-    network: Network
-    order: TermOrder
-    reml: bool
-    log_weights: float
-    about_client_fits: bool = False
+    def __init__(self, survey: Survey, shape: Shape, *, reml: bool) -> None:
+        sums, rows = survey.cluster_sums, float(survey.cluster_sums.n.sum())
+        super().__init__(survey, shape, sums.C.sum(axis=0) / max(rows, 1.0), rows)
+        self.reml, self.method, self.about_client_fits = reml, "REML" if reml else "ML", False
+        self._recent: list[tuple[bytes, Evaluation]] = []  # the best point and the last, which the search evaluates again
 
-    def __call__(self, S_client: Floats, S_cluster: Floats) -> Evaluation:
-        """At given covariances, ``(1 or k, d, d)`` of clients and ``(1, d, d)`` of clusters."""
-        return self.many([(S_client, S_cluster)])[0]
+    def evaluate(self, x: Floats) -> Evaluation:
+        for at, here in self._recent:
+            if at == x.tobytes():
+                return here
+        return self._evaluate([x])[0]
 
-    def many(self, points: Sequence[tuple[Floats, Floats]]) -> list[Evaluation]:
-        """At several of these, in two exchanges."""
-        sums = self.network.ask(IntegrateClients(np.stack([S for S, _ in points]), self.order, self.about_client_fits))
-        volume = sums.volume - self.log_weights
-        tops = [upper(sums.point(at), float(volume[at]), S[0], self.reml) for at, (_, S) in enumerate(points)]
-        slopes = self.network.ask(LikelihoodSlope(np.stack([top.w for top in tops]), np.stack([top.P for top in tops])))
+    def values_and_gradients(self, points: Sequence[Floats], *, independent: bool = False) -> list[tuple[float, Floats]]:
+        """All points take as many exchanges as one, if the criterion can be computed at all of them."""
+        n, d = self.tree.n_clients, len(self.terms)
+        size = max(1, _AT_ONCE // (n * d * (d + 1)))
+        results: list[tuple[float, Floats]] = []
+        for first in range(0, len(points), size):
+            part = points[first : first + size]
+            try:
+                here = self._evaluate(part) if len(part) > 1 else []
+            except (SolverError, np.linalg.LinAlgError):
+                here = []
+            together = [(at.value, self.gradient(x, at)) for x, at in zip(part, here, strict=False)]
+            results += together or super().values_and_gradients(part)
+        return results
+
+    def _evaluate(self, points: Sequence[Floats]) -> list[Evaluation]:
+        self.evaluations += len(points)
+        results = self.at_covariances([self.covariances(x) for x in points])
+        recent = [*self._recent, *((x.tobytes(), here) for x, here in zip(points, results, strict=True))]
+        self._recent = [min(recent, key=lambda entry: entry[1].value), recent[-1]]
+        return results
+
+    def at_covariances(self, points: Sequence[tuple[Floats, Floats]]) -> list[Evaluation]:
+        """Evaluate covariances, ``(1 or k, d, d)`` of clients and ``(1, d, d)`` of clusters. All points take two exchanges."""
+        ask = self.network.ask
+        sums = ask(IntegrateClients(np.stack([S for S, _ in points]), self.order, self.about_client_fits))
+        seen = map(Quadratic, sums.seen.C, sums.seen.r, sums.seen.c, sums.seen.n)
+        parts = zip(seen, sums.volume - self.survey.log_weights, points, strict=True)
+        tops = [upper(clusters, float(volume), S[0], self.reml) for clusters, volume, (_, S) in parts]
+        slopes = ask(LikelihoodSlope(np.stack([top.w for top in tops]), np.stack([top.P for top in tops])))
         return [_evaluation(top, bend, pull) for top, bend, pull in zip(tops, slopes.bend, slopes.pull, strict=True)]
+
+    def log_dispersion(self, x: Floats, here: Evaluation) -> tuple[Floats, float]:
+        return self.parameters.gradient(x, *(-pull / here.top.dof for pull in here.pull)), 0.0
+
+    def finish_message(self, x: Floats, top: UpperPosterior) -> FinishLinear:
+        return FinishLinear(self.covariances(x)[0], self.order, top.w)
+
+    def change_to_client_fits(self, x: Floats) -> bool:
+        """Use sums of squares about clients' fits if the residual is tiny beside those about the pooled fit."""
+        top = self.evaluate(x).top
+        lost = top.dispersion * top.dof < _LOST_DIGITS * 2 * float(self.survey.cluster_sums.c.sum())
+        if lost:
+            self.about_client_fits, self._recent = True, []
+        return bool(lost)
 
 
 def _evaluation(top: UpperPosterior, bend: Floats, pull: Floats) -> Evaluation:
@@ -237,7 +401,7 @@ def _evaluation(top: UpperPosterior, bend: Floats, pull: Floats) -> Evaluation:
 
 
 def upper(seen: Quadratic, volume: float, S: Floats, reml: bool) -> UpperPosterior:
-    """Solve for the upper levels, from what clusters see of their clients: the coordinator's part of the sweep."""
+    """Solve for the upper levels, given the clients' losses as functions of ``w_j``: the coordinator's part of the sweep."""
     d = seen.r.shape[1]
     K = np.eye(d) + seen.C @ S
     solved = np.linalg.solve(K, np.concatenate([seen.C, seen.r[:, :, None]], axis=2))

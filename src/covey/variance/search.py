@@ -1,28 +1,25 @@
-"""Minimise a smooth function of a few parameters, and prove that the result is a minimum.
+"""Search for a minimum of the criterion, and prove that it is one, also if variances are zero.
 
-A quasi-Newton run (BFGS) gets near. Newton steps, with a Hessian from differences of the gradient, finish. What is left to
-gain is then about the decrement ``1/2 g'H^-1 g``. It is in units of the function, twice a log-likelihood, of which a millionth
-does not matter, so the test of convergence needs no scale. Parameters are first put in units of about a standard error each,
-by a guess at the curvature, so that one step length suits them all.
+:func:`approach` takes cheap steps to the neighbourhood of an optimum. They are those of the MM algorithm for variance
+components (Zhou, Hu, Zhou and Lange 2019, J. Comput. Graph. Stat. 28). The criterion's gradient in a covariance ``S`` is
+``bend - pull`` (:class:`.Evaluation`), both positive semi-definite. A step solves ``T bend T = S pull S`` for the next
+covariance ``T``; a single variance is multiplied by ``sqrt(pull / bend)``. It never raises the criterion of a linear model.
 
-Cheap steps to the neighbourhood of an optimum, and a guess at the curvature there.
+:func:`minimise` first runs a quasi-Newton method (BFGS), then takes Newton steps with a Hessian from differences of the
+gradient. The function can then fall by about the decrement ``1/2 g'H^-1 g``. It is in units of the function, twice a
+log-likelihood, where a millionth does not matter, so the test of convergence needs no scale. Parameters are first put in units
+of about a standard error each, by a guess at the curvature, so that one step length suits them all.
 
-The steps are those of the MM algorithm for variance components (Zhou, Hu, Zhou and Lange 2019, J. Comput. Graph. Stat. 28).
-The criterion's gradient in a covariance ``S`` is ``bend - pull`` (:class:`.Evaluation`), both positive semi-definite. A step
-solves ``T bend T = S pull S`` for the next covariance ``T``; for a single variance that multiplies it by
-``sqrt(pull / bend)``. It never raises the criterion of a linear model.
-
-Variances at zero: whether the likelihood has its optimum there, and notes that say so.
-
-With ``S = L L'`` every derivative in ``L`` is zero where ``L`` is, so a search can stop there by mistake, or end with a tiny
-variance that is zero but for rounding. So tiny variances are set to zero where that costs nothing, and the derivative in
-``S`` decides whether the likelihood would rise if they were not.
+:func:`resolve_boundary` treats variances at zero. With ``S = L L'`` every derivative in ``L`` is zero where ``L`` is, so a
+search can stop there by mistake, or end with a tiny variance that is zero but for rounding. So tiny variances are set to zero
+if that costs nothing, and the derivative in ``S`` decides whether the likelihood would rise if they were not zero.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -30,104 +27,79 @@ from covey._typing import Floats
 from covey.errors import listing
 from covey.solvers.result import Progress
 from covey.variance.components import Kind, Variation
-from covey.variance.criterion import Criterion
-from covey.variance.linear_likelihood import Evaluation
+from covey.variance.linear_likelihood import Criterion, Evaluation
 
-Function = Callable[[Floats], tuple[float, Floats]]
-"""Value and gradient at a point."""
+Function = Callable[[Sequence[Floats]], list[tuple[float, Floats]]]
+"""Values and gradients at several points. Across a network several points together cost no more than one."""
 
-Functions = Callable[[Sequence[Floats]], list[tuple[float, Floats]]]
-"""The same at several points at once, which across a network costs no more than at one."""
-
-# Decrements: where the search stops, with parameters within a ten-thousandth of a standard error of the optimum; and what
-# still counts as converged, where rounding allows no better.
+# Decrements. At the first the search stops: parameters are within a ten-thousandth of a standard error of the optimum. The
+# second still counts as converged, where rounding allows no better.
 NEGLIGIBLE, CONVERGED = 1e-8, 1e-6
-_NEAR = 1e-2  # the gradient, in these units, at which the quasi-Newton run hands over
-_STEP = 1e-3  # of the differences
-_NEGATIVE = 1e-3  # of the largest curvature: a negative one beyond this is not rounding
-MANY = 200  # parameters beyond which a Hessian is not worth its cost
+_NEAR = 1e-2  # the gradient, in units of standard errors, at which the quasi-Newton run ends
+_STEP = 1e-3  # the step of the differences
+_NEGATIVE = 1e-3  # a negative curvature beyond this share of the largest curvature is not rounding
+MANY = 200  # with more parameters a Hessian is not worth its cost
 
 
 @dataclass(frozen=True)
 class Optimum:
-    """A point, value, gradient and Hessian there, what is left to gain (``decrement``), and the number of evaluations."""
+    """A point, with value, gradient and Hessian there. The function can still fall by about ``decrement``."""
 
     x: Floats
     value: float
     gradient: Floats
     hessian: Floats
     decrement: float
-    evaluations: int
 
     @property
     def converged(self) -> bool:
         return bool(self.decrement <= CONVERGED and np.isfinite(self.value))
 
 
-def minimise(
-    function: Function,
-    x: Floats,
-    curvature: Floats,
-    *,
-    many: Functions | None = None,
-    progress: Progress | None = None,
-) -> Optimum:
-    """Search from ``x``, where the second derivatives are about ``curvature``; ``many`` evaluates several points at once."""
+def minimise(function: Function, x: Floats, curvature: Floats, *, progress: Progress | None = None) -> Optimum:
+    """Search from ``x``, where the second derivatives are about ``curvature``."""
     count, unit = 0, 1.0 / np.sqrt(np.maximum(0.5 * curvature, 1e-12))
 
-    def counted(value: float, gradient: Floats) -> tuple[float, Floats]:
+    def scaled(points: Sequence[Floats]) -> list[tuple[float, Floats]]:
         nonlocal count
-        count += 1
-        if progress is not None:
-            progress(count, value, float(np.linalg.norm(gradient * unit)))
-        if not np.isfinite(value) or not np.isfinite(gradient).all():
-            return np.inf, np.zeros_like(x)
-        return value, gradient * unit
-
-    def scaled(z: Floats) -> tuple[float, Floats]:
-        return counted(*function(z * unit))
-
-    def scaled_many(points: Sequence[Floats]) -> list[tuple[float, Floats]]:
-        if many is None:
-            return [scaled(z) for z in points]
-        return [counted(*result) for result in many([z * unit for z in points])]
+        results = []
+        for value, gradient in function([z * unit for z in points]):
+            count += 1
+            if progress is not None:
+                progress(count, value, float(np.linalg.norm(gradient * unit)))
+            finite = np.isfinite(value) and np.isfinite(gradient).all()
+            results.append((value, gradient * unit) if finite else (np.inf, np.zeros_like(x)))
+        return results
 
     if len(x) == 0:
-        return Optimum(x, scaled(x)[0], x, np.empty((0, 0)), 0.0, count)
-    best = _newton_steps(scaled, scaled_many, _quasi_newton(scaled, x / unit))
+        return Optimum(x, scaled([x])[0][0], x, np.empty((0, 0)), 0.0)
+    best = _newton_steps(scaled, _quasi_newton(scaled, x / unit))
     hessian = best.hessian / (unit[:, None] * unit)
-    return replace(best, x=best.x * unit, gradient=best.gradient / unit, hessian=hessian, evaluations=count)
+    return replace(best, x=best.x * unit, gradient=best.gradient / unit, hessian=hessian)
 
 
 def _quasi_newton(function: Function, z: Floats) -> Optimum:
+    """BFGS; for many parameters L-BFGS, without a Hessian, and with a decrement by the curvature of 2 that the units imply."""
     from scipy.optimize import minimize  # slow to import, and only needed here
 
-    if len(z) > MANY:
-        return _limited_memory(function, z)
-    options = {"gtol": _NEAR, "maxiter": 20 * len(z) + 100, "hess_inv0": 0.5 * np.eye(len(z))}
+    many = len(z) > MANY
+    options: dict[str, Any] = {"gtol": _NEAR, "maxiter": 20 * len(z) + 100, "hess_inv0": 0.5 * np.eye(len(z))}
+    if many:
+        options = {"maxcor": 30, "ftol": 1e-16, "gtol": 1e-5, "maxiter": 2000, "maxfun": 4000}
     with np.errstate(invalid="ignore", over="ignore"):
-        found = minimize(function, z, jac=True, method="BFGS", options=options)
-    hessian = np.asarray(np.linalg.pinv(np.asarray(found.hess_inv)))
-    return Optimum(np.asarray(found.x), float(found.fun), np.asarray(found.jac), hessian, np.inf, 0)
+        end = minimize(lambda point: function([point])[0], z, jac=True, method="L-BFGS-B" if many else "BFGS", options=options)
+    gradient = np.asarray(end.jac)
+    hessian = np.zeros((len(z), len(z))) if many else np.asarray(np.linalg.pinv(np.asarray(end.hess_inv)))
+    decrement = 0.25 * float(gradient @ gradient) if many else np.inf
+    return Optimum(np.asarray(end.x), float(end.fun), gradient, hessian, decrement)
 
 
-def _limited_memory(function: Function, z: Floats) -> Optimum:
-    """L-BFGS for many parameters: no Hessian, and a decrement by the curvature of 2 that these units stand for."""
-    from scipy.optimize import minimize
-
-    options = {"maxcor": 30, "ftol": 1e-16, "gtol": 1e-5, "maxiter": 2000, "maxfun": 4000}
-    found = minimize(function, z, jac=True, method="L-BFGS-B", options=options)
-    gradient = np.asarray(found.jac)
-    hessian = np.zeros((len(z), len(z)))
-    return Optimum(np.asarray(found.x), float(found.fun), gradient, hessian, 0.25 * float(gradient @ gradient), 0)
-
-
-def _newton_steps(function: Function, many: Functions, best: Optimum) -> Optimum:
-    """Newton steps until nothing is left to gain."""
+def _newton_steps(function: Function, best: Optimum) -> Optimum:
+    """Newton steps until the decrement is negligible."""
     if len(best.x) > MANY:
         return best
     for _ in range(12):
-        best = replace(best, hessian=_hessian(many, best.x, best.gradient))
+        best = replace(best, hessian=_hessian(function, best.x, best.gradient))
         step, decrement = _newton(best)
         best = replace(best, decrement=decrement)
         if decrement <= 1e-2 * NEGLIGIBLE:
@@ -135,15 +107,15 @@ def _newton_steps(function: Function, many: Functions, best: Optimum) -> Optimum
         moved = _descend(function, best, step)
         if moved is None:
             return best
-        # A full step near the optimum squares the error, and the Hessian is then that of the optimum for all purposes.
+        # A full step near the optimum squares the error, so the Hessian before it is as good as the one at the optimum.
         best = replace(moved, decrement=_newton(moved)[1])
         if decrement <= 1e-2 and best.decrement <= NEGLIGIBLE:
             return best
     return best
 
 
-def _hessian(many: Functions, z: Floats, gradient: Floats) -> Floats:
-    ahead = many([z + step for step in _STEP * np.eye(len(z))])
+def _hessian(function: Function, z: Floats, gradient: Floats) -> Floats:
+    ahead = function([z + step for step in _STEP * np.eye(len(z))])
     H = np.array([(slope - gradient) / _STEP for _, slope in ahead])
     return np.asarray(0.5 * (H + H.T))
 
@@ -151,25 +123,25 @@ def _hessian(many: Functions, z: Floats, gradient: Floats) -> Floats:
 def _newton(at: Optimum) -> tuple[Floats, float]:
     """The Newton step, with absolute values of the curvature so that it descends, and the decrement."""
     values, vectors = np.linalg.eigh(at.hessian)
-    # Along a flat direction (the factor of a singular covariance has some) the gradient is zero too. If it is not, a
-    # curvature of 1 gives its worth, so that a slope is never taken for an optimum.
+    # Along a flat direction (the factor of a singular covariance has some) the gradient is zero too. If it is not, it counts
+    # with a curvature of 1, so that a slope is never taken for an optimum.
     floor = 1e-7 * max(float(np.abs(values).max(initial=0.0)), 1e-12)
     slope = vectors.T @ at.gradient
     curve = np.where(np.abs(values) > floor, np.abs(values), 1.0)
     step, decrement = -vectors @ (slope / curve), float(0.5 * (slope**2 / curve).sum())
     if values.min(initial=0.0) < -_NEGATIVE * np.abs(values).max(initial=0.0):
-        # A saddle, or a ridge: the function falls to either side of it.
+        # A saddle or a ridge: the function falls on both sides of it.
         down = vectors[:, 0] * (1.0 if slope[0] <= 0 else -1.0)
         return step + down, np.inf
     return step, decrement
 
 
 def _descend(function: Function, at: Optimum, step: Floats) -> Optimum | None:
-    """The first of ever shorter steps that lowers the function, or its gradient where rounding hides that."""
+    """Halve the step until the function falls, or its gradient if rounding hides the fall."""
     noise = 1e-13 * abs(at.value)
     for halving in range(30):
         x = at.x + 0.5**halving * step
-        value, gradient = function(x)
+        ((value, gradient),) = function([x])
         lower = value < at.value - noise
         flat = abs(value - at.value) <= noise and np.linalg.norm(gradient) < np.linalg.norm(at.gradient)
         if lower or flat:
@@ -178,7 +150,7 @@ def _descend(function: Function, at: Optimum, step: Floats) -> Optimum | None:
 
 
 def approach(criterion: Criterion, x: Floats, steps: int) -> tuple[Floats, Floats]:
-    """Step from ``x`` as long as the criterion falls; where that ends, and a guess at the second derivatives there.
+    """Take cheap steps from ``x`` while the criterion falls. Returns the last point and a guess at the curvature there.
 
     There are ``steps`` steps, and up to five times as many while some parameter still more than doubles.
     """
@@ -201,7 +173,7 @@ def approach(criterion: Criterion, x: Floats, steps: int) -> tuple[Floats, Float
 
 
 def _by_level(criterion: Criterion, x: Floats, here: Evaluation) -> list[tuple[Variation, Floats, Floats, Floats]]:
-    """Of clients and of clusters: the variation, its parameters, bend and pull."""
+    """For clients and for clusters: the variation, its parameters, ``bend`` and ``pull``."""
     levels = []
     for (variation, part), G, pull in zip(criterion.parameters.split(x), (here.client, here.cluster), here.pull, strict=True):
         pull_here = variation.pick(pull)
@@ -213,8 +185,7 @@ def mm_step(variation: Variation, x: Floats, bend: Floats, pull: Floats) -> Floa
     """The parameters of one level after one step from ``x``."""
     if variation.q == 0:
         return x
-    L = variation.factors(x)
-    S = L @ L.swapaxes(1, 2)
+    S = variation.matrices(x)
     if variation.kind == "full":
         values, vectors = np.linalg.eigh(bend)
         root = np.sqrt(np.maximum(values, 1e-12 * np.abs(values).max(axis=1, keepdims=True) + 1e-300))
@@ -233,49 +204,46 @@ def mm_step(variation: Variation, x: Floats, bend: Floats, pull: Floats) -> Floa
 def curvature(variation: Variation, x: Floats, bend: Floats, units: int) -> Floats:
     """A guess at the second derivative in each parameter of one level.
 
-    ``bend`` is a sum over ``units`` clients or clusters, and is taken to be made of equal parts.
+    ``bend`` is a sum over ``units`` clients or clusters, which are taken to contribute equally.
     """
     L = variation.factors(x) / variation.unit[:, None]
     at = np.arange(variation.q)
     down = variation.unit**2 * np.maximum(bend[:, at, at], 1e-12)
     size = np.maximum((L**2).sum(axis=2), 1e-4)
-    each = 4.0 * size * down**2 * variation.count / max(units, 1)
-    if variation.kind == "full":
-        rows, _ = np.tril_indices(variation.q)
-        return np.asarray(each[:, rows]).ravel()
-    if variation.kind == "isotropic" and variation.q:
+    second = 4.0 * size * down**2 * variation.count / max(units, 1)
+    if variation.is_shared:
         total = down.sum(axis=1, keepdims=True)
         return np.asarray(4.0 * size[:, :1] * total**2 * variation.count / (units * variation.q)).ravel()
-    return np.asarray(each).ravel()
+    return np.asarray(second[:, variation.entries[0]]).ravel()
 
 
 def _recomposed(vectors: Floats, values: Floats) -> Floats:
     return np.asarray(np.einsum("mab,mb,mcb->mac", vectors, values, vectors))
 
 
-# Variances, in units of the columns and the residual, that are tried as zero; the second are zero for all purposes.
+# Variances below the first limit, in units of the columns and the residual, are tried as zero. Those below the second are zero.
 _SMALL, _ZERO = 1e-4, 1e-8
 
 
-def resolve_boundary(criterion: Criterion, best: Optimum, progress: Progress | None) -> Optimum:
+def resolve_boundary(criterion: Criterion, best: Optimum) -> Optimum:
     """Set negligible variances to zero; search again from a nearby point if the likelihood rises from there."""
     for _ in range(6):
         zeroed = _set_small_to_zero(criterion, best)
         if zeroed is not None:
-            best = _minimise_others(criterion, zeroed, progress)
+            best = _minimise_others(criterion, zeroed)
         out = _leave_zero(criterion, best)
         if out is None:
             return best
         x, curvature = approach(criterion, out, 1)
-        again = minimise(criterion.value_and_gradient, x, curvature, many=criterion.values_and_gradients, progress=progress)
+        again = minimise(criterion.values_and_gradients, x, curvature, progress=criterion.progress)
         if again.value > best.value - NEGLIGIBLE:
             return best
-        best = replace(again, evaluations=best.evaluations + again.evaluations + 2)
+        best = again
     return best
 
 
-def _minimise_others(criterion: Criterion, best: Optimum, progress: Progress | None) -> Optimum:
-    """The optimum among the parameters that are not held at zero."""
+def _minimise_others(criterion: Criterion, best: Optimum) -> Optimum:
+    """Search over the parameters that are not held at zero."""
     free = criterion.parameters.free(best.x)
 
     def whole(part: Floats) -> Floats:
@@ -283,37 +251,32 @@ def _minimise_others(criterion: Criterion, best: Optimum, progress: Progress | N
         x[free] = part
         return x
 
-    def one(part: Floats) -> tuple[float, Floats]:
-        value, gradient = criterion.value_and_gradient(whole(part))
-        return value, gradient[free]
-
-    def many(parts: Sequence[Floats]) -> list[tuple[float, Floats]]:
+    def function(parts: Sequence[Floats]) -> list[tuple[float, Floats]]:
         points = [whole(part) for part in parts]
         return [(value, gradient[free]) for value, gradient in criterion.values_and_gradients(points)]
 
     guess = approach(criterion, best.x, 0)[1] if len(best.x) > MANY else np.diag(best.hessian)
-    rest = minimise(one, best.x[free], np.maximum(guess[free], 1e-3), many=many, progress=progress)
-    x, gradient, hessian = best.x.copy(), np.zeros(len(free)), np.zeros((len(free), len(free)))
-    x[free], gradient[free] = rest.x, rest.gradient
-    hessian[np.ix_(free, free)] = rest.hessian
-    return Optimum(x, rest.value, gradient, hessian, rest.decrement, best.evaluations + rest.evaluations)
+    rest = minimise(function, best.x[free], np.maximum(guess[free], 1e-3), progress=criterion.progress)
+    gradient, hessian = np.zeros(len(free)), np.zeros((len(free), len(free)))
+    gradient[free], hessian[np.ix_(free, free)] = rest.gradient, rest.hessian
+    return Optimum(whole(rest.x), rest.value, gradient, hessian, rest.decrement)
 
 
 def _set_small_to_zero(criterion: Criterion, best: Optimum) -> Optimum | None:
-    """The point with small variances at zero, if that costs nothing; None if there are none to set."""
+    """Set small variances to zero, if that costs nothing. None if there are none, or if it does."""
     for limit in (_SMALL, _ZERO):
         x = _without_small(criterion, best.x, limit)
         if x is None:
             return None
         value, gradient = criterion.value_and_gradient(x)
         if value <= best.value + NEGLIGIBLE:
-            return replace(best, x=x, value=value, gradient=gradient, evaluations=best.evaluations + 1)
+            return replace(best, x=x, value=value, gradient=gradient)
     return None
 
 
 def _without_small(criterion: Criterion, x: Floats, limit: float) -> Floats | None:
-    """The parameters with variances below ``limit`` at zero; None if all of these are zero already."""
-    parts, changed = [], False
+    """The parameters with variances below ``limit`` set to zero. None if all of these are zero already."""
+    x, changed = x.copy(), False
     for variation, part in criterion.parameters.split(x):
         if variation.q == 0:
             continue
@@ -321,35 +284,33 @@ def _without_small(criterion: Criterion, x: Floats, limit: float) -> Floats | No
         small = values < limit
         rounding = 1e-15 if variation.kind == "full" and values.max() >= limit else 0.0
         changed |= bool((small & (values > rounding)).any())
-        S = np.einsum("mab,mb,mcb->mac", vectors, np.where(small, 0.0, values), vectors)
-        parts.append(variation.of_covariances(S * variation.size[:, None] * variation.size))
-    return np.concatenate([*parts, x[criterion.parameters.n_parameters :]]) if changed else None
+        S = _recomposed(vectors, np.where(small, 0.0, values))
+        part[:] = variation.of_covariances(S * variation.size[:, None] * variation.size)
+    return x if changed else None
 
 
 def _eigen(variation: Variation, x: Floats) -> tuple[Floats, Floats]:
-    """Eigenvalues and vectors of a level's covariances, in units of its columns."""
+    """Eigenvalues and eigenvectors of a level's covariances, in units of its columns."""
     L = variation.factors(x) / variation.size[:, None]
     values, vectors = np.linalg.eigh(L @ L.swapaxes(1, 2))
     return values, vectors
 
 
 def _leave_zero(criterion: Criterion, best: Optimum) -> Floats | None:
-    """A point with some variance where it is zero but the likelihood would rise with it; None if there is no such place."""
-    here = criterion.evaluate(best.x)
-    parts, moved = [], False
-    for (variation, x), slope in zip(criterion.parameters.split(best.x), (here.client, here.cluster), strict=True):
+    """A point with a little variance in every place where it is zero but the likelihood would rise. None if there is none."""
+    here, x, moved = criterion.evaluate(best.x), best.x.copy(), False
+    for (variation, part), slope in zip(criterion.parameters.split(x), (here.client, here.cluster), strict=True):
         if variation.q == 0:
             continue
-        L = variation.factors(x)
-        S = L @ L.swapaxes(1, 2)
+        S = variation.matrices(part)
         G = variation.pick(slope) * variation.size[:, None] * variation.size
         for m in range(variation.count):
             way = _descent_direction(S[m] / (variation.size[:, None] * variation.size), G[m], variation.kind)
             if way is not None:
                 S[m] += 1e-3 * way * variation.size[:, None] * variation.size
                 moved = True
-        parts.append(variation.of_covariances(S))
-    return np.concatenate([*parts, best.x[criterion.parameters.n_parameters :]]) if moved else None
+        part[:] = variation.of_covariances(S)
+    return x if moved else None
 
 
 def _descent_direction(S: Floats, G: Floats, kind: Kind) -> Floats | None:
@@ -369,8 +330,8 @@ def _descent_direction(S: Floats, G: Floats, kind: Kind) -> Floats | None:
     return np.outer(way, way) if slopes[0] < steep else None
 
 
-def singular_notes(criterion: Criterion, best: Optimum) -> list[str]:
-    """A sentence for each covariance that is singular: what does not vary, or varies in perfect correlation."""
+def notes_at(criterion: Criterion, best: Optimum) -> list[str]:
+    """Sentences on singular covariances (terms that do not vary, or in perfect correlation), and last on convergence."""
     notes = []
     for (variation, x), units in zip(criterion.parameters.split(best.x), ("clients", "clusters"), strict=True):
         if variation.q == 0:
@@ -382,7 +343,15 @@ def singular_notes(criterion: Criterion, best: Optimum) -> list[str]:
             where = f" of cluster {criterion.tree.clusters.tolist()[m]!r}" if variation.count > 1 else ""
             notes.append(f"singular: {_what(terms, is_zero[m])} between {units}{where}")
     if len(notes) > 5:
-        notes = [*notes[:4], f"singular: and {len(notes) - 4} more of the kind"]
+        notes = [*notes[:4], f"singular: and {len(notes) - 4} more of this kind"]
+    if not best.converged:
+        left = "the likelihood still rises in some direction"
+        if np.isfinite(best.decrement):
+            left = f"judging by the curvature, twice the log-likelihood can still rise by {best.decrement:.1e}"
+        notes.append(
+            f"the variance components did not converge: {left}; let fewer terms vary, centre and scale the columns, or look "
+            "for clients whose rows are all equal"
+        )
     return notes
 
 
