@@ -70,10 +70,10 @@ def test_the_shell_takes_it(homes, calls, tmp_path):
 
 def test_sites_take_it(homes, calls):
     """The operator parses and checks; a site groups its rows once, and checks what it receives: the draft and the agreement."""
-    from covey.federation.simulate import simulate
+    from covey.federation.simulate import simulate_sites
 
     sites = 3
-    simulate(homes, Spec(formula=FORMULA, tests=False), sites)
+    simulate_sites(homes, Spec(formula=FORMULA, tests=False), sites)
     assert calls.pop("texts") == 2
     expected = {**ONCE, "check": 1 + 2 * sites, "from_blocks": sites, "assemble": 1, "Model": 1}
     assert dict(calls) == expected

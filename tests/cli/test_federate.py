@@ -21,11 +21,10 @@ from covey.datasets import load_radon
 from covey.errors import CoveyError, DataError, FederationError, size
 from covey.exact import LIMBS, WIDE
 from covey.federation.operator.journal import _complete
-from covey.federation.operator.members import Members
 from covey.federation.operator.report import costs, planned, who
-from covey.federation.operator.settings import DEFAULTS, RunSettings
-from covey.federation.simulate import simulate
-from covey.federation.wire.agreement import Privacy
+from covey.federation.operator.settings import DEFAULTS, Members, RunSettings
+from covey.federation.simulate import simulate_sites
+from covey.federation.wire.messages import Privacy
 from covey.model.files import load_model
 from covey.problem.problem import Spec
 from covey.records import decode, encode
@@ -50,7 +49,7 @@ SOLVERS = {
 
 
 def outcome(asked, **more):
-    return simulate(HOMES, Spec(**{**GIVEN, **asked}), SITES, **more).outcome
+    return simulate_sites(HOMES, Spec(**{**GIVEN, **asked}), SITES, **more).outcome
 
 
 def labels(run):
@@ -220,26 +219,26 @@ def test_a_simulation_under_masks_or_with_noise_keeps_no_journal_and_promises_no
 
     journal, spec = tmp_path / "journal", Spec(**GIVEN, formula="log_radon ~ floor")
     with pytest.raises(KeyboardInterrupt, match=r"^Interrupted; the run has stopped\.$"):
-        simulate(HOMES, spec, 3, settings=terms, journal=journal, say=stop)
+        simulate_sites(HOMES, spec, 3, settings=terms, journal=journal, say=stop)
     assert not journal.exists()
     with pytest.raises(KeyboardInterrupt, match="exchanges are kept in"):
-        simulate(HOMES, spec, 3, journal=journal, say=stop)
+        simulate_sites(HOMES, spec, 3, journal=journal, say=stop)
     assert journal.exists()
 
 
 def test_rows_are_those_of_the_file():
     lost = HOMES.with_columns(floor=pl.when(pl.int_range(pl.len()) == 1234).then(None).otherwise(pl.col("floor")))
     with pytest.raises(DataError, match=r"row 1234\b"):
-        simulate(lost, Spec(**GIVEN, formula="log_radon ~ floor"), 3)
+        simulate_sites(lost, Spec(**GIVEN, formula="log_radon ~ floor"), 3)
     with pytest.raises(CoveyError, match="There is no column 'flor'; did you mean 'floor'"):
-        simulate(HOMES, Spec(**GIVEN, formula="log_radon ~ flor"), 3)
+        simulate_sites(HOMES, Spec(**GIVEN, formula="log_radon ~ flor"), 3)
 
 
 @pytest.mark.parametrize("name", ["", " ", ".", "..", "a/b", "a\\b", "a:b"])
 def test_a_site_needs_a_name_that_can_be_one(name):
     homes = HOMES.with_columns(place=pl.when(pl.col("state") == "MN").then(pl.lit(name)).otherwise(pl.lit("south")))
     with pytest.raises(DataError, match=re.escape(f"The site {name!r} cannot be the name of a site and its folder; ")):
-        simulate(homes, Spec(**GIVEN, formula="log_radon ~ floor"), "place")
+        simulate_sites(homes, Spec(**GIVEN, formula="log_radon ~ floor"), "place")
 
 
 def test_a_listed_site_that_is_not_there_is_noticed():

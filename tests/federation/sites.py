@@ -12,8 +12,8 @@ from covey.federation.operator.operate import run_fit
 from covey.federation.operator.settings import RunSettings
 from covey.federation.site.policy import Policy
 from covey.federation.site.site import Site
-from covey.federation.wire.agreement import SiteMessage
-from covey.federation.wire.letters import Letter, Refusal
+from covey.federation.wire.codec import Envelope, Refusal
+from covey.federation.wire.messages import SiteMessage
 from covey.federation.wire.transport import InProcess
 from covey.nodes.network import Message
 from covey.problem.problem import Spec, resolve
@@ -78,7 +78,7 @@ def sites_of(parts: dict[str, pl.DataFrame], **settings) -> dict[str, Site]:
     return {name: Site(name, lambda _, part=part: part, policy, **others) for name, part in parts.items()}
 
 
-def kind(letter: Letter) -> str:
+def kind(letter: Envelope) -> str:
     """What a letter is: "hello", "salt", "agree", "deliver" or "ask" to a site; "reply", "ready" or "refusal" from it."""
     if isinstance(letter.body, Message):
         return letter.body.label if isinstance(letter.body, SiteMessage) else "ask"

@@ -8,11 +8,10 @@ import pytest
 
 from covey.errors import CoveyError, FederationError
 from covey.federation.operator.agreement import _levels, check_tags
-from covey.federation.operator.members import Members
-from covey.federation.operator.settings import RunSettings
+from covey.federation.operator.settings import Members, RunSettings
 from covey.federation.site.table import profile_of
-from covey.federation.wire.agreement import Profile
-from covey.federation.wire.ids import tags_of
+from covey.federation.wire.codec import client_tags
+from covey.federation.wire.messages import Profile
 from covey.problem.problem import resolve
 from covey.records import decode, encode
 from tests.federation.sites import Meddling, by_turns, fit, kind, sites_of, spec, split_by, table
@@ -115,7 +114,7 @@ def test_another_version():
 
 
 def test_a_site_itself_refuses_a_coordinator_of_another_version(monkeypatch):
-    monkeypatch.setattr("covey.federation.operator.opening.__version__", "9.9")
+    monkeypatch.setattr("covey.federation.operator.agreement.__version__", "9.9")
     refused(by_turns(FRAME, 3), r"Site 's0': This site runs covey .*, the coordinator 9.9")
 
 
@@ -185,10 +184,10 @@ def test_a_site_that_claims_clients_of_another(tmp_path):
 
 
 def test_tags_do_not_depend_on_order_and_need_their_key():
-    one = tags_of(["a", "b", 3], "00" * 16)
-    assert one.tolist() == tags_of([3, "b", "a"], "00" * 16).tolist()
-    assert one.tolist() != tags_of(["a", "b", 3], "01" * 16).tolist()
-    check_tags({"x": one, "y": tags_of(["c"], "00" * 16)})
+    one = client_tags(["a", "b", 3], "00" * 16)
+    assert one.tolist() == client_tags([3, "b", "a"], "00" * 16).tolist()
+    assert one.tolist() != client_tags(["a", "b", 3], "01" * 16).tolist()
+    check_tags({"x": one, "y": client_tags(["c"], "00" * 16)})
 
 
 def test_a_formula_is_needed():

@@ -11,7 +11,7 @@ from covey.exact import TOO_LARGE
 from covey.federation.operator.settings import RunSettings
 from covey.federation.site.policy import Policy
 from covey.federation.site.site import Site
-from covey.federation.wire.letters import Letter, Refusal
+from covey.federation.wire.codec import Envelope, Refusal
 from covey.federation.wire.transport import Failure
 from covey.nodes.network import Batch
 from covey.records import decode, encode
@@ -29,7 +29,7 @@ def whole(secure=False):
     return fit(sites, ASKED, settings=RunSettings(secure=secure))
 
 
-def asked(letter: bytes) -> Letter:
+def asked(letter: bytes) -> Envelope:
     return decode(letter)
 
 
@@ -63,7 +63,7 @@ def assert_bits(one, two):
         lambda letter, reply: encode("hello there"),
         lambda letter, reply: encode(replace(decode(reply), exchange=decode(reply).exchange - 1)),
         lambda letter, reply: encode(replace(decode(reply), run="another")),
-        lambda letter, reply: encode(Letter("", -1, -1, Refusal("broken", "KeyError"))),
+        lambda letter, reply: encode(Envelope("", -1, -1, Refusal("broken", "KeyError"))),
     ],
     ids=["gone", "late", "cut", "empty", "nonsense", "stale", "other run", "broken"],
 )

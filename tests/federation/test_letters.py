@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from covey.exact import Exact
-from covey.federation.wire.letters import Letter, join, split
+from covey.federation.wire.codec import Envelope, join, split
 from covey.records import RecordError, decode, encode, outline
 from covey.solvers.direct.elimination import Quadratic
 from covey.solvers.direct.newton import NewtonReport, NewtonStep
@@ -25,7 +25,7 @@ def report(rng, k=3, d=2):
 @given(arrays, st.integers(-(2**60), 2**60), st.floats(), st.text(max_size=20), st.booleans())
 def test_what_was_written_is_read(array, whole, number, word, flag):
     body = {"a": (array, None), "b": {"c": [whole, number]}, "w": word, "f": flag}
-    letter = decode(encode(Letter("run", 1, 2, body)))
+    letter = decode(encode(Envelope("run", 1, 2, body)))
     assert letter.run == "run"
     assert (letter.epoch, letter.exchange, letter.mute) == (1, 2, False)
     read, nothing = letter.body["a"]
@@ -44,7 +44,7 @@ def test_bits_of_numbers_survive():
 
 
 def test_any_cut_or_changed_length_is_refused():
-    letter = encode(Letter("run", 0, 0, NewtonStep(np.ones((2, 3)))))
+    letter = encode(Envelope("run", 0, 0, NewtonStep(np.ones((2, 3)))))
     for cut in range(len(letter)):
         with pytest.raises(RecordError):
             decode(letter[:cut])

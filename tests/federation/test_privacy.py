@@ -17,11 +17,10 @@ from covey.federation.operator.report import report
 from covey.federation.operator.settings import RunSettings, run_settings_of
 from covey.federation.privacy.accounting import epsilon, noise_for, privacy_of, spent
 from covey.federation.privacy.sweeps import NoisySums, PlaceClients, ReleaseSums, seeded_normal
-from covey.federation.simulate import simulate
-from covey.federation.site.budget import Budget
-from covey.federation.site.policy import Policy
+from covey.federation.simulate import simulate_sites
+from covey.federation.site.policy import Budget, Policy
 from covey.federation.site.site import Site, open_site
-from covey.federation.wire.agreement import Joined, Privacy, SiteTotals
+from covey.federation.wire.messages import Joined, Privacy, SiteTotals
 from covey.federation.wire.transport import Failure, InProcess
 from covey.model.files import load_model
 from covey.nodes.network import Batch
@@ -179,7 +178,8 @@ def test_the_promise_is_printed_and_saved_with_both_models(tmp_path):
 def test_noise_is_the_systems_unless_a_simulation_gives_a_seed():
     frame, asked = table(5), spec()
     runs = [
-        simulate(frame, asked, 3, settings=private_run(), noise_seed=seed).outcome.model.w for seed in (1, 1, 2, None, None)
+        simulate_sites(frame, asked, 3, settings=private_run(), noise_seed=seed).outcome.model.w
+        for seed in (1, 1, 2, None, None)
     ]
     assert np.array_equal(runs[0], runs[1])
     assert not any(np.array_equal(runs[a], runs[b]) for a, b in ((0, 2), (0, 3), (3, 4)))

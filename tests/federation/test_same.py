@@ -12,7 +12,7 @@ from covey.datasets import load_radon
 from covey.federation.operator.coordinator import Federation
 from covey.federation.operator.journal import Journal
 from covey.federation.operator.settings import RunSettings
-from covey.federation.simulate import simulate
+from covey.federation.simulate import simulate_sites
 from covey.model.files import load_model
 from covey.model.summary import describe
 from covey.nodes.network import SetGamma
@@ -207,7 +207,7 @@ def test_radon_across_three_sites_writes_each_sites_models_there(tmp_path):
     """The site's folder answers for its own counties as the model in memory does, and for others by their state."""
     homes = load_radon()
     asked = Spec(formula="log_radon ~ floor", client="county", cluster="state", gamma=10.0)
-    run = simulate(homes, asked, sites=3, models=tmp_path)
+    run = simulate_sites(homes, asked, sites=3, models=tmp_path)
     whole = fit_table(homes, asked)
     for name in run.outcome.roster:
         model, _ = load_model(tmp_path / name)
@@ -241,8 +241,8 @@ def test_sites_are_a_network_like_any_other():
     assert (nothing.message, nothing.reply) == (gamma, None)
     assert (one.reply.C == two.reply.C).all()
     assert len(carrier.letters) == before + 2 * len(sites)
-    assert [each.phase for each in federation.exchanges] == ["set-up", "set-up", "fit", "fit"]
+    assert [each.phase for each in federation.exchanges.made] == ["set-up", "set-up", "fit", "fit"]
     with federation.during("measure"):
         assert (federation.ask(SweepUp()).C == one.reply.C).all()
-    assert federation.exchanges[-1].phase == "measure"
+    assert federation.exchanges.made[-1].phase == "measure"
     assert all((site.node("aa").gamma == 2.0).all() for site in sites.values())

@@ -10,21 +10,20 @@ import pytest
 
 from covey.errors import CoveyError, FederationError
 from covey.federation.flower.launch import APP
-from covey.federation.operator.members import Members
 from covey.federation.operator.operate import operate
 from covey.federation.operator.settings import (
     DEFAULTS,
     RUN_OPTIONS,
+    Members,
     RunSettings,
-    awaited,
     categories_of,
+    check_settings,
     expected_of,
     named,
-    roster_of,
     run_settings_of,
     spec_of,
 )
-from covey.federation.wire.transport import InProcess
+from covey.federation.wire.transport import InProcess, wait_for_sites
 from covey.problem.problem import Spec
 
 from .sites import by_turns, sites_of, table
@@ -62,7 +61,7 @@ def test_mistakes_are_refused_in_a_sentence(setting, facts):
     sentences.append(str(error.value))
     if "on-loss" not in setting:  # which a run looks at when it begins
         with pytest.raises(CoveyError) as error:
-            awaited({**GIVEN, **setting})
+            check_settings({**GIVEN, **setting})
         sentences.append(str(error.value))
     for sentence in sentences:
         assert all(fact in sentence for fact in facts), sentence
@@ -74,7 +73,7 @@ def test_settings_that_are_right_reach_the_run():
     assert "on_loss" not in named(given)
     terms = run_settings_of(given)
     assert (terms.timeout, terms.retries, terms.pause, terms.secure) == (5, 0, 0, True)
-    assert awaited({**given, "wait": 7}) == (2, 7.0)
+    assert check_settings({**given, "wait": 7}) == (2, 7.0)
     text = operate(InProcess(sites_of(by_turns(table(0), 2))), {**GIVEN, "sites": 2}, lambda _: None)
     assert "Sites: s0, s1" in text
 
@@ -92,7 +91,7 @@ def test_the_defaults_are_in_one_place():
         "retries": 2,
         "pause": 20,
     }
-    assert awaited(GIVEN) == (1, 60.0)
+    assert check_settings(GIVEN) == (1, 60.0)
     assert (RunSettings().timeout, RunSettings().retries) == (terms.timeout, terms.retries)
 
 
@@ -110,9 +109,9 @@ def test_who_is_expected():
 def test_a_list_of_members_alone_says_whom_to_wait_for(tmp_path):
     path = tmp_path / "members.csv"
     path.write_text("site,cluster\nnorth,a\nsouth,b\n")
-    assert awaited({**GIVEN, "members": str(path), "wait": 3}) == (("north", "south"), 3.0)
-    with pytest.raises(FederationError, match="Sites 'south' are not connected"):
-        roster_of(InProcess({"north": None}), {}, Members.read(path))
+    assert check_settings({**GIVEN, "members": str(path), "wait": 3}) == (("north", "south"), 3.0)
+    with pytest.raises(FederationError, match="Not connected after 0 seconds: 'south'; start covey node there"):
+        wait_for_sites(InProcess({"north": None}), expected_of({}, Members.read(path)), 0.0, lambda _: None)
 
 
 def test_columns_that_categories_may_name():

@@ -12,7 +12,7 @@ from covey.errors import CoveyError
 from covey.federation.operator.settings import RunSettings
 from covey.federation.site.policy import Policy
 from covey.federation.site.site import Site
-from covey.federation.wire.agreement import SiteTotals
+from covey.federation.wire.messages import SiteTotals
 from covey.federation.wire.transport import Failure
 from covey.model.files import load_model
 from covey.nodes.network import Batch, Standardise

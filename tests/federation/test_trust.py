@@ -10,13 +10,12 @@ import pytest
 
 from covey import __version__
 from covey.errors import CoveyError, FederationError
-from covey.federation.operator.members import Members
 from covey.federation.operator.operate import run_fit
-from covey.federation.operator.settings import RunSettings
+from covey.federation.operator.settings import Members, RunSettings
 from covey.federation.site.policy import Policy
 from covey.federation.site.site import Site, open_site
-from covey.federation.wire.agreement import Hello
-from covey.federation.wire.letters import Letter
+from covey.federation.wire.codec import Envelope
+from covey.federation.wire.messages import Hello
 from covey.federation.wire.transport import InProcess
 from covey.nodes.network import Batch, Snapshot
 from covey.problem.problem import resolve
@@ -46,7 +45,7 @@ def greeted(asked, **settings):
     """What one site answers to a hello."""
     (site,) = sites_of({"s": FRAME}, **{"minimum": 3, **settings}).values()
     hello = Hello(__version__, resolve(asked).to_json())
-    return decode(site.answer(encode(Letter("run", 0, 0, hello))))
+    return decode(site.answer(encode(Envelope("run", 0, 0, hello))))
 
 
 @pytest.mark.parametrize(
@@ -152,7 +151,7 @@ def test_a_fault_of_the_program_is_in_the_sites_own_log(capsys):
         raise ZeroDivisionError("a value of a row")
 
     site = Site("s", broken)
-    reply = decode(site.answer(encode(Letter("run", 0, 0, Hello(__version__, resolve(spec()).to_json())))))
+    reply = decode(site.answer(encode(Envelope("run", 0, 0, Hello(__version__, resolve(spec()).to_json())))))
     assert (reply.body.reason, "a value" in reply.body.sentence) == ("broken", False)
     assert "ZeroDivisionError: a value of a row" in capsys.readouterr().err
 
@@ -185,7 +184,7 @@ def test_only_records_are_built():
         with pytest.raises(RecordError, match=f"'{name}'"):
             decode(encode_as(name))
     with pytest.raises(RecordError):
-        decode(encode_as("Letter", []))
+        decode(encode_as("Envelope", []))
 
 
 @dataclass(frozen=True)
@@ -348,10 +347,10 @@ def test_a_lost_site_under_masks_leaves_the_run_to_be_taken_up(tmp_path):
 def test_the_order_of_pandas_categories_is_kept():
     pandas = FRAME.to_pandas()
     pandas["z"] = pandas["z"].astype("category").cat.reorder_categories(["z2", "z0", "z1"])
-    from covey.federation.simulate import simulate
+    from covey.federation.simulate import simulate_sites
     from tests.fits import fit_table
 
-    run = simulate(pandas, spec(), sites=2)
+    run = simulate_sites(pandas, spec(), sites=2)
     assert run.outcome.model.terms == fit_table(pandas, spec()).terms
     assert run.difference(fit_table(pandas, spec())) < 1e-10
 

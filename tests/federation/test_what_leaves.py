@@ -15,8 +15,8 @@ from covey.errors import ConvergenceWarning, CoveyError
 from covey.exact import Exact
 from covey.federation.operator.settings import RunSettings
 from covey.federation.privacy.accounting import privacy_of
-from covey.federation.wire.agreement import SiteMessage
-from covey.federation.wire.letters import Hole
+from covey.federation.wire.codec import Placeholder
+from covey.federation.wire.messages import SiteMessage
 from covey.nodes.network import Batch, Message
 from covey.records import Record, decode
 from covey.variance.identify import CountUnlike
@@ -293,7 +293,7 @@ def test_under_masks_every_letter_of_the_fit_is_masked(solver):
 
 
 def leaves_of_skeleton(skeleton):
-    if isinstance(skeleton, Hole):
+    if isinstance(skeleton, Placeholder):
         return
     if isinstance(skeleton, dict):
         for each in skeleton.values():

@@ -13,7 +13,7 @@ from sklearn.svm import LinearSVC
 
 from covey import GroupedData, HierarchicalClassifier, HierarchicalRegressor, Penalty, load, minimise, plan
 from covey.errors import ConvergenceWarning, CoveyError, ModelError, PenaltyError, SolverError
-from covey.federation.simulate import simulate as simulate_sites
+from covey.federation.simulate import simulate_sites
 from covey.losses import FAMILIES, Gamma, Gaussian, from_functions, kernels, loss_of, plain
 from covey.problem.problem import Spec
 from tests.conftest import random_problem

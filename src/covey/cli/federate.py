@@ -23,7 +23,7 @@ class RunOptions:
     sites: Annotated[str | None, typer.Option(help="To deploy: how many sites must be there, or their names: a,b,c.")] = None
     wait: Annotated[float | None, typer.Option(help="To deploy: seconds to wait for sites to connect (60).")] = None
     pause: Annotated[
-        float | None, typer.Option(help="To deploy: seconds before a letter is sent again, for a site to come back (20).")
+        float | None, typer.Option(help="To deploy: seconds before a message is sent again, for a site to come back (20).")
     ] = None
     insecure: Annotated[bool, typer.Option("--insecure", help="To deploy on a link that authenticates nobody.")] = False
     members: Annotated[
@@ -40,7 +40,7 @@ class RunOptions:
     )
     categories: Annotated[str | None, typer.Option(help='What columns may hold, as JSON: \'{"zone": ["a", "b"]}\'.')] = None
     timeout: Annotated[float | None, typer.Option(help="Seconds to wait for a site's reply (600).")] = None
-    retries: Annotated[int | None, typer.Option(help="How often a letter without reply is sent again (2).")] = None
+    retries: Annotated[int | None, typer.Option(help="How often a message without reply is sent again (2).")] = None
     on_loss: Annotated[str, typer.Option(help="When a site is lost: stop, or continue without it.")] = "stop"
     out: Annotated[Path | None, typer.Option(help="Folder for the models of clusters and of the whole.")] = None
 
@@ -104,9 +104,9 @@ def federate(
     }
     if run.link is not None:
         from covey.federation.flower.launch import deploy
-        from covey.federation.operator.settings import awaited
+        from covey.federation.operator.settings import check_settings
 
-        awaited(settings)  # what is wrong with them is said here, not by a run that Flower has to start first
+        check_settings(settings)  # before Flower starts a run
         raise typer.Exit(deploy({**settings, "insecure": run.insecure}, run.link))
     _simulate(words[0], settings, run, as_json)
 
@@ -118,7 +118,7 @@ def _simulate(data: str, settings: dict[str, Any], options: RunOptions, as_json:
     from covey.cli._options import console, print_json, working
     from covey.federation.operator.report import report
     from covey.federation.operator.settings import run_settings_of, spec_of
-    from covey.federation.simulate import simulate
+    from covey.federation.simulate import simulate_sites
     from covey.model.files import check_target, is_model
     from covey.model.summary import summary
     from covey.problem.problem import resolve
@@ -130,7 +130,7 @@ def _simulate(data: str, settings: dict[str, Any], options: RunOptions, as_json:
     with working("reading the table") as say:
         settled = resolve(spec).spec
         table = read_table(data, ids=[settled.client, settled.cluster])
-        run = simulate(
+        run = simulate_sites(
             table,
             spec,
             sites,

@@ -23,7 +23,7 @@ def link(
         bool, typer.Option("--isolated", help="Leave the coordinator to a flower-superexec of its own, to survive a restart.")
     ] = False,
 ) -> None:
-    """Start the link that sites connect to; it carries letters, and starts the coordinator of each run.
+    """Start the link that sites connect to; it carries messages, and starts the coordinator of each run.
 
     [bold]Example[/bold]   covey link --cert link.crt --key link.key
     """
@@ -57,15 +57,15 @@ def node(
     """
     from covey.errors import FederationError
     from covey.federation.flower.launch import start_node
-    from covey.federation.site.budget import Budget
-    from covey.federation.wire.checks import check_number
+    from covey.federation.site.policy import Budget
+    from covey.federation.wire.messages import check_number
 
     if insecure and site is None:
         raise FederationError("Without keys the operator cannot name this site; give it a name with --site.")
     if minimum is not None:
         check_number("option --minimum", minimum, least=1, whole=True)
     limits = {"epsilon": epsilon, "epsilon_total": epsilon_total, "delta": delta}
-    Budget.of(limits, home)  # refused here, not at the first letter
+    Budget.of(limits, home)  # wrong limits are refused here, not at the first message
     about = {"client": client, "columns": columns, "secure": secure or None}
     settings = {"site": site, "minimum": minimum, **about, **limits}
     start_node(data, home=home, link=link, key=key, ca=ca, insecure=insecure, port=port, settings=settings)

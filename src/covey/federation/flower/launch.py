@@ -59,7 +59,7 @@ def start_link(
         ca = certificate if ca is None else _check_file(ca, "certificate")
         words += ["--ssl-certfile", str(certificate), "--ssl-keyfile", str(key), "--ssl-ca-certfile", str(ca)]
         words += ["--enable-supernode-auth"]
-    os.umask(0o077)  # its database holds the letters of runs, so also sums of sites: for the operator alone
+    os.umask(0o077)  # its database holds messages and replies, so sums of sites: only the operator may read it
     _become(program, words, _environment())
 
 

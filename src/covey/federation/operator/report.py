@@ -1,4 +1,4 @@
-"""A federated run in words: the model, who took part, what was sent and what that was planned to be."""
+"""The report at the end of a federated run: the model, the sites, what was sent, and what the plan predicted."""
 
 from __future__ import annotations
 
@@ -18,60 +18,54 @@ from covey.solvers.registry import direct, first_order
 if TYPE_CHECKING:
     from covey.federation.operator.operate import Outcome
 
-AGREE = 1e-8  # of coefficients: what a search for variances leaves to its own tolerance
+AGREE = 1e-8  # tolerance for coefficients: a search for variances stops at a tolerance of its own
 _WIDTH = 26  # of the labels of messages
-_NOT_PLANNED = {"learn": "to learn the penalties", "measure": "to measure the problem"}
 
 
 def report(outcome: Outcome) -> str:
-    """The text that ends a run."""
-    lines = [describe(outcome.model), "", *who(outcome), "", *costs(outcome.exchanges), *planned(outcome)]
-    return "\n".join(lines)
+    """The report of a run."""
+    return "\n".join([describe(outcome.model), "", *who(outcome), "", *costs(outcome.exchanges), *planned(outcome)])
 
 
 def planned(outcome: Outcome) -> list[str]:
-    """What the plan's arithmetic says of the exchanges that it covers, beside what they took; the others on lines of their own.
+    """The costs that the plan predicts for the exchanges of the fit, beside the real ones; other exchanges on their own lines.
 
-    How many these are follows from the steps and the random choices of the run itself: ``covey plan`` has a bound before it.
+    The prediction uses the steps and the random choices of the run itself. ``covey plan`` gives a bound before a run.
     """
     model, solver = outcome.model, outcome.model.convergence.solver
     if solver not in (*direct(), *first_order()) or (model.spec.learns is not None and solver in direct()):
         return []
-    made = _since_agreed(outcome.exchanges)
-    fit = [each for each in made if each.phase == "fit"]
-    plan, assumed = _plan(outcome, fit)
-    lines = [f"exchanges of the fit itself: planned {plan}; made {_spent(fit)}", f"  planned with {assumed}"]
-    for phase, why in _NOT_PLANNED.items():
-        part = [each for each in made if each.phase == phase]
-        if part:
-            lines.append(f"  not in the plan, {why}: {_spent(part)}")
+    # After the last agreement: a run that lost a site has started again.
+    start = max((at for at, each in enumerate(outcome.exchanges) if each.phase == "set-up"), default=-1)
+    phases = {
+        phase: [each for each in outcome.exchanges[start + 1 :] if each.phase == phase] for phase in ("fit", "learn", "measure")
+    }
+    plan, assumed = _plan(outcome, phases["fit"])
+    lines = [f"exchanges of the fit itself: planned {plan}; made {_spent(phases['fit'])}", f"  planned with {assumed}"]
+    for phase, why in {"learn": "to learn the penalties", "measure": "to measure the problem"}.items():
+        if phases[phase]:
+            lines.append(f"  not in the plan, {why}: {_spent(phases[phase])}")
     return lines
 
 
 def _plan(outcome: Outcome, fit: Sequence[Exchange]) -> tuple[str, str]:
-    """Exchanges, bytes over all sites and seconds, as the plan counts them; and what it takes numbers and messages to cost."""
+    """Predicted exchanges, bytes over all sites and seconds; and the assumed cost of a number and of a message."""
     end, (k, d), sites = outcome.model.convergence, outcome.model.w.shape, len(outcome.roster)
-    by_chance = end.solver in first_order()
-    link = (links if by_chance else quadratic_links)(np.ones(k, dtype=np.int64), d)
-    second = sum(each.second for each in fit)  # the second halves of a sweep and of a check, which the plan counts once
-    checks = second if by_chance else 0
+    randomised = end.solver in first_order()
+    link = (links if randomised else quadratic_links)(np.ones(k, dtype=np.int64), d)
+    second = sum(each.second for each in fit)  # second halves of a sweep or a check, which the plan counts once
+    checks = second if randomised else 0
     moves = end.exchanges - checks
     up, down = k * (link.up * moves + (link.up + 2) * checks), k * (link.down * moves + link.up * checks)
-    # Under masks every number is a wide exact sum; sums of randomised algorithms are exact in any case; each with its size.
-    number = 8 * (1 + (WIDE if outcome.secure else LIMBS if by_chance else 0))
+    # Under masks every number is a wide exact sum, in randomised algorithms an exact sum; each sum has 8 bytes for its size.
+    number = 8 * (1 + (WIDE if outcome.secure else LIMBS if randomised else 0))
     each_way = number * up + 8 * down
     count = end.exchanges + second
     seconds = 2 * LATENCY * count + each_way / (1e6 * BANDWIDTH)
     assumed = f"{number} bytes a number up and 8 down, {1000 * LATENCY:g} ms a message, {BANDWIDTH:g} MB/s"
-    if by_chance:
+    if randomised:
         assumed += ", as often as the run's random choices asked of the busiest cluster"
     return _costs(count, each_way * sites, seconds), assumed
-
-
-def _since_agreed(exchanges: Sequence[Exchange]) -> list[Exchange]:
-    """Those after the last agreement: a run that lost a site has begun anew."""
-    start = max((at for at, each in enumerate(exchanges) if each.phase == "set-up"), default=-1)
-    return list(exchanges[start + 1 :])
 
 
 def _spent(part: Sequence[Exchange]) -> str:
@@ -83,23 +77,23 @@ def _costs(count: int, bytes_: float, seconds: float) -> str:
 
 
 def agreement(outcome: Outcome, apart: float) -> str:
-    """That a run gives the coefficients of the fit in memory, or not, and what was sent for it."""
+    """Whether a run gives the coefficients of the fit in memory, and what was sent for it."""
     sites = len(outcome.roster)
     if apart <= AGREE:
-        said = f"coefficients of all clients, clusters and the whole agree with those above (largest difference {apart:.0e})"
+        result = f"coefficients of all clients, clusters and the whole agree with those above (largest difference {apart:.0e})"
     else:
-        said = f"coefficients differ from those above by up to {apart:.1e}"
-    head = f"The same fit across {sites} sites that keep their rows: {said}."
+        result = f"coefficients differ from those above by up to {apart:.1e}"
+    head = f"The same fit across {sites} sites that keep their rows: {result}."
     return "\n".join([head, "What was sent:", *costs(outcome.exchanges)])
 
 
 def who(outcome: Outcome) -> list[str]:
-    """Who took part, and who did not."""
-    said = [f"Sites: {', '.join(outcome.roster)}"]
-    said += [f"Without {site}, which {why}: its clients are in no sum of this fit" for site, why in outcome.without.items()]
+    """The sites that took part, and those that did not."""
+    lines = [f"Sites: {', '.join(outcome.roster)}"]
+    lines += [f"Without {site}, which {why}: its clients are in no sum of this fit" for site, why in outcome.without.items()]
     missed = outcome.missed.items()
-    said += [f"{site} took part, but {why} at the end: it has no models of its clients from this fit" for site, why in missed]
-    return said
+    lines += [f"{site} took part, but {why} at the end: it has no models of its clients from this fit" for site, why in missed]
+    return lines
 
 
 def costs(exchanges: Sequence[Exchange]) -> list[str]:

@@ -13,7 +13,7 @@ What it does not cover, since it is sent as it is: that a client takes part, in 
 of clients, and as tags of ids); what columns there are. The operator lists categories and classes, since those that occur
 reveal something of rows; sums of columns, numbers of rows, values and gradients are not sent. A client's own model stays at
 its node, and has no noise of its own: it is for those who may see its rows. Several runs on the same rows add up; a site's
-``privacy.json`` keeps count (:mod:`covey.federation.site.budget`).
+``privacy.json`` keeps count (:mod:`covey.federation.site.policy`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from typing import Any
 
 from covey.errors import SolverError
 from covey.federation.privacy.sweeps import cluster_gammas, private_across
-from covey.federation.wire.agreement import Privacy
-from covey.federation.wire.checks import check_number
+from covey.federation.wire.messages import Privacy, check_number
 from covey.losses import FAMILIES
 from covey.model.model import Fitted
 from covey.nodes.network import Network, SetGamma

@@ -37,7 +37,7 @@ from scipy.special import ndtri
 
 from covey._typing import Floats, Ints
 from covey.errors import PenaltyError
-from covey.federation.wire.agreement import Privacy
+from covey.federation.wire.messages import Privacy
 from covey.losses import Gaussian
 from covey.nodes.network import Message, Network, Node
 from covey.objective.objective import Penalty

@@ -4,8 +4,8 @@ import sys
 
 if any("flwr-serverapp" in word for word in sys.orig_argv):
     from covey.federation.flower.transport import FlowerTransport
-    from covey.federation.wire.agreement import SiteMessage
-    from covey.federation.wire.letters import Refusal
+    from covey.federation.wire.codec import Refusal
+    from covey.federation.wire.messages import SiteMessage
     from covey.records import decode
 
     once = FlowerTransport.exchange

@@ -26,15 +26,14 @@ class Site:
         return b"%s: %s, by process %d" % (self.name.encode(), letter, os.getpid())
 
 
-def awaited(settings):
-    return settings["sites"] if isinstance(settings["sites"], int) else settings["sites"].split(","), settings["wait"]
-
-
 def operate(transport, settings, say):
     from covey.errors import DataError
+    from covey.federation.wire.transport import wait_for_sites
 
     if settings.get("mistake"):
         raise DataError(settings["mistake"])
+    sites = settings["sites"]
+    wait_for_sites(transport, sites if isinstance(sites, int) else tuple(sites.split(",")), settings["wait"], say)
     told = []
     for letters, timeout in settings["script"]:
         say(f"exchange {len(told) + 1}")
@@ -48,7 +47,6 @@ def operate(transport, settings, say):
 
 standins = {
     "covey.federation.site.site": {"open_site": Site},
-    "covey.federation.operator.settings": {"awaited": awaited},
     "covey.federation.operator.operate": {"operate": operate},
 }
 for module, things in standins.items():
