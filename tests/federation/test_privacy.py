@@ -15,7 +15,7 @@ from covey.errors import CoveyError, FederationError, SolverError
 from covey.federation.operator.operate import operate
 from covey.federation.operator.report import report
 from covey.federation.operator.settings import RunSettings, run_settings_of
-from covey.federation.privacy.accounting import epsilon, noise_for, privacy_of, spent
+from covey.federation.privacy.accounting import DELTA, noise_for, privacy_of, spent
 from covey.federation.privacy.sweeps import NoisySums, PlaceClients, ReleaseSums, seeded_normal
 from covey.federation.simulate import simulate_sites
 from covey.federation.site.policy import Budget, Policy
@@ -61,6 +61,10 @@ def released(letter):
 
 
 # The accountant
+
+
+def epsilon(noise, releases, delta=DELTA):
+    return spent([(noise, releases)], delta)
 
 
 def closed_form(sigma, eps):
@@ -238,7 +242,7 @@ def test_asked_again_a_site_sends_the_same_noise():
     replies = [reply for asked, reply in asks(carrier, "s0") if isinstance(released(asked), ReleaseSums)]
     assert isinstance(replies[0], Failure)
     assert lost == [replies[1]]
-    assert [len(one["exchanges"]) for one in sites["s0"].budget.kept.values()] == [2]
+    assert [len(one["exchanges"]) for one in sites["s0"].budget.releases.values()] == [2]
 
 
 def test_a_site_without_its_memory_releases_nothing_again(tmp_path):
@@ -302,7 +306,7 @@ def test_a_fit_that_began_twice_counts_both_starts():
     assert outcome.privacy["releases"] == 4
     assert outcome.privacy["epsilon"] == pytest.approx(epsilon(5.0, 4))
     assert "4 releases" in report(outcome)
-    made = [(one["noise"], len(one["exchanges"])) for one in sites["s0"].budget.kept.values()]
+    made = [(one["noise"], len(one["exchanges"])) for one in sites["s0"].budget.releases.values()]
     assert spent(made) <= outcome.privacy["epsilon"]
 
 
@@ -317,7 +321,7 @@ def test_a_site_refuses_to_spend_more_than_it_allows():
         fit(sites, spec(), settings=private_run(1.0))
     with pytest.raises(FederationError, match=r"answers only under differential privacy, with epsilon 1 at most"):
         fit(sites, spec())
-    assert not sites["s1"].budget.kept
+    assert not sites["s1"].budget.releases
     fit(sites, spec(), settings=private_run(noise_for(1.0, 2)))
     assert sites["s1"].budget.spent() == pytest.approx(1.0, rel=1e-6)
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from covey.datasets import load_radon
 from covey.federation.operator.coordinator import Federation
+from covey.federation.operator.exchanges import Exchanges
 from covey.federation.operator.journal import Journal
 from covey.federation.operator.settings import RunSettings
 from covey.federation.simulate import simulate_sites
@@ -229,7 +230,8 @@ def test_sites_are_a_network_like_any_other():
     sites = sites_of(by_turns(frame, 3))
     carrier = Meddling(sites)
     about = {"run": "aa", "salt": "00" * 16}
-    federation = Federation(carrier, list(sites), resolve(asked), Journal(None, {}, about), RunSettings())
+    exchanges = Exchanges(carrier, tuple(sites), Journal(None, {}, about), RunSettings())
+    federation = Federation(exchanges, resolve(asked), RunSettings())
     federation.open()
     before = len(carrier.letters)
     gamma = SetGamma(np.full(3, 2.0))

@@ -42,7 +42,7 @@ GIVEN = {"formula": "y ~ x + z", "client": "client", "cluster": "cluster", "gamm
         ({"standardize": "no"}, ["'standardize'", "true or false", "'no'"]),
         ({"retries": -1}, ["'retries'", "whole number >= 0", "-1"]),
         ({"retries": 1.5}, ["'retries'", "whole number >= 0", "1.5"]),
-        ({"timeout": -5}, ["'timeout'", "seconds", "> 0", "-5"]),
+        ({"timeout": -5}, ["'timeout'", "> 0", "-5"]),
         ({"timeout": 0}, ["'timeout'", "> 0", "Got 0"]),
         ({"timeout": math.inf}, ["'timeout'", "> 0", "inf"]),
         ({"pause": math.nan}, ["'pause'", ">= 0", "nan"]),

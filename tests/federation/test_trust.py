@@ -111,7 +111,7 @@ def test_a_cluster_that_was_not_named_in_time_is_refused():
 
     class Grows(Site):
         def answer(self, letter):
-            self._read = lambda _: (lacks if kind(decode(letter)) == "hello" else parts)[self.name]
+            self.read = lambda _: (lacks if kind(decode(letter)) == "hello" else parts)[self.name]
             seen.append(kind(decode(letter)))
             return super().answer(letter)
 
@@ -131,7 +131,7 @@ def test_a_cluster_that_was_not_named_in_time_is_refused():
     ],
 )
 def test_settings_of_a_node_that_are_none(settings, why, tmp_path):
-    with pytest.raises(FederationError) as error:
+    with pytest.raises(CoveyError) as error:
         open_site("north", {"data": "x.csv", "home": str(tmp_path), **settings})
     assert why in str(error.value)
 

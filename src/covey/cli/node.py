@@ -55,15 +55,14 @@ def node(
 
     [bold]Example[/bold]   covey node homes.parquet --home north --link link.example.org:8000 --key north.key --ca link.crt
     """
-    from covey.errors import FederationError
+    from covey.errors import FederationError, whole
     from covey.federation.flower.launch import start_node
     from covey.federation.site.policy import Budget
-    from covey.federation.wire.messages import check_number
 
     if insecure and site is None:
         raise FederationError("Without keys the operator cannot name this site; give it a name with --site.")
     if minimum is not None:
-        check_number("option --minimum", minimum, least=1, whole=True)
+        whole("minimum", minimum, least=1)
     limits = {"epsilon": epsilon, "epsilon_total": epsilon_total, "delta": delta}
     Budget.of(limits, home)  # wrong limits are refused here, not at the first message
     about = {"client": client, "columns": columns, "secure": secure or None}

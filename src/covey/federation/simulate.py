@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from covey.errors import CoveyError, DataError, FederationError, listing
+from covey.errors import CoveyError, DataError, FederationError, listing, whole
 from covey.federation.operator.operate import OnLoss, Outcome, run_fit
 from covey.federation.operator.settings import RunSettings
 from covey.federation.privacy.sweeps import seeded_normal
 from covey.federation.site.policy import Policy
 from covey.federation.site.site import Site
-from covey.federation.wire.messages import check_number
 from covey.federation.wire.transport import InProcess
 from covey.model.model import Model
 from covey.problem.problem import Spec, resolve
@@ -111,14 +110,12 @@ def simulate_sites(
     (('site1', 'site2', 'site3'), ['hello', 'agree', 'sweep up', 'sweep down', 'deliver'])
     """
     draft = resolve(spec)
-    check_number("'minimum' of clients in a sum", minimum, least=1, whole=True, error=DataError)
+    whole("minimum", minimum, least=1)
     settings = RunSettings() if settings is None else settings
     parts = split_among_sites(table, draft.spec, sites)
     absent = [name for name in settings.members.sites if name not in parts]
     if absent:
-        raise FederationError(
-            f"The list of members has the site {absent[0]!r}, which is not here; correct it: there are {listing(parts, 5)}."
-        )
+        raise FederationError(f"The list of members has the site {absent[0]!r}, which is not one of {listing(parts, 5)}.")
     simulated = {
         name: Site(
             name,

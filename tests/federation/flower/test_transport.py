@@ -138,7 +138,7 @@ def test_a_link_that_authenticates_nobody_asks_for_names(tmp_path):
         until(lambda: "SuperNode ID" in deployment.log("again"))
         code, _, err = deployment.run({"sites": 3, "script": []})
         assert code == 1
-        assert "Two connected nodes have the same name: 'north'; stop one of them, or name it otherwise." in err
+        assert "Two connected nodes have the same name: 'north'; stop or rename one of them." in err
         code, _, err = deployment.run({"sites": 3, "script": [], "insecure": False})
         assert "was registered without a name" in err
 

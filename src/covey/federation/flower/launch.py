@@ -81,9 +81,7 @@ def start_node(
     program = _program("flower-supernode")
     _check_file(data, "table")
     if not re.fullmatch(r".+:\d+", link):
-        raise FederationError(
-            f"The --link must be the link's host and port, such as link.example.org:8000. Got {link!r} instead."
-        )
+        raise FederationError(f"The --link must be host and port, such as link.example.org:8000. Got {link!r} instead.")
     words = ["--superlink", link, "--port", str(_free_port() if port is None else port)]
     if insecure:
         words += ["--insecure"]
@@ -114,7 +112,9 @@ def deploy(settings: Mapping[str, Any], link: str) -> int:
         config, report = Path(folder) / "run.toml", Path(folder) / "report.json"
         config.write_text(_toml(run_config({**given, "report": str(report)})), encoding="utf-8")
         command = [program, "run", str(APP), link, "--stream", "--run-config", str(config)]
-        with _started(command) as process:
+        # An error in one line, and each line at once, not when the buffer of a pipe is full.
+        environment = {**_environment(), "COLUMNS": "500", "PYTHONUNBUFFERED": "1"}
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
             try:
                 for line in process.stdout or ():
                     story.hear(line.rstrip("\n"))
@@ -184,12 +184,6 @@ def _not_taken(link: str, said: str) -> FederationError:
             f"The link {link!r} does not answer; check that it runs, and its address and certificate in {config}."
         )
     return FederationError(f"The link {link!r} did not take the run: {said[-150:].rstrip('.')}.")
-
-
-def _started(command: list[str]) -> subprocess.Popen[str]:
-    # An error in one line; and each line when it is said, not when a pipe's buffer is full.
-    environment = {**_environment(), "COLUMNS": "500", "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def _toml(values: Mapping[str, Any]) -> str:

@@ -80,8 +80,7 @@ class FlowerTransport:
         nameless = [info.node_id for info in infos if not info.name]
         if nameless:
             raise FederationError(
-                f"The node {nameless[0]} is connected but was registered without a name; "
-                "unregister it and register its key with --name, or say --insecure if this link authenticates nobody."
+                f"The node {nameless[0]} was registered without a name; register its key again with --name, or use --insecure."
             )
         return _by_name({info.node_id: info.name for info in infos})
 
@@ -118,9 +117,7 @@ class FlowerTransport:
 def _by_name(names: Mapping[int, str]) -> dict[str, int]:
     twice = sorted({name for name in names.values() if [*names.values()].count(name) > 1})
     if twice:
-        raise FederationError(
-            f"Two connected nodes have the same name: {listing(twice)}; stop one of them, or name it otherwise."
-        )
+        raise FederationError(f"Two connected nodes have the same name: {listing(twice)}; stop or rename one of them.")
     return {name: node for node, name in names.items()}
 
 

@@ -164,9 +164,8 @@ def _check_announced(site: str, agreed: Agree, profile: Profile, found: SiteTota
     announced = set(profile.clusters)
     for at in np.flatnonzero(found.clients).tolist():
         if agreed.clusters[at] not in announced:
-            raise Halted(
-                f"Site {site!r} has clients of cluster {agreed.clusters[at]!r}, which it did not name; start a new run."
-            )
+            cluster = agreed.clusters[at]
+            raise Halted(f"Site {site!r} has clients of cluster {cluster!r}, which it did not name; start a new run.")
 
 
 # What the sites have in common
@@ -180,9 +179,8 @@ def _common_problem(profiles: Mapping[str, Profile], draft: Problem, settings: R
     categories, private = settings.categories or {}, settings.private
     for site, profile in profiles.items():
         if profile.version != __version__:
-            raise FederationError(
-                f"Site {site!r} runs covey {profile.version} and the coordinator {__version__}; install the same version."
-            )
+            versions = f"covey {profile.version} and the coordinator {__version__}"
+            raise FederationError(f"Site {site!r} runs {versions}; install the same version.")
         settings.members.check_clusters(site, profile.clusters)
     _check_kinds(profiles)
     spec, (_, response) = draft.spec, formula_of(draft)
@@ -192,9 +190,9 @@ def _common_problem(profiles: Mapping[str, Profile], draft: Problem, settings: R
     if private is not None:
         for name in [response] * two_classes + factors:
             if name not in categories:
+                example = "{" + f'"{name}": ["...", "..."]' + "}"
                 raise FederationError(
-                    f"In a private run the operator lists what column {name!r} may hold, because the values that occur reveal "
-                    "something about rows; give categories, as {" + f'"{name}": ["...", "..."]' + "}."
+                    f"A private run needs a list of all values of column {name!r}; give categories {example}."
                 )
     levels = {name: _levels(name, profiles, categories) for name in factors}
     classes = None
@@ -226,10 +224,9 @@ def check_spread(profiles: Mapping[str, Profile]) -> None:
     alone = [(what, value, sites[0]) for (what, value), sites in found.items() if len(sites) == 1]
     if alone:
         what, value, site = alone[0]
-        n_alone, n_all = sum(other[0] == what for other in alone), sum(other[0] == what for other in found)
+        many = f"{sum(other[0] == what for other in alone)} of {sum(other[0] == what for other in found)} {what}"
         raise FederationError(
-            f"{n_alone} of {n_all} {what} are at one site only, such as {value!r} at {site!r}: masks would hide nothing "
-            "there, the total being the site's own; choose such that sites share, or leave out --secure."
+            f"{many} are at one site only, such as {value!r} at {site!r}: masks cannot hide its sums there; leave out --secure."
         )
 
 
@@ -252,12 +249,9 @@ def check_tags(tags: Mapping[str, Anything]) -> None:
     same = _sites_with_same_tag(tags)
     if same:
         one, two = sorted(same[0])
-        both = len({tuple(tag) for tag in tags[one].tolist()} & {tuple(tag) for tag in tags[two].tolist()})
+        both = sum({one, two} == set(pair) for pair in same)
         many = f"{both} clients" if both > 1 else "A client"
-        raise FederationError(
-            f"{many} with the same id at sites {one!r} and {two!r}; a client belongs to one site: give each site's clients "
-            "ids of their own, or remove the copy."
-        )
+        raise FederationError(f"{many} with the same id at sites {one!r} and {two!r}; give them different ids, or remove one.")
 
 
 def _check_kinds(profiles: Mapping[str, Profile]) -> None:
@@ -285,18 +279,16 @@ def _levels(name: str, profiles: Mapping[str, Profile], categories: Mapping[str,
         for site, order in orders.items():
             odd = sorted(set(order) - set(listed), key=repr)
             if odd:
+                allowed = f"the operator's list {listing(listed, 5)}; correct it, or add it"
                 raise FederationError(
-                    f"At site {site!r} column {name!r} has the category {odd[0]!r}, which is not in the operator's list "
-                    f"{listing(listed, 5)}; correct it there, or add it to the list."
+                    f"At site {site!r} column {name!r} has the category {odd[0]!r}, which is not in {allowed}."
                 )
         return listed
     if all(order == in_order(order) for order in orders.values()):
         return in_order(set().union(*orders.values()))
     merged = _merged(list(orders.values()))  # categories of pandas have an order of their own
     if merged is None:
-        raise FederationError(
-            f"The sites have the categories of column {name!r} in different orders; give one with --categories."
-        )
+        raise FederationError(f"Sites have the categories of column {name!r} in different orders; give one with --categories.")
     return merged
 
 
@@ -321,7 +313,5 @@ def _classes(profiles: Mapping[str, Profile]) -> tuple[Any, ...]:
     if len(found) > 2:
         usual = max((profile.classes or () for profile in profiles.values()), key=[p.classes for p in profiles.values()].count)
         odd = next((site for site, profile in profiles.items() if not set(profile.classes or ()) <= set(usual)), "?")
-        raise FederationError(
-            f"The sites' responses have {len(found)} classes, {listing(found, 5)}, of two at most; look at site {odd!r} first."
-        )
+        raise FederationError(f"The responses have {len(found)} classes, {listing(found, 5)}, not two; look at site {odd!r}.")
     return tuple(found)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from covey.federation.operator.agreement import Agreement, SetUp
 from covey.federation.operator.exchanges import Exchanges, SiteLost, total_of
-from covey.federation.operator.journal import Entry, Journal
+from covey.federation.operator.journal import Entry
 from covey.federation.operator.settings import RunSettings
 from covey.federation.wire.messages import Deliver
-from covey.federation.wire.transport import Transport
 from covey.losses import Loss
 from covey.nodes.network import Arrived, Batch, Message, Network, Phase, Standardise
 from covey.problem.problem import Problem
@@ -27,32 +26,19 @@ class Federation(Network):
 
     Parameters
     ----------
-    transport : connection to the sites
-    roster : sites that take part
+    exchanges : exchanges with the sites, the roster and the epoch
     draft : the problem, without the categories and clusters of the sites
-    journal : where exchanges are written
     settings : settings of the run
-    say : called with a line about the current step
 
     Attributes
     ----------
     agreement : what the sites agreed on, after :meth:`open`
-    exchanges : exchanges with the sites, the roster and the epoch
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        roster: Sequence[str],
-        draft: Problem,
-        journal: Journal,
-        settings: RunSettings,
-        say: Callable[[str], None] = lambda _: None,
-    ) -> None:
-        self.draft, self.settings = draft, settings
-        self.exchanges = Exchanges(transport, roster, journal, settings, say)
+    def __init__(self, exchanges: Exchanges, draft: Problem, settings: RunSettings) -> None:
+        self.exchanges, self.draft, self.settings = exchanges, draft, settings
         self.agreement: Agreement
-        self._setup = SetUp(self.exchanges, draft, settings)
+        self._setup = SetUp(exchanges, draft, settings)
         self._queue: list[Message[Any]] = []
         self._held: tuple[Message[Any], ...] = ()  # messages without a reply, for the next exchange
         self._phase: Phase | None = None

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import reduce
 from operator import add
 from typing import Any
@@ -47,6 +47,7 @@ class SiteLost(FederationError):  # noqa: N818 - an event
         super().__init__(f"Lost {'site' if len(self.sites) == 1 else 'sites'} {why}.")
 
 
+@dataclass
 class Exchanges:
     """The exchanges of one run. Each is in the journal before the next begins.
 
@@ -64,20 +65,21 @@ class Exchanges:
     epoch : how often the run has started again
     """
 
-    def __init__(
-        self, transport: Transport, roster: Sequence[str], journal: Journal, settings: RunSettings, say: Callable[[str], None]
-    ) -> None:
-        self.roster = tuple(sorted(roster))
-        self.journal = journal
-        self.made: list[Exchange] = []
-        self.epoch = -1
-        self._transport, self._settings, self._say = transport, settings, say
-        self._sent: list[Entry] = []  # exchanges of this epoch that change nodes
-        self._last: dict[str, int] = {}  # the last of these to each site
+    transport: Transport
+    roster: tuple[str, ...]
+    journal: Journal
+    settings: RunSettings
+    say: Callable[[str], None] = lambda _: None
+    made: list[Exchange] = field(default_factory=list)
+    epoch: int = -1
+
+    def __post_init__(self) -> None:
+        self.roster = tuple(sorted(self.roster))
 
     def begin_epoch(self) -> None:
         self.epoch += 1
-        self._sent, self._last = [], {}
+        self._sent: list[Entry] = []  # exchanges of this epoch that change nodes
+        self._last: dict[str, int] = {}  # the last of these to each site
 
     def ask(
         self,
@@ -134,12 +136,12 @@ class Exchanges:
         waiting, replies = dict(messages), dict[str, Any]()
         problems: dict[str, Unusable] = {}
         start, traffic = time.perf_counter(), np.zeros(2, dtype=np.int64)
-        for attempt in range(1 + self._settings.retries):
+        for attempt in range(1 + self.settings.retries):
             if attempt:
-                time.sleep(self._settings.pause)
+                time.sleep(self.settings.pause)
             again = f", again to {len(waiting)}" if attempt else ""
             sites = f"{len(messages)} of {len(self.roster)} sites"
-            self._say(f"exchange {len(self.made) + 1} ({declared.label}) with {sites}{again}")
+            self.say(f"exchange {len(self.made) + 1} ({declared.label}) with {sites}{again}")
             found = self._send(waiting, traffic)
             replies |= {site: reply.body for site, reply in found.items() if isinstance(reply, Envelope)}
             problems = {site: reply for site, reply in found.items() if isinstance(reply, Unusable)}
@@ -160,7 +162,7 @@ class Exchanges:
 
     def _send(self, messages: Mapping[str, bytes], traffic: Ints) -> dict[str, Envelope | Unusable]:
         """Send messages and read the replies; ``traffic`` counts the bytes down and up."""
-        came = self._transport.exchange(messages, self._settings.timeout)
+        came = self.transport.exchange(messages, self.settings.timeout)
         for site, message in messages.items():
             reply = came.get(site)
             traffic += np.array([len(message), len(reply) if isinstance(reply, bytes) else 0])
@@ -181,10 +183,8 @@ class Exchanges:
                 _check_final(site, found)
                 break  # the site is asked again, and lost if that does not help
             if isinstance(asked.body, Agree) and found.body != decode(entry.total)[0][site].rows:
-                raise Halted(
-                    f"Site {site!r} has lost its state of the run, and its table has changed since; put it back, or delete "
-                    "the journal to start anew."
-                )
+                fix = "put it back, or delete the journal to start anew"
+                raise Halted(f"Site {site!r} has lost its state of the run, and its table has changed since; {fix}.")
 
 
 # Replies

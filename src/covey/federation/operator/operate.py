@@ -11,7 +11,7 @@ from typing import Any, Literal
 from covey import __version__
 from covey.errors import CoveyError, FederationError, ModelError, one_of
 from covey.federation.operator.coordinator import Federation
-from covey.federation.operator.exchanges import SiteLost
+from covey.federation.operator.exchanges import Exchanges, SiteLost
 from covey.federation.operator.journal import Exchange, Halted, Journal
 from covey.federation.operator.report import report
 from covey.federation.operator.settings import RunSettings, check_categories, check_settings, named, run_settings_of, spec_of
@@ -45,8 +45,6 @@ class Outcome:
         Sites that took part, but were lost before they got the models of the clusters, and why.
     run : str
         Name of the run, under which the sites remember it.
-    secure : bool
-        Whether sums were masked.
     privacy : dict or None
         Epsilon, delta, clip, noise and number of releases; None without differential privacy.
     """
@@ -57,7 +55,6 @@ class Outcome:
     without: Mapping[str, str]
     missed: Mapping[str, str]
     run: str
-    secure: bool = False
     privacy: Mapping[str, Any] | None = None
 
 
@@ -94,10 +91,7 @@ def run_fit(
     check_elsewhere(draft.spec)
     check_categories(settings.categories, draft)
     if settings.secure and settings.members.clients:
-        raise FederationError(
-            "Under masks the coordinator cannot check clients' ids against its list; leave the column client out of it, or "
-            "leave out --secure."
-        )
+        raise FederationError("Under masks the coordinator cannot check clients' ids: leave the column client out of its list.")
     if on_loss not in ON_LOSS:
         raise one_of("on_loss", on_loss, ON_LOSS)
     if settings.private is not None:
@@ -111,8 +105,8 @@ def run_fit(
     }
     # Drawn for each run: a name that is never used twice, and the key of the client tags.
     book = Journal(journal, about, {"run": secrets.token_hex(8), "salt": secrets.token_hex(16)})
-    federation = Federation(transport, roster, draft, book, settings, say)
-    exchanges, without = federation.exchanges, dict[str, str]()
+    exchanges, without = Exchanges(transport, tuple(roster), book, settings, say), dict[str, str]()
+    federation = Federation(exchanges, draft, settings)
     try:
         model = _fit_with_sites_left(federation, on_loss, without)
         about_run = {
@@ -134,8 +128,8 @@ def run_fit(
         book.close(done=mistake and not (book.begun and isinstance(problem, Halted)))
         raise
     book.close(done=True)
-    made, run, private = tuple(exchanges.made), book.head["run"], about_run["privacy"]
-    return Outcome(model, made, exchanges.roster, without, missed, run, settings.secure, private)
+    made, run = tuple(exchanges.made), book.head["run"]
+    return Outcome(model, made, exchanges.roster, without, missed, run, about_run["privacy"])
 
 
 def _fit_with_sites_left(federation: Federation, on_loss: OnLoss, without: dict[str, str]) -> Model:

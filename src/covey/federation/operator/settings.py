@@ -12,10 +12,10 @@ from typing import Any
 import polars as pl
 
 from covey._typing import Anything
-from covey.errors import DataError, FederationError, did_you_mean, listing
+from covey.errors import DataError, FederationError, did_you_mean, listing, number, whole
 from covey.federation.privacy.accounting import DELTA, privacy_of
 from covey.federation.wire.codec import client_tags, ids_to_json
-from covey.federation.wire.messages import Privacy, check_number
+from covey.federation.wire.messages import Privacy
 from covey.fitting.fit import check_solver
 from covey.problem.problem import Problem, Spec, resolve
 from covey.tables.bars import compose
@@ -67,10 +67,8 @@ class Members:
         foreign = [cluster for cluster in found if cluster not in self.clusters[site]]
         if foreign:
             listed = listing(sorted(self.clusters[site], key=repr), 4)
-            raise FederationError(
-                f"Site {site!r} has rows of cluster {foreign[0]!r}, but the operator's list gives it {listed}; "
-                "correct the cluster column there, or the list."
-            )
+            rows = f"rows of cluster {foreign[0]!r}, but the operator's list gives it {listed}"
+            raise FederationError(f"Site {site!r} has {rows}; correct the cluster column there, or the list.")
 
     def check_clients(self, site: str, pairs: Anything, nested: bool, salt: str) -> None:
         """Refuse pairs of cluster and client, given by their tags, that are not listed for a site."""
@@ -81,14 +79,10 @@ class Members:
         for other in self.sites:
             claimed = len(found & self._tags(other, nested, salt))
             if other != site and claimed:
-                raise FederationError(
-                    f"Site {site!r} claims {claimed} of the clients that the operator's list gives to site {other!r}; it is "
-                    "refused: correct its client column, or the list."
-                )
-        raise FederationError(
-            f"Site {site!r} has {unknown} clients that are not in the operator's list, or are there in another cluster; "
-            "correct its columns, or the list."
-        )
+                whose = f"{claimed} of the clients that the operator's list gives to site {other!r}"
+                raise FederationError(f"Site {site!r} claims {whose}; correct its client column, or the list.")
+        where = "that are not in the operator's list, or are there in another cluster"
+        raise FederationError(f"Site {site!r} has {unknown} clients {where}; correct its columns, or the list.")
 
     def _tags(self, site: str, nested: bool, salt: str) -> set[Any]:
         """Tags of the listed pairs of cluster and client, as the site itself computes them."""
@@ -160,10 +154,10 @@ def named(settings: Mapping[str, Any]) -> dict[str, Any]:
     for name in _BOOLEAN:
         if not isinstance(given.get(name, False), bool):
             raise FederationError(f"The setting {name!r} must be true or false. Got {given[name]!r} instead.")
-    check_number("setting 'timeout', in seconds,", given.get("timeout", DEFAULTS["timeout"]), above=0)
-    for name in ("pause", "wait"):
-        check_number(f"setting {name!r}, in seconds,", given.get(name, DEFAULTS[name]), least=0)
-    check_number("setting 'retries'", given.get("retries", DEFAULTS["retries"]), least=0, whole=True)
+    number("timeout", given.get("timeout", DEFAULTS["timeout"]), above=0)
+    number("pause", given.get("pause", DEFAULTS["pause"]), least=0)
+    number("wait", given.get("wait", DEFAULTS["wait"]), least=0)
+    whole("retries", given.get("retries", DEFAULTS["retries"]))
     return given
 
 
@@ -204,9 +198,8 @@ def categories_of(settings: Mapping[str, Any]) -> Mapping[str, Any] | None:
     except ValueError:
         found = None
     if not (isinstance(found, Mapping) and all(isinstance(values, list | tuple) for values in found.values())):
-        raise FederationError(
-            f'The \'categories\' must be lists by column, as {{"zone": ["a", "b"]}}. Got {str(given)[:80]!r} instead.'
-        )
+        example = '{"zone": ["a", "b"]}'
+        raise FederationError(f"The 'categories' must be lists by column, as {example}. Got {str(given)[:80]!r} instead.")
     return found
 
 
@@ -217,9 +210,7 @@ def check_categories(categories: Mapping[str, Any] | None, draft: Problem) -> No
     columns = [name for found in words for name in found]
     for name in categories or {}:
         if name not in columns:
-            raise FederationError(
-                f"The 'categories' name a column {name!r} that is not in the formula; {did_you_mean(name, columns)}"
-            )
+            raise FederationError(f"The column {name!r} of 'categories' is not in the formula; {did_you_mean(name, columns)}")
 
 
 def expected_of(settings: Mapping[str, Any], members: Members) -> tuple[str, ...] | int:
@@ -227,12 +218,10 @@ def expected_of(settings: Mapping[str, Any], members: Members) -> tuple[str, ...
     wanted, listed = settings.get("sites"), members.sites
     if isinstance(wanted, str) and not wanted.strip().isdigit():
         return tuple(dict.fromkeys(name for name in map(str.strip, wanted.split(",")) if name))
-    try:
-        number = None if _is_empty(wanted) else int(str(wanted))
-    except ValueError:
-        number = 0
-    if number is not None and number < 1:
+    if _is_empty(wanted):
+        return listed or 1
+    if not isinstance(wanted, int | str) or int(wanted) < 1:
         raise FederationError(f"The setting 'sites' must be how many there are, or their names: a,b,c. Got {wanted!r} instead.")
-    if listed and number not in (None, len(listed)):
-        raise FederationError(f"The setting 'sites' is {number}, and the list of members has {len(listed)}; leave out 'sites'.")
-    return listed or number or 1
+    if listed and int(wanted) != len(listed):
+        raise FederationError(f"The setting 'sites' is {wanted}, and the list of members has {len(listed)}; leave out 'sites'.")
+    return listed or int(wanted)

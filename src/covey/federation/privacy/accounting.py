@@ -23,9 +23,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from covey.errors import SolverError
+from covey.errors import SolverError, number
 from covey.federation.privacy.sweeps import cluster_gammas, private_across
-from covey.federation.wire.messages import Privacy, check_number
+from covey.federation.wire.messages import Privacy
 from covey.losses import FAMILIES
 from covey.model.model import Fitted
 from covey.nodes.network import Network, SetGamma
@@ -41,23 +41,17 @@ _UP = 1 + 1e-9  # noise for an epsilon is rounded up, so that the epsilon of tha
 # The accountant
 
 
-def epsilon(noise: float, releases: int, delta: float = DELTA) -> float:
-    """The epsilon of some releases with the same noise.
+def spent(releases: Iterable[tuple[float, int]], delta: float = DELTA) -> float:
+    """The epsilon of releases, given as pairs of their noise and their number.
 
-    >>> round(epsilon(noise=5.0, releases=1, delta=1e-5), 3), round(epsilon(noise=5.0, releases=4, delta=1e-5), 3)
+    >>> round(spent([(5.0, 1)], delta=1e-5), 3), round(spent([(5.0, 4)], delta=1e-5), 3)
     (0.726, 1.555)
     """
-    return spent([(noise, releases)], delta)
-
-
-def spent(releases: Iterable[tuple[float, int]], delta: float = DELTA) -> float:
-    """The epsilon of releases with various noise, as pairs of noise and number."""
-    gaussian = _accounting().get_epsilon_gaussian
-    check_number("'delta' parameter", delta, above=0, below=1, error=SolverError)
-    made = [(noise, number) for noise, number in releases if number]
+    gaussian = _accounting(delta).get_epsilon_gaussian
+    made = [(noise, count) for noise, count in releases if count]
     if any(noise <= 0 for noise, _ in made):
         return math.inf
-    precision = sum(number / noise**2 for noise, number in made)
+    precision = sum(count / noise**2 for noise, count in made)
     return float(gaussian(1 / math.sqrt(precision), delta)) if precision else 0.0
 
 
@@ -67,13 +61,14 @@ def noise_for(target: float, releases: int, delta: float = DELTA) -> float:
     >>> round(noise_for(1.0, releases=1, delta=1e-5), 2), round(noise_for(1.0, releases=4, delta=1e-5), 2)
     (3.73, 7.46)
     """
-    sigma = _accounting().get_sigma_gaussian
-    check_number("'epsilon' parameter", target, above=0, error=SolverError)
-    check_number("'delta' parameter", delta, above=0, below=1, error=SolverError)
-    return float(sigma(target, delta)) * math.sqrt(releases) * _UP
+    sigma = _accounting(delta).get_sigma_gaussian
+    return float(sigma(number("epsilon", target, above=0), delta)) * math.sqrt(releases) * _UP
 
 
-def _accounting() -> Any:
+def _accounting(delta: float) -> Any:
+    """The package with the formulas, for a delta that they are valid for."""
+    if number("delta", delta, above=0) >= 1:
+        raise SolverError(f"The 'delta' parameter must be a number < 1. Got {delta!r} instead.")
     try:
         import dp_accounting
     except ImportError:
@@ -114,8 +109,7 @@ def check_delta(delta: float, clients: int) -> None:
     """Refuse a delta that would allow a client's rows to be published as they are."""
     if delta * clients >= 1:
         raise SolverError(
-            f"A delta of {delta:g} for {clients} clients promises too little: it lets one be shown as it is; give one well "
-            f"below 1/{clients}."
+            f"A delta of {delta:g} allows the rows of one of {clients} clients to be shown; give one below 1/{clients}."
         )
 
 
@@ -129,7 +123,7 @@ def fit_privately(network: Network, spec: Spec, privacy: Privacy) -> Fitted:
 def statement(privacy: Privacy, delta: float, starts: int = 1) -> dict[str, Any]:
     """What a fit promises; ``starts`` is how often it began, since each start may have released all its rounds."""
     releases = starts * privacy.rounds
-    cost = epsilon(privacy.noise, releases, delta)
+    cost = spent([(privacy.noise, releases)], delta)
     return {"epsilon": cost, "delta": delta, "clip": privacy.clip, "noise": privacy.noise, "releases": releases}
 
 

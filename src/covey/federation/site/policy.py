@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from covey.errors import CoveyError, FederationError, FormulaError, ModelError, PenaltyError, SolverError, listing
+from covey.errors import CoveyError, FederationError, FormulaError, ModelError, PenaltyError, SolverError, listing, number
 from covey.federation.privacy.accounting import DELTA, spent
 from covey.federation.privacy.sweeps import PlaceClients, ReleaseSums
 from covey.federation.site.state import locked, write_file
-from covey.federation.wire.messages import Privacy, check_number, formula_of
+from covey.federation.wire.messages import Privacy, formula_of
 from covey.model.files import check_target
 from covey.nodes.network import Batch, Message, SetGamma
 from covey.problem.problem import Problem
@@ -62,31 +62,20 @@ class Policy:
             return
         for factor in formula.factors:
             if factor.kind != "lookup":  # an expression could select single rows
-                raise FederationError(
-                    f"This site answers about columns as they are, not about {factor.expression!r}; leave it out."
-                )
+                raise FederationError(f"This site answers about columns as they are, not about {factor.expression!r}.")
         named = {factor.expression for factor in formula.factors}
         named |= {name for name in (spec.client, spec.cluster, spec.weights, spec.offset) if name is not None}
         foreign = sorted(named - {*self.columns, self.client})
         if foreign:
-            raise FederationError(
-                f"This site does not answer about column {foreign[0]!r}; ask about {listing(self.columns, 8)}."
-            )
-
-    def check_secure(self, secure: bool) -> None:
-        """Refuse a run without masks, if the site sends masked sums only."""
-        if self.secure and not secure:
-            raise FederationError("This site sends its sums under masks only; run it with --secure.")
+            raise FederationError(f"This site does not answer about column {foreign[0]!r}; use {listing(self.columns, 8)}.")
 
     def check_clusters(self, data: GroupedData) -> None:
         """Refuse sums over fewer clients than the minimum."""
         sizes = data.hierarchy.sizes
         few = np.flatnonzero((sizes > 0) & (sizes < self.minimum))
         if len(few):
-            raise FederationError(
-                f"This site has fewer clients in cluster {data.hierarchy.cluster_ids[int(few[0])]!r} than its minimum of "
-                f"{self.minimum} for each sum; lower its minimum, or leave the cluster out."
-            )
+            cluster = f"{data.hierarchy.cluster_ids[int(few[0])]!r} has fewer than {self.minimum} clients here"
+            raise FederationError(f"The cluster {cluster}; lower the site's minimum, or leave the cluster out.")
 
     def public_sentence(self, problem: CoveyError, home: Path | None) -> str:
         """The sentence about an error that may leave the site; one that names clients or values goes to the site's log only."""
@@ -105,9 +94,7 @@ def check_model_folder(folder: Path | None) -> None:
             check_target(folder)
     except ModelError as problem:
         print(f"covey: {problem}", file=sys.stderr)
-        raise FederationError(
-            "The folder for its clients' models holds other things or cannot be written; the site's own log says more."
-        ) from None
+        raise FederationError("The site's folder for models holds other things or cannot be written; see its log.") from None
 
 
 @dataclass
@@ -136,7 +123,7 @@ class Budget:
         for name in ("epsilon", "epsilon_total", "delta"):
             value = settings.get(name, settings.get(name.replace("_", "-")))
             if value not in (None, ""):
-                check_number(f"node's setting {name!r}", value, above=0)
+                number(name, value, above=0)
             limits.append(float(value) if value not in (None, "") else None)
         return cls(limits[0], limits[1], limits[2] or DELTA, home / "privacy.json")
 
@@ -144,11 +131,8 @@ class Budget:
         """Refuse a run that would cost too much, before anything is sent."""
         if privacy is None:
             if self.run is not None or self.total is not None:
-                most = self.total if self.run is None else self.run
-                raise FederationError(
-                    f"This site answers only under differential privacy, with epsilon {most:g} at most (delta {self.delta:g}); "
-                    "start the run with an epsilon."
-                )
+                most = f"epsilon {self.total if self.run is None else self.run:g} at most (delta {self.delta:g})"
+                raise FederationError(f"This site answers only under differential privacy, with {most}; give an epsilon.")
             return
         start = f"{run}.{epoch}"
         releases = {name: entry for name, entry in self._read().items() if name != start}
@@ -160,10 +144,7 @@ class Budget:
             releases = self._read()
             entry = releases.setdefault(f"{run}.{epoch}", {"noise": privacy.noise, "exchanges": []})
             if again and entry.get("rows") != rows:
-                raise FederationError(
-                    "This site has lost its state of a private run, or its table has changed since; restore both, or start a "
-                    "new run."
-                )
+                raise FederationError("This site has lost its state of a private run, or its table has changed; start a new run.")
             entry["rows"] = rows
             self._write(releases)
 
@@ -174,10 +155,7 @@ class Budget:
             entry = releases.setdefault(f"{run}.{epoch}", {"noise": privacy.noise, "exchanges": []})
             entry["noise"] = min(entry["noise"], privacy.noise)  # of two agreements, the one that costs more
             if exchange in entry["exchanges"]:
-                raise FederationError(
-                    f"This site has answered exchange {exchange} before and lost its reply; noise is not drawn twice: start a "
-                    "new run."
-                )
+                raise FederationError(f"This site has answered exchange {exchange} before and lost its reply; start a new run.")
             if len(entry["exchanges"]) >= privacy.rounds:
                 raise FederationError(f"This site agreed to {privacy.rounds} releases and has made them; start a new run.")
             entry["exchanges"].append(exchange)
@@ -196,10 +174,8 @@ class Budget:
         of_run = {name: entry for name, entry in releases.items() if name.startswith(f"{run}.")}
         for what, most, made in (("for one run", self.run, of_run), ("for all runs", self.total, releases)):
             if most is not None and (cost := self._cost(made)) > most:
-                raise FederationError(
-                    f"This would bring the site's epsilon {what} to {cost:.4g} (delta {self.delta:g}), and it allows {most:g} "
-                    "at most; ask for less with epsilon."
-                )
+                limit = f"to {cost:.4g} (delta {self.delta:g}), but it allows {most:g} at most"
+                raise FederationError(f"This would bring the site's epsilon {what} {limit}; start the run with less epsilon.")
 
     def _locked(self) -> AbstractContextManager[None]:
         """Two runs at once must not both add to the same count."""
@@ -232,8 +208,6 @@ def releases_sums(message: Message[Any], privacy: Privacy | None) -> bool:
     if not isinstance(message, ReleaseSums):
         raise FederationError(f"This run is private: a site does not answer {message.label!r} in it.")
     if (message.noise, message.clip) != (privacy.noise, privacy.clip):
-        raise FederationError(
-            f"Noise {message.noise:g} and clip {message.clip:g} were asked for, but {privacy.noise:g} and {privacy.clip:g} "
-            "agreed on; start a new run."
-        )
+        asked, agreed = (f"noise {each.noise:g} and clip {each.clip:g}" for each in (message, privacy))
+        raise FederationError(f"The message asks for {asked}, but the sites agreed on {agreed}; start a new run.")
     return True

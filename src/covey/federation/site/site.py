@@ -15,7 +15,7 @@ import hashlib
 import secrets
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import numpy as np
 
 import covey.fitting.fit  # noqa: F401 - registers the messages of the likelihood
 from covey import __version__
-from covey.errors import CoveyError, FederationError, did_you_mean
+from covey.errors import CoveyError, FederationError, did_you_mean, whole
 from covey.federation.privacy.masking import Keys
 from covey.federation.privacy.sweeps import Draw
 from covey.federation.site.masks import join_masked_run, masked, public_key, sealed_salts
@@ -31,17 +31,7 @@ from covey.federation.site.policy import MINIMUM, Budget, Policy, check_model_fo
 from covey.federation.site.state import RunStore, SiteRun, locked
 from covey.federation.site.table import check_design, grouped, joined, profile_of, rows_digest, totals
 from covey.federation.wire.codec import Envelope, Refusal
-from covey.federation.wire.messages import (
-    Agree,
-    Deliver,
-    DrawSalt,
-    Hello,
-    Joined,
-    Profile,
-    SealedSalts,
-    SiteMessage,
-    check_number,
-)
+from covey.federation.wire.messages import Agree, Deliver, DrawSalt, Hello, Joined, Profile, SealedSalts, SiteMessage
 from covey.model.files import save_model
 from covey.model.model import Fitted, Model, assemble
 from covey.nodes.network import Batch, Message, Node, threads_for
@@ -64,6 +54,7 @@ SETTINGS = ("data", "home", "minimum", "client", "columns", "secure", "epsilon",
 """Names of the settings of a node."""
 
 
+@dataclass
 class Site:
     """One site.
 
@@ -78,22 +69,18 @@ class Site:
     draw : source of the noise; None is the system's randomness. Only simulations use another
     """
 
-    def __init__(
-        self,
-        name: str,
-        read: Read,
-        policy: Policy | None = None,
-        *,
-        home: Path | None = None,
-        models: Path | None = None,
-        budget: Budget | None = None,
-        draw: Draw | None = None,
-    ) -> None:
-        self.name, self.policy, self.home = name, Policy() if policy is None else policy, home
-        self.models = home / "model" if models is None and home is not None else models
-        self.budget = Budget() if budget is None else budget
-        self._read, self._draw = read, draw
-        self._runs = RunStore(home)
+    name: str
+    read: Read
+    policy: Policy = field(default_factory=Policy)
+    home: Path | None = None
+    models: Path | None = None
+    budget: Budget = field(default_factory=Budget)
+    draw: Draw | None = None
+
+    def __post_init__(self) -> None:
+        if self.models is None and self.home is not None:
+            self.models = self.home / "model"
+        self._runs = RunStore(self.home)
         self._nodes: dict[str, tuple[Node, Problem]] = {}
 
     def answer(self, message: bytes) -> bytes:
@@ -145,16 +132,17 @@ class Site:
         if hello.version != __version__:
             raise FederationError(f"This site runs covey {__version__}, the coordinator {hello.version}; install the same.")
         self.budget.admit(hello.private, asked.run, asked.epoch)
-        draft = _received(hello.problem)
+        draft = Problem.from_json(hello.problem)
         self.policy.check_problem(draft)
         check_model_folder(self.models)  # before the fit, not after it
-        self.policy.check_secure(hello.secure)
+        if self.policy.secure and not hello.secure:
+            raise FederationError("This site sends its sums under masks only; run it with --secure.")
         run = self._runs.load(asked.run)
         if hello.secure:
             run = replace(run, key=run.key or Keys.fresh().private.hex())
             self._runs.save(asked.run, run)
         key = public_key(run) if hello.secure else ""
-        return profile_of(self._read(draft.spec), draft, key, self.policy.minimum, private=hello.private is not None)
+        return profile_of(self.read(draft.spec), draft, key, self.policy.minimum, private=hello.private is not None)
 
     def _draw_salt(self, asked: Envelope, wanted: DrawSalt) -> SealedSalts:
         run = self._runs.load(asked.run)
@@ -166,14 +154,14 @@ class Site:
         if self.name not in agreed.roster:
             raise FederationError(f"Site {self.name!r} is not on the roster of this run.")
         self.budget.admit(agreed.private, asked.run, asked.epoch)
-        problem = _received(agreed.problem)
+        problem = Problem.from_json(agreed.problem)
         self.policy.check_problem(problem)
         check_design(problem)
         if (run.key or self.policy.secure) and not agreed.keys:
             raise FederationError("This run began under masks, and goes on under masks or not at all; start a new run.")
         if agreed.keys:
             run = join_masked_run(self.name, asked.run, run, agreed)
-        data = grouped(self._read(problem.spec), problem, agreed.cluster_ids())
+        data = grouped(self.read(problem.spec), problem, agreed.cluster_ids())
         self.policy.check_clusters(data)
         run = replace(run, agreed=agreed, rows=rows_digest(data), node=None, rosters=(*run.rosters, agreed.roster))
         if agreed.private is not None:
@@ -216,8 +204,8 @@ class Site:
         if run.agreed is None:
             raise FederationError("This site has not joined the run.")
         if name not in self._nodes:
-            problem = _received(run.agreed.problem)
-            data = grouped(self._read(problem.spec), problem, run.agreed.cluster_ids())
+            problem = Problem.from_json(run.agreed.problem)
+            data = grouped(self.read(problem.spec), problem, run.agreed.cluster_ids())
             if rows_digest(data) != run.rows:
                 raise FederationError("The table has changed since the run began; put it back, or start a new run.")
             node = self._new_node(data, problem)
@@ -229,7 +217,7 @@ class Site:
         return self._nodes[name]
 
     def _new_node(self, data: GroupedData, problem: Problem) -> Node:
-        return Node(data, problem.loss, np.ones(data.n_clients), draw=self._draw)
+        return Node(data, problem.loss, np.ones(data.n_clients), draw=self.draw)
 
 
 def open_site(name: str, settings: Mapping[str, Any]) -> Site:
@@ -242,15 +230,13 @@ def open_site(name: str, settings: Mapping[str, Any]) -> Site:
         commas), ``secure``, and the limits ``epsilon``, ``epsilon_total`` and ``delta``
     """
     for unknown in (key for key in settings if key.replace("-", "_") not in SETTINGS):
-        raise FederationError(
-            f"The node of site {name!r} has an unknown setting {unknown!r}; {did_you_mean(unknown, SETTINGS)}"
-        )
+        raise FederationError(f"Site {name!r} has an unknown setting {unknown!r}; {did_you_mean(unknown, SETTINGS)}")
     for needed in ("data", "home"):
         if not settings.get(needed):
-            raise FederationError(f"The node of site {name!r} has no setting {needed!r}; start it with {needed}=... .")
+            raise FederationError(f"Site {name!r} has no setting {needed!r}; start its node with {needed}=... .")
     path, home = str(settings["data"]), Path(str(settings["home"]))
     minimum, secure = settings.get("minimum", MINIMUM), settings.get("secure", False)
-    check_number(f"'minimum' of site {name!r}", minimum, least=1, whole=True)
+    whole("minimum", minimum, least=1)
     if not isinstance(secure, bool):
         raise FederationError(f"The 'secure' of site {name!r} must be true or false. Got {secure!r} instead.")
     columns = [column.strip() for column in str(settings["columns"]).split(",")] if settings.get("columns") else None
@@ -265,23 +251,13 @@ def _site_model(node: Node, problem: Problem, delivered: Deliver) -> Model:
     penalty = None if delivered.lam is None else Penalty(node.gamma, delivered.lam, tree.sum_up(node.gamma))
     upper, learned = delivered.learned, None
     if upper is not None:
-        whole = Whole.from_json(upper["whole"])
-        learned = node_learned(node, Components.from_json(upper["components"]), np.array(upper["covariance"]), whole)
+        components, upper_levels = Components.from_json(upper["components"]), Whole.from_json(upper["whole"])
+        learned = node_learned(node, components, np.array(upper["covariance"]), upper_levels)
     scale = node.find(Scale)
     fit = Fit(node.coefficients(), delivered.w, delivered.wbar, Convergence(**delivered.convergence))
     return assemble(
         problem if scale is None else problem.scaled(scale), Fitted(fit, penalty, learned), tree, data.rows_per_client
     )
-
-
-def _received(problem: Mapping[str, Any]) -> Problem:
-    """The problem in a message; its settings and all parts of its formula are checked."""
-    try:
-        return Problem.from_json(problem)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        if isinstance(error, CoveyError):
-            raise
-        raise FederationError("The problem that came with this message cannot be read; start a new run.") from None
 
 
 def _check_message(body: Any) -> None:

@@ -77,10 +77,8 @@ def _check_shared(values: Sequence[Any], client: pl.Series, minimum: int, name: 
         return
     clients = pl.DataFrame({"value": values, "client": client}).group_by("value").agg(pl.col("client").n_unique())["client"]
     if min(clients.to_list()) < minimum:
-        raise FederationError(
-            f"Column {name!r} has a value that fewer than {minimum} clients here have, and this site sends no sums over fewer "
-            "clients; merge such values, lower its minimum, or leave their rows out."
-        )
+        fix = "merge such values, lower the site's minimum, or leave their rows out"
+        raise FederationError(f"Column {name!r} has a value that fewer than {minimum} clients here have; {fix}.")
 
 
 def check_design(problem: Problem) -> None:

@@ -15,15 +15,13 @@ All other messages go to the node that holds the rows of a site; they are declar
 
 from __future__ import annotations
 
-import math
-import numbers
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import polars as pl
 
 from covey._typing import Anything, Floats, Ints
-from covey.errors import CoveyError, FederationError, FormulaError, SolverError
+from covey.errors import FormulaError, SolverError, number, whole
 from covey.exact import Exact
 from covey.federation.wire.codec import ids_from_json
 from covey.nodes.network import Message
@@ -36,31 +34,6 @@ R = TypeVar("R")
 
 class SiteMessage(Message[R]):
     """A message that the site answers itself; its node does not see it."""
-
-
-def check_number(
-    what: str,
-    value: Any,
-    *,
-    least: float | None = None,
-    above: float | None = None,
-    below: float = math.inf,
-    whole: bool = False,
-    error: type[CoveyError] = FederationError,
-) -> None:
-    """Refuse a setting that is not a finite number in its range; booleans are not numbers.
-
-    >>> check_number("setting 'retries'", -1, least=0, whole=True)
-    Traceback (most recent call last):
-    covey.errors.FederationError: The setting 'retries' must be a whole number >= 0. Got -1 instead.
-    """
-    kind = numbers.Integral if whole else numbers.Real
-    good = isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
-    if good and (least is None or value >= least) and (above is None or value > above) and value < below:
-        return
-    bounds = {">=": least, ">": above, "<": None if below == math.inf else below}
-    limits = " and ".join(f"{sign} {limit}" for sign, limit in bounds.items() if limit is not None)
-    raise error(f"The {what} must be a {'whole ' * whole}number {limits}. Got {value!r} instead.")
 
 
 @dataclass(frozen=True)
@@ -83,9 +56,10 @@ class Privacy(Record):
     rounds: int
 
     def __post_init__(self) -> None:
-        check_number("'noise' parameter", self.noise, least=0, below=2**20, error=SolverError)
-        check_number("'clip' parameter", self.clip, above=0, error=SolverError)
-        check_number("'rounds' parameter", self.rounds, least=1, whole=True, error=SolverError)
+        if number("noise", self.noise, least=0) >= 2**20:
+            raise SolverError(f"The 'noise' parameter must be below 2**20, for sums to fit in 64 bits. Got {self.noise}.")
+        number("clip", self.clip, above=0)
+        whole("rounds", self.rounds, least=1)
 
 
 @dataclass(frozen=True)

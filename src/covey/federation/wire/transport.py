@@ -78,8 +78,7 @@ def wait_for_sites(
     2 sites are connected: 'north', 'south'
     ('north', 'south')
     """
-    deadline = time.monotonic() + patience
-    before: tuple[str, ...] | None = None
+    start, before = time.monotonic(), None
     while True:
         here = transport.sites()
         if isinstance(expected, int):
@@ -92,8 +91,7 @@ def wait_for_sites(
         if here != before:
             say(f"waiting for {missing}; connected: {listing(here) or 'none'}")
             before = here
-        if time.monotonic() >= deadline:
-            raise FederationError(
-                f"Not connected after {patience:g} seconds: {missing}; start covey node there, or change --sites."
-            )
+        if time.monotonic() - start >= patience:
+            late = f"Not connected after {patience:g} seconds: {missing}"
+            raise FederationError(f"{late}; start covey node there, or change --sites.")
         time.sleep(1.0)
