@@ -13,7 +13,7 @@ import numpy as np
 from covey import HierarchicalRegressor
 from covey.datasets import load_radon
 from covey.federation.operator.settings import RunSettings
-from covey.federation.privacy.accounting import privacy_of
+from covey.federation.privacy.differential import privacy_of
 from covey.federation.simulate import simulate_sites
 from covey.problem.problem import Spec
 

@@ -14,7 +14,7 @@ from covey.federation.wire.codec import client_tags
 from covey.federation.wire.messages import Profile
 from covey.problem.problem import resolve
 from covey.records import decode, encode
-from tests.federation.sites import Meddling, by_turns, fit, kind, sites_of, spec, split_by, table
+from tests.federation.sites import FaultyTransport, by_turns, fit, kind, sites_of, spec, split_by, table
 from tests.fits import fit_table
 
 FRAME = table(21)
@@ -22,13 +22,13 @@ NUMBER = pl.col("client").str.slice(1).cast(pl.Int64)
 OWN_LOG = r"Site 's1': Its table cannot be used as it is; the site's own log"
 
 
-def refused(parts, pattern, asked=None, settings=None, meddle=None, **policy):
-    """One sentence, and no letter of the fit was sent."""
+def refused(parts, pattern, asked=None, settings=None, fault=None, **policy):
+    """One sentence, and no message of the fit was sent."""
     sites = sites_of(parts, **policy)
-    carrier = Meddling(sites, meddle)
+    carrier = FaultyTransport(sites, fault)
     with pytest.raises(CoveyError, match=pattern) as error:
         fit(sites, asked or spec(), carrier, settings)
-    assert not [letter for _, letter in carrier.letters if kind(decode(letter)) in ("ask", "deliver")]
+    assert not [message for _, message in carrier.messages if kind(decode(message)) in ("ask", "deliver")]
     sentence = str(error.value)
     assert len(sentence) < 320
     assert sentence.endswith((".", "?"))
@@ -69,7 +69,7 @@ def test_a_column_of_another_kind(columns, pattern):
     refused(changed(**columns), pattern)
 
 
-def test_what_is_wrong_with_rows_is_told_at_the_site_alone(tmp_path, capsys):
+def test_errors_about_rows_stay_at_the_site(tmp_path, capsys):
     """The operator is not told clients and values; the site is, in one sentence. In a simulation they are the same person."""
     parts = changed(x=pl.lit(None, dtype=pl.Float64))
     refused(parts, OWN_LOG, home=tmp_path)
@@ -104,13 +104,13 @@ def test_a_client_at_two_sites(secure):
 
 
 def test_another_version():
-    def older(site, letter, reply):
+    def older(site, message, reply):
         read = decode(reply)
-        if site == "s1" and kind(decode(letter)) == "hello":
+        if site == "s1" and kind(decode(message)) == "hello":
             return encode(replace(read, body=replace(read.body, version="0.0.9")))
         return reply
 
-    refused(by_turns(FRAME, 3), r"Site 's1' runs covey 0.0.9 and the coordinator .*; install the same version", meddle=older)
+    refused(by_turns(FRAME, 3), r"Site 's1' has covey 0.0.9, the coordinator .*; use one version", fault=older)
 
 
 def test_a_site_itself_refuses_a_coordinator_of_another_version(monkeypatch):
@@ -118,7 +118,7 @@ def test_a_site_itself_refuses_a_coordinator_of_another_version(monkeypatch):
     refused(by_turns(FRAME, 3), r"Site 's0': This site runs covey .*, the coordinator 9.9")
 
 
-def test_fewer_clients_than_a_site_wants_behind_a_sum():
+def test_sums_over_fewer_clients_than_the_minimum_are_refused():
     parts = by_turns(FRAME, 3)
     refused(
         parts,
@@ -194,7 +194,7 @@ def test_a_formula_is_needed():
     refused(by_turns(FRAME, 3), "names the response", asked=replace(spec(), formula=None))
 
 
-def test_a_formula_that_cannot_be_read_is_the_operators_own_mistake():
+def test_an_unreadable_formula_is_refused_at_the_operator():
     refused(by_turns(FRAME, 3), "The formula 'x \\+' cannot be read", asked=spec(formula="y ~ x +"))
 
 
@@ -228,7 +228,7 @@ def test_a_response_of_another_kind():
         fit(sites_of(parts), spec("bernoulli"))
 
 
-def test_a_class_that_few_clients_have_is_not_told():
+def test_a_class_that_few_clients_have_is_not_sent():
     frame = table(11, "bernoulli").with_columns(y=pl.when(pl.col("y") == 1).then(pl.lit("yes")).otherwise(pl.lit("no")))
     rare = frame.with_columns(y=pl.when(pl.col("client") == "c0").then(pl.col("y")).otherwise(pl.lit("no")))
     asked = resolve(spec("bernoulli"))
@@ -246,7 +246,7 @@ def test_a_term_of_the_name_of_a_level(name):
     np.testing.assert_allclose(outcome.model.w, fit_table(frame, asked).w, atol=1e-10)
 
 
-def test_orders_of_categories_that_no_site_has_all_of():
+def test_orders_of_categories_are_merged():
     """A table of pandas gives its categories an order; parts of it are put together, unless they contradict each other."""
     order = ["low", "mid", "high", "top"]
     profiles = {
@@ -255,7 +255,7 @@ def test_orders_of_categories_that_no_site_has_all_of():
     }
     assert _levels("z", profiles, {}) == order
     crossed = {**profiles, "d": replace(profiles["a"], levels={"z": ("high", "low")})}
-    with pytest.raises(FederationError, match="'z' in different orders; give one with --categories"):
+    with pytest.raises(FederationError, match="'z' in different orders; give --categories"):
         _levels("z", crossed, {})
     assert _levels("z", crossed, {"z": order}) == order
 

@@ -21,7 +21,7 @@ from covey.problem.problem import Spec, resolve
 from covey.solvers.direct.sweep import SweepUp
 from tests.federation.sites import (
     FAMILIES,
-    Meddling,
+    FaultyTransport,
     assert_same,
     by_turns,
     fit,
@@ -133,7 +133,7 @@ LONG = [pytest.param(what, secure, marks=pytest.mark.federation) for what in lis
 @pytest.mark.parametrize(("what", "secure"), [("l2gd", False), ("l2gd", True), *LONG])
 @settings(max_examples=1)
 @given(seed=st.integers(0, 10_000), data=st.data())
-def test_algorithms_by_coins_have_the_bits_of_the_run_in_memory(what, secure, seed, data):
+def test_randomised_algorithms_have_the_bits_of_the_run_in_memory(what, secure, seed, data):
     family, more = COINS[what]
     frame = table(12, family)
     asked = spec(family, formula="y ~ x", solver=what.split(",")[0], max_iter=60, seed=seed, **more)
@@ -152,7 +152,7 @@ def test_algorithms_by_coins_have_the_bits_of_the_run_in_memory(what, secure, se
     assert outcome.model.history.equals(model.history)
 
 
-def test_the_size_of_letters_depends_on_clusters_and_terms_alone():
+def test_the_size_of_messages_depends_on_clusters_and_terms_alone():
     sent = []
     for clients in (15, 60):
         sites = sites_of(by_turns(table(9, clients=clients), 3))
@@ -163,7 +163,7 @@ def test_the_size_of_letters_depends_on_clusters_and_terms_alone():
         np.testing.assert_allclose(small, large, atol=60)  # single numbers are written in as many digits as they have
 
 
-def test_clients_whose_ids_mean_something_only_within_their_cluster():
+def test_client_ids_that_are_unique_within_a_cluster_only():
     """Schools 1, 2, 3 of every district, each district at a site of its own: by the formula they are others everywhere."""
     frame = table(8, clients=12, clusters=3).with_columns(client=pl.col("client").str.slice(1).cast(pl.Int64) // 3)
     asked = replace(spec(), formula="y ~ x + (1 + x | cluster/client)", client=None, cluster=None, gamma=None, lam=None)
@@ -228,21 +228,21 @@ def test_sites_are_a_network_like_any_other():
     """Messages are sent one by one and collected together, in their order; one without a reply has none, and is carried out."""
     frame, asked = table(3), spec()
     sites = sites_of(by_turns(frame, 3))
-    carrier = Meddling(sites)
+    carrier = FaultyTransport(sites)
     about = {"run": "aa", "salt": "00" * 16}
     exchanges = Exchanges(carrier, tuple(sites), Journal(None, {}, about), RunSettings())
     federation = Federation(exchanges, resolve(asked), RunSettings())
     federation.open()
-    before = len(carrier.letters)
+    before = len(carrier.messages)
     gamma = SetGamma(np.full(3, 2.0))
     for message in (gamma, SweepUp(), SweepUp()):
         federation.send(message)
-    assert len(carrier.letters) == before  # a transport waits for replies, so nothing goes out before collect
+    assert len(carrier.messages) == before  # a transport waits for replies, so nothing goes out before collect
     nothing, one, two = federation.collect()
     assert federation.collect() == []
     assert (nothing.message, nothing.reply) == (gamma, None)
     assert (one.reply.C == two.reply.C).all()
-    assert len(carrier.letters) == before + 2 * len(sites)
+    assert len(carrier.messages) == before + 2 * len(sites)
     assert [each.phase for each in federation.exchanges.made] == ["set-up", "set-up", "fit", "fit"]
     with federation.during("measure"):
         assert (federation.ask(SweepUp()).C == one.reply.C).all()

@@ -106,7 +106,7 @@ def test_who_is_expected():
         expected_of({"sites": 3}, listed)
 
 
-def test_a_list_of_members_alone_says_whom_to_wait_for(tmp_path):
+def test_the_allow_list_names_the_expected_sites(tmp_path):
     path = tmp_path / "members.csv"
     path.write_text("site,cluster\nnorth,a\nsouth,b\n")
     assert check_settings({**GIVEN, "members": str(path), "wait": 3}) == (("north", "south"), 3.0)

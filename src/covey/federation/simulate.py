@@ -12,7 +12,7 @@ import numpy as np
 from covey.errors import CoveyError, DataError, FederationError, listing, whole
 from covey.federation.operator.operate import OnLoss, Outcome, run_fit
 from covey.federation.operator.settings import RunSettings
-from covey.federation.privacy.sweeps import seeded_normal
+from covey.federation.privacy.differential import seeded_normal
 from covey.federation.site.policy import Policy
 from covey.federation.site.site import Site
 from covey.federation.wire.transport import InProcess

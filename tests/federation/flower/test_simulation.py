@@ -1,4 +1,4 @@
-"""The same fit in Flower's own simulation, on Ray: letters over its Grid, a site for each of its virtual nodes."""
+"""The same fit in Flower's own simulation, on Ray: messages over its Grid, a site for each of its virtual nodes."""
 
 from __future__ import annotations
 

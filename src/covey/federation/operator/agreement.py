@@ -5,7 +5,7 @@ A site that does not fit the others, or the operator's lists, is refused by name
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from covey.errors import DataError, FederationError, listing
 from covey.federation.operator.exchanges import Exchanges, SiteLost, total_of, unlike_most
 from covey.federation.operator.journal import Halted
 from covey.federation.operator.settings import RunSettings
-from covey.federation.privacy.accounting import check_delta
+from covey.federation.privacy.differential import check_delta
 from covey.federation.privacy.masking import check_roster
 from covey.federation.wire.codec import ids_from_json, ids_to_json, in_order
 from covey.federation.wire.messages import Agree, DrawSalt, Hello, Joined, Profile, SealedSalts, SiteTotals, formula_of
@@ -179,8 +179,7 @@ def _common_problem(profiles: Mapping[str, Profile], draft: Problem, settings: R
     categories, private = settings.categories or {}, settings.private
     for site, profile in profiles.items():
         if profile.version != __version__:
-            versions = f"covey {profile.version} and the coordinator {__version__}"
-            raise FederationError(f"Site {site!r} runs {versions}; install the same version.")
+            raise FederationError(f"Site {site!r} has covey {profile.version}, the coordinator {__version__}; use one version.")
         settings.members.check_clusters(site, profile.clusters)
     _check_kinds(profiles)
     spec, (_, response) = draft.spec, formula_of(draft)
@@ -286,20 +285,12 @@ def _levels(name: str, profiles: Mapping[str, Profile], categories: Mapping[str,
         return listed
     if all(order == in_order(order) for order in orders.values()):
         return in_order(set().union(*orders.values()))
-    merged = _merged(list(orders.values()))  # categories of pandas have an order of their own
-    if merged is None:
-        raise FederationError(f"Sites have the categories of column {name!r} in different orders; give one with --categories.")
-    return merged
-
-
-def _merged(orders: Sequence[Sequence[Any]]) -> list[Any] | None:
-    """One order that agrees with all of these; None if they contradict each other."""
-    left, merged = [list(order) for order in orders if order], list[Any]()
-    while left:
+    left, merged = [order for order in orders.values() if order], list[Any]()
+    while left:  # categories of pandas have an order of their own: find one that agrees with those of all sites
         heads = in_order({order[0] for order in left})
         free = [head for head in heads if not any(head in order[1:] for order in left)]
         if not free:
-            return None
+            raise FederationError(f"Sites have the categories of column {name!r} in different orders; give --categories.")
         merged.append(free[0])
         left = [rest for order in left if (rest := [level for level in order if level != free[0]])]
     return merged

@@ -183,8 +183,7 @@ class Exchanges:
                 _check_final(site, found)
                 break  # the site is asked again, and lost if that does not help
             if isinstance(asked.body, Agree) and found.body != decode(entry.total)[0][site].rows:
-                fix = "put it back, or delete the journal to start anew"
-                raise Halted(f"Site {site!r} has lost its state of the run, and its table has changed since; {fix}.")
+                raise Halted(f"Site {site!r} has lost its state, and its table has changed since; delete the journal.")
 
 
 # Replies

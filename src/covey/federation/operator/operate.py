@@ -15,7 +15,7 @@ from covey.federation.operator.exchanges import Exchanges, SiteLost
 from covey.federation.operator.journal import Exchange, Halted, Journal
 from covey.federation.operator.report import report
 from covey.federation.operator.settings import RunSettings, check_categories, check_settings, named, run_settings_of, spec_of
-from covey.federation.privacy.accounting import check_spec, fit_privately, promised, statement
+from covey.federation.privacy.differential import check_spec, fit_privately, promised, statement
 from covey.federation.wire.messages import Deliver
 from covey.federation.wire.transport import Transport, wait_for_sites
 from covey.fitting.fit import check_elsewhere, check_solver, fit, model_without_clients

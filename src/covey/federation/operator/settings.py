@@ -13,7 +13,7 @@ import polars as pl
 
 from covey._typing import Anything
 from covey.errors import DataError, FederationError, did_you_mean, listing, number, whole
-from covey.federation.privacy.accounting import DELTA, privacy_of
+from covey.federation.privacy.differential import DELTA, privacy_of
 from covey.federation.wire.codec import client_tags, ids_to_json
 from covey.federation.wire.messages import Privacy
 from covey.fitting.fit import check_solver
@@ -176,16 +176,10 @@ def spec_of(settings: Mapping[str, Any]) -> Spec:
 def run_settings_of(settings: Mapping[str, Any]) -> RunSettings:
     """The settings of the run among the settings."""
     given = named(settings)
-    patience = {name: given.get(name, DEFAULTS[name]) for name in ("timeout", "retries", "pause")}
+    timeout, retries, pause = (given.get(name, DEFAULTS[name]) for name in ("timeout", "retries", "pause"))
+    categories, members = categories_of(given), Members.read(given.get("members"))
     private, delta = privacy_of(given, str(given.get("family", "gaussian")))
-    return RunSettings(
-        **patience,
-        secure=given.get("secure", False),
-        members=Members.read(given.get("members")),
-        categories=categories_of(given),
-        private=private,
-        delta=delta,
-    )
+    return RunSettings(timeout, retries, pause, given.get("secure", False), categories, members, private, delta)
 
 
 def categories_of(settings: Mapping[str, Any]) -> Mapping[str, Any] | None:

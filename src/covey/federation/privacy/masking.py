@@ -78,20 +78,6 @@ def pair_secret(own: Keys, other_public: bytes, run: str) -> bytes:
     return _derive(shared, b"pair", first, second, run.encode())
 
 
-def check_keys(public: Mapping[str, bytes]) -> None:
-    """Refuse two sites with the same key.
-
-    >>> check_keys({"north": bytes(31) + b"a", "south": bytes(31) + b"a"})
-    Traceback (most recent call last):
-    covey.errors.FederationError: Sites 'north' and 'south' have the same key; make a new one at one of them.
-    """
-    owner: dict[bytes, str] = {}
-    for site, key in public.items():
-        if key in owner:
-            raise FederationError(f"Sites {owner[key]!r} and {site!r} have the same key; make a new one at one of them.")
-        owner[key] = site
-
-
 def mask(values: Exact, own: str, secrets: Mapping[str, bytes], epoch: int, exchange: int, question: bytes = b"") -> Exact:
     """A site's sums with the masks of all its pairs. Alone they are noise; those of the whole roster add up to the true total.
 

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from covey.errors import CoveyError, FederationError, FormulaError, ModelError, PenaltyError, SolverError, listing, number
-from covey.federation.privacy.accounting import DELTA, spent
-from covey.federation.privacy.sweeps import PlaceClients, ReleaseSums
+from covey.federation.privacy.differential import DELTA, spent
+from covey.federation.privacy.differential import PlaceClients, ReleaseSums
 from covey.federation.site.state import locked, write_file
 from covey.federation.wire.messages import Privacy, formula_of
 from covey.model.files import check_target
@@ -121,7 +121,7 @@ class Budget:
         """From the settings ``epsilon``, ``epsilon_total`` and ``delta`` of a node."""
         limits: list[float | None] = []
         for name in ("epsilon", "epsilon_total", "delta"):
-            value = settings.get(name, settings.get(name.replace("_", "-")))
+            value = settings.get(name)
             if value not in (None, ""):
                 number(name, value, above=0)
             limits.append(float(value) if value not in (None, "") else None)

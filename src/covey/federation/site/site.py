@@ -15,7 +15,7 @@ import hashlib
 import secrets
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,12 @@ import numpy as np
 import covey.fitting.fit  # noqa: F401 - registers the messages of the likelihood
 from covey import __version__
 from covey.errors import CoveyError, FederationError, did_you_mean, whole
-from covey.federation.privacy.masking import Keys
-from covey.federation.privacy.sweeps import Draw
-from covey.federation.site.masks import join_masked_run, masked, public_key, sealed_salts
+from covey.federation.privacy.masking import Keys, check_roster, mask, open_sealed, pair_secret, seal
+from covey.federation.privacy.differential import Draw
 from covey.federation.site.policy import MINIMUM, Budget, Policy, check_model_folder, releases_sums
 from covey.federation.site.state import RunStore, SiteRun, locked
 from covey.federation.site.table import check_design, grouped, joined, profile_of, rows_digest, totals
-from covey.federation.wire.codec import Envelope, Refusal
+from covey.federation.wire.codec import Envelope, Refusal, split
 from covey.federation.wire.messages import Agree, Deliver, DrawSalt, Hello, Joined, Profile, SealedSalts, SiteMessage
 from covey.model.files import save_model
 from covey.model.model import Fitted, Model, assemble
@@ -141,14 +140,14 @@ class Site:
         if hello.secure:
             run = replace(run, key=run.key or Keys.fresh().private.hex())
             self._runs.save(asked.run, run)
-        key = public_key(run) if hello.secure else ""
+        key = _public_key(run) if hello.secure else ""
         return profile_of(self.read(draft.spec), draft, key, self.policy.minimum, private=hello.private is not None)
 
     def _draw_salt(self, asked: Envelope, wanted: DrawSalt) -> SealedSalts:
         run = self._runs.load(asked.run)
         run = replace(run, salt=run.salt or secrets.token_hex(16))
         self._runs.save(asked.run, run)
-        return sealed_salts(self.name, asked.run, run, wanted.keys)
+        return _sealed_salts(self.name, asked.run, run, wanted.keys)
 
     def _join(self, asked: Envelope, agreed: Agree, run: SiteRun) -> tuple[SiteRun, Any]:
         if self.name not in agreed.roster:
@@ -160,7 +159,7 @@ class Site:
         if (run.key or self.policy.secure) and not agreed.keys:
             raise FederationError("This run began under masks, and goes on under masks or not at all; start a new run.")
         if agreed.keys:
-            run = join_masked_run(self.name, asked.run, run, agreed)
+            run = _join_masked_run(self.name, asked.run, run, agreed)
         data = grouped(self.read(problem.spec), problem, agreed.cluster_ids())
         self.policy.check_clusters(data)
         run = replace(run, agreed=agreed, rows=rows_digest(data), node=None, rosters=(*run.rosters, agreed.roster))
@@ -169,7 +168,7 @@ class Site:
         self._nodes[asked.run] = self._new_node(data, problem), problem
         first = totals(data, standardize=problem.spec.standardize, private=agreed.private is not None)
         hashes = joined(data, run.salt if agreed.keys else agreed.salt, agreed, run.rows)
-        return run, (hashes, masked(self.name, asked, run, first))
+        return run, (hashes, _masked(self.name, asked, run, first))
 
     # The fit
 
@@ -189,7 +188,7 @@ class Site:
             node.restore(before)
             raise
         run = replace(run, node=node.snapshot())
-        return run, masked(self.name, asked, run, reply)
+        return run, _masked(self.name, asked, run, reply)
 
     def _finish(self, asked: Envelope, delivered: Deliver, run: SiteRun) -> tuple[SiteRun, None]:
         """Write the models of the site's clients, and forget the keys and the node of the run."""
@@ -229,7 +228,8 @@ def open_site(name: str, settings: Mapping[str, Any]) -> Site:
     settings : ``data`` (its table) and ``home`` (its folder); optionally ``minimum`` (3), ``client``, ``columns`` (separated by
         commas), ``secure``, and the limits ``epsilon``, ``epsilon_total`` and ``delta``
     """
-    for unknown in (key for key in settings if key.replace("-", "_") not in SETTINGS):
+    settings = {key.replace("-", "_"): value for key, value in settings.items()}
+    for unknown in (key for key in settings if key not in SETTINGS):
         raise FederationError(f"Site {name!r} has an unknown setting {unknown!r}; {did_you_mean(unknown, SETTINGS)}")
     for needed in ("data", "home"):
         if not settings.get(needed):
@@ -288,3 +288,57 @@ def _out_of_step(asked: Envelope, run: SiteRun) -> Refusal | None:
 
 def _refused(asked: Any, refusal: Refusal) -> Envelope:
     return replace(asked, body=refusal) if isinstance(asked, Envelope) else Envelope("", -1, -1, refusal)
+
+
+# Secure aggregation: keys, shared secrets and masked replies
+
+
+def _public_key(run: SiteRun) -> str:
+    """The public key of the site in a run, in hexadecimal; "" if it has none."""
+    return Keys.fresh(bytes.fromhex(run.key)).public.hex() if run.key else ""
+
+
+def _sealed_salts(site: str, name: str, run: SiteRun, keys: Mapping[str, str]) -> SealedSalts:
+    """The key of the tags, sealed for each other site."""
+    shared = _secrets(site, name, run, keys)
+    return SealedSalts({other: seal(key, bytes.fromhex(run.salt), f"salt for {other}").hex() for other, key in shared.items()})
+
+
+def _join_masked_run(site: str, name: str, run: SiteRun, agreed: Agree) -> SiteRun:
+    """Check the agreed keys and roster; the run with the key of the tags."""
+    if agreed.keys.get(site) != _public_key(run):
+        raise FederationError(f"Site {site!r} no longer has its key of this run; start a new run.")
+    if set(agreed.keys) != set(agreed.roster):
+        raise FederationError("The keys that came with the roster are not those of its sites; start a new run.")
+    check_roster(run.rosters, agreed.roster)
+    if not agreed.salt or run.salt:
+        return run
+    maker, _, text = agreed.salt.rpartition(":")
+    shared = _secrets(site, name, run, agreed.keys)
+    return replace(run, salt=open_sealed(shared[maker], bytes.fromhex(text), f"salt for {site}").hex())
+
+
+def _masked(site: str, asked: Envelope, run: SiteRun, reply: Any) -> Any:
+    """A reply as it leaves the site: masked, if that was agreed."""
+    agreed = run.agreed
+    if agreed is None or not agreed.keys or reply is None:
+        return reply
+    # The 1.0 is a proof: over all sites it adds up to their number, if the masks cancel.
+    skeleton, numbers = split((_without_bounds(reply), 1.0))
+    body = None if isinstance(asked.body, Agree) else asked.body  # the salt in an agreement differs between sites
+    question = hashlib.sha256(encode(replace(asked, mute=False, body=body))).digest()
+    shared = _secrets(site, asked.run, run, agreed.keys)
+    return (skeleton, mask(numbers, site, shared, asked.epoch, asked.exchange, question))
+
+
+def _secrets(site: str, name: str, run: SiteRun, keys: Mapping[str, str]) -> dict[str, bytes]:
+    """The secret that this site shares with each other site in a run."""
+    own = Keys.fresh(bytes.fromhex(run.key))
+    return {other: pair_secret(own, bytes.fromhex(key), name) for other, key in keys.items() if other != site}
+
+
+def _without_bounds(reply: Any) -> Any:
+    """A reply without lower bounds over clients: they do not add, so no mask could hide them."""
+    if is_dataclass(reply) and not isinstance(reply, type):
+        return replace(reply, **{part.name: 0.0 for part in fields(reply) if part.metadata.get("least")})
+    return reply

@@ -60,7 +60,10 @@ class RunStore:
             raise FederationError(f"The name of a run consists of letters and digits. Got {name[:40]!r} instead.")
         if name not in self._runs:
             file = None if self.home is None else self.home / "runs" / f"{name}.state"
-            self._runs[name] = _read(file) if file is not None and file.exists() else SiteRun()
+            found = decode(file.read_bytes()) if file is not None and file.exists() else SiteRun()
+            if not isinstance(found, SiteRun):
+                raise FederationError(f"The site's file {name!r} of this run is damaged; start a new run.")
+            self._runs[name] = found
         return self._runs[name]
 
     def save(self, name: str, run: SiteRun) -> None:
@@ -68,13 +71,6 @@ class RunStore:
         self._runs[name] = run
         if self.home is not None:
             write_file(private_folder(self.home / "runs") / f"{name}.state", encode(run))
-
-
-def _read(file: Path) -> SiteRun:
-    found = decode(file.read_bytes())
-    if not isinstance(found, SiteRun):
-        raise FederationError(f"The site's file {file.name!r} of this run is damaged; start a new run.")
-    return found
 
 
 @contextmanager

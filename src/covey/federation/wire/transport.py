@@ -92,6 +92,5 @@ def wait_for_sites(
             say(f"waiting for {missing}; connected: {listing(here) or 'none'}")
             before = here
         if time.monotonic() - start >= patience:
-            late = f"Not connected after {patience:g} seconds: {missing}"
-            raise FederationError(f"{late}; start covey node there, or change --sites.")
+            raise FederationError(f"Not connected after {patience:g} seconds: {missing}; start covey node there.")
         time.sleep(1.0)

@@ -1,5 +1,6 @@
-"""In place of covey's site and coordinator, in the processes of a test of the transport alone: a site that does what its letter
-says, and an operator that sends the letters of the settings and prints what became of each.
+"""In place of covey's site and coordinator, for tests of the transport alone.
+
+The site does what its message says. The operator sends the messages of its settings and prints the replies.
 """
 
 import json
@@ -13,8 +14,8 @@ class Site:
     def __init__(self, name, settings):
         self.name, self.settings = name, settings
 
-    def answer(self, letter):
-        word, _, rest = letter.decode().partition(" ")
+    def answer(self, message):
+        word, _, rest = message.decode().partition(" ")
         if word == "break":
             raise ValueError(f"a secret value {rest}")
         if word == "sleep":
@@ -23,7 +24,7 @@ class Site:
             os._exit(1)
         if word == "settings":
             return json.dumps(self.settings, sort_keys=True).encode()
-        return b"%s: %s, by process %d" % (self.name.encode(), letter, os.getpid())
+        return b"%s: %s, by process %d" % (self.name.encode(), message, os.getpid())
 
 
 def operate(transport, settings, say):
@@ -35,10 +36,10 @@ def operate(transport, settings, say):
     sites = settings["sites"]
     wait_for_sites(transport, sites if isinstance(sites, int) else tuple(sites.split(",")), settings["wait"], say)
     told = []
-    for letters, timeout in settings["script"]:
+    for messages, timeout in settings["script"]:
         say(f"exchange {len(told) + 1}")
         began = time.monotonic()
-        replies = transport.exchange({name: letter.encode() for name, letter in letters.items()}, timeout)
+        replies = transport.exchange({name: message.encode() for name, message in messages.items()}, timeout)
         seconds = time.monotonic() - began
         words = {name: r.decode() if isinstance(r, bytes) else [r.reason, r.detail] for name, r in replies.items()}
         told.append({"seconds": seconds, "replies": words})
