@@ -79,9 +79,7 @@ class FlowerTransport:
             return _by_name(self._ask([info.node_id for info in infos]))
         nameless = [info.node_id for info in infos if not info.name]
         if nameless:
-            raise FederationError(
-                f"The node {nameless[0]} was registered without a name; register its key again with --name, or use --insecure."
-            )
+            raise FederationError(f"Node {nameless[0]} was registered without a name; register its key again with --name.")
         return _by_name({info.node_id: info.name for info in infos})
 
     def _ask(self, nodes: list[int]) -> dict[int, str]:

@@ -110,7 +110,7 @@ class SetUp:
         """Under masks one site draws the key of the tags; by site, the name of that site and the sealed key."""
         maker = self._exchanges.roster[0]
         reply = self._exchanges.ask(
-            DrawSalt(agreed.keys), lambda replies: _checked(replies, SealedSalts), whom=(maker,), changes=False
+            DrawSalt(agreed.keys), lambda replies: _checked(replies, SealedSalts), sites=(maker,), changes=False
         )
         return {site: f"{maker}:{text}" for site, text in reply[maker].sealed.items()}
 
@@ -225,7 +225,7 @@ def check_spread(profiles: Mapping[str, Profile]) -> None:
         what, value, site = alone[0]
         many = f"{sum(other[0] == what for other in alone)} of {sum(other[0] == what for other in found)} {what}"
         raise FederationError(
-            f"{many} are at one site only, such as {value!r} at {site!r}: masks cannot hide its sums there; leave out --secure."
+            f"{many} are at one site only, such as {value!r} at {site!r}: masks hide nothing there; leave out --secure."
         )
 
 

@@ -97,10 +97,10 @@ class Federation(Network):
         if not message.reply:
             self._held = (*self._held, message)
             return None
-        whom, held = self._concerned(message), self._held
+        sites, held = self._concerned(message), self._held
         self._held = ()
         together = Batch((*held, message)) if held else message
-        return self.exchanges.ask(together, self._total, whom=whom, phase=self._phase)
+        return self.exchanges.ask(together, self._total, sites=sites, phase=self._phase)
 
     def _total(self, replies: dict[str, Any]) -> Any:
         return total_of(replies, self.exchanges.roster, secure=self.settings.secure)

@@ -86,7 +86,7 @@ class Exchanges:
         message: Message[Any] | Mapping[str, Message[Any]],
         gather: Gather,
         *,
-        whom: tuple[str, ...] | None = None,
+        sites: tuple[str, ...] | None = None,
         phase: Phase | None = None,
         changes: bool = True,
     ) -> Any:
@@ -95,18 +95,18 @@ class Exchanges:
         Parameters
         ----------
         message : the same for all sites, or one for each
-        whom : sites concerned; by default the whole roster
+        sites : sites concerned; by default the whole roster
         phase : purpose of the exchange, if not the one that the message declares
         changes : whether it changes nodes, so that a site without its state needs it again
         """
-        whom = self.roster if whom is None else whom
-        by_site = message if isinstance(message, Mapping) else dict.fromkeys(whom, message)
+        sites = self.roster if sites is None else sites
+        by_site = message if isinstance(message, Mapping) else dict.fromkeys(sites, message)
         # Sites that had the same exchange before this one get the same bytes.
         encoded: dict[tuple[int, int], bytes] = {}
-        messages = {site: self._encoded(by_site[site], self._last.get(site, -1), encoded) for site in whom}
+        messages = {site: self._encoded(by_site[site], self._last.get(site, -1), encoded) for site in sites}
         entry = self.journal.next()
         if entry is None:
-            entry = self._carry_out(by_site[whom[0]], phase, messages, gather)
+            entry = self._carry_out(by_site[sites[0]], phase, messages, gather)
             self.journal.add(entry)
         if entry.lost is not None or entry.exchange is None:
             raise SiteLost(entry.lost or {}, in_journal=True)

@@ -76,7 +76,7 @@ class Journal:
     ----------
     path : file to append to, or to continue from; None for memory only
     about : description of the run; the file of another run is refused
-    fresh : drawn anew for each run, such as its name; a run that continues keeps what it had
+    fresh : drawn for each run, such as its name; a run that continues keeps what it had
     """
 
     def __init__(self, path: Path | None, about: Mapping[str, Any], fresh: Mapping[str, Any]) -> None:
@@ -110,8 +110,7 @@ class Journal:
 
     def foreign(self, what: str) -> Halted:
         """The error for a journal of another run."""
-        where = str(self.path)
-        return Halted(f"The journal {where!r} is of another run (other {what}); delete it to start anew, or write elsewhere.")
+        return Halted(f"The journal {str(self.path)!r} is of another run (other {what}); delete it, or write elsewhere.")
 
     def close(self, *, done: bool) -> None:
         """Stop writing, and delete the file if it is no longer needed."""

@@ -96,25 +96,16 @@ def run_fit(
         raise one_of("on_loss", on_loss, ON_LOSS)
     if settings.private is not None:
         check_spec(draft.spec)
-    about = {
-        "covey": __version__,
-        "spec": draft.spec.to_json(),
-        "roster": tuple(sorted(roster)),
-        "secure": settings.secure,
-        "private": settings.private,
-    }
+    about: dict[str, Any] = {"covey": __version__, "spec": draft.spec.to_json(), "roster": tuple(sorted(roster))}
+    about |= {"secure": settings.secure, "private": settings.private}
     # Drawn for each run: a name that is never used twice, and the key of the client tags.
     book = Journal(journal, about, {"run": secrets.token_hex(8), "salt": secrets.token_hex(16)})
     exchanges, without = Exchanges(transport, tuple(roster), book, settings, say), dict[str, str]()
     federation = Federation(exchanges, draft, settings)
     try:
         model = _fit_with_sites_left(federation, on_loss, without)
-        about_run = {
-            "run": book.head["run"],
-            "sites": list(exchanges.roster),
-            "without": without,
-            "privacy": _privacy_statement(federation),
-        }
+        private = _privacy_statement(federation)
+        about_run = {"run": book.head["run"], "sites": list(exchanges.roster), "without": without, "privacy": private}
         if out is not None:
             save_model(model, out, extra={"federation": about_run})
         missed = _deliver(federation, model, about_run, on_loss)
@@ -129,7 +120,7 @@ def run_fit(
         raise
     book.close(done=True)
     made, run = tuple(exchanges.made), book.head["run"]
-    return Outcome(model, made, exchanges.roster, without, missed, run, about_run["privacy"])
+    return Outcome(model, made, exchanges.roster, without, missed, run, private)
 
 
 def _fit_with_sites_left(federation: Federation, on_loss: OnLoss, without: dict[str, str]) -> Model:

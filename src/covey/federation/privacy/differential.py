@@ -54,7 +54,7 @@ import numpy as np
 from scipy.special import ndtri
 
 from covey._typing import Floats, Ints
-from covey.errors import PenaltyError, SolverError, number
+from covey.errors import PenaltyError, SolverError, counted, number
 from covey.federation.wire.messages import Privacy
 from covey.losses import FAMILIES, Gaussian
 from covey.model.model import Fitted
@@ -253,10 +253,8 @@ def private_across(network: Network, penalty: Penalty, privacy: Privacy) -> Fit:
     network.ask(PlaceClients(w))
     links = Links(tree.sizes, d * (d + 1) // 2 + d, d + 2)
     ledger = links.count(privacy.rounds * np.ones(tree.n_clusters, dtype=np.int64), privacy.rounds)
-    message = (
-        f"{privacy.rounds} {'round' if privacy.rounds == 1 else 'rounds'} of sums with noise; nothing is sent by which to tell "
-        "how near the minimum this is"
-    )
+    rounds = counted(privacy.rounds, "round")
+    message = f"{rounds} of sums with noise; nothing is sent by which to tell how near the minimum this is"
     end = Convergence("private", False, privacy.rounds, privacy.rounds + 1, np.nan, np.nan, None, message)
     return Fit(np.empty((0, d)), w, wbar, end, None, ledger)
 
@@ -391,7 +389,7 @@ def statement(privacy: Privacy, delta: float, starts: int = 1) -> dict[str, Any]
 
 def promised(fitted: Fitted, stated: Mapping[str, Any]) -> Fitted:
     """A fit whose convergence message states its privacy."""
-    many = f"{stated['releases']} release{'' if stated['releases'] == 1 else 's'}"
+    many = counted(stated["releases"], "release")
     words = (
         f"differential privacy: (epsilon, delta) = ({stated['epsilon']:.4g}, {stated['delta']:.4g}) for every client, "
         f"clip {stated['clip']:.4g}, noise {stated['noise']:.4g}, {many}"

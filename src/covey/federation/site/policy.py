@@ -119,13 +119,9 @@ class Budget:
     @classmethod
     def of(cls, settings: Mapping[str, Any], home: Path) -> Budget:
         """From the settings ``epsilon``, ``epsilon_total`` and ``delta`` of a node."""
-        limits: list[float | None] = []
-        for name in ("epsilon", "epsilon_total", "delta"):
-            value = settings.get(name)
-            if value not in (None, ""):
-                number(name, value, above=0)
-            limits.append(float(value) if value not in (None, "") else None)
-        return cls(limits[0], limits[1], limits[2] or DELTA, home / "privacy.json")
+        given = {name: settings.get(name) for name in ("epsilon", "epsilon_total", "delta")}
+        limits = {name: number(name, value, above=0) for name, value in given.items() if value not in (None, "")}
+        return cls(limits.get("epsilon"), limits.get("epsilon_total"), limits.get("delta", DELTA), home / "privacy.json")
 
     def admit(self, privacy: Privacy | None, run: str, epoch: int) -> None:
         """Refuse a run that would cost too much, before anything is sent."""
