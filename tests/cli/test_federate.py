@@ -1,4 +1,4 @@
-"""``covey federate --simulate``: what a run reports of its cost, and what it leaves, keeps and refuses."""
+"""``covey federate --simulate``: costs, files and errors of a run."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ LONG = ("federate", "homes.parquet", *ASKED, "--simulate", "3", "--solver", "al2
 
 
 def test_an_interrupt_says_what_is_kept_and_the_same_command_goes_on(folder):
-    """Ctrl-C in the middle of a real process: one sentence, exit code 130, and the run is taken up where it was."""
+    """Ctrl-C in a real process: one sentence, exit code 130, and the same command resumes the run."""
     journal = folder / "fit" / "journal"
     environment = {**os.environ, **PLAIN}
     process = subprocess.Popen([COVEY, *LONG], cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -148,7 +148,7 @@ SHORT = ("federate", "homes.parquet", *ASKED, "--simulate", "3")
 
 
 def test_sites_of_an_earlier_run_go_and_a_users_folders_stay(folder):
-    """In OUT/sites only what is a model and nothing else is covey's to delete."""
+    """covey deletes only model folders below OUT/sites."""
     inside(*SHORT[:-1], "4", "--out", "fit", cwd=folder)
     sites = folder / "fit" / "sites"
     mine, linked = sites / "mine", sites / "linked"
@@ -187,7 +187,7 @@ def test_settings_out_of_range_are_one_sentence(folder, words, facts):
 
 @pytest.mark.parametrize("terms", [RunSettings(secure=True), RunSettings(private=Privacy(1.0, 1.0, 2))])
 def test_a_simulation_with_masks_or_noise_keeps_no_journal(tmp_path, terms):
-    """Keys, and what sites know of their releases, are in memory: what would be kept could not be gone on from."""
+    """Keys and counts of releases are in memory only, so a journal could not be used to resume."""
 
     def stop(what):
         if "exchange 4 " in what:

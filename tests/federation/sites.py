@@ -59,7 +59,7 @@ def split_by(frame: pl.DataFrame, owner: dict[str, str]) -> dict[str, pl.DataFra
 
 
 def by_turns(frame: pl.DataFrame, sites: int) -> dict[str, pl.DataFrame]:
-    """Two clients to each site by turns: clusters, which go one by one, are split over sites."""
+    """Two clients go to each site in turn, so that clusters are split over sites."""
     clients = frame["client"].unique(maintain_order=True).to_list()
     return split_by(frame, {client: f"s{at // 2 % sites}" for at, client in enumerate(clients)})
 

@@ -70,7 +70,7 @@ def test_a_column_of_another_kind(columns, pattern):
 
 
 def test_errors_about_rows_stay_at_the_site(tmp_path, capsys):
-    """The operator is not told clients and values; the site is, in one sentence. In a simulation they are the same person."""
+    """The operator does not learn clients and values; the site's own log has them. A simulation shows them."""
     parts = changed(x=pl.lit(None, dtype=pl.Float64))
     refused(parts, OWN_LOG, home=tmp_path)
     assert "Column 'x' is NaN in row 8 (client 'c3')" in (tmp_path / "refusal.txt").read_text()
@@ -207,7 +207,7 @@ def test_of_two_sites_of_different_kinds_both_are_named():
 @pytest.mark.parametrize("one", [pl.Int64, pl.Float64, pl.Boolean])
 @pytest.mark.parametrize("two", [pl.Int64, pl.Float64, pl.Boolean])
 def test_classes_are_the_same_whatever_the_type_of_the_column_at_a_site(one, two):
-    """One site has zeros only, as whole numbers perhaps; the odds are of the ones all the same."""
+    """One site has only zeros, perhaps of another type; the class 1 is still the modelled one."""
     frame = table(11, "bernoulli", clients=24)
     none = frame.group_by("client").agg(pl.col("y").sum()).sort("y", "client")["client"][:3].to_list()
     frame = frame.with_columns(y=pl.when(pl.col("client").is_in(none)).then(0).otherwise(pl.col("y")))
@@ -247,7 +247,7 @@ def test_a_term_of_the_name_of_a_level(name):
 
 
 def test_orders_of_categories_are_merged():
-    """A table of pandas gives its categories an order; parts of it are put together, unless they contradict each other."""
+    """Categories of pandas have an order; the orders of the sites are merged, unless they contradict each other."""
     order = ["low", "mid", "high", "top"]
     profiles = {
         site: Profile("", {}, {}, {"z": tuple(levels)}, (), None)

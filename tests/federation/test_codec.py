@@ -1,4 +1,4 @@
-"""Letters are what they say, whole or refused, and execute nothing."""
+"""Encoded messages are decoded completely or refused, and execute nothing."""
 
 import json
 
@@ -69,7 +69,7 @@ def test_arrays_of_objects_are_not_encoded_or_decoded():
 
 @given(st.integers(0, 1000))
 def test_a_reply_is_its_skeleton_and_its_numbers(seed):
-    """Skeletons of two replies of a kind are equal: no number is left in one; and numbers add in place of replies."""
+    """A skeleton holds no number, so those of two replies are equal; adding the numbers adds the replies."""
     one, two = report(np.random.default_rng(seed)), report(np.random.default_rng(seed + 1))
     (first, a), (second, b) = split(one), split(two)
     assert encode(first) == encode(second)

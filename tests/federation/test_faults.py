@@ -1,4 +1,4 @@
-"""What goes wrong on the way, and what then happens: never a silent wrong answer."""
+"""Faults of transports, sites and the coordinator: a run recovers or stops, and never gives a wrong answer."""
 
 from dataclasses import replace
 
@@ -34,7 +34,7 @@ def asked(message: bytes) -> Envelope:
 
 
 def when(site, exchange, act, times=1):
-    """Meddle with the reply of one site to one exchange of the fit, the first few times."""
+    """A fault in the reply of one site to one exchange of the fit, a number of times."""
     left = [times]
 
     def fault(name, message, reply):
@@ -120,7 +120,7 @@ class Killed(BaseException):
 
 
 class Killing(FaultyTransport):
-    """The coordinator dies after so many exchanges; the sites have had its next messages, or not."""
+    """The coordinator is killed after a number of exchanges, before or after it has sent the next messages."""
 
     def __init__(self, sites, after, fault=None, *, sent=True):
         super().__init__(sites, fault)
@@ -153,7 +153,7 @@ def test_a_killed_coordinator_resumes_to_the_same_bits(after, secure, tmp_path):
 
 @pytest.mark.parametrize("cut", [1, 7, 60, 400])
 def test_a_truncated_journal_loses_at_most_one_exchange(cut, tmp_path):
-    """As when the coordinator dies while it writes."""
+    """As if the coordinator were killed while it writes."""
     journal, sites = tmp_path / "run.journal", sites_of(by_turns(FRAME, 4))
     with pytest.raises(Killed):
         fit(sites, ASKED, Killing(sites, 5, sent=False), journal=journal)
@@ -244,7 +244,7 @@ def test_a_site_that_lost_its_state_and_has_another_table_is_refused(change, exc
 
 @pytest.mark.parametrize("secure", [False, True])
 def test_a_site_restarts_for_every_message_from_its_saved_state(secure, tmp_path):
-    """As Flower has it: a new process for each message."""
+    """As with Flower, which starts a process for each message."""
     parts = by_turns(FRAME, 4)
 
     class Reopened:
@@ -326,7 +326,7 @@ def test_a_table_that_changes_during_a_run_is_refused(change, tmp_path):
 
 
 def test_under_masks_a_run_does_not_continue_without_a_single_site():
-    """The totals with and without it would show its part by difference; two that are lost together hide each other."""
+    """The difference of the totals would show its sums; two sites that are lost together hide each other."""
     clients = FRAME["client"].unique(maintain_order=True).to_list()
     parts = split_by(FRAME, {client: f"s{at % 4}" for at, client in enumerate(clients)})  # every cluster is at every site
     sites = sites_of(parts)
@@ -402,7 +402,7 @@ def test_of_two_sites_with_different_replies_both_are_lost():
 
 
 def test_a_step_that_overflows_does_not_lose_a_site():
-    """Of counts with a heavy-tailed covariate Newton's first steps overflow at one site: they are halved, as in memory."""
+    """With a heavy-tailed covariate Newton's first steps overflow at one site; they are halved, as in memory."""
     rng = np.random.default_rng(8)
     client = np.repeat(np.arange(12), 5)
     x, exposure = 10 * np.exp(2 * rng.normal(size=60)), 8 * rng.normal(size=60)
@@ -419,7 +419,7 @@ def test_a_step_that_overflows_does_not_lose_a_site():
 
 
 def test_a_site_that_is_lost_at_the_end(tmp_path):
-    """The operator's model is there by then; the run can be taken up, or ends and says who was not told."""
+    """The operator's model is already written; the run can be resumed, or ends and names the site."""
     journal, out = tmp_path / "journal", tmp_path / "model"
 
     def gone(site, message, reply):
@@ -441,7 +441,7 @@ def test_a_site_that_is_lost_at_the_end(tmp_path):
 
 
 def test_a_refused_run_leaves_no_journal(tmp_path):
-    """Of mistakes that no exchange will mend nothing is kept: the same command with a mended table starts anew."""
+    """After an error that would occur again nothing is kept: the same command starts a new run with a corrected table."""
     journal, parts = tmp_path / "journal", by_turns(FRAME, 4)
     twice = {**parts, "s2": pl.concat([parts["s2"], parts["s0"].filter(pl.col("client") == "c0")])}
     with pytest.raises(FederationError, match="A client with the same id"):
@@ -471,7 +471,7 @@ def test_under_masks_a_site_that_lost_its_key_ends_the_run():
 
 
 def test_masks_that_do_not_cancel_are_noticed():
-    """A site that sends another site's masked numbers, or any others, does not shift the result unseen."""
+    """A site that sends wrong masked numbers cannot change the result unnoticed."""
     sites = sites_of(by_turns(FRAME, 4))
     last: dict[int, bytes] = {}
 
@@ -490,7 +490,7 @@ RANDOMISED = spec(solver="l2gd", max_iter=60, tol=1e-300, options={"L": 40.0, "m
 
 @pytest.mark.filterwarnings("ignore::covey.errors.ConvergenceWarning")
 def test_sites_without_work_get_no_message(tmp_path):
-    """A cluster that waits for an exchange between clusters has no work; its site gets no message, and is not out of step."""
+    """The site of a cluster without work gets no message, and can still answer the next one."""
     parts = {name: FRAME.filter(pl.col("cluster") == name) for name in "abc"}
     expected = in_memory(FRAME, RANDOMISED)
     sites = sites_of(parts)

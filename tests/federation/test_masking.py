@@ -1,4 +1,4 @@
-"""Masks: totals are exact, everything short of a total is noise, and no combination of totals shows one site."""
+"""Masks: totals are exact, partial sums are noise, and no combination of totals shows the sums of one site."""
 
 from __future__ import annotations
 

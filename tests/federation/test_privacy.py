@@ -1,4 +1,4 @@
-"""Differential privacy across sites: what it costs, who may spend it, and that nothing is released twice."""
+"""Differential privacy across sites: its epsilon, the limits of a site, and that nothing is released twice."""
 
 import json
 import math
@@ -150,7 +150,7 @@ def test_masks_change_nothing_of_the_same_noise():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_only_noisy_sums_and_public_counts_leave_a_site(family):
-    """Every reply is opened. That the sums are as noisy as they say is in the tests of the solver."""
+    """All replies are decoded. Other tests check the size of the noise."""
     sites = sites_of(by_turns(table(3, family), 3))
     carrier = FaultyTransport(sites)
     fit(sites, spec(family), carrier, private_run())
@@ -256,7 +256,7 @@ def test_a_repeated_message_gets_the_same_noise():
 
 
 def test_a_site_that_lost_its_state_releases_nothing_again(tmp_path):
-    """After its first release it forgets the run, but not what it spent: it catches up in silence, and goes on."""
+    """The site loses its state after the first release, but not its count of releases: it repeats exchanges without sums."""
     parts = by_turns(table(10), 2)
     homes = {name: tmp_path / name for name in parts}
 
@@ -389,7 +389,7 @@ def test_a_site_does_not_join_a_run_whose_privacy_has_changed():
     ],
 )
 def test_a_coordinator_that_asks_for_more_is_refused(body, why):
-    """After the run, the message that would come next: a site holds to what was agreed."""
+    """A further message after the run: a site keeps to the agreement."""
     sites = sites_of(by_turns(table(16), 2))
     carrier = FaultyTransport(sites)
     fit(sites, spec(), carrier, private_run())

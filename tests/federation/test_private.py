@@ -1,4 +1,4 @@
-"""Private sweeps: what one client can move, what noise there is, and that without either they are the exact fit."""
+"""Private sweeps: the influence of one client, the noise, and the exact fit without clip and noise."""
 
 from dataclasses import replace
 
@@ -70,7 +70,7 @@ def network(data, family, gamma=2.0, lam=3.0, draw=None):
     left_out=st.integers(0, 9),
 )
 def test_the_rows_of_one_client_move_all_sums_by_the_clip_at_most(family, seed, clip, gamma, scale, left_out):
-    """Weighted by zero, a client's rows are gone, and its contribution with them: the neighbour that epsilon speaks of."""
+    """With weights of zero a client has no rows and no contribution: the neighbouring data of the definition of epsilon."""
     data = make(family, seed, clients=10, scale=scale)
     w = np.random.default_rng(seed).normal(size=(3, 3))
     sums = []

@@ -1,4 +1,4 @@
-"""Across sites the fit is the one in memory, however clients are dealt out."""
+"""A fit across sites equals the fit in memory, for any assignment of clients to sites."""
 
 from dataclasses import replace
 
@@ -92,7 +92,7 @@ LEARNED = {
 @pytest.mark.parametrize("secure", [False, True])
 @pytest.mark.parametrize("what", LEARNED)
 def test_penalties_learned_across_sites_are_those_learned_in_memory(what, secure, tmp_path):
-    """Components, tests and models; and the intervals that a site tells of its own clients, as if it knew everybody."""
+    """Components, tests, models, and the intervals at a site for its own clients equal those in memory."""
     asked = spec(**{"gamma": None, "lam": None, **LEARNED[what]})
     frame = table(7, asked.family, clients=30, clusters=5)
     sites = sites_of(by_turns(frame, 3), models=None)
@@ -164,7 +164,7 @@ def test_the_size_of_messages_depends_on_clusters_and_terms_alone():
 
 
 def test_client_ids_that_are_unique_within_a_cluster_only():
-    """Schools 1, 2, 3 of every district, each district at a site of its own: by the formula they are others everywhere."""
+    """Every district has schools 1, 2, 3 and is at its own site; by the formula these are different schools."""
     frame = table(8, clients=12, clusters=3).with_columns(client=pl.col("client").str.slice(1).cast(pl.Int64) // 3)
     asked = replace(spec(), formula="y ~ x + (1 + x | cluster/client)", client=None, cluster=None, gamma=None, lam=None)
     sites = sites_of({name: part for (name,), part in frame.group_by(["cluster"])})
@@ -205,7 +205,7 @@ def test_the_operators_model_answers_for_rows_by_their_cluster():
 
 
 def test_radon_across_three_sites_writes_each_sites_models_there(tmp_path):
-    """The site's folder answers for its own counties as the model in memory does, and for others by their state."""
+    """A site's model predicts its own counties like the model in memory, and others by their state."""
     homes = load_radon()
     asked = Spec(formula="log_radon ~ floor", client="county", cluster="state", gamma=10.0)
     run = simulate_sites(homes, asked, sites=3, models=tmp_path)
@@ -225,7 +225,7 @@ def test_radon_across_three_sites_writes_each_sites_models_there(tmp_path):
 
 
 def test_sites_are_a_network_like_any_other():
-    """Messages are sent one by one and collected together, in their order; one without a reply has none, and is carried out."""
+    """Messages are sent one by one and collected together, in order; one without a reply is carried out too."""
     frame, asked = table(3), spec()
     sites = sites_of(by_turns(frame, 3))
     carrier = FaultyTransport(sites)

@@ -1,4 +1,4 @@
-"""An operator's settings, as a command line or a Flower run has them: what is misspelt or out of range is refused."""
+"""Settings of a command line or a Flower run: misspelt names and values out of range are refused."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_settings_that_are_right_reach_the_run():
 
 
 def test_the_defaults_are_in_one_place():
-    """Those of the core, but for a pause that lets a site come back; what the app's file leaves empty takes the same."""
+    """The defaults are those of RunSettings, except for the pause; empty settings of the app take the same."""
     app = tomllib.loads((APP / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
     assert {name: app[name] for name in DEFAULTS} == dict.fromkeys(DEFAULTS, "")
     assert named({name: "" for name in app if name not in ("insecure", "settings")}) == {}
@@ -115,7 +115,7 @@ def test_the_allow_list_names_the_expected_sites(tmp_path):
 
 
 def test_columns_that_categories_may_name():
-    """Those on both sides of the formula, inside of functions too; without a formula any."""
+    """Columns on both sides of the formula, also inside functions; without a formula any column."""
     lists = {"zone": ["a"], "high": [0, 1], "x": [1]}
     assert categories_of({"formula": "high ~ C(zone) + log(x) + (1 | g)", "categories": lists}) == lists
     assert categories_of({"categories": lists}) == lists

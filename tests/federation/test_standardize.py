@@ -42,7 +42,7 @@ def asks(family="gaussian", **changes):
 
 
 def scales(messages):
-    """What sites were told, each time."""
+    """The scales that the sites got."""
     bodies = [decode(message).body for _, message in messages]
     return [each.scale for body in bodies if isinstance(body, Batch) for each in body.messages if isinstance(each, Standardise)]
 
@@ -130,7 +130,7 @@ def test_a_site_that_restarts_for_every_message_scales_once(secure, tmp_path):
 
 
 def test_a_first_request_that_fails_leaves_the_rows_as_they_were(monkeypatch):
-    """The scale travels with it: asked again, the site scales rows that are not scaled yet."""
+    """The scale travels with the first request; when it is repeated, the site scales its unscaled rows."""
     from covey.solvers.direct.newton import NewtonBegin
 
     frame, failures, begin = raw(4, "bernoulli"), [1], NewtonBegin.at

@@ -1,4 +1,4 @@
-"""What a site does not tell, whoever asks; and what a coordinator that deviates gets."""
+"""What a site never sends, and what it answers to a coordinator that does not follow the protocol."""
 
 import subprocess
 import sys
@@ -83,7 +83,7 @@ def test_a_site_answers_about_its_own_columns_and_clients_only():
     [(False, "'x . I.weight..2.' of a design are not those of the formula, 'x'"), (True, "not about 'I.weight .. 2.'")],
 )
 def test_a_design_of_other_columns_than_the_formula_is_refused(with_formula, sentence):
-    """A coordinator that deviates: it asks about columns that the site lets be asked about, and reads others."""
+    """A dishonest coordinator: the formula has allowed columns, the design reads others."""
     terms = Terms.parse("x + I(weight**2)")
     design = Formula.of(terms, ["x", "weight"], {}).to_json()
     own = {"client": "client", "columns": ["y", "x", "cluster"]}
@@ -157,7 +157,7 @@ def test_a_fault_of_the_program_is_in_the_sites_own_log(capsys):
 
 
 def test_a_run_with_masks_does_not_continue_without_them():
-    """A coordinator that deviates: agreement without keys, or with those of fewer sites than the roster."""
+    """A dishonest coordinator: an agreement without keys, or with the keys of some sites only."""
     for change in ({"keys": {}}, {"keys": None}):
         sites = sites_of(by_turns(FRAME, 3))
 
@@ -210,7 +210,7 @@ class Lookalike(Record):
     ids=repr,
 )
 def test_a_site_answers_messages_and_nothing_else(body):
-    """Whatever can be decoded: only messages reach the node, and those to the site itself not as a part of others."""
+    """Only messages reach the node; messages to the site itself are not accepted inside a batch."""
     sites = sites_of(by_turns(FRAME, 3))
     carrier = FaultyTransport(sites)
     fit(sites, spec(), carrier)
@@ -224,7 +224,7 @@ def test_a_site_answers_messages_and_nothing_else(body):
 
 
 def test_a_site_knows_every_message_of_the_tree():
-    """A node process imports the site alone: all messages are registered by then, wherever their solvers are."""
+    """A node process imports only the site module; this registers the messages of all solvers."""
     code = """
 import covey.federation.site.site
 from covey.records import Record
@@ -317,7 +317,7 @@ def test_the_operators_list_with_dates_and_with_ids_nested_in_clusters(tmp_path)
 
 
 def test_unique_client_ids_are_not_nested_in_clusters():
-    """A formula with cluster/client names clients by their cluster only where their ids repeat, as in memory."""
+    """With cluster/client in the formula, clients are named by their cluster only if ids repeat, as in memory."""
     asked = replace(
         spec(), formula="y ~ x + (1 | cluster/client)", client=None, cluster=None, gamma=None, lam=None, tests=False
     )

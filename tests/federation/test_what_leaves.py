@@ -1,4 +1,4 @@
-"""Every message of every solver is opened: only sums leave a site, and docs/reference/messages.md lists them all."""
+"""All replies of all solvers are decoded: only sums leave a site, and docs/reference/messages.md lists them."""
 
 import re
 import warnings
@@ -56,7 +56,7 @@ SOLVERS = [pytest.param(solver, marks=pytest.mark.federation) if solver in LONG 
 
 @cache
 def ran(solver, secure=False):
-    """One run serves all tests: they only read it."""
+    """One run for all tests, which only read it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # a few rounds show what travels
         return run(RUNS[solver], secure=secure)
@@ -241,7 +241,7 @@ def test_what_goes_down_names_no_client_and_no_site_but_those_of_the_roster():
 
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_under_masks_no_sum_of_a_site_can_be_read(solver):
-    """What the coordinator gets holds none of the site's numbers, neither as they are nor in fixed point."""
+    """No reply holds a number of the site, neither as a float nor in fixed point."""
     _, _, plain, _ = ran(solver)
     _, sites, masked, _ = ran(solver, secure=True)
     sent_by = {site: b"".join(reply for name, reply in masked.replies if name == site) for site in sites}

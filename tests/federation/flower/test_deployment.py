@@ -1,4 +1,4 @@
-"""The real thing: covey's sites and coordinator across real SuperNodes, under TLS with node keys, against the fit in memory."""
+"""Real deployments: sites and coordinator on real SuperNodes, with TLS and node keys, compared with the fit in memory."""
 
 from __future__ import annotations
 

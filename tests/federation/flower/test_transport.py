@@ -1,4 +1,4 @@
-"""Letters over Flower with real processes, under TLS with node keys; the core is a stand-in that does what its messages say."""
+"""Messages over Flower with real processes, TLS and node keys; a stand-in answers them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def exchanges(deployment, *script, sites=SITES):
 
 
 def test_messages_go_and_come_back(two):
-    """The right message to the right site; who is absent is gone; a site's error does not leave it in words."""
+    """Each site gets its own message; an absent site is 'gone'; the text of an error stays at the site."""
     script = [{"north": "1", "south": "settings", "west": "1"}, 60], [{"north": "break in", "south": "3"}, 60]
     (first, second), seconds = exchanges(two, *script)
     print(f"seconds per exchange with two nodes: {seconds}")

@@ -224,9 +224,7 @@ def check_spread(profiles: Mapping[str, Profile]) -> None:
     if alone:
         what, value, site = alone[0]
         many = f"{sum(other[0] == what for other in alone)} of {sum(other[0] == what for other in found)} {what}"
-        raise FederationError(
-            f"{many} are at one site only, such as {value!r} at {site!r}: masks hide nothing there; leave out --secure."
-        )
+        raise FederationError(f"{many} are at one site only, such as {value!r} at {site!r}: masks hide nothing; omit --secure.")
 
 
 def _tags(joined: Mapping[str, Joined]) -> dict[str, Anything]:
