@@ -220,7 +220,7 @@ def test_a_site_needs_a_name_that_can_be_a_folder(name):
 def test_a_listed_site_that_is_not_there_is_noticed():
     states = frozenset(HOMES["state"])
     listed = Members(dict.fromkeys(("site1", "site2", "site3", "west"), states))
-    with pytest.raises(FederationError, match="The list of members has the site 'west', which is not here"):
+    with pytest.raises(FederationError, match="The list of members has the site 'west', which is not one of 'site1'"):
         outcome(SOLVERS["sweep"], settings=RunSettings(members=listed))
 
 

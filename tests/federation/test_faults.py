@@ -1,6 +1,7 @@
 """Faults of transports, sites and the coordinator: a run recovers or stops, and never gives a wrong answer."""
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import polars as pl
@@ -23,8 +24,9 @@ ASKED = spec("bernoulli", tol=1e-11)
 GONE = Failure("gone", "it is not connected")
 
 
+@cache
 def whole(secure=False):
-    """The run when nothing goes wrong."""
+    """The run without faults; all tests share it, and only read it."""
     sites = sites_of(by_turns(FRAME, 4))
     return fit(sites, ASKED, settings=RunSettings(secure=secure))
 
@@ -485,7 +487,7 @@ def test_masks_that_do_not_cancel_are_noticed():
         fit(sites, ASKED, FaultyTransport(sites, copy), RunSettings(secure=True))
 
 
-RANDOMISED = spec(solver="l2gd", max_iter=60, tol=1e-300, options={"L": 40.0, "mu": 1.0})
+RANDOMISED = spec(solver="l2gd", max_iter=40, tol=1e-300, options={"L": 40.0, "mu": 1.0})
 
 
 @pytest.mark.filterwarnings("ignore::covey.errors.ConvergenceWarning")

@@ -1,6 +1,7 @@
 """A fit across sites equals the fit in memory, for any assignment of clients to sites."""
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import polars as pl
@@ -89,17 +90,23 @@ LEARNED = {
 }
 
 
+@cache
+def learned_in_memory(what):
+    """One fit for both runs, with and without masks."""
+    asked = spec(**{"gamma": None, "lam": None, **LEARNED[what]})
+    frame = table(7, asked.family, clients=30, clusters=5)
+    return asked, frame, in_memory(frame, asked)
+
+
 @pytest.mark.parametrize("secure", [False, True])
 @pytest.mark.parametrize("what", LEARNED)
 def test_penalties_learned_across_sites_are_those_learned_in_memory(what, secure, tmp_path):
     """Components, tests, models, and the intervals at a site for its own clients equal those in memory."""
-    asked = spec(**{"gamma": None, "lam": None, **LEARNED[what]})
-    frame = table(7, asked.family, clients=30, clusters=5)
+    asked, frame, model = learned_in_memory(what)
     sites = sites_of(by_turns(frame, 3), models=None)
     for name, site in sites.items():
         site.models = tmp_path / name
     outcome = fit(sites, asked, settings=RunSettings(secure=secure))
-    model = in_memory(frame, asked)
     assert_same(outcome, sites, model, atol=1e-7)
     here, there = outcome.model.learned.components, model.learned.components
     assert here.log_likelihood == pytest.approx(there.log_likelihood, rel=1e-9)
@@ -116,7 +123,7 @@ def test_penalties_learned_across_sites_are_those_learned_in_memory(what, secure
     assert "learned from" not in describe(outcome.model) + describe(model)
 
 
-COINS = {
+RANDOMISED = {
     "l2gd": ("gaussian", {}),
     "l2gd, switching": ("poisson", {"options": {"steps": "switching"}, "weights": "weight"}),
     "one_coin": ("bernoulli", {}),
@@ -126,7 +133,7 @@ COINS = {
 
 
 # The same over the test network, with many more shardings, is in tests/solvers/test_across.py.
-LONG = [pytest.param(what, secure, marks=pytest.mark.federation) for what in list(COINS)[1:] for secure in (False, True)]
+LONG = [pytest.param(what, secure, marks=pytest.mark.federation) for what in list(RANDOMISED)[1:] for secure in (False, True)]
 
 
 @pytest.mark.filterwarnings("ignore::covey.errors.ConvergenceWarning")  # a few dozen iterations tell bits apart
@@ -134,7 +141,7 @@ LONG = [pytest.param(what, secure, marks=pytest.mark.federation) for what in lis
 @settings(max_examples=1)
 @given(seed=st.integers(0, 10_000), data=st.data())
 def test_randomised_algorithms_have_the_bits_of_the_run_in_memory(what, secure, seed, data):
-    family, more = COINS[what]
+    family, more = RANDOMISED[what]
     frame = table(12, family)
     asked = spec(family, formula="y ~ x", solver=what.split(",")[0], max_iter=60, seed=seed, **more)
     clients = sorted(frame["client"].unique().to_list())

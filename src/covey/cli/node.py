@@ -61,7 +61,7 @@ def node(
     if insecure and site is None:
         raise FederationError("Without keys the operator cannot name this site; give it a name with --site.")
     if minimum is not None:
-        whole("minimum", minimum, least=1)
+        whole("--minimum", minimum, least=1)
     limits = {"epsilon": epsilon, "epsilon_total": epsilon_total, "delta": delta}
     Budget.of(limits, home)  # wrong limits are refused here, not at the first message
     about = {"client": client, "columns": columns, "secure": secure or None}
