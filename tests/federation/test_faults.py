@@ -487,7 +487,7 @@ def test_masks_that_do_not_cancel_are_noticed():
         fit(sites, ASKED, FaultyTransport(sites, copy), RunSettings(secure=True))
 
 
-RANDOMISED = spec(solver="l2gd", max_iter=40, tol=1e-300, options={"L": 40.0, "mu": 1.0})
+RANDOMISED = spec(solver="l2gd", max_iter=60, tol=1e-300, options={"L": 40.0, "mu": 1.0})
 
 
 @pytest.mark.filterwarnings("ignore::covey.errors.ConvergenceWarning")

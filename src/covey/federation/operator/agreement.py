@@ -246,7 +246,7 @@ def check_tags(tags: Mapping[str, Anything]) -> None:
     same = _sites_with_same_tag(tags)
     if same:
         one, two = sorted(same[0])
-        both = sum({one, two} == set(pair) for pair in same)
+        both = len({tuple(tag) for tag in tags[one].tolist()} & {tuple(tag) for tag in tags[two].tolist()})
         many = f"{both} clients" if both > 1 else "A client"
         raise FederationError(f"{many} with the same id at sites {one!r} and {two!r}; give them different ids, or remove one.")
 
