@@ -28,9 +28,9 @@ class Timed(InProcess):
 
     seconds = 0.0
 
-    def exchange(self, letters, timeout):
+    def exchange(self, messages, timeout):
         start = time.perf_counter()
-        came = super().exchange(letters, timeout)
+        came = super().exchange(messages, timeout)
         self.seconds += time.perf_counter() - start
         return came
 

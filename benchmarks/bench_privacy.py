@@ -13,8 +13,8 @@ import numpy as np
 from covey import HierarchicalRegressor
 from covey.datasets import load_radon
 from covey.federation.operator.settings import RunSettings
-from covey.federation.privacy.accounting import privacy_of
-from covey.federation.simulate import simulate
+from covey.federation.privacy.differential import privacy_of
+from covey.federation.simulate import simulate_sites
 from covey.problem.problem import Spec
 
 DRAWS = 30
@@ -43,7 +43,7 @@ def main() -> None:
         settings = RunSettings(private=private, delta=delta)
         cells = [f"{epsilon:g}", f"{private.noise:.2f}"]
         for sites in (1, 3):
-            runs = [simulate(homes, Spec(**ASKED), sites, settings=settings, noise_seed=draw) for draw in range(DRAWS)]
+            runs = [simulate_sites(homes, Spec(**ASKED), sites, settings=settings, noise_seed=draw) for draw in range(DRAWS)]
             cells += [f"{value:.2f}" for value in np.sqrt(np.mean([distances(run, exact) for run in runs], axis=0))]
         print(f"| {' | '.join(cells)} |", flush=True)
 

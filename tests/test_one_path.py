@@ -70,10 +70,10 @@ def test_the_command_line(homes, calls, tmp_path):
 
 def test_sites(homes, calls):
     """The operator parses the formula and checks the settings; a site checks the agreed settings and groups its rows, once."""
-    from covey.federation.simulate import simulate
+    from covey.federation.simulate import simulate_sites
 
     sites = 3
-    simulate(homes, Spec(formula=FORMULA, tests=False), sites)
+    simulate_sites(homes, Spec(formula=FORMULA, tests=False), sites)
     assert calls.pop("texts") == 2
     expected = {**ONCE, "check": 1 + sites, "from_blocks": sites}
     assert dict(calls) == expected

@@ -1,4 +1,4 @@
-"""``covey federate --simulate``: what a run reports of its cost, and what it leaves, keeps and refuses."""
+"""``covey federate --simulate``: costs, files and errors of a run."""
 
 from __future__ import annotations
 
@@ -19,18 +19,14 @@ import pytest
 from covey.cli.federate import RunOptions
 from covey.datasets import load_radon
 from covey.errors import CoveyError, DataError, FederationError
-from covey.exact import LIMBS, WIDE
 from covey.federation.operator.journal import _complete
-from covey.federation.operator.members import Members
-from covey.federation.operator.report import costs, planned, who
-from covey.federation.operator.settings import DEFAULTS, RunSettings
-from covey.federation.simulate import simulate
-from covey.federation.wire.agreement import Privacy
-from covey.fitting.planning import size
+from covey.federation.operator.report import costs, who
+from covey.federation.operator.settings import DEFAULTS, Members, RunSettings
+from covey.federation.simulate import simulate_sites
+from covey.federation.wire.messages import Privacy
 from covey.model.files import load_model
 from covey.problem.problem import Spec
 from covey.records import decode, encode
-from covey.solvers.costs import BANDWIDTH, LATENCY
 from covey.solvers.direct.newton import NewtonStep
 from covey.solvers.first_order.protocol import AskMeans, CheckGap
 
@@ -51,25 +47,19 @@ SOLVERS = {
 
 
 def outcome(asked, **more):
-    return simulate(HOMES, Spec(**{**GIVEN, **asked}), SITES, **more).outcome
+    return simulate_sites(HOMES, Spec(**{**GIVEN, **asked}), SITES, **more).outcome
 
 
 def labels(run):
     return [each.label for each in run.exchanges]
 
 
-def spent(run, phase):
-    part = [each for each in run.exchanges if each.phase == phase]
-    return f"{len(part)}, {size(sum(e.down + e.up for e in part))}, {sum(e.seconds for e in part):.2f} s"
+def made(run, phase):
+    """The number of exchanges of a phase."""
+    return sum(each.phase == phase for each in run.exchanges)
 
 
-def predicted(exchanges, up, down, number=8):
-    """``up`` and ``down`` are numbers of one site."""
-    own = number * up + 8 * down
-    return f"{exchanges}, {size(SITES * own)}, {2 * LATENCY * exchanges + own / (1e6 * BANDWIDTH):.2f} s"
-
-
-@pytest.mark.filterwarnings("ignore::covey.errors.ConvergenceWarning")  # by coins they are stopped long before their end
+@pytest.mark.filterwarnings("ignore::covey.errors.ConvergenceWarning")  # randomised ones stop long before their end
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_every_kind_of_exchange_is_listed_and_they_add_up(solver):
     run = outcome(SOLVERS[solver])
@@ -81,41 +71,29 @@ def test_every_kind_of_exchange_is_listed_and_they_add_up(solver):
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("solver", "exchanges", "halves"), [("sweep", 1, 1), ("newton", 7, 0), ("counts", 8, 1)])
-def test_the_plan_of_a_direct_solver_beside_what_was_sent(solver, exchanges, halves, masked):
-    """A sweep is one exchange in the plan and two letters to each site: up, then down."""
+def test_a_direct_solver_makes_the_exchanges_that_a_plan_counts(solver, exchanges, halves, masked):
+    """A sweep is one exchange in the plan and two messages to each site: up, then down."""
     run = outcome(SOLVERS[solver], settings=RunSettings(secure=masked))
-    number = 8 * (1 + WIDE) if masked else 8
-    plan = predicted(exchanges + halves, K * UP * exchanges, K * DOWN * exchanges, number)
-    made = spent(run, "fit")
-    assert planned(run) == [
-        f"exchanges of the fit itself: planned {plan}; made {made}",
-        f"  planned with {number} bytes a number up and 8 down, 50 ms a message, 10 MB/s",
-    ]
-    assert made.startswith(f"{exchanges + halves}, ")
+    assert run.model.convergence.exchanges == exchanges
+    assert sum(each.second for each in run.exchanges) == halves
+    assert made(run, "fit") == exchanges + halves
 
 
 @pytest.mark.filterwarnings("ignore::covey.errors.ConvergenceWarning")
 @pytest.mark.parametrize("solver", ["l2gd", "al2sgd_plus"])
-def test_the_plan_of_an_algorithm_by_coins_beside_what_was_sent(solver):
+def test_a_randomised_solver_makes_the_exchanges_that_a_plan_counts(solver):
     run = outcome(SOLVERS[solver])
     ledger = run.model.ledger
     moves, checks = int(ledger.within.max()), ledger.checks
     assert labels(run).count(CheckGap.label) == labels(run).count(AskMeans.label) == checks
-    up, down = K * (D * moves + (D + 2) * checks), K * ((D + 1) * moves + D * checks)
-    first, second, third = planned(run)
-    plan = predicted(moves + 2 * checks, up, down, 8 * (1 + LIMBS))
-    assert first == f"exchanges of the fit itself: planned {plan}; made {spent(run, 'fit')}"
-    assert second.startswith("  planned with 32 bytes a number up and 8 down, ")
-    assert third == f"  not in the plan, to measure the problem: {spent(run, 'measure')}"
+    assert made(run, "fit") >= moves + 2 * checks  # clusters that are asked at different times take more
+    assert made(run, "measure") > 0
 
 
 @pytest.mark.filterwarnings("ignore::covey.errors.ConvergenceWarning")
-def test_learned_penalties_are_no_part_of_a_plan():
-    learned = {"gamma": None, "lam": None, "tests": False}
-    assert planned(outcome({**SOLVERS["sweep"], **learned})) == []
-    assert planned(outcome({**SOLVERS["sweep"], **learned, "james_stein": True})) == []
-    run = outcome({**SOLVERS["l2gd"], **learned, "max_iter": 100})
-    assert f"  not in the plan, to learn the penalties: {spent(run, 'learn')}" in planned(run)
+def test_learned_penalties_have_a_phase_of_their_own():
+    run = outcome({**SOLVERS["l2gd"], "gamma": None, "lam": None, "tests": False, "max_iter": 100})
+    assert made(run, "learn") > 0
 
 
 @pytest.mark.filterwarnings("ignore::covey.errors.ConvergenceWarning")
@@ -127,16 +105,12 @@ def test_steps_that_only_measure_the_problem_are_not_those_of_the_fit():
     assert {each.phase for each in steps} == {"measure"}
 
 
-def test_who_took_part_and_who_was_not_told():
+def test_the_report_names_sites_that_got_no_models():
     run = replace(outcome(SOLVERS["sweep"]), missed={"site2": "did not answer (gone)"})
     assert who(run) == [
         "Sites: site1, site2, site3",
         "site2 took part, but did not answer (gone) at the end: it has no models of its clients from this fit",
     ]
-
-
-def test_a_private_fit_has_no_plan():
-    assert planned(outcome(SOLVERS["sweep"], settings=RunSettings(private=Privacy(1.0, 1.0, 2)))) == []
 
 
 @pytest.fixture
@@ -150,7 +124,7 @@ LONG = ("federate", "homes.parquet", *ASKED, "--simulate", "3", "--solver", "al2
 
 
 def test_an_interrupt_says_what_is_kept_and_the_same_command_goes_on(folder):
-    """Ctrl-C in the middle of a real process: one sentence, exit code 130, and the run is taken up where it was."""
+    """Ctrl-C in a real process: one sentence, exit code 130, and the same command resumes the run."""
     journal = folder / "fit" / "journal"
     environment = {**os.environ, **PLAIN}
     process = subprocess.Popen([COVEY, *LONG], cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -174,7 +148,7 @@ SHORT = ("federate", "homes.parquet", *ASKED, "--simulate", "3")
 
 
 def test_sites_of_an_earlier_run_go_and_a_users_folders_stay(folder):
-    """In OUT/sites only what is a model and nothing else is covey's to delete."""
+    """covey deletes only model folders below OUT/sites."""
     inside(*SHORT[:-1], "4", "--out", "fit", cwd=folder)
     sites = folder / "fit" / "sites"
     mine, linked = sites / "mine", sites / "linked"
@@ -187,7 +161,7 @@ def test_sites_of_an_earlier_run_go_and_a_users_folders_stay(folder):
     assert (mine / "thesis.txt").exists()
 
 
-def test_json_says_what_a_private_fit_promises(folder):
+def test_json_states_the_privacy_of_a_fit(folder):
     pytest.importorskip("dp_accounting")
     told = json.loads(inside(*SHORT, "--epsilon", "4", "--json", cwd=folder).stdout)
     assert told["privacy"]["epsilon"] == pytest.approx(4.0)
@@ -212,8 +186,8 @@ def test_settings_out_of_range_are_one_sentence(folder, words, facts):
 
 
 @pytest.mark.parametrize("terms", [RunSettings(secure=True), RunSettings(private=Privacy(1.0, 1.0, 2))])
-def test_a_simulation_under_masks_or_with_noise_keeps_no_journal_and_promises_none(tmp_path, terms):
-    """Keys, and what sites know of their releases, are in memory: what would be kept could not be gone on from."""
+def test_a_simulation_with_masks_or_noise_keeps_no_journal(tmp_path, terms):
+    """Keys and counts of releases are in memory only, so a journal could not be used to resume."""
 
     def stop(what):
         if "exchange 4 " in what:
@@ -221,32 +195,32 @@ def test_a_simulation_under_masks_or_with_noise_keeps_no_journal_and_promises_no
 
     journal, spec = tmp_path / "journal", Spec(**GIVEN, formula="log_radon ~ floor")
     with pytest.raises(KeyboardInterrupt, match=r"^Interrupted; the run has stopped\.$"):
-        simulate(HOMES, spec, 3, settings=terms, journal=journal, say=stop)
+        simulate_sites(HOMES, spec, 3, settings=terms, journal=journal, say=stop)
     assert not journal.exists()
     with pytest.raises(KeyboardInterrupt, match="exchanges are kept in"):
-        simulate(HOMES, spec, 3, journal=journal, say=stop)
+        simulate_sites(HOMES, spec, 3, journal=journal, say=stop)
     assert journal.exists()
 
 
 def test_rows_are_those_of_the_file():
     lost = HOMES.with_columns(floor=pl.when(pl.int_range(pl.len()) == 1234).then(None).otherwise(pl.col("floor")))
     with pytest.raises(DataError, match=r"row 1234\b"):
-        simulate(lost, Spec(**GIVEN, formula="log_radon ~ floor"), 3)
+        simulate_sites(lost, Spec(**GIVEN, formula="log_radon ~ floor"), 3)
     with pytest.raises(CoveyError, match="There is no column 'flor'; did you mean 'floor'"):
-        simulate(HOMES, Spec(**GIVEN, formula="log_radon ~ flor"), 3)
+        simulate_sites(HOMES, Spec(**GIVEN, formula="log_radon ~ flor"), 3)
 
 
 @pytest.mark.parametrize("name", ["", " ", ".", "..", "a/b", "a\\b", "a:b"])
-def test_a_site_needs_a_name_that_can_be_one(name):
+def test_a_site_needs_a_name_that_can_be_a_folder(name):
     homes = HOMES.with_columns(place=pl.when(pl.col("state") == "MN").then(pl.lit(name)).otherwise(pl.lit("south")))
     with pytest.raises(DataError, match=re.escape(f"The site {name!r} cannot be the name of a site and its folder; ")):
-        simulate(homes, Spec(**GIVEN, formula="log_radon ~ floor"), "place")
+        simulate_sites(homes, Spec(**GIVEN, formula="log_radon ~ floor"), "place")
 
 
 def test_a_listed_site_that_is_not_there_is_noticed():
     states = frozenset(HOMES["state"])
     listed = Members(dict.fromkeys(("site1", "site2", "site3", "west"), states))
-    with pytest.raises(FederationError, match="The list of members has the site 'west', which is not here"):
+    with pytest.raises(FederationError, match="The list of members has the site 'west', which is not one of 'site1'"):
         outcome(SOLVERS["sweep"], settings=RunSettings(members=listed))
 
 

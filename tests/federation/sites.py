@@ -1,4 +1,4 @@
-"""Small federations for tests: tables split among sites, and transports on which things go wrong."""
+"""Small federations for tests: tables split among sites, and faulty transports."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from covey.federation.operator.operate import run_fit
 from covey.federation.operator.settings import RunSettings
 from covey.federation.site.policy import Policy
 from covey.federation.site.site import Site
-from covey.federation.wire.agreement import SiteMessage
-from covey.federation.wire.letters import Letter, Refusal
+from covey.federation.wire.codec import Envelope, Refusal
+from covey.federation.wire.messages import SiteMessage
 from covey.federation.wire.transport import InProcess
 from covey.nodes.network import Message
 from covey.problem.problem import Spec, resolve
@@ -59,7 +59,7 @@ def split_by(frame: pl.DataFrame, owner: dict[str, str]) -> dict[str, pl.DataFra
 
 
 def by_turns(frame: pl.DataFrame, sites: int) -> dict[str, pl.DataFrame]:
-    """Two clients to each site by turns: clusters, which go one by one, are split over sites."""
+    """Two clients go to each site in turn, so that clusters are split over sites."""
     clients = frame["client"].unique(maintain_order=True).to_list()
     return split_by(frame, {client: f"s{at // 2 % sites}" for at, client in enumerate(clients)})
 
@@ -78,11 +78,11 @@ def sites_of(parts: dict[str, pl.DataFrame], **settings) -> dict[str, Site]:
     return {name: Site(name, lambda _, part=part: part, policy, **others) for name, part in parts.items()}
 
 
-def kind(letter: Letter) -> str:
-    """What a letter is: "hello", "salt", "agree", "deliver" or "ask" to a site; "reply", "ready" or "refusal" from it."""
-    if isinstance(letter.body, Message):
-        return letter.body.label if isinstance(letter.body, SiteMessage) else "ask"
-    return "refusal" if isinstance(letter.body, Refusal) else "ready" if letter.mute else "reply"
+def kind(message: Envelope) -> str:
+    """The kind of a message: "hello", "salt", "agree", "deliver" or "ask" to a site; "reply", "ready" or "refusal" from it."""
+    if isinstance(message.body, Message):
+        return message.body.label if isinstance(message.body, SiteMessage) else "ask"
+    return "refusal" if isinstance(message.body, Refusal) else "ready" if message.mute else "reply"
 
 
 def fit(sites: dict[str, Site], asked: Spec, transport=None, settings: RunSettings | None = None, **more):
@@ -113,27 +113,27 @@ def assert_same(outcome, sites, model, atol=1e-10):
         np.testing.assert_allclose(found[client], theta, rtol=0, atol=atol)
 
 
-class Meddling:
-    """A transport on which something goes wrong: ``meddle(site, letter, reply)`` may return another reply, or a Failure.
+class FaultyTransport:
+    """A transport with faults: ``fault(site, message, reply)`` may return another reply, or a Failure.
 
-    It counts letters to each site, and keeps all that was sent.
+    It keeps all messages and replies.
     """
 
-    def __init__(self, sites: dict[str, Site], meddle: Callable | None = None) -> None:
-        self.inner, self.meddle = InProcess(sites), meddle
-        self.letters: list[tuple[str, bytes]] = []
+    def __init__(self, sites: dict[str, Site], fault: Callable | None = None) -> None:
+        self.inner, self.fault = InProcess(sites), fault
+        self.messages: list[tuple[str, bytes]] = []
         self.replies: list[tuple[str, object]] = []
 
     def sites(self):
         return self.inner.sites()
 
-    def exchange(self, letters, timeout):
+    def exchange(self, messages, timeout):
         came = {}
-        for site, letter in letters.items():
-            self.letters.append((site, letter))
-            reply = self.inner.exchange({site: letter}, timeout)[site]
-            if self.meddle is not None:
-                reply = self.meddle(site, letter, reply)
+        for site, message in messages.items():
+            self.messages.append((site, message))
+            reply = self.inner.exchange({site: message}, timeout)[site]
+            if self.fault is not None:
+                reply = self.fault(site, message, reply)
             self.replies.append((site, reply))
             came[site] = reply
         return came

@@ -8,14 +8,13 @@ import pytest
 
 from covey.errors import CoveyError, FederationError
 from covey.federation.operator.agreement import _levels, check_tags
-from covey.federation.operator.members import Members
-from covey.federation.operator.settings import RunSettings
+from covey.federation.operator.settings import Members, RunSettings
 from covey.federation.site.table import profile_of
-from covey.federation.wire.agreement import Profile
-from covey.federation.wire.ids import tags_of
+from covey.federation.wire.codec import client_tags
+from covey.federation.wire.messages import Profile
 from covey.problem.problem import resolve
 from covey.records import decode, encode
-from tests.federation.sites import Meddling, by_turns, fit, kind, sites_of, spec, split_by, table
+from tests.federation.sites import FaultyTransport, by_turns, fit, kind, sites_of, spec, split_by, table
 from tests.fits import fit_table
 
 FRAME = table(21)
@@ -23,13 +22,13 @@ NUMBER = pl.col("client").str.slice(1).cast(pl.Int64)
 OWN_LOG = r"Site 's1': Its table cannot be used as it is; the site's own log"
 
 
-def refused(parts, pattern, asked=None, settings=None, meddle=None, **policy):
-    """One sentence, and no letter of the fit was sent."""
+def refused(parts, pattern, asked=None, settings=None, fault=None, **policy):
+    """One sentence, and no message of the fit was sent."""
     sites = sites_of(parts, **policy)
-    carrier = Meddling(sites, meddle)
+    carrier = FaultyTransport(sites, fault)
     with pytest.raises(CoveyError, match=pattern) as error:
         fit(sites, asked or spec(), carrier, settings)
-    assert not [letter for _, letter in carrier.letters if kind(decode(letter)) in ("ask", "deliver")]
+    assert not [message for _, message in carrier.messages if kind(decode(message)) in ("ask", "deliver")]
     sentence = str(error.value)
     assert len(sentence) < 320
     assert sentence.endswith((".", "?"))
@@ -70,8 +69,8 @@ def test_a_column_of_another_kind(columns, pattern):
     refused(changed(**columns), pattern)
 
 
-def test_what_is_wrong_with_rows_is_told_at_the_site_alone(tmp_path, capsys):
-    """The operator is not told clients and values; the site is, in one sentence. In a simulation they are the same person."""
+def test_errors_about_rows_stay_at_the_site(tmp_path, capsys):
+    """The operator does not learn clients and values; the site's own log has them. A simulation shows them."""
     parts = changed(x=pl.lit(None, dtype=pl.Float64))
     refused(parts, OWN_LOG, home=tmp_path)
     assert "Column 'x' is NaN in row 8 (client 'c3')" in (tmp_path / "refusal.txt").read_text()
@@ -105,21 +104,21 @@ def test_a_client_at_two_sites(secure):
 
 
 def test_another_version():
-    def older(site, letter, reply):
+    def older(site, message, reply):
         read = decode(reply)
-        if site == "s1" and kind(decode(letter)) == "hello":
+        if site == "s1" and kind(decode(message)) == "hello":
             return encode(replace(read, body=replace(read.body, version="0.0.9")))
         return reply
 
-    refused(by_turns(FRAME, 3), r"Site 's1' runs covey 0.0.9 and the coordinator .*; install the same version", meddle=older)
+    refused(by_turns(FRAME, 3), r"Site 's1' has covey 0.0.9, the coordinator .*; use one version", fault=older)
 
 
 def test_a_site_itself_refuses_a_coordinator_of_another_version(monkeypatch):
-    monkeypatch.setattr("covey.federation.operator.opening.__version__", "9.9")
+    monkeypatch.setattr("covey.federation.operator.agreement.__version__", "9.9")
     refused(by_turns(FRAME, 3), r"Site 's0': This site runs covey .*, the coordinator 9.9")
 
 
-def test_fewer_clients_than_a_site_wants_behind_a_sum():
+def test_sums_over_fewer_clients_than_the_minimum_are_refused():
     parts = by_turns(FRAME, 3)
     refused(
         parts,
@@ -185,17 +184,17 @@ def test_a_site_that_claims_clients_of_another(tmp_path):
 
 
 def test_tags_do_not_depend_on_order_and_need_their_key():
-    one = tags_of(["a", "b", 3], "00" * 16)
-    assert one.tolist() == tags_of([3, "b", "a"], "00" * 16).tolist()
-    assert one.tolist() != tags_of(["a", "b", 3], "01" * 16).tolist()
-    check_tags({"x": one, "y": tags_of(["c"], "00" * 16)})
+    one = client_tags(["a", "b", 3], "00" * 16)
+    assert one.tolist() == client_tags([3, "b", "a"], "00" * 16).tolist()
+    assert one.tolist() != client_tags(["a", "b", 3], "01" * 16).tolist()
+    check_tags({"x": one, "y": client_tags(["c"], "00" * 16)})
 
 
 def test_a_formula_is_needed():
     refused(by_turns(FRAME, 3), "names the response", asked=replace(spec(), formula=None))
 
 
-def test_a_formula_that_cannot_be_read_is_the_operators_own_mistake():
+def test_an_unreadable_formula_is_refused_at_the_operator():
     refused(by_turns(FRAME, 3), "The formula 'x \\+' cannot be read", asked=spec(formula="y ~ x +"))
 
 
@@ -208,7 +207,7 @@ def test_of_two_sites_of_different_kinds_both_are_named():
 @pytest.mark.parametrize("one", [pl.Int64, pl.Float64, pl.Boolean])
 @pytest.mark.parametrize("two", [pl.Int64, pl.Float64, pl.Boolean])
 def test_classes_are_the_same_whatever_the_type_of_the_column_at_a_site(one, two):
-    """One site has zeros only, as whole numbers perhaps; the odds are of the ones all the same."""
+    """One site has only zeros, perhaps of another type; the class 1 is still the modelled one."""
     frame = table(11, "bernoulli", clients=24)
     none = frame.group_by("client").agg(pl.col("y").sum()).sort("y", "client")["client"][:3].to_list()
     frame = frame.with_columns(y=pl.when(pl.col("client").is_in(none)).then(0).otherwise(pl.col("y")))
@@ -229,7 +228,7 @@ def test_a_response_of_another_kind():
         fit(sites_of(parts), spec("bernoulli"))
 
 
-def test_a_class_that_few_clients_have_is_not_told():
+def test_a_class_that_few_clients_have_is_not_sent():
     frame = table(11, "bernoulli").with_columns(y=pl.when(pl.col("y") == 1).then(pl.lit("yes")).otherwise(pl.lit("no")))
     rare = frame.with_columns(y=pl.when(pl.col("client") == "c0").then(pl.col("y")).otherwise(pl.lit("no")))
     asked = resolve(spec("bernoulli"))
@@ -247,8 +246,8 @@ def test_a_term_of_the_name_of_a_level(name):
     np.testing.assert_allclose(outcome.model.w, fit_table(frame, asked).w, atol=1e-10)
 
 
-def test_orders_of_categories_that_no_site_has_all_of():
-    """A table of pandas gives its categories an order; parts of it are put together, unless they contradict each other."""
+def test_orders_of_categories_are_merged():
+    """Categories of pandas have an order; the orders of the sites are merged, unless they contradict each other."""
     order = ["low", "mid", "high", "top"]
     profiles = {
         site: Profile("", {}, {}, {"z": tuple(levels)}, (), None)
@@ -256,7 +255,7 @@ def test_orders_of_categories_that_no_site_has_all_of():
     }
     assert _levels("z", profiles, {}) == order
     crossed = {**profiles, "d": replace(profiles["a"], levels={"z": ("high", "low")})}
-    with pytest.raises(FederationError, match="'z' in different orders; give one with --categories"):
+    with pytest.raises(FederationError, match="'z' in different orders; give --categories"):
         _levels("z", crossed, {})
     assert _levels("z", crossed, {"z": order}) == order
 

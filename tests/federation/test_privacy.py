@@ -1,4 +1,4 @@
-"""Differential privacy across sites: what it costs, who may spend it, and that nothing is released twice."""
+"""Differential privacy across sites: its epsilon, the limits of a site, and that nothing is released twice."""
 
 import json
 import math
@@ -15,13 +15,20 @@ from covey.errors import CoveyError, FederationError, SolverError
 from covey.federation.operator.operate import operate
 from covey.federation.operator.report import report
 from covey.federation.operator.settings import RunSettings, run_settings_of
-from covey.federation.privacy.accounting import epsilon, noise_for, privacy_of, spent
-from covey.federation.privacy.sweeps import NoisySums, PlaceClients, ReleaseSums, seeded_normal
-from covey.federation.simulate import simulate
-from covey.federation.site.budget import Budget
-from covey.federation.site.policy import Policy
+from covey.federation.privacy.differential import (
+    DELTA,
+    NoisySums,
+    PlaceClients,
+    ReleaseSums,
+    noise_for,
+    privacy_of,
+    seeded_normal,
+    spent,
+)
+from covey.federation.simulate import simulate_sites
+from covey.federation.site.policy import Budget, Policy
 from covey.federation.site.site import Site, open_site
-from covey.federation.wire.agreement import Joined, Privacy, SiteTotals
+from covey.federation.wire.messages import Joined, Privacy, SiteTotals
 from covey.federation.wire.transport import Failure, InProcess
 from covey.model.files import load_model
 from covey.nodes.network import Batch
@@ -29,7 +36,7 @@ from covey.records import decode, encode
 from covey.solvers.direct.sweep import SweepUp
 from tests.federation.sites import (
     FAMILIES,
-    Meddling,
+    FaultyTransport,
     assert_same,
     by_turns,
     fit,
@@ -52,16 +59,22 @@ def private_run(noise=1.0, clip=1.0, rounds=2, **settings):
 
 def asks(carrier, site):
     """Requests to a site and its replies, as bytes."""
-    pairs = zip(carrier.letters, carrier.replies, strict=True)
-    return [(decode(letter), reply) for (name, letter), (_, reply) in pairs if name == site and kind(decode(letter)) == "ask"]
+    pairs = zip(carrier.messages, carrier.replies, strict=True)
+    return [
+        (decode(message), reply) for (name, message), (_, reply) in pairs if name == site and kind(decode(message)) == "ask"
+    ]
 
 
-def released(letter):
-    body = letter.body
+def released(message):
+    body = message.body
     return body.messages[-1] if hasattr(body, "messages") else body
 
 
 # The accountant
+
+
+def epsilon(noise, releases, delta=DELTA):
+    return spent([(noise, releases)], delta)
 
 
 def closed_form(sigma, eps):
@@ -137,13 +150,13 @@ def test_masks_change_nothing_of_the_same_noise():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_only_noisy_sums_and_public_counts_leave_a_site(family):
-    """Every reply is opened. That the sums are as noisy as they say is in the tests of the solver."""
+    """All replies are decoded. Other tests check the size of the noise."""
     sites = sites_of(by_turns(table(3, family), 3))
-    carrier = Meddling(sites)
+    carrier = FaultyTransport(sites)
     fit(sites, spec(family), carrier, private_run())
     kinds = []
-    for (_, letter), (site, reply) in zip(carrier.letters, carrier.replies, strict=True):
-        asked, body = decode(letter), decode(reply).body
+    for (_, message), (site, reply) in zip(carrier.messages, carrier.replies, strict=True):
+        asked, body = decode(message), decode(reply).body
         if kind(asked) == "hello":
             assert body.levels == {}
             assert body.classes is None
@@ -179,25 +192,26 @@ def test_the_promise_is_printed_and_saved_with_both_models(tmp_path):
 def test_noise_is_the_systems_unless_a_simulation_gives_a_seed():
     frame, asked = table(5), spec()
     runs = [
-        simulate(frame, asked, 3, settings=private_run(), noise_seed=seed).outcome.model.w for seed in (1, 1, 2, None, None)
+        simulate_sites(frame, asked, 3, settings=private_run(), noise_seed=seed).outcome.model.w
+        for seed in (1, 1, 2, None, None)
     ]
     assert np.array_equal(runs[0], runs[1])
     assert not any(np.array_equal(runs[a], runs[b]) for a, b in ((0, 2), (0, 3), (3, 4)))
 
 
-def test_categories_and_classes_are_the_operators_to_list():
+def test_a_private_run_needs_lists_of_categories_and_classes():
     sites = sites_of(by_turns(table(6, "bernoulli"), 3))
-    with pytest.raises(FederationError, match="the operator lists what column 'y' may hold"):
+    with pytest.raises(FederationError, match="needs a list of all values of column 'y'"):
         fit(sites, spec("bernoulli"), settings=private_run(categories=None))
-    with pytest.raises(FederationError, match="the operator lists what column 'z' may hold"):
+    with pytest.raises(FederationError, match="needs a list of all values of column 'z'"):
         fit(sites, spec(), settings=private_run(categories={"y": [0, 1]}))
     assert run_settings_of({"categories": '{"z": ["a"]}'}).categories == {"z": ["a"]}
     with pytest.raises(FederationError, match="lists by column"):
         run_settings_of({"categories": "z=a,b"})
 
 
-def test_a_delta_that_promises_nothing_is_refused():
-    with pytest.raises(SolverError, match=r"delta of 0.1 for 12 clients .* below 1/12"):
+def test_a_delta_that_is_too_large_is_refused():
+    with pytest.raises(SolverError, match=r"delta of 0.1 .* 12 clients .* below 1/12"):
         fit(sites_of(by_turns(table(7), 2)), spec(), settings=private_run(delta=0.1))
 
 
@@ -211,38 +225,38 @@ def test_a_delta_that_promises_nothing_is_refused():
         (spec(gamma=None, lam=None, baseline="single-model"), "baseline='single-model' across sites"),
     ],
 )
-def test_what_would_send_more_is_refused_before_the_first_letter(asked, why):
+def test_what_would_send_more_is_refused_before_the_first_message(asked, why):
     sites = sites_of(by_turns(table(8), 2))
-    carrier = Meddling(sites)
+    carrier = FaultyTransport(sites)
     with pytest.raises(SolverError, match=why):
         fit(sites, asked, carrier, private_run())
-    assert not carrier.letters
+    assert not carrier.messages
 
 
 # Nothing twice
 
 
-def test_asked_again_a_site_sends_the_same_noise():
+def test_a_repeated_message_gets_the_same_noise():
     sites = sites_of(by_turns(table(9), 2))
     lost = []
 
-    def drop_first(site, letter, reply):
-        asked = decode(letter)
+    def drop_first(site, message, reply):
+        asked = decode(message)
         if site == "s0" and kind(asked) == "ask" and isinstance(released(asked), ReleaseSums) and not lost:
             lost.append(reply)
             return Failure("late", "no answer in time")
         return reply
 
-    carrier = Meddling(sites, drop_first)
+    carrier = FaultyTransport(sites, drop_first)
     fit(sites, spec(), carrier, private_run())
     replies = [reply for asked, reply in asks(carrier, "s0") if isinstance(released(asked), ReleaseSums)]
     assert isinstance(replies[0], Failure)
     assert lost == [replies[1]]
-    assert [len(one["exchanges"]) for one in sites["s0"].budget.kept.values()] == [2]
+    assert [len(one["exchanges"]) for one in sites["s0"].budget.releases.values()] == [2]
 
 
-def test_a_site_without_its_memory_releases_nothing_again(tmp_path):
-    """After its first release it forgets the run, but not what it spent: it catches up in silence, and goes on."""
+def test_a_site_that_lost_its_state_releases_nothing_again(tmp_path):
+    """The site loses its state after the first release, but not its count of releases: it repeats exchanges without sums."""
     parts = by_turns(table(10), 2)
     homes = {name: tmp_path / name for name in parts}
 
@@ -252,40 +266,40 @@ def test_a_site_without_its_memory_releases_nothing_again(tmp_path):
 
     sites = {name: start(name) for name in parts}
 
-    def forget(site, letter, reply):
-        asked = decode(letter)
+    def forget(site, message, reply):
+        asked = decode(message)
         if site == "s0" and kind(asked) == "ask" and asked.exchange == 1 and not asked.mute:
             (homes["s0"] / "runs" / f"{asked.run}.state").unlink()
             carrier.inner = InProcess({**sites, "s0": start("s0")})
         return reply
 
-    carrier = Meddling(sites, forget)
+    carrier = FaultyTransport(sites, forget)
     outcome = fit(sites, spec(), carrier, private_run())
     noisy = [decode(reply) for asked, reply in asks(carrier, "s0") if isinstance(released(asked), ReleaseSums)]
-    mute = [letter for letter in noisy if kind(letter) == "ready"]
+    mute = [message for message in noisy if kind(message) == "ready"]
     assert mute
-    assert all(letter.body is None for letter in mute)
-    assert [kind(letter) for letter in noisy].count("reply") == 2
+    assert all(message.body is None for message in mute)
+    assert [kind(message) for message in noisy].count("reply") == 2
     kept = json.loads((homes["s0"] / "privacy.json").read_text())
     assert [one["exchanges"] for one in kept["releases"].values()] == [[1, 2]]
     assert kept["epsilon"] == pytest.approx(outcome.privacy["epsilon"])
 
 
-def test_an_exchange_whose_answer_is_lost_is_not_answered_with_other_noise(tmp_path):
+def test_an_exchange_with_a_lost_reply_is_not_answered_with_new_noise(tmp_path):
     site = Site("s0", lambda _: table(11), home=tmp_path, policy=Policy(1), budget=Budget(file=tmp_path / "privacy.json"))
     sent = []
 
-    def keep(_, letter, reply):
-        sent.append(letter)
+    def keep(_, message, reply):
+        sent.append(message)
         return reply
 
-    fit({"s0": site}, spec(), Meddling({"s0": site}, keep), private_run())
+    fit({"s0": site}, spec(), FaultyTransport({"s0": site}, keep), private_run())
     run = decode(sent[0]).run
     (tmp_path / "runs" / f"{run}.state").unlink()
     again = Site("s0", lambda _: table(11), home=tmp_path, policy=Policy(1), budget=Budget(file=tmp_path / "privacy.json"))
-    answers = [decode(again.answer(letter)) for letter in sent if kind(decode(letter)) != "deliver"]
+    answers = [decode(again.answer(message)) for message in sent if kind(decode(message)) != "deliver"]
     first = next(answer for answer in answers if kind(answer) == "refusal")
-    assert "noise is not drawn twice" in first.body.sentence
+    assert "answered exchange" in first.body.sentence
     assert not any(isinstance(answer.body, NoisySums) for answer in answers)
 
 
@@ -293,16 +307,16 @@ def test_a_fit_that_began_twice_counts_both_starts():
     frame = table(12, clients=18)
     sites = sites_of(by_turns(frame, 3))
 
-    def die(site, letter, reply):
-        asked = decode(letter)
+    def die(site, message, reply):
+        asked = decode(message)
         gone = site == "s2" and kind(asked) == "ask" and asked.exchange == 2
         return Failure("gone", "it is not connected") if gone else reply
 
-    outcome = fit(sites, spec(), Meddling(sites, die), private_run(5.0), on_loss="continue")
+    outcome = fit(sites, spec(), FaultyTransport(sites, die), private_run(5.0), on_loss="continue")
     assert outcome.privacy["releases"] == 4
     assert outcome.privacy["epsilon"] == pytest.approx(epsilon(5.0, 4))
     assert "4 releases" in report(outcome)
-    made = [(one["noise"], len(one["exchanges"])) for one in sites["s0"].budget.kept.values()]
+    made = [(one["noise"], len(one["exchanges"])) for one in sites["s0"].budget.releases.values()]
     assert spent(made) <= outcome.privacy["epsilon"]
 
 
@@ -317,7 +331,7 @@ def test_a_site_refuses_to_spend_more_than_it_allows():
         fit(sites, spec(), settings=private_run(1.0))
     with pytest.raises(FederationError, match=r"answers only under differential privacy, with epsilon 1 at most"):
         fit(sites, spec())
-    assert not sites["s1"].budget.kept
+    assert not sites["s1"].budget.releases
     fit(sites, spec(), settings=private_run(noise_for(1.0, 2)))
     assert sites["s1"].budget.spent() == pytest.approx(1.0, rel=1e-6)
 
@@ -345,20 +359,20 @@ def test_a_second_start_is_refused_where_it_would_cost_too_much():
     sites = sites_of(by_turns(table(15, clients=18), 3))
     sites["s0"].budget = Budget(run=1.0)
 
-    def die(site, letter, reply):
-        asked = decode(letter)
+    def die(site, message, reply):
+        asked = decode(message)
         return Failure("gone", "it") if site == "s2" and kind(asked) == "ask" and asked.exchange == 2 else reply
 
     with pytest.raises(FederationError, match="Site 's0': This would bring the site's epsilon for one run to"):
-        fit(sites, spec(), Meddling(sites, die), private_run(noise_for(1.0, 2)), on_loss="continue")
+        fit(sites, spec(), FaultyTransport(sites, die), private_run(noise_for(1.0, 2)), on_loss="continue")
 
 
-def test_a_site_does_not_join_a_run_that_said_another_thing_at_first():
+def test_a_site_does_not_join_a_run_whose_privacy_has_changed():
     """The agreement of a run without privacy, to a site that answers only with it."""
     parts = by_turns(table(18), 2)
-    carrier = Meddling(sites_of(parts))
+    carrier = FaultyTransport(sites_of(parts))
     fit(carrier.inner._sites, spec(), carrier)
-    agree = next(letter for site, letter in carrier.letters if site == "s0" and kind(decode(letter)) == "agree")
+    agree = next(message for site, message in carrier.messages if site == "s0" and kind(decode(message)) == "agree")
     wary = Site("s0", lambda _: parts["s0"], policy=Policy(1), budget=Budget(total=1.0))
     answer = decode(wary.answer(agree))
     assert kind(answer) == "refusal"
@@ -369,20 +383,20 @@ def test_a_site_does_not_join_a_run_that_said_another_thing_at_first():
     ("body", "why"),
     [
         (SweepUp(), "does not answer 'sweep up'"),
-        (ReleaseSums(np.zeros((3, 4)), 0.0, 1.0), "Noise 0 and clip 1 were asked for"),
-        (ReleaseSums(np.zeros((3, 4)), 1.0, 9.0), "Noise 1 and clip 9 were asked for"),
+        (ReleaseSums(np.zeros((3, 4)), 0.0, 1.0), "asks for noise 0 and clip 1, but the sites agreed on noise 1 and clip 1"),
+        (ReleaseSums(np.zeros((3, 4)), 1.0, 9.0), "asks for noise 1 and clip 9, but the sites agreed on noise 1 and clip 1"),
         (ReleaseSums(np.zeros((3, 4)), 1.0, 1.0), "agreed to 2 releases and has made them"),
     ],
 )
 def test_a_coordinator_that_asks_for_more_is_refused(body, why):
-    """After the run, the letter that would come next: a site holds to what was agreed."""
+    """A further message after the run: a site keeps to the agreement."""
     sites = sites_of(by_turns(table(16), 2))
-    carrier = Meddling(sites)
+    carrier = FaultyTransport(sites)
     fit(sites, spec(), carrier, private_run())
-    last = next(decode(letter) for site, letter in reversed(carrier.letters) if site == "s0")
+    last = next(decode(message) for site, message in reversed(carrier.messages) if site == "s0")
     for asked in (body, Batch((body, PlaceClients(np.zeros((3, 4))))), Batch((PlaceClients(np.zeros((3, 4))), body))):
-        letter = replace(last, exchange=last.exchange + 1, after=last.exchange, body=asked)
-        answer = decode(sites["s0"].answer(encode(letter)))
+        message = replace(last, exchange=last.exchange + 1, after=last.exchange, body=asked)
+        answer = decode(sites["s0"].answer(encode(message)))
         assert kind(answer) == "refusal"
         assert why in answer.body.sentence
     assert len(thetas(sites, last.run)) == 12

@@ -1,4 +1,4 @@
-"""Private sweeps: what one client can move, what noise there is, and that without either they are the exact fit."""
+"""Private sweeps: the influence of one client, the noise, and the exact fit without clip and noise."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from scipy import stats
 
 from covey import GroupedData, Penalty
 from covey.errors import PenaltyError, SolverError
-from covey.federation.privacy.sweeps import (
+from covey.federation.privacy.differential import (
     NoisySums,
     PlaceClients,
     Privacy,
@@ -71,7 +71,7 @@ def network(data, family, gamma=2.0, lam=3.0, draw=None):
     left_out=st.integers(0, 9),
 )
 def test_the_rows_of_one_client_move_all_sums_by_the_clip_at_most(family, seed, clip, gamma, scale, left_out):
-    """Weighted by zero, a client's rows are gone, and its contribution with them: the neighbour that epsilon speaks of."""
+    """With weights of zero a client has no rows and no contribution: the neighbouring data of the definition of epsilon."""
     data = make(family, seed, clients=10, scale=scale)
     w = np.random.default_rng(seed).normal(size=(3, 3))
     sums = []
@@ -228,7 +228,7 @@ def test_noise_adds_over_nodes_and_sums_do_not_depend_on_the_split():
     assert isinstance(total, NoisySums)
 
 
-def test_matrices_that_noise_made_impossible_are_mended_and_possible_ones_left_alone():
+def test_only_impossible_matrices_are_made_plausible():
     good = np.array([[2.0, 0.5], [0.5, 1.0]])
     bad = np.array([[-1.0, 0.0], [0.0, 9.0]])
     fixed = plausible(np.stack([good, bad]), np.array([5, 5]), np.array([0.1, 0.1]))
@@ -236,13 +236,13 @@ def test_matrices_that_noise_made_impossible_are_mended_and_possible_ones_left_a
     np.testing.assert_allclose(fixed[1], np.diag([0.1 * np.sqrt(2), 5.0]), atol=1e-14)
 
 
-def test_a_place_says_nothing():
+def test_place_clients_has_an_empty_reply():
     over, _ = network(make("gaussian"), "gaussian")
     assert PlaceClients(np.zeros((3, 3))).at(over.node) is None
     assert over.node.theta is not None
 
 
-def test_what_cannot_be_is_refused():
+def test_invalid_parameters_are_refused():
     for wrong in ({"noise": -1.0}, {"noise": np.nan}, {"clip": 0.0}, {"clip": np.inf}, {"rounds": 1.5}, {"rounds": True}):
         with pytest.raises(SolverError, match=f"'{next(iter(wrong))}' parameter must"):
             Privacy(**{"noise": 1.0, "clip": 1.0, "rounds": 1, **wrong})

@@ -1,6 +1,7 @@
-"""Across sites the fit is the one in memory, however clients are dealt out."""
+"""A fit across sites equals the fit in memory, for any assignment of clients to sites."""
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import polars as pl
@@ -10,9 +11,10 @@ from hypothesis import strategies as st
 
 from covey.datasets import load_radon
 from covey.federation.operator.coordinator import Federation
+from covey.federation.operator.exchanges import Exchanges
 from covey.federation.operator.journal import Journal
 from covey.federation.operator.settings import RunSettings
-from covey.federation.simulate import simulate
+from covey.federation.simulate import simulate_sites
 from covey.model.files import load_model
 from covey.model.summary import describe
 from covey.nodes.network import SetGamma
@@ -20,7 +22,7 @@ from covey.problem.problem import Spec, resolve
 from covey.solvers.direct.sweep import SweepUp
 from tests.federation.sites import (
     FAMILIES,
-    Meddling,
+    FaultyTransport,
     assert_same,
     by_turns,
     fit,
@@ -88,17 +90,23 @@ LEARNED = {
 }
 
 
+@cache
+def learned_in_memory(what):
+    """One fit for both runs, with and without masks."""
+    asked = spec(**{"gamma": None, "lam": None, **LEARNED[what]})
+    frame = table(7, asked.family, clients=30, clusters=5)
+    return asked, frame, in_memory(frame, asked)
+
+
 @pytest.mark.parametrize("secure", [False, True])
 @pytest.mark.parametrize("what", LEARNED)
 def test_penalties_learned_across_sites_are_those_learned_in_memory(what, secure, tmp_path):
-    """Components, tests and models; and the intervals that a site tells of its own clients, as if it knew everybody."""
-    asked = spec(**{"gamma": None, "lam": None, **LEARNED[what]})
-    frame = table(7, asked.family, clients=30, clusters=5)
+    """Components, tests, models, and the intervals at a site for its own clients equal those in memory."""
+    asked, frame, model = learned_in_memory(what)
     sites = sites_of(by_turns(frame, 3), models=None)
     for name, site in sites.items():
         site.models = tmp_path / name
     outcome = fit(sites, asked, settings=RunSettings(secure=secure))
-    model = in_memory(frame, asked)
     assert_same(outcome, sites, model, atol=1e-7)
     here, there = outcome.model.learned.components, model.learned.components
     assert here.log_likelihood == pytest.approx(there.log_likelihood, rel=1e-9)
@@ -115,7 +123,7 @@ def test_penalties_learned_across_sites_are_those_learned_in_memory(what, secure
     assert "learned from" not in describe(outcome.model) + describe(model)
 
 
-COINS = {
+RANDOMISED = {
     "l2gd": ("gaussian", {}),
     "l2gd, switching": ("poisson", {"options": {"steps": "switching"}, "weights": "weight"}),
     "one_coin": ("bernoulli", {}),
@@ -125,15 +133,15 @@ COINS = {
 
 
 # The same over the test network, with many more shardings, is in tests/solvers/test_across.py.
-LONG = [pytest.param(what, secure, marks=pytest.mark.federation) for what in list(COINS)[1:] for secure in (False, True)]
+LONG = [pytest.param(what, secure, marks=pytest.mark.federation) for what in list(RANDOMISED)[1:] for secure in (False, True)]
 
 
 @pytest.mark.filterwarnings("ignore::covey.errors.ConvergenceWarning")  # a few dozen iterations tell bits apart
 @pytest.mark.parametrize(("what", "secure"), [("l2gd", False), ("l2gd", True), *LONG])
 @settings(max_examples=1)
 @given(seed=st.integers(0, 10_000), data=st.data())
-def test_algorithms_by_coins_have_the_bits_of_the_run_in_memory(what, secure, seed, data):
-    family, more = COINS[what]
+def test_randomised_algorithms_have_the_bits_of_the_run_in_memory(what, secure, seed, data):
+    family, more = RANDOMISED[what]
     frame = table(12, family)
     asked = spec(family, formula="y ~ x", solver=what.split(",")[0], max_iter=60, seed=seed, **more)
     clients = sorted(frame["client"].unique().to_list())
@@ -151,7 +159,7 @@ def test_algorithms_by_coins_have_the_bits_of_the_run_in_memory(what, secure, se
     assert outcome.model.history.equals(model.history)
 
 
-def test_the_size_of_letters_depends_on_clusters_and_terms_alone():
+def test_the_size_of_messages_depends_on_clusters_and_terms_alone():
     sent = []
     for clients in (15, 60):
         sites = sites_of(by_turns(table(9, clients=clients), 3))
@@ -162,8 +170,8 @@ def test_the_size_of_letters_depends_on_clusters_and_terms_alone():
         np.testing.assert_allclose(small, large, atol=60)  # single numbers are written in as many digits as they have
 
 
-def test_clients_whose_ids_mean_something_only_within_their_cluster():
-    """Schools 1, 2, 3 of every district, each district at a site of its own: by the formula they are others everywhere."""
+def test_client_ids_that_are_unique_within_a_cluster_only():
+    """Every district has schools 1, 2, 3 and is at its own site; by the formula these are different schools."""
     frame = table(8, clients=12, clusters=3).with_columns(client=pl.col("client").str.slice(1).cast(pl.Int64) // 3)
     asked = replace(spec(), formula="y ~ x + (1 + x | cluster/client)", client=None, cluster=None, gamma=None, lam=None)
     sites = sites_of({name: part for (name,), part in frame.group_by(["cluster"])})
@@ -204,10 +212,10 @@ def test_the_operators_model_answers_for_rows_by_their_cluster():
 
 
 def test_radon_across_three_sites_writes_each_sites_models_there(tmp_path):
-    """The site's folder answers for its own counties as the model in memory does, and for others by their state."""
+    """A site's model predicts its own counties like the model in memory, and others by their state."""
     homes = load_radon()
     asked = Spec(formula="log_radon ~ floor", client="county", cluster="state", gamma=10.0)
-    run = simulate(homes, asked, sites=3, models=tmp_path)
+    run = simulate_sites(homes, asked, sites=3, models=tmp_path)
     whole = fit_table(homes, asked)
     for name in run.outcome.roster:
         model, _ = load_model(tmp_path / name)
@@ -224,25 +232,26 @@ def test_radon_across_three_sites_writes_each_sites_models_there(tmp_path):
 
 
 def test_sites_are_a_network_like_any_other():
-    """Messages are sent one by one and collected together, in their order; one without a reply has none, and is carried out."""
+    """Messages are sent one by one and collected together, in order; one without a reply is carried out too."""
     frame, asked = table(3), spec()
     sites = sites_of(by_turns(frame, 3))
-    carrier = Meddling(sites)
+    carrier = FaultyTransport(sites)
     about = {"run": "aa", "salt": "00" * 16}
-    federation = Federation(carrier, list(sites), resolve(asked), Journal(None, {}, about), RunSettings())
+    exchanges = Exchanges(carrier, tuple(sites), Journal(None, {}, about), RunSettings())
+    federation = Federation(exchanges, resolve(asked), RunSettings())
     federation.open()
-    before = len(carrier.letters)
+    before = len(carrier.messages)
     gamma = SetGamma(np.full(3, 2.0))
     for message in (gamma, SweepUp(), SweepUp()):
         federation.send(message)
-    assert len(carrier.letters) == before  # a transport waits for replies, so nothing goes out before collect
+    assert len(carrier.messages) == before  # a transport waits for replies, so nothing goes out before collect
     nothing, one, two = federation.collect()
     assert federation.collect() == []
     assert (nothing.message, nothing.reply) == (gamma, None)
     assert (one.reply.C == two.reply.C).all()
-    assert len(carrier.letters) == before + 2 * len(sites)
-    assert [each.phase for each in federation.exchanges] == ["set-up", "set-up", "fit", "fit"]
+    assert len(carrier.messages) == before + 2 * len(sites)
+    assert [each.phase for each in federation.exchanges.made] == ["set-up", "set-up", "fit", "fit"]
     with federation.during("measure"):
         assert (federation.ask(SweepUp()).C == one.reply.C).all()
-    assert federation.exchanges[-1].phase == "measure"
+    assert federation.exchanges.made[-1].phase == "measure"
     assert all((site.node("aa").gamma == 2.0).all() for site in sites.values())

@@ -12,13 +12,24 @@ from covey.errors import CoveyError
 from covey.federation.operator.settings import RunSettings
 from covey.federation.site.policy import Policy
 from covey.federation.site.site import Site
-from covey.federation.wire.agreement import SiteTotals
+from covey.federation.wire.messages import SiteTotals
 from covey.federation.wire.transport import Failure
 from covey.model.files import load_model
 from covey.nodes.network import Batch, Standardise
 from covey.records import decode
 from covey.tables.scaling import Scale
-from tests.federation.sites import FAMILIES, Meddling, assert_same, by_turns, fit, in_memory, sites_of, spec, split_by, table
+from tests.federation.sites import (
+    FAMILIES,
+    FaultyTransport,
+    assert_same,
+    by_turns,
+    fit,
+    in_memory,
+    sites_of,
+    spec,
+    split_by,
+    table,
+)
 
 
 def raw(seed, family="gaussian"):
@@ -30,9 +41,9 @@ def asks(family="gaussian", **changes):
     return spec(family, standardize=True, tol=1e-11, **changes)
 
 
-def scales(letters):
-    """What sites were told, each time."""
-    bodies = [decode(letter).body for _, letter in letters]
+def scales(messages):
+    """The scales that the sites got."""
+    bodies = [decode(message).body for _, message in messages]
     return [each.scale for body in bodies if isinstance(body, Batch) for each in body.messages if isinstance(each, Standardise)]
 
 
@@ -99,7 +110,7 @@ def test_learned_penalties_and_intervals_are_those_in_memory(formula, tmp_path):
 
 
 @pytest.mark.parametrize("secure", [False, True])
-def test_a_site_that_is_opened_anew_for_every_letter_scales_once(secure, tmp_path):
+def test_a_site_that_restarts_for_every_message_scales_once(secure, tmp_path):
     frame = raw(3, "bernoulli")
     parts = by_turns(frame, 4)
 
@@ -107,8 +118,8 @@ def test_a_site_that_is_opened_anew_for_every_letter_scales_once(secure, tmp_pat
         def __init__(self, name):
             self.name = name
 
-        def answer(self, letter):
-            return Site(self.name, lambda _: parts[self.name], home=tmp_path / self.name, policy=Policy(1)).answer(letter)
+        def answer(self, message):
+            return Site(self.name, lambda _: parts[self.name], home=tmp_path / self.name, policy=Policy(1)).answer(message)
 
     outcome = fit({name: Reopened(name) for name in parts}, asks("bernoulli"), settings=RunSettings(secure=secure))
     kept = fit(sites_of(parts), asks("bernoulli"), settings=RunSettings(secure=secure))
@@ -119,7 +130,7 @@ def test_a_site_that_is_opened_anew_for_every_letter_scales_once(secure, tmp_pat
 
 
 def test_a_first_request_that_fails_leaves_the_rows_as_they_were(monkeypatch):
-    """The scale travels with it: asked again, the site scales rows that are not scaled yet."""
+    """The scale travels with the first request; when it is repeated, the site scales its unscaled rows."""
     from covey.solvers.direct.newton import NewtonBegin
 
     frame, failures, begin = raw(4, "bernoulli"), [1], NewtonBegin.at
@@ -137,19 +148,19 @@ def test_a_first_request_that_fails_leaves_the_rows_as_they_were(monkeypatch):
     assert_same(outcome, sites, in_memory(frame, asks("bernoulli")))
 
 
-def test_a_site_that_forgets_is_told_the_scale_again():
+def test_a_site_that_lost_its_state_gets_the_scale_again():
     frame = raw(5, "bernoulli")
     parts, forgot = by_turns(frame, 3), []
     sites = sites_of(parts)
 
-    def forget(name, letter, reply):
-        if name == "s1" and decode(letter).exchange == 3 and not forgot:
+    def forget(name, message, reply):
+        if name == "s1" and decode(message).exchange == 3 and not forgot:
             forgot.append(name)
             sites["s1"].__init__("s1", lambda _: parts["s1"], Policy(1))
             return Failure("gone", "it starts again")
         return reply
 
-    outcome = fit(sites, asks("bernoulli"), Meddling(sites, forget), RunSettings(retries=2))
+    outcome = fit(sites, asks("bernoulli"), FaultyTransport(sites, forget), RunSettings(retries=2))
     assert forgot
     assert_same(outcome, sites, in_memory(frame, asks("bernoulli")))
 
@@ -159,7 +170,9 @@ def test_without_a_site_the_scale_is_that_of_the_others():
     parts = by_turns(frame, 4)
     sites = sites_of(parts)
     gone = Failure("gone", "it is not connected")
-    away = Meddling(sites, lambda site, letter, reply: gone if site == "s2" and decode(letter).exchange >= 3 else reply)
+    away = FaultyTransport(
+        sites, lambda site, message, reply: gone if site == "s2" and decode(message).exchange >= 3 else reply
+    )
     outcome = fit(sites, asks("bernoulli"), away, on_loss="continue")
     left = in_memory(frame.filter(~frame["client"].is_in(parts["s2"]["client"].to_list())), asks("bernoulli"))
     assert outcome.model.design == left.design
@@ -168,13 +181,13 @@ def test_without_a_site_the_scale_is_that_of_the_others():
 
 def test_sums_of_the_terms_leave_a_site_only_if_asked_for_and_take_no_exchange():
     sites = sites_of(by_turns(table(7), 3))
-    plain, scaled = Meddling(sites), Meddling(sites)
+    plain, scaled = FaultyTransport(sites), FaultyTransport(sites)
     without, with_scale = fit(sites, spec(), plain), fit(sites, asks(), scaled)
     assert [each.label for each in without.exchanges] == [each.label for each in with_scale.exchanges]
     for transport, there in ((plain, False), (scaled, True)):
         totals = [decode(reply).body[1] for _, reply in transport.replies if isinstance(decode(reply).body, tuple)]
         assert [isinstance(each, SiteTotals) and each.moments is not None for each in totals] == [there] * 3
-        assert len(scales(transport.letters)) == 3 * there
+        assert len(scales(transport.messages)) == 3 * there
 
 
 def test_a_term_out_of_reach_is_refused_before_the_fit():

@@ -1,4 +1,4 @@
-"""What a site does not tell, whoever asks; and what a coordinator that deviates gets."""
+"""What a site never sends, and what it answers to a coordinator that does not follow the protocol."""
 
 import subprocess
 import sys
@@ -10,13 +10,12 @@ import pytest
 
 from covey import __version__
 from covey.errors import CoveyError, FederationError
-from covey.federation.operator.members import Members
 from covey.federation.operator.operate import run_fit
-from covey.federation.operator.settings import RunSettings
+from covey.federation.operator.settings import Members, RunSettings
 from covey.federation.site.policy import Policy
 from covey.federation.site.site import Site, open_site
-from covey.federation.wire.agreement import Hello
-from covey.federation.wire.letters import Letter
+from covey.federation.wire.codec import Envelope
+from covey.federation.wire.messages import Hello
 from covey.federation.wire.transport import InProcess
 from covey.nodes.network import Batch, Snapshot
 from covey.problem.problem import resolve
@@ -25,7 +24,7 @@ from covey.solvers.direct.sweep import SweepUp
 from covey.tables.design import Formula
 from covey.tables.formula import Terms
 from tests.federation.sites import (
-    Meddling,
+    FaultyTransport,
     assert_same,
     by_turns,
     fit,
@@ -46,7 +45,7 @@ def greeted(asked, **settings):
     """What one site answers to a hello."""
     (site,) = sites_of({"s": FRAME}, **{"minimum": 3, **settings}).values()
     hello = Hello(__version__, resolve(asked).to_json())
-    return decode(site.answer(encode(Letter("run", 0, 0, hello))))
+    return decode(site.answer(encode(Envelope("run", 0, 0, hello))))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +58,7 @@ def greeted(asked, **settings):
         spec(cluster="client"),
     ],
 )
-def test_values_that_few_clients_have_are_not_told(asked):
+def test_values_that_few_clients_have_are_not_sent(asked):
     reply = encode(greeted(asked))
     assert kind(decode(reply)) == "refusal"
     assert b"c17" not in reply
@@ -84,14 +83,14 @@ def test_a_site_answers_about_its_own_columns_and_clients_only():
     [(False, "'x . I.weight..2.' of a design are not those of the formula, 'x'"), (True, "not about 'I.weight .. 2.'")],
 )
 def test_a_design_of_other_columns_than_the_formula_is_refused(with_formula, sentence):
-    """A coordinator that deviates: it asks about columns that the site lets be asked about, and reads others."""
+    """A dishonest coordinator: the formula has allowed columns, the design reads others."""
     terms = Terms.parse("x + I(weight**2)")
     design = Formula.of(terms, ["x", "weight"], {}).to_json()
     own = {"client": "client", "columns": ["y", "x", "cluster"]}
     sites = sites_of(by_turns(FRAME, 3), **own)
 
-    def cheat(site, letter, reply):
-        read = decode(letter)
+    def cheat(site, message, reply):
+        read = decode(message)
         if kind(read) != "agree":
             return reply
         problem = {**read.body.problem, "design": design}
@@ -102,19 +101,19 @@ def test_a_design_of_other_columns_than_the_formula_is_refused(with_formula, sen
     asked = spec(formula="y ~ x")
     assert fit(sites_of(by_turns(FRAME, 3), **own), asked).model.terms == ("Intercept", "x")
     with pytest.raises(FederationError, match=sentence):
-        fit(sites, asked, Meddling(sites, cheat))
+        fit(sites, asked, FaultyTransport(sites, cheat))
 
 
-def test_a_cluster_that_was_not_named_in_time_is_refused():
+def test_a_cluster_that_is_not_in_the_profile_is_refused():
     parts = by_turns(FRAME, 3)
     lacks = {**parts, "s1": parts["s1"].filter(pl.col("cluster") != "a")}
     seen = []
 
     class Grows(Site):
-        def answer(self, letter):
-            self._read = lambda _: (lacks if kind(decode(letter)) == "hello" else parts)[self.name]
-            seen.append(kind(decode(letter)))
-            return super().answer(letter)
+        def answer(self, message):
+            self.read = lambda _: (lacks if kind(decode(message)) == "hello" else parts)[self.name]
+            seen.append(kind(decode(message)))
+            return super().answer(message)
 
     sites = {name: Grows(name, None, Policy(1)) for name in parts}
     with pytest.raises(FederationError, match="Site 's1' has clients of cluster 'a', which it did not name"):
@@ -131,13 +130,13 @@ def test_a_cluster_that_was_not_named_in_time_is_refused():
         ({"minimum": 0}, ">= 1. Got 0"),
     ],
 )
-def test_settings_of_a_node_that_are_none(settings, why, tmp_path):
-    with pytest.raises(FederationError) as error:
+def test_unknown_settings_of_a_node_are_refused(settings, why, tmp_path):
+    with pytest.raises(CoveyError) as error:
         open_site("north", {"data": "x.csv", "home": str(tmp_path), **settings})
     assert why in str(error.value)
 
 
-def test_a_home_is_its_owners_alone_and_its_models_folder_is_looked_at_before_the_fit(tmp_path):
+def test_a_home_is_private_and_its_model_folder_is_checked_before_the_fit(tmp_path):
     home = tmp_path / "home"
     home.mkdir(mode=0o755)
     assert kind(greeted(spec(), home=home)) == "reply"
@@ -152,18 +151,18 @@ def test_a_fault_of_the_program_is_in_the_sites_own_log(capsys):
         raise ZeroDivisionError("a value of a row")
 
     site = Site("s", broken)
-    reply = decode(site.answer(encode(Letter("run", 0, 0, Hello(__version__, resolve(spec()).to_json())))))
+    reply = decode(site.answer(encode(Envelope("run", 0, 0, Hello(__version__, resolve(spec()).to_json())))))
     assert (reply.body.reason, "a value" in reply.body.sentence) == ("broken", False)
     assert "ZeroDivisionError: a value of a row" in capsys.readouterr().err
 
 
-def test_masks_that_were_begun_are_not_left_off():
-    """A coordinator that deviates: agreement without keys, or with those of fewer sites than the roster."""
+def test_a_run_with_masks_does_not_continue_without_them():
+    """A dishonest coordinator: an agreement without keys, or with the keys of some sites only."""
     for change in ({"keys": {}}, {"keys": None}):
         sites = sites_of(by_turns(FRAME, 3))
 
-        def cheat(site, letter, reply, change=change, sites=sites):
-            read = decode(letter)
+        def cheat(site, message, reply, change=change, sites=sites):
+            read = decode(message)
             if kind(read) != "agree":
                 return reply
             keys = {} if change["keys"] == {} else dict(list(read.body.keys.items())[:2])
@@ -171,7 +170,7 @@ def test_masks_that_were_begun_are_not_left_off():
             return sites[site].answer(encode(fresh))
 
         with pytest.raises(CoveyError, match=r"masks|keys"):
-            fit(sites, spec(), Meddling(sites, cheat), RunSettings(secure=True, retries=0))
+            fit(sites, spec(), FaultyTransport(sites, cheat), RunSettings(secure=True, retries=0))
 
 
 def test_a_cluster_that_one_site_has_alone_cannot_be_masked():
@@ -185,7 +184,7 @@ def test_only_records_are_built():
         with pytest.raises(RecordError, match=f"'{name}'"):
             decode(encode_as(name))
     with pytest.raises(RecordError):
-        decode(encode_as("Letter", []))
+        decode(encode_as("Envelope", []))
 
 
 @dataclass(frozen=True)
@@ -211,11 +210,11 @@ class Lookalike(Record):
     ids=repr,
 )
 def test_a_site_answers_messages_and_nothing_else(body):
-    """Whatever can be decoded: only messages reach the node, and those to the site itself not as a part of others."""
+    """Only messages reach the node; messages to the site itself are not accepted inside a batch."""
     sites = sites_of(by_turns(FRAME, 3))
-    carrier = Meddling(sites)
+    carrier = FaultyTransport(sites)
     fit(sites, spec(), carrier)
-    agree = next(letter for site, letter in carrier.letters if site == "s0" and kind(decode(letter)) == "agree")
+    agree = next(message for site, message in carrier.messages if site == "s0" and kind(decode(message)) == "agree")
     fresh = sites_of(by_turns(FRAME, 3))["s0"]
     fresh.answer(agree)
     answer = decode(fresh.answer(encode(replace(decode(agree), exchange=1, after=0, body=body))))
@@ -225,7 +224,7 @@ def test_a_site_answers_messages_and_nothing_else(body):
 
 
 def test_a_site_knows_every_message_of_the_tree():
-    """A node process imports the site alone: all messages are registered by then, wherever their solvers are."""
+    """A node process imports only the site module; this registers the messages of all solvers."""
     code = """
 import covey.federation.site.site
 from covey.records import Record
@@ -267,15 +266,15 @@ def test_masks_keep_the_digits_of_sums_of_any_size(scale):
 @pytest.mark.parametrize(
     "more", [{"gamma": {"a": 1.0, "b": 2.0, "c": 3.0}}, {"gamma": None, "lam": None, "vary": ["Intercept"]}]
 )
-def test_a_run_of_any_specification_is_taken_up(more, tmp_path):
+def test_a_run_of_any_specification_is_resumed(more, tmp_path):
     asked, sites, left = spec(**more), sites_of(by_turns(FRAME, 3)), [5]
 
     class Dies(InProcess):
-        def exchange(self, letters, timeout):
+        def exchange(self, messages, timeout):
             left[0] -= 1
             if left[0] == 0:
                 raise KeyboardInterrupt
-            return super().exchange(letters, timeout)
+            return super().exchange(messages, timeout)
 
     with pytest.raises(KeyboardInterrupt):
         fit(sites, asked, Dies(sites), journal=tmp_path / "journal")
@@ -284,7 +283,7 @@ def test_a_run_of_any_specification_is_taken_up(more, tmp_path):
     np.testing.assert_array_equal(again.model.w, fit(sites_of(by_turns(FRAME, 3)), asked).model.w)
 
 
-def test_a_model_that_cannot_be_written_leaves_the_run_to_be_taken_up(tmp_path, monkeypatch):
+def test_a_run_whose_model_cannot_be_written_can_be_resumed(tmp_path, monkeypatch):
     sites, places = sites_of(by_turns(FRAME, 3)), {"journal": tmp_path / "journal", "out": tmp_path / "model"}
 
     def full(*_, **__):
@@ -294,9 +293,9 @@ def test_a_model_that_cannot_be_written_leaves_the_run_to_be_taken_up(tmp_path, 
         patch.setattr("covey.federation.operator.operate.save_model", full)
         with pytest.raises(OSError, match="No space"):
             run_fit(InProcess(sites), list(sites), resolve(spec()), RunSettings(), **places)
-    carrier = Meddling(sites)
+    carrier = FaultyTransport(sites)
     run_fit(carrier, list(sites), resolve(spec()), RunSettings(), **places)
-    assert {kind(decode(letter)) for _, letter in carrier.letters} == {"deliver"}
+    assert {kind(decode(message)) for _, message in carrier.messages} == {"deliver"}
     assert (tmp_path / "model" / "model.json").exists()
     assert not (tmp_path / "journal").exists()
 
@@ -317,8 +316,8 @@ def test_the_operators_list_with_dates_and_with_ids_nested_in_clusters(tmp_path)
             fit(sites_of(parts), asked, settings=replace(terms, secure=True))
 
 
-def test_ids_that_need_no_cluster_to_tell_them_apart_stay_as_they_are():
-    """A formula with cluster/client names clients by their cluster only where their ids repeat, as in memory."""
+def test_unique_client_ids_are_not_nested_in_clusters():
+    """With cluster/client in the formula, clients are named by their cluster only if ids repeat, as in memory."""
     asked = replace(
         spec(), formula="y ~ x + (1 | cluster/client)", client=None, cluster=None, gamma=None, lam=None, tests=False
     )
@@ -328,18 +327,18 @@ def test_ids_that_need_no_cluster_to_tell_them_apart_stay_as_they_are():
     assert set(thetas(sites, outcome.run)) == set(FRAME["client"].unique())
 
 
-def test_a_lost_site_under_masks_leaves_the_run_to_be_taken_up(tmp_path):
+def test_a_lost_site_under_masks_lets_the_run_be_resumed(tmp_path):
     from covey.federation.wire.transport import Failure
 
     sites = sites_of(by_turns(FRAME, 4))
 
-    def away(site, letter, reply):
-        return Failure("gone", "not there") if site == "s1" and decode(letter).exchange >= 2 else reply
+    def away(site, message, reply):
+        return Failure("gone", "not there") if site == "s1" and decode(message).exchange >= 2 else reply
 
     settings = {"journal": tmp_path / "journal", "on_loss": "continue"}
     terms = RunSettings(secure=True, retries=0)
     with pytest.raises(FederationError, match="Without 's1' the totals would show its part"):
-        fit(sites, spec(), Meddling(sites, away), terms, **settings)
+        fit(sites, spec(), FaultyTransport(sites, away), terms, **settings)
     outcome = fit(sites, spec(), None, terms, **settings)
     assert outcome.roster == ("s0", "s1", "s2", "s3")
     assert_same(outcome, sites, in_memory(FRAME, spec()))
@@ -348,15 +347,15 @@ def test_a_lost_site_under_masks_leaves_the_run_to_be_taken_up(tmp_path):
 def test_the_order_of_pandas_categories_is_kept():
     pandas = FRAME.to_pandas()
     pandas["z"] = pandas["z"].astype("category").cat.reorder_categories(["z2", "z0", "z1"])
-    from covey.federation.simulate import simulate
+    from covey.federation.simulate import simulate_sites
     from tests.fits import fit_table
 
-    run = simulate(pandas, spec(), sites=2)
+    run = simulate_sites(pandas, spec(), sites=2)
     assert run.outcome.model.terms == fit_table(pandas, spec()).terms
     assert run.difference(fit_table(pandas, spec())) < 1e-10
 
 
-def test_classes_that_are_missing_are_told_at_their_site():
+def test_missing_classes_are_reported_at_their_site():
     frame = table(42, "bernoulli").with_columns(y=pl.col("y").cast(pl.Float64))
     parts = split_by(frame, {f"c{i}": f"s{i % 2}" for i in range(12)})
     parts["s1"] = parts["s1"].with_columns(y=pl.when(pl.int_range(pl.len()) == 3).then(float("nan")).otherwise(pl.col("y")))

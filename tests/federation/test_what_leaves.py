@@ -1,4 +1,4 @@
-"""Every letter of every solver is opened: only sums leave a site, and docs/reference/messages.md lists them all."""
+"""All replies of all solvers are decoded: only sums leave a site, and docs/reference/messages.md lists them."""
 
 import re
 import warnings
@@ -14,14 +14,14 @@ import pytest
 from covey.errors import ConvergenceWarning, CoveyError
 from covey.exact import Exact
 from covey.federation.operator.settings import RunSettings
-from covey.federation.privacy.accounting import privacy_of
-from covey.federation.wire.agreement import SiteMessage
-from covey.federation.wire.letters import Hole
+from covey.federation.privacy.differential import privacy_of
+from covey.federation.wire.codec import Placeholder
+from covey.federation.wire.messages import SiteMessage
 from covey.nodes.network import Batch, Message
 from covey.records import Record, decode
 from covey.variance.identify import CountUnlike
 from covey.variance.linear_likelihood import IntegrateClients, LikelihoodSlope
-from tests.federation.sites import Meddling, fit, kind, sites_of, spec, split_by, table
+from tests.federation.sites import FaultyTransport, fit, kind, sites_of, spec, split_by, table
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "messages.md"
 CLIENTS, CLUSTERS = 21, 5  # clients of one site: 7, 6 and 8; no two sizes here are equal, and none is that of the terms
@@ -45,18 +45,18 @@ def run(asked, **terms):
     )
     owner = {f"patient c{i}": "a" if i < 7 else "b" if i < 13 else "c" for i in range(CLIENTS)}
     sites = sites_of(split_by(frame, owner))
-    carrier = Meddling(sites)
+    carrier = FaultyTransport(sites)
     outcome = fit(sites, asked, carrier, RunSettings(**terms))
     return frame, sites, carrier, outcome
 
 
-LONG = ("laplace", "one_coin", "al2sgd_plus")  # thousands of letters each
+LONG = ("laplace", "one_coin", "al2sgd_plus")  # thousands of messages each
 SOLVERS = [pytest.param(solver, marks=pytest.mark.federation) if solver in LONG else solver for solver in RUNS]
 
 
 @cache
 def ran(solver, secure=False):
-    """One run serves all tests: they only read it."""
+    """One run for all tests, which only read it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # a few rounds show what travels
         return run(RUNS[solver], secure=secure)
@@ -87,14 +87,14 @@ def _fields(value):
 
 def replies(carrier, what):
     """What was asked, and what came back."""
-    for (_, letter), (site, reply) in zip(carrier.letters, carrier.replies, strict=True):
-        asked = decode(letter)
+    for (_, message), (site, reply) in zip(carrier.messages, carrier.replies, strict=True):
+        asked = decode(message)
         if kind(asked) == what:
             yield site, asked.body, decode(reply).body
 
 
 def sizes(shape, d, points):
-    """In the page's letters; ``points`` if the first is the number of points that were asked for at once."""
+    """In the page's symbols; ``points`` if the first is the number of points that were asked for at once."""
     named = {CLUSTERS: "k", d: "d", 2: "q"}
     words = [named.get(size, str(size)) for size in shape]
     return ", ".join(["m", *words[1:]] if points else words)
@@ -184,7 +184,7 @@ def test_labels_are_different():
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_no_letter_has_as_many_of_anything_as_a_site_has_clients_or_rows(solver):
+def test_no_message_has_as_many_of_anything_as_a_site_has_clients_or_rows(solver):
     _, sites, carrier, outcome = ran(solver)
     own = {name: sites[name].node(outcome.run).data for name in sites}
     for site, _, reply in replies(carrier, "ask"):
@@ -202,7 +202,7 @@ def test_the_page_lists_what_leaves(solver):
 def test_the_page_lists_what_leaves_of_clients_with_one_row_each():
     frame = table(31, clients=CLIENTS, clusters=CLUSTERS, rows=1)
     sites = sites_of(split_by(frame, {f"c{i}": "abc"[i % 3] for i in range(CLIENTS)}))
-    carrier = Meddling(sites)
+    carrier = FaultyTransport(sites)
     with pytest.raises(CoveyError, match="residual"):
         fit(sites, replace(LEARNED, vary=["Intercept"]), carrier)
     label = CountUnlike.label
@@ -215,7 +215,7 @@ def listed(solver):
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_no_id_of_a_client_and_no_value_of_a_row_is_in_any_letter(solver):
+def test_no_id_of_a_client_and_no_value_of_a_row_is_in_any_message(solver):
     frame, _, carrier, _ = ran(solver)
     every = b"\n".join(reply for _, reply in carrier.replies)
     assert b"patient" not in every
@@ -236,12 +236,12 @@ def test_the_page_lists_what_leaves_with_noise():
 
 def test_what_goes_down_names_no_client_and_no_site_but_those_of_the_roster():
     _, _, carrier, _ = ran("newton")
-    assert b"patient" not in b"\n".join(letter for _, letter in carrier.letters)
+    assert b"patient" not in b"\n".join(message for _, message in carrier.messages)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_under_masks_no_sum_of_a_site_can_be_read(solver):
-    """What the coordinator gets holds none of the site's numbers, neither as they are nor in fixed point."""
+    """No reply holds a number of the site, neither as a float nor in fixed point."""
     _, _, plain, _ = ran(solver)
     _, sites, masked, _ = ran(solver, secure=True)
     sent_by = {site: b"".join(reply for name, reply in masked.replies if name == site) for site in sites}
@@ -278,7 +278,7 @@ def arrays(value):
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_under_masks_every_letter_of_the_fit_is_masked(solver):
+def test_under_masks_every_message_of_the_fit_is_masked(solver):
     """Nothing bypasses the masks: what comes back is a skeleton without numbers, and limbs that are noise."""
     _, _, carrier, _ = ran(solver, secure=True)
     limbs = []
@@ -293,7 +293,7 @@ def test_under_masks_every_letter_of_the_fit_is_masked(solver):
 
 
 def leaves_of_skeleton(skeleton):
-    if isinstance(skeleton, Hole):
+    if isinstance(skeleton, Placeholder):
         return
     if isinstance(skeleton, dict):
         for each in skeleton.values():

@@ -44,7 +44,11 @@ ESTIMATORS = {
 _PLACES = {
     "Spec": ("covey.spec.Spec", "covey.problem.problem.Spec"),
     "Terms": ("covey.federation.coordinator.Terms", "covey.federation.operator.settings.RunSettings"),
-    "Privacy": ("covey.solvers.private.Privacy", "covey.federation.wire.agreement.Privacy"),
+    "Privacy": (
+        "covey.solvers.private.Privacy",
+        "covey.federation.wire.agreement.Privacy",
+        "covey.federation.wire.messages.Privacy",
+    ),
     "simulate": ("covey.federation.simulate.simulate", "covey.federation.simulate.simulate_sites"),
 }
 """By the name it had at first, the places of each thing from within covey, the oldest first."""
@@ -312,9 +316,9 @@ def across(
     terms = internals("Terms")(secure=secure, private=None if private is None else internals("Privacy")(**private))
     with tempfile.TemporaryDirectory() as folder, quiet():
         here, there = Path(folder) / "operator", Path(folder) / "sites"
-        simulate = internals("simulate")
-        settings = {"settings" if "settings" in signature(simulate).parameters else "terms": terms}
-        run = simulate(frame, spec, sites, **settings, models=there, out=here, noise_seed=noise_seed)
+        simulate_sites = internals("simulate")
+        settings = {"settings" if "settings" in signature(simulate_sites).parameters else "terms": terms}
+        run = simulate_sites(frame, spec, sites, **settings, models=there, out=here, noise_seed=noise_seed)
         operator = covey.load(here)
         found = kept("cluster", operator.cluster_coef_) | kept("global", operator.global_coef_)
         found |= convergence(operator.convergence_) | {"exchanges in all": len(run.outcome.exchanges)}

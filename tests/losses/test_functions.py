@@ -13,7 +13,7 @@ from sklearn.svm import LinearSVC
 
 from covey import GroupedData, HierarchicalClassifier, HierarchicalRegressor, Penalty, load, plan
 from covey.errors import ConvergenceWarning, CoveyError, ModelError, PenaltyError, SolverError
-from covey.federation.simulate import simulate as simulate_sites
+from covey.federation.simulate import simulate_sites
 from covey.losses import FAMILIES, Gaussian, from_functions, loss_of
 from covey.problem.problem import Spec
 from covey.solvers import minimise

@@ -10,7 +10,7 @@ from scipy import stats
 
 from covey import HierarchicalClassifier, HierarchicalRegressor
 from covey.datasets import load_radon, simulate
-from covey.federation.simulate import simulate as across_sites
+from covey.federation.simulate import simulate_sites as across_sites
 from covey.model.summary import describe, summary
 from covey.problem.problem import Spec
 

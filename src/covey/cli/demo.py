@@ -23,7 +23,7 @@ def demo(
     from covey.cli._options import console, print_json, working
     from covey.datasets import load_radon
     from covey.federation.operator.report import agreement
-    from covey.federation.simulate import simulate
+    from covey.federation.simulate import simulate_sites
     from covey.fitting.comparison import compare
     from covey.fitting.fit import fit
     from covey.model.files import check_target, save_model
@@ -53,7 +53,7 @@ def demo(
         shrinkage = Shrinkage.of(data, model)
         save_model(model, out / "model")
         say("fitting across three sites")
-        across = simulate(homes, spec, sites=3, say=say)
+        across = simulate_sites(homes, spec, sites=3, say=say)
         apart = across.difference(model)
         say("drawing")
         figure = shrinkage_figure(

@@ -1,4 +1,4 @@
-"""``covey federate``: the same fit across sites that keep their data."""
+"""``covey federate``: a fit across sites that keep their data."""
 
 from __future__ import annotations
 
@@ -14,48 +14,48 @@ from covey.cli._options import group
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What an operator decides of a run, beside what is fitted; each is declared here and nowhere else."""
+    """Options of a run, beside those of the model; each is declared here only."""
 
-    simulate: Annotated[int | None, typer.Option(help="Split the clients among so many sites on this machine.")] = None
-    by: Annotated[str | None, typer.Option(help="To simulate: the column that says at which site a row is.")] = None
+    simulate: Annotated[int | None, typer.Option(help="Split the clients among this many sites on this machine.")] = None
+    by: Annotated[str | None, typer.Option(help="To simulate: the column with the site of each row.")] = None
     minimum: Annotated[int | None, typer.Option(help="To simulate: the least number of clients in each sum (1).")] = None
     link: Annotated[str | None, typer.Option(help="To deploy: the link, as Flower's config.toml names it.")] = None
-    sites: Annotated[str | None, typer.Option(help="To deploy: how many sites must be there, or their names: a,b,c.")] = None
+    sites: Annotated[str | None, typer.Option(help="To deploy: the number of sites, or their names: a,b,c.")] = None
     wait: Annotated[float | None, typer.Option(help="To deploy: seconds to wait for sites to connect (60).")] = None
     pause: Annotated[
-        float | None, typer.Option(help="To deploy: seconds before a letter is sent again, for a site to come back (20).")
+        float | None, typer.Option(help="To deploy: seconds before a message is sent again, for a site to come back (20).")
     ] = None
-    insecure: Annotated[bool, typer.Option("--insecure", help="To deploy on a link that authenticates nobody.")] = False
+    insecure: Annotated[bool, typer.Option("--insecure", help="To deploy on a link without keys and TLS.")] = False
     members: Annotated[
-        Path | None, typer.Option(help="Table of site, cluster and perhaps client: what each site may contribute.")
+        Path | None, typer.Option(help="Allow-list of clusters (and clients) by site: a table with site, cluster, client.")
     ] = None
     secure: Annotated[bool, typer.Option("--secure", help="Mask the sums: the coordinator sees only totals.")] = False
     epsilon: Annotated[float | None, typer.Option(help="Differential privacy for every client; needs --gamma and --lam.")] = (
         None
     )
-    delta: Annotated[float | None, typer.Option(help="With --epsilon: the probability that it fails (1e-6).")] = None
+    delta: Annotated[float | None, typer.Option(help="With --epsilon: the probability that it does not hold (1e-6).")] = None
     clip: Annotated[float | None, typer.Option(help="With --epsilon: the most a client adds to a sum (1).")] = None
     rounds: Annotated[int | None, typer.Option(help="With --epsilon: how often sums are sent (2; 3 for classes, counts).")] = (
         None
     )
     categories: Annotated[str | None, typer.Option(help='What columns may hold, as JSON: \'{"zone": ["a", "b"]}\'.')] = None
     timeout: Annotated[float | None, typer.Option(help="Seconds to wait for a site's reply (600).")] = None
-    retries: Annotated[int | None, typer.Option(help="How often a letter without reply is sent again (2).")] = None
+    retries: Annotated[int | None, typer.Option(help="How often a message without reply is sent again (2).")] = None
     on_loss: Annotated[str, typer.Option(help="When a site is lost: stop, or continue without it.")] = "stop"
     out: Annotated[Path | None, typer.Option(help="Folder for the models of clusters and of the whole.")] = None
 
     @property
     def deployed(self) -> bool:
-        """Whether the sites are real ones."""
+        """Whether the sites are on other machines."""
         return self.link is not None
 
     def check(self, words: list[str], as_json: bool) -> None:
-        """Refuse options that do not go together."""
+        """Refuse options that contradict each other."""
         from covey.errors import CoveyError
 
         here = self.simulate is not None or self.by is not None
         if not here and not self.deployed:
-            raise CoveyError("Say where the sites are: --simulate 3 for so many on this machine, or --link NAME for real ones.")
+            raise CoveyError("Say where the sites are: --simulate 3 for three on this machine, or --link NAME for real ones.")
         if here and self.deployed:
             raise CoveyError("--simulate and --by are for one machine, --link for real sites; leave out one.")
         if self.simulate is not None and self.by is not None:
@@ -72,12 +72,12 @@ class RunOptions:
             raise CoveyError(f"covey federate needs {needed}; got {len(words)} arguments: {' '.join(words)[:80]!r}.")
 
     def settings(self) -> dict[str, Any]:
-        """Those that are settings of a run, by name; paths as text."""
+        """The options that are settings of a run, by name; paths as text."""
         from covey.federation.operator.settings import RUN_OPTIONS
 
         given = {name: getattr(self, name) for name in RUN_OPTIONS}
         if not self.deployed:
-            given["pause"] = 0.0  # on one machine nobody has to come back
+            given["pause"] = 0.0  # a site on this machine does not have to come back
         return {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
 
 
@@ -86,13 +86,13 @@ class RunOptions:
 def federate(
     words: Annotated[
         list[str],
-        typer.Argument(metavar="[DATA] FORMULA", help="Response and terms; before them, only to simulate, the table."),
+        typer.Argument(metavar="[DATA] FORMULA", help="The formula; to simulate, the table before it."),
     ],
     run: RunOptions,
     spec: Any,
     as_json: _options.AsJson = False,
 ) -> None:
-    """Fit every client's, every cluster's and the global model across sites; clients' models stay at their sites.
+    """Fit the models of all clients, all clusters and the global model across sites; clients' models stay at their sites.
 
     [bold]Example[/bold]   covey federate --simulate 3 homes.parquet "log_radon ~ floor" --client county --cluster state
     """
@@ -104,9 +104,9 @@ def federate(
     }
     if run.link is not None:
         from covey.federation.flower.launch import deploy
-        from covey.federation.operator.settings import awaited
+        from covey.federation.operator.settings import check_settings
 
-        awaited(settings)  # what is wrong with them is said here, not by a run that Flower has to start first
+        check_settings(settings)  # before Flower starts a run
         raise typer.Exit(deploy({**settings, "insecure": run.insecure}, run.link))
     _simulate(words[0], settings, run, as_json)
 
@@ -118,7 +118,7 @@ def _simulate(data: str, settings: dict[str, Any], options: RunOptions, as_json:
     from covey.cli._options import console, print_json, working
     from covey.federation.operator.report import report
     from covey.federation.operator.settings import run_settings_of, spec_of
-    from covey.federation.simulate import simulate
+    from covey.federation.simulate import simulate_sites
     from covey.model.files import check_target, is_model
     from covey.model.summary import summary
     from covey.problem.problem import resolve
@@ -130,7 +130,7 @@ def _simulate(data: str, settings: dict[str, Any], options: RunOptions, as_json:
     with working("reading the table") as say:
         settled = resolve(spec).spec
         table = read_table(data, ids=[settled.client, settled.cluster])
-        run = simulate(
+        run = simulate_sites(
             table,
             spec,
             sites,

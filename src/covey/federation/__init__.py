@@ -1,10 +1,20 @@
-"""The same fit across sites that keep their rows: a node at each, a coordinator, and a transport between them.
+"""The same fit across sites that keep their rows: a node at each site, a coordinator, and a transport between them.
 
-Reading order: ``wire`` (letters, and the messages to a site itself), ``privacy`` (masks, noise and its accounting), ``site`` (a
-site's table, its policy, how it answers), ``operator`` (what sites agree on, one exchange and what may go wrong with it, a
-whole run), ``simulate`` (all sites on this machine), ``flower`` (the only importer of flwr).
+Reading order:
 
-What a site computes and sends during a fit is not declared here but beside the mathematics: the messages of a linear
-likelihood are in ``variance/linear_likelihood.py``, those of Newton in ``solvers/direct/newton.py``, and so on.
-``docs/reference/messages.md`` lists all of them.
+- ``wire``: the messages to a site, their encoding as bytes, and the transport;
+- ``privacy``: masks for secure aggregation, noise for differential privacy, and the accounting of its epsilon;
+- ``site``: a site's table, its policy, what it remembers of a run, and how it answers;
+- ``operator``: the settings of a run, the agreement of the sites, the exchanges, and the run as a whole;
+- ``simulate``: all sites on one machine;
+- ``flower``: real sites on Flower; the only package that imports flwr.
+
+Where to look:
+
+- "What happens when a site restarts?" ``site/state.py`` holds what it keeps on disk; ``operator/exchanges.py`` helps a site
+  that has lost it.
+- "Who decides that a site is lost?" ``operator/exchanges.py``.
+- "What does a site send in a REML fit?" Messages of a fit are declared beside the mathematics: those of a linear likelihood in
+  ``variance/linear_likelihood.py``, those of Newton's method in ``solvers/direct/newton.py``, and so on.
+  ``docs/reference/messages.md`` lists all of them.
 """

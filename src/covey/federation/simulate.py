@@ -1,53 +1,60 @@
-"""All sites on this machine: a table split among them, and the same fit as across real ones."""
+"""All sites on this machine: a table is split among them, and they fit it as real sites would."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import narwhals as nw
 import numpy as np
 
-from covey._typing import Ints
-from covey.errors import CoveyError, DataError, FederationError, listing
+from covey.errors import CoveyError, DataError, FederationError, listing, whole
 from covey.federation.operator.operate import OnLoss, Outcome, run_fit
 from covey.federation.operator.settings import RunSettings
-from covey.federation.privacy.sweeps import seeded_normal
+from covey.federation.privacy.differential import seeded_normal
 from covey.federation.site.policy import Policy
 from covey.federation.site.site import Site
-from covey.federation.wire.checks import check_number
 from covey.federation.wire.transport import InProcess
 from covey.model.model import Model
-from covey.problem.problem import Problem, Spec, as_frame, read_rows, resolve
+from covey.problem.problem import Spec, as_frame, read_rows, resolve
 from covey.tables.design import column
 from covey.tree.hierarchy import encode, lookup
+
+if TYPE_CHECKING:
+    from narwhals.typing import IntoDataFrame
 
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """A run with all its sites at hand."""
+    """A run whose sites are all in this process.
+
+    Attributes
+    ----------
+    outcome : Outcome
+        The result of the run: the model of the clusters, the exchanges and the roster.
+    sites : dict of Site
+        The sites by name. They hold the models of their clients.
+    """
 
     outcome: Outcome
     sites: Mapping[str, Site]
 
     def difference(self, model: Model) -> float:
-        """The largest difference of any coefficient, at any level, from those of a model fitted in memory."""
+        """The largest difference between a coefficient of this run, at any level, and that of a model fitted in memory."""
         own = self.outcome.model
         apart = [np.abs(own.w - model.w).max(), np.abs(own.wbar - model.wbar).max()]
         for name in self.outcome.roster:
             node = self.sites[name].node(self.outcome.run)
-            tree = node.data.hierarchy
-            place = lookup(tree.client_ids, model.hierarchy.client_ids, "client")
+            place = lookup(node.data.hierarchy.client_ids, model.hierarchy.client_ids, "client")
             if (place < 0).any():
                 raise DataError("The model has not the same clients as the sites; fit it to the same rows.")
             apart.append(np.abs(node.coefficients() - model.theta[place]).max())
         return float(max(apart))
 
 
-def simulate(
-    table: Any,
+def simulate_sites(
+    table: IntoDataFrame,
     spec: Spec,
     sites: int | str = 3,
     *,
@@ -60,37 +67,58 @@ def simulate(
     noise_seed: int | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> SimulatedRun:
-    """Split the clients of a table among sites, and fit across them.
+    """Split the clients of a table among sites on this machine, and fit across them.
 
     Parameters
     ----------
-    sites : how many there are, each client at one of them by turns; or the column that says where a row is
-    settings : what the operator decides
-    minimum : clients that a site wants in each sum it sends
-    models : folder in which each site writes the models of its clients
-    journal : as for :func:`.run_fit`; under masks and with noise there is none, since the sites' keys
-        and their account of what they have released end with the process
-    noise_seed : of the noise of a private fit, for the same noise each time; by default it is the system's
+    table : dataframe (polars, pandas, pyarrow)
+        All rows.
+    spec : Spec
+        What is fitted; ``client`` is needed.
+    sites : int or str
+        The number of sites, to which the clients are assigned in turn; or the column that names the site of each row.
+    settings : RunSettings, optional
+        Settings of the run: timeout and retries, masks, allow-list, differential privacy.
+    minimum : int
+        The least number of clients in each sum that a site sends.
+    models : Path, optional
+        Folder in which each site writes the models of its clients.
+    journal : Path, optional
+        File for the exchanges, from which a killed run continues. A run with masks or noise keeps none, since the sites' keys
+        and their count of releases end with the process.
+    out : Path, optional
+        Folder for the models of the clusters and the global model.
+    on_loss : {"stop", "continue"}
+        What to do if a site is lost.
+    noise_seed : int, optional
+        Seed of the noise of a private fit. By default the noise comes from the system's randomness.
+    say : callable
+        Called with a line of text about the current step.
 
+    Returns
+    -------
+    SimulatedRun
+        The outcome of the run, and its sites.
+
+    Examples
+    --------
     >>> from covey.datasets import load_radon
     >>> spec = Spec(formula="log_radon ~ floor", client="county", cluster="state", gamma=10.0)
-    >>> run = simulate(load_radon(), spec, sites=3)
+    >>> run = simulate_sites(load_radon(), spec, sites=3)
     >>> run.outcome.roster, [exchange.label for exchange in run.outcome.exchanges]
     (('site1', 'site2', 'site3'), ['hello', 'agree', 'sweep up', 'sweep down', 'deliver'])
     """
     draft = resolve(spec)
-    check_number("'minimum' of clients in a sum", minimum, least=1, whole=True, error=DataError)
+    whole("minimum", minimum, least=1)
     settings = RunSettings() if settings is None else settings
     parts = split_among_sites(table, draft.spec, sites)
     absent = [name for name in settings.members.sites if name not in parts]
     if absent:
-        raise FederationError(
-            f"The list of members has the site {absent[0]!r}, which is not here; correct it: there are {listing(parts, 5)}."
-        )
-    at = {
+        raise FederationError(f"The list of members has the site {absent[0]!r}, which is not one of {listing(parts, 5)}.")
+    simulated = {
         name: Site(
             name,
-            _reads(part),
+            lambda _, part=part: part,  # type: ignore[misc]
             Policy(minimum, share_row_errors=True),
             models=None if models is None else models / name,
             draw=None if noise_seed is None else seeded_normal(noise_seed, at),
@@ -99,19 +127,13 @@ def simulate(
     }
     kept = None if settings.secure or settings.private is not None else journal
     try:
-        outcome = run_fit(InProcess(at), list(at), draft, settings, journal=kept, out=out, on_loss=on_loss, say=say)
+        outcome = run_fit(
+            InProcess(simulated), list(simulated), draft, settings, journal=kept, out=out, on_loss=on_loss, say=say
+        )
     except CoveyError:
-        _check_whole(table, draft)
+        read_rows(table, draft)  # an error about a row of a site becomes one about a row of the whole table
         raise
-    return SimulatedRun(outcome, at)
-
-
-def _check_whole(table: Any, draft: Problem) -> None:
-    """Refuse rows by their numbers in the whole table: a site knows those of its own part only."""
-    try:
-        read_rows(table, draft)
-    except CoveyError as problem:
-        raise problem from None
+    return SimulatedRun(outcome, simulated)
 
 
 def split_among_sites(table: Any, spec: Spec, sites: int | str) -> dict[str, Any]:
@@ -120,21 +142,15 @@ def split_among_sites(table: Any, spec: Spec, sites: int | str) -> dict[str, Any
     if spec.client is None:
         raise DataError("Say which column holds the clients: client=, or a formula with (terms | cluster/client).")
     if isinstance(sites, str):
-        names, codes = encode(column(frame, sites), "site")
-        odd = [name for name in map(str, names.to_list()) if not name.strip(". ") or set(name) & set("/\\:")]
+        labels, codes = encode(column(frame, sites), "site")
+        names = [str(label) for label in labels.to_list()]
+        odd = [name for name in names if not name.strip(". ") or set(name) & set("/\\:")]
         if odd:
             raise DataError(f"The site {odd[0]!r} cannot be the name of a site and its folder; rename it in column {sites!r}.")
-        return {str(name): _rows(frame, codes == at) for at, name in enumerate(names.to_list())}
-    _, codes = encode(column(frame, spec.client), "client")
-    if not 1 <= sites <= int(codes.max()) + 1:
-        raise DataError(f"{sites!r} sites cannot share {int(codes.max()) + 1} clients; give from 1 to that many.")
-    width = len(str(sites))
-    return {f"site{at + 1:0{width}}": _rows(frame, codes % sites == at) for at in range(sites)}
-
-
-def _rows(frame: Any, keep: Ints) -> Any:
-    return frame[np.flatnonzero(keep)].to_native() if isinstance(frame, nw.DataFrame) else frame
-
-
-def _reads(part: Any) -> Callable[[Spec], Any]:
-    return lambda _: part
+    else:
+        _, codes = encode(column(frame, spec.client), "client")
+        n_clients = int(codes.max()) + 1
+        if not 1 <= sites <= n_clients:
+            raise DataError(f"{sites!r} sites cannot share {n_clients} clients; give from 1 to that many.")
+        names, codes = [f"site{at + 1:0{len(str(sites))}}" for at in range(sites)], codes % sites
+    return {name: frame[np.flatnonzero(codes == at)].to_native() for at, name in enumerate(names)}

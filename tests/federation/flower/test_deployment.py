@@ -1,4 +1,4 @@
-"""The real thing: covey's sites and coordinator across real SuperNodes, under TLS with node keys, against the fit in memory."""
+"""Real deployments: sites and coordinator on real SuperNodes, with TLS and node keys, compared with the fit in memory."""
 
 from __future__ import annotations
 
@@ -157,8 +157,8 @@ def _ends(process):
 
 
 @pytest.mark.federation
-def test_replayed_letters_change_nothing(tmp_path, homes):
-    """The same letter again gets the same bytes; one from before is refused as stale; the fit is the one in memory."""
+def test_replayed_messages_change_nothing(tmp_path, homes):
+    """The same message again gets the same bytes; one from before is refused as stale; the fit is the one in memory."""
     sites = ["north", "south"]
     homes = radon(homes, sites)
     with deployed(tmp_path, changed="replaying") as deployment:
@@ -170,11 +170,11 @@ def test_replayed_letters_change_nothing(tmp_path, homes):
         assert [line for line in err.splitlines() if " again: " in line] == [
             f"covey: {kind} again: the same bytes" for kind in kinds
         ]
-        stale = [line for line in err.splitlines() if "the letter before" in line]
+        stale = [line for line in err.splitlines() if "the message before" in line]
         assert stale == [
-            "covey: the letter before agree: reply",  # a hello is answered whenever it comes
-            "covey: the letter before ask: refusal stale",
-            "covey: the letter before ask: refusal stale",
-            "covey: the letter before deliver: refusal stale",
+            "covey: the message before agree: reply",  # a hello is answered whenever it comes
+            "covey: the message before ask: refusal stale",
+            "covey: the message before ask: refusal stale",
+            "covey: the message before deliver: refusal stale",
         ]
         agree(deployment, homes, sites, settings, "fit")

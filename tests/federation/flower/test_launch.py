@@ -11,8 +11,8 @@ from covey.federation.flower import launch
 pytest.importorskip("flwr")
 
 
-def test_what_the_link_writes_is_for_its_user_alone(tmp_path, monkeypatch):
-    """Its database holds letters, and so sums of sites."""
+def test_files_of_the_link_are_private(tmp_path, monkeypatch):
+    """Its database holds messages, and so sums of sites."""
     before = os.umask(0o022)
     try:
         monkeypatch.setattr(os, "execve", lambda *_: (tmp_path / "link.db").write_text("sums"))

@@ -1,4 +1,4 @@
-"""The same fit in Flower's own simulation, on Ray: letters over its Grid, a site for each of its virtual nodes."""
+"""The same fit in Flower's own simulation, on Ray: messages over its Grid, a site for each of its virtual nodes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from flwr.serverapp import ServerApp
 
 from covey.datasets import load_radon
 from covey.federation.flower.client import site_app
-from covey.federation.flower.server import wait_for_sites
 from covey.federation.flower.transport import FlowerTransport
 from covey.federation.operator.operate import operate
 from covey.federation.simulate import split_among_sites
@@ -46,8 +45,7 @@ def test_a_fit_on_ray_is_the_fit_in_memory(tmp_path, monkeypatch, solver):
     @app.main()
     def main(grid, context):
         transport = FlowerTransport(grid, named=False)
-        wait_for_sites(transport, 3, 120.0, print)
-        said = operate(transport, {**settings, "sites": 3, "out": str(tmp_path / "fit")}, print)
+        said = operate(transport, {**settings, "sites": 3, "wait": 120.0, "out": str(tmp_path / "fit")}, print)
         (tmp_path / "said.json").write_text(json.dumps(said))
 
     run_simulation(app, site_app(by_number), 3, backend_config={"client_resources": {"num_cpus": 1, "num_gpus": 0.0}})

@@ -1,4 +1,4 @@
-"""Letters over Flower with real processes, under TLS with node keys; the core is a stand-in that does what its letters say."""
+"""Messages over Flower with real processes, TLS and node keys; a stand-in answers them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def exchanges(deployment, *script, sites=SITES):
     return [step["replies"] for step in json.loads(out)], [step["seconds"] for step in json.loads(out)]
 
 
-def test_letters_go_and_come_back(two):
-    """The right letter to the right site; who is absent is gone; a site's error does not leave it in words."""
+def test_messages_go_and_come_back(two):
+    """Each site gets its own message; an absent site is 'gone'; the text of an error stays at the site."""
     script = [{"north": "1", "south": "settings", "west": "1"}, 60], [{"north": "break in", "south": "3"}, 60]
     (first, second), seconds = exchanges(two, *script)
     print(f"seconds per exchange with two nodes: {seconds}")
@@ -47,7 +47,7 @@ def test_a_mistake_is_one_sentence(two):
     assert "Exit Code" not in err
     code, _, err = two.run({"sites": "north,east", "script": []}, wait=1)
     assert code == 1
-    assert "Not connected after 1 seconds: 'east'; start covey node there, or change --sites." in err
+    assert "Not connected after 1 seconds: 'east'; start covey node there." in err
 
 
 def replies(run):
@@ -57,7 +57,7 @@ def replies(run):
 
 
 def is_asked(deployment, site):
-    """Whether this node has a process at work on a letter."""
+    """Whether this node has a process at work on a message."""
     return lambda: any(f"{site}/flower" in _environment(pid) for pid in deployment.marked("flwr-clientapp"))
 
 
@@ -86,7 +86,7 @@ def test_a_node_killed_in_an_exchange_is_gone_and_may_come_back(two):
 
 
 def test_a_slow_site_is_late_and_a_crash_is_a_failure(two):
-    """A late reply is not taken for that of the next letter."""
+    """A late reply is not taken for that of the next message."""
     script = [{"north": "sleep 20", "south": "1"}, 8], [{"north": "2", "south": "2"}, 60], [{"north": "die", "south": "3"}, 150]
     late, after, crash = replies(two.start_run({"sites": SITES, "script": [*script]}))
     assert late["north"] == ["late", "it did not answer within 8 seconds"]
@@ -110,7 +110,7 @@ def test_a_killed_coordinator_ends_its_run_and_the_next_one_works(two):
     assert again["south"].startswith("south: 1")
 
 
-def test_strangers_are_not_let_in(tmp_path):
+def test_unregistered_nodes_are_refused(tmp_path):
     """Neither a key that nobody registered, nor a node without TLS; and a site does not take another's name."""
     with deployed(tmp_path, changed="standin") as deployment:
         deployment.register("north", "south")
@@ -127,7 +127,7 @@ def test_strangers_are_not_let_in(tmp_path):
     assert only["stranger"] == only["plain"] == ["gone", "it is not connected"]
 
 
-def test_a_link_that_authenticates_nobody_asks_for_names(tmp_path):
+def test_an_insecure_link_asks_nodes_for_their_names(tmp_path):
     with deployed(tmp_path, changed="standin", insecure=True) as deployment:
         deployment.start_node("north")
         deployment.start_node("south")
@@ -138,7 +138,7 @@ def test_a_link_that_authenticates_nobody_asks_for_names(tmp_path):
         until(lambda: "SuperNode ID" in deployment.log("again"))
         code, _, err = deployment.run({"sites": 3, "script": []})
         assert code == 1
-        assert "Two connected nodes have the same name: 'north'; stop one of them, or name it otherwise." in err
+        assert "Two connected nodes have the same name: 'north'; stop or rename one of them." in err
         code, _, err = deployment.run({"sites": 3, "script": [], "insecure": False})
         assert "was registered without a name" in err
 

@@ -1,7 +1,7 @@
-"""The app at a site: each letter is answered by the site's own covey, from its own table and its own disk.
+"""Flower's client app: the covey that is installed at a site answers each message from the site's own table.
 
-Flower starts a process for every message, so the site is opened anew for each. What goes wrong here stays here, in the node's
-log: the words of an error may hold values of the table, and the operator learns only that there is one.
+Flower starts a process for every message, so the site is opened again for each. The text of an error may hold values of the
+table: it goes to the node's log, and the operator learns only that there is an error.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def site_app(settings: Callable[[Context], Mapping[str, Any]]) -> ClientApp:
     @of_site.train("covey")
     def answer(message: Message, context: Context) -> Message:
         record = message.content.config_records[RECORD]
-        return _reply(message, _answer(str(record["site"]), record["letter"], dict(settings(context))))
+        return _reply(message, _answer(str(record["site"]), record["message"], dict(settings(context))))
 
     @of_site.query("covey")
     def who(message: Message, context: Context) -> Message:
-        # The name that a node was started with, asked for on a link where the operator names nobody.
+        # The name that the node was started with, for a link on which the operator registers no names.
         return _reply(message, {"site": str(settings(context).get("site", ""))})
 
     return of_site
@@ -47,14 +47,14 @@ def site_app(settings: Callable[[Context], Mapping[str, Any]]) -> ClientApp:
 app = site_app(lambda context: context.node_config)
 
 
-def _answer(name: str, letter: Any, settings: dict[str, Any]) -> dict[str, Any]:
+def _answer(name: str, encoded: Any, settings: dict[str, Any]) -> dict[str, Any]:
     own = settings.pop("site", name)
     if own != name:
         return {"refusal": f"it was started as {own!r} but is registered as {name!r}; start it with --site {name}"}
     try:
         from covey.federation.site.site import open_site
 
-        return {"letter": open_site(name, settings).answer(letter)}
+        return {"message": open_site(name, settings).answer(encoded)}
     except Exception as problem:
         expected = isinstance(problem, CoveyError)
         logging.getLogger("flwr").error("covey: %s", problem, exc_info=None if expected else problem)

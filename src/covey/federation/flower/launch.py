@@ -59,7 +59,7 @@ def start_link(
         ca = certificate if ca is None else _check_file(ca, "certificate")
         words += ["--ssl-certfile", str(certificate), "--ssl-keyfile", str(key), "--ssl-ca-certfile", str(ca)]
         words += ["--enable-supernode-auth"]
-    os.umask(0o077)  # its database holds the letters of runs, so also sums of sites: for the operator alone
+    os.umask(0o077)  # its database holds messages and replies, so sums of sites: only the operator may read it
     _become(program, words, _environment())
 
 
@@ -81,9 +81,7 @@ def start_node(
     program = _program("flower-supernode")
     _check_file(data, "table")
     if not re.fullmatch(r".+:\d+", link):
-        raise FederationError(
-            f"The --link must be the link's host and port, such as link.example.org:8000. Got {link!r} instead."
-        )
+        raise FederationError(f"The --link must be host and port, such as link.example.org:8000. Got {link!r} instead.")
     words = ["--superlink", link, "--port", str(_free_port() if port is None else port)]
     if insecure:
         words += ["--insecure"]
@@ -114,7 +112,9 @@ def deploy(settings: Mapping[str, Any], link: str) -> int:
         config, report = Path(folder) / "run.toml", Path(folder) / "report.json"
         config.write_text(_toml(run_config({**given, "report": str(report)})), encoding="utf-8")
         command = [program, "run", str(APP), link, "--stream", "--run-config", str(config)]
-        with _started(command) as process:
+        # An error in one line, and each line at once, not when the buffer of a pipe is full.
+        environment = {**_environment(), "COLUMNS": "500", "PYTHONUNBUFFERED": "1"}
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
             try:
                 for line in process.stdout or ():
                     story.hear(line.rstrip("\n"))
@@ -186,12 +186,6 @@ def _not_taken(link: str, said: str) -> FederationError:
     return FederationError(f"The link {link!r} did not take the run: {said[-150:].rstrip('.')}.")
 
 
-def _started(command: list[str]) -> subprocess.Popen[str]:
-    # An error in one line; and each line when it is said, not when a pipe's buffer is full.
-    environment = {**_environment(), "COLUMNS": "500", "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
 def _toml(values: Mapping[str, Any]) -> str:
     """Flat TOML; a JSON scalar is one of TOML's too."""
     return "".join(f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in values.items() if value is not None)
@@ -238,6 +232,5 @@ def _check_secret(path: Path) -> Path:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])

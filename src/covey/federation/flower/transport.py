@@ -1,4 +1,4 @@
-"""Letters over Flower's Grid: one message a site, the letter as one bytes value in it.
+"""Encoded messages over Flower's Grid: one Flower message for each site, with the encoded message as one bytes value in it.
 
 Sites are named by the operator, at ``flwr supernode register KEY.pub LINK --name NAME``. On a link that authenticates nobody
 the nodes are asked for their names instead. Replies are matched by the message they reply to, since Flower's own error
@@ -16,12 +16,14 @@ from flwr.serverapp import Grid
 from covey.errors import FederationError, listing
 from covey.federation.wire.transport import Failure, Reason
 
-LETTER, WHO = "train.covey", "query.covey"  # the types of our messages: to be answered by the site, by its node
-RECORD = "covey"  # the record of a message that is ours
+ASK, WHO = "train.covey", "query.covey"  # Flower's types of our messages: for the site, for its node
+RECORD = "covey"  # name of our record in a Flower message
 
 _PAUSE = 0.2  # seconds between looks for replies; Flower's own loop sleeps 3
-_MARGIN = 10.0  # seconds that a letter outlives our patience, so that it is we who say it is late, not Flower that it is gone
-_PATIENCE_FOR_NAMES = 120.0  # seconds; an idle node looks for letters every 3 seconds and starts a process for each
+_MARGIN = (
+    10.0  # seconds that a message outlives the timeout, so that covey reports a late reply before Flower drops the message
+)
+_PATIENCE_FOR_NAMES = 120.0  # seconds; an idle node looks for messages every 3 seconds and starts a process for each
 
 _REASONS: dict[int, tuple[Reason, str]] = {
     1: ("failed", "covey could not be loaded there; install covey[flower] at the site"),
@@ -49,26 +51,26 @@ class FlowerTransport:
     def __init__(self, grid: Grid, *, named: bool = True) -> None:
         self._grid = grid
         self._named = named
-        self._names: dict[int, str] = {}  # as nodes gave them, by node id
+        self._names: dict[int, str] = {}  # names that nodes gave themselves, by node id
 
     def sites(self) -> tuple[str, ...]:
         return tuple(sorted(self._nodes()))
 
-    def exchange(self, letters: Mapping[str, bytes], timeout: float) -> dict[str, bytes | Failure]:
+    def exchange(self, messages: Mapping[str, bytes], timeout: float) -> dict[str, bytes | Failure]:
         nodes = self._nodes()
-        replies: dict[str, bytes | Failure] = {name: Failure("gone", "it is not connected") for name in letters}
-        messages = {
+        replies: dict[str, bytes | Failure] = {name: Failure("gone", "it is not connected") for name in messages}
+        carried = {
             name: Message(
-                RecordDict({RECORD: ConfigRecord({"letter": letter, "site": name})}),
+                RecordDict({RECORD: ConfigRecord({"message": message, "site": name})}),
                 dst_node_id=nodes[name],
-                message_type=LETTER,
+                message_type=ASK,
                 ttl=timeout + _MARGIN,
             )
-            for name, letter in letters.items()
+            for name, message in messages.items()
             if name in nodes
         }
-        answers = self._carry(messages, timeout)
-        return replies | {name: _read(message, timeout) for name, message in answers.items()}
+        answers = self._carry(carried, timeout)
+        return replies | {name: _read(reply, timeout) for name, reply in answers.items()}
 
     def _nodes(self) -> dict[str, int]:
         """Node ids by site name."""
@@ -77,14 +79,11 @@ class FlowerTransport:
             return _by_name(self._ask([info.node_id for info in infos]))
         nameless = [info.node_id for info in infos if not info.name]
         if nameless:
-            raise FederationError(
-                f"The node {nameless[0]} is connected but was registered without a name; "
-                "unregister it and register its key with --name, or say --insecure if this link authenticates nobody."
-            )
+            raise FederationError(f"Node {nameless[0]} was registered without a name; register its key again with --name.")
         return _by_name({info.node_id: info.name for info in infos})
 
     def _ask(self, nodes: list[int]) -> dict[int, str]:
-        """Names as the nodes tell them; each is asked once."""
+        """Names that the nodes give themselves; each node is asked once."""
         unknown = {
             str(node): Message(RecordDict(), dst_node_id=node, message_type=WHO, ttl=_PATIENCE_FOR_NAMES)
             for node in nodes
@@ -116,9 +115,7 @@ class FlowerTransport:
 def _by_name(names: Mapping[int, str]) -> dict[str, int]:
     twice = sorted({name for name in names.values() if [*names.values()].count(name) > 1})
     if twice:
-        raise FederationError(
-            f"Two connected nodes have the same name: {listing(twice)}; stop one of them, or name it otherwise."
-        )
+        raise FederationError(f"Two connected nodes have the same name: {listing(twice)}; stop or rename one of them.")
     return {name: node for node, name in names.items()}
 
 
@@ -128,7 +125,7 @@ def _read(reply: Message | None, timeout: float) -> bytes | Failure:
     if reply.has_error():
         return Failure(*_REASONS.get(reply.error.code, ("failed", f"Flower reports error {reply.error.code}")))
     record = reply.content.config_records.get(RECORD, ConfigRecord())
-    letter, refusal = record.get("letter"), record.get("refusal")
-    if isinstance(letter, bytes):
-        return letter
-    return Failure("refused", str(refusal)) if refusal else Failure("failed", "its reply holds no letter")
+    encoded, refusal = record.get("message"), record.get("refusal")
+    if isinstance(encoded, bytes):
+        return encoded
+    return Failure("refused", str(refusal)) if refusal else Failure("failed", "its reply is empty")

@@ -1,1 +1,1 @@
-"""The operator: what sites agree on, the coordinator, a whole run and its report."""
+"""The operator's side: settings, the agreement of the sites, exchanges with them, a run and its report."""

@@ -1,133 +1,266 @@
-"""What the coordinator makes of what sites say of their tables: what they have in common, and who does not fit."""
+"""How the sites of a run agree on one problem: they describe their tables, join the run, and send their first sums.
+
+A site that does not fit the others, or the operator's lists, is refused by name before the fit begins.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import polars as pl
 
 from covey._typing import Anything
 from covey._version import __version__
 from covey.errors import DataError, FederationError, listing
-from covey.federation.operator.members import Members
-from covey.federation.wire.agreement import Agree, Privacy, Profile, SiteTotals, formula_of
-from covey.federation.wire.ids import in_order, plain_ids, revive
-from covey.losses import Loss
+from covey.federation.operator.exchanges import Exchanges, SiteLost, total_of, unlike_most
+from covey.federation.operator.journal import Halted
+from covey.federation.operator.settings import RunSettings
+from covey.federation.privacy.differential import check_delta
+from covey.federation.privacy.masking import check_roster
+from covey.federation.wire.codec import ids_from_json, ids_to_json, in_order
+from covey.federation.wire.messages import Agree, DrawSalt, Hello, Joined, Profile, SealedSalts, SiteTotals, formula_of
 from covey.problem.problem import Classes, Problem, Schema
+from covey.tables.scaling import Scale
+from covey.tree.hierarchy import Hierarchy
 
 
-def agree(
-    profiles: Mapping[str, Profile],
-    draft: Problem,
-    categories: Mapping[str, Iterable[Any]],
-    members: Members,
-    private: Privacy | None = None,
-) -> tuple[Problem, Agree]:
-    """What sites have in common; one that does not fit the others, or the operator's list, is refused by name.
+@dataclass(frozen=True)
+class Agreement:
+    """What all sites agreed on, and their first sums.
 
-    In a private run sites do not say which categories and classes they have: the operator's lists are all there is.
+    Attributes
+    ----------
+    problem : the problem that all sites solve, in the units of the table
+    agreed : the message that was sent to them
+    totals : numbers of clients and rows of each cluster, over all sites
+    tree : the clusters; clients have numbers in place of ids
+    scale : how terms are standardised, if they are
     """
+
+    problem: Problem
+    agreed: Agree
+    totals: SiteTotals
+    tree: Hierarchy
+    scale: Scale | None
+
+
+class SetUp:
+    """The set-up of a run and of each new start of it.
+
+    Parameters
+    ----------
+    exchanges : exchanges with the sites
+    draft : the problem, without the categories and clusters of the sites
+    settings : settings of the run
+    """
+
+    def __init__(self, exchanges: Exchanges, draft: Problem, settings: RunSettings) -> None:
+        self.profiles: dict[str, Profile] = {}  # also of lost sites, whose sums are in earlier totals
+        self._exchanges, self._draft, self._settings = exchanges, draft, settings
+        self._rosters: list[tuple[str, ...]] = []
+
+    def agree(self) -> Agreement:
+        """Let all sites of the roster agree on the problem; this starts a new epoch of the run."""
+        draft, settings, exchanges = self._draft, self._settings, self._exchanges
+        exchanges.begin_epoch()
+        hello = Hello(__version__, draft.to_json(), settings.secure, settings.private)
+        profiles: dict[str, Profile] = exchanges.ask(hello, lambda replies: _checked(replies, Profile), changes=False)
+        self.profiles |= profiles
+        problem, agreed = _common_problem(profiles, draft, settings)
+        salts: dict[str, str] = {}
+        if settings.secure:
+            check_spread(profiles)
+            agreed = replace(agreed, keys={site: profile.key for site, profile in profiles.items()})
+            salts = self._sealed_salts(agreed)
+        else:
+            agreed = replace(agreed, salt=exchanges.journal.head["salt"])
+        joined, totals = self._join(agreed, salts)
+        if _sites_with_same_tag(_tags(joined)) and draft.spec.nested and not problem.spec.nested:
+            # Two sites have the same ids, and the formula says that ids in different clusters are different clients.
+            problem = replace(problem, spec=replace(problem.spec, nested=True))
+            agreed = replace(agreed, problem=problem.to_json())
+            exchanges.begin_epoch()
+            joined, totals = self._join(agreed, salts)
+        check_tags(_tags(joined))
+        for site, hashes in joined.items():
+            if hashes.pairs is not None:
+                nested, salt = bool(problem.spec.nested), exchanges.journal.head["salt"]
+                settings.members.check_clients(site, hashes.pairs, nested, salt)
+        return self._agreement(problem, agreed, totals)
+
+    def check_left(self, left: tuple[str, ...]) -> None:
+        """Under masks, refuse to continue if the totals of all starts together would show the sums of one site.
+
+        This holds for all its sums, and for those of one cluster or one category.
+        """
+        if not (self._settings.secure and self._rosters):
+            return
+        try:
+            check_roster(self._rosters, left)  # the sites check the same
+            for have in map(set, _owners(self.profiles).values()):
+                if have & set(left):
+                    check_roster([have & set(roster) for roster in self._rosters], have & set(left))
+        except FederationError as problem:
+            raise Halted(str(problem)) from None
+
+    def _sealed_salts(self, agreed: Agree) -> dict[str, str]:
+        """Under masks one site draws the key of the tags; by site, the name of that site and the sealed key."""
+        maker = self._exchanges.roster[0]
+        reply = self._exchanges.ask(
+            DrawSalt(agreed.keys), lambda replies: _checked(replies, SealedSalts), sites=(maker,), changes=False
+        )
+        return {site: f"{maker}:{text}" for site, text in reply[maker].sealed.items()}
+
+    def _join(self, agreed: Agree, salts: Mapping[str, str]) -> tuple[dict[str, Joined], SiteTotals]:
+        """Send every site the agreed problem; the hashes of each site, and the totals."""
+        roster, secure = self._exchanges.roster, self._settings.secure
+        self._rosters.append(roster)
+
+        def gather(replies: dict[str, Any]) -> tuple[dict[str, Any], SiteTotals]:
+            parts = {
+                site: body if isinstance(body, tuple) and len(body) == 2 else (body, None) for site, body in replies.items()
+            }
+            joined = _checked({site: first for site, (first, _) in parts.items()}, Joined)
+            sums = {site: second for site, (_, second) in parts.items()}
+            if not secure:
+                for site, found in _checked(sums, SiteTotals).items():
+                    _check_announced(site, agreed, self.profiles[site], found)
+            return joined, total_of(sums, roster, secure=secure)
+
+        message = {site: replace(agreed, salt=salts.get(site, "")) for site in roster} if secure else agreed
+        joined, totals = self._exchanges.ask(message, gather)
+        return joined, totals
+
+    def _agreement(self, problem: Problem, agreed: Agree, totals: SiteTotals) -> Agreement:
+        clients = int(totals.clients.sum())
+        if self._settings.private is None:
+            problem.loss.check_total(float(totals.response.floats()))
+        else:
+            check_delta(self._settings.delta, clients)
+        ptr = np.concatenate([[0], np.cumsum(totals.clients)])
+        tree = Hierarchy(ptr, pl.Series(np.arange(clients)), agreed.cluster_ids())
+        scale = None
+        if totals.moments is not None:
+            scale = Scale.of(totals.moments, int(totals.rows.sum()), problem.terms)
+            problem = problem.scaled(scale)
+        return Agreement(problem, agreed, totals, tree, scale)
+
+
+def _checked(replies: dict[str, Any], kind: type) -> dict[str, Any]:
+    """Replies, each of which is of this kind."""
+    for site, body in replies.items():
+        if not isinstance(body, kind):
+            raise SiteLost({site: f"sent a {type(body).__name__} in place of a {kind.__name__}, before the fit"})
+    return replies
+
+
+def _check_announced(site: str, agreed: Agree, profile: Profile, found: SiteTotals) -> None:
+    """Refuse clients in clusters that are not in the profile of a site, and so were not checked against the allow-list."""
+    if found.clients.shape != (len(agreed.clusters),):
+        raise SiteLost({site: "joined with sums of another shape"})
+    announced = set(profile.clusters)
+    for at in np.flatnonzero(found.clients).tolist():
+        if agreed.clusters[at] not in announced:
+            cluster = agreed.clusters[at]
+            raise Halted(f"Site {site!r} has clients of cluster {cluster!r}, which it did not name; start a new run.")
+
+
+# What the sites have in common
+
+
+def _common_problem(profiles: Mapping[str, Profile], draft: Problem, settings: RunSettings) -> tuple[Problem, Agree]:
+    """The problem that fits the tables of all sites, and the message about it.
+
+    In a private run the sites do not send their categories and classes, so the operator must list them.
+    """
+    categories, private = settings.categories or {}, settings.private
     for site, profile in profiles.items():
         if profile.version != __version__:
-            raise FederationError(
-                f"Site {site!r} runs covey {profile.version} and the coordinator {__version__}; install the same version."
-            )
-        members.check_clusters(site, profile.clusters)
+            raise FederationError(f"Site {site!r} has covey {profile.version}, the coordinator {__version__}; use one version.")
+        settings.members.check_clusters(site, profile.clusters)
     _check_kinds(profiles)
     spec, (_, response) = draft.spec, formula_of(draft)
     first, two_classes = next(iter(profiles.values())), draft.loss.two_classes
     columns = tuple(first.kinds)
+    factors = [name for name in columns if first.kinds[name] == "categories"]
     if private is not None:
-        _check_listed([response] * two_classes + [c for c in columns if first.kinds[c] == "categories"], categories)
-    levels = {name: _levels(name, profiles, categories) for name in columns if first.kinds[name] == "categories"}
+        for name in [response] * two_classes + factors:
+            if name not in categories:
+                example = "{" + f'"{name}": ["...", "..."]' + "}"
+                raise FederationError(
+                    f"A private run needs a list of all values of column {name!r}; give categories {example}."
+                )
+    levels = {name: _levels(name, profiles, categories) for name in factors}
     classes = None
     if two_classes:
         listed = {"the operator": replace(first, classes=tuple(categories.get(response, ())))}
         classes = Classes.of(np.array(_classes(profiles if private is None else listed)))
     nested = any(profile.repeated for profile in profiles.values()) if spec.nested else spec.nested
     problem = draft.agree(Schema(columns, levels, classes, nested, spec.offset is not None))
-    clusters = revive({each for profile in profiles.values() for each in profile.clusters}, first.ids["cluster"]).sort()
-    ids, sites = tuple(plain_ids(clusters)), tuple(sorted(profiles))
-    return problem, Agree(problem.to_json(), ids, first.ids["cluster"], sites, {}, "", private, bool(members.clients))
+    cluster_kind = first.ids["cluster"]
+    clusters = ids_from_json({cluster for profile in profiles.values() for cluster in profile.clusters}, cluster_kind).sort()
+    ids, sites, listed_clients = tuple(ids_to_json(clusters)), tuple(sorted(profiles)), bool(settings.members.clients)
+    return problem, Agree(problem.to_json(), ids, cluster_kind, sites, {}, "", private, listed_clients)
 
 
-def owners(profiles: Mapping[str, Profile]) -> dict[tuple[str, Any], list[str]]:
-    """The sites that have each cluster and each category, by which sums are told apart."""
+def _owners(profiles: Mapping[str, Profile]) -> dict[tuple[str, Any], list[str]]:
+    """The sites that have each cluster and each category."""
     found: dict[tuple[str, Any], list[str]] = {}
     for site, profile in profiles.items():
-        named = [("clusters", each) for each in profile.clusters]
-        named += [(f"categories of {name!r}", each) for name, levels in profile.levels.items() for each in levels]
-        for each in named:
-            found.setdefault(each, []).append(site)
+        named = [("clusters", cluster) for cluster in profile.clusters]
+        named += [(f"categories of {name!r}", level) for name, levels in profile.levels.items() for level in levels]
+        for value in named:
+            found.setdefault(value, []).append(site)
     return found
 
 
 def check_spread(profiles: Mapping[str, Profile]) -> None:
-    """Under masks, refuse a cluster or category that one site has alone: the total over sites would be that site's own sum."""
-    found = owners(profiles)
+    """Under masks, refuse a cluster or category that one site has alone: its total would be the sum of that site."""
+    found = _owners(profiles)
     alone = [(what, value, sites[0]) for (what, value), sites in found.items() if len(sites) == 1]
     if alone:
         what, value, site = alone[0]
-        many = sum(each[0] == what for each in alone), sum(each[0] == what for each in found)
-        raise FederationError(
-            f"{many[0]} of {many[1]} {what} are at one site only, such as {value!r} at {site!r}: masks would hide nothing "
-            "there, the total being the site's own; choose such that sites share, or leave out --secure."
-        )
+        many = f"{sum(other[0] == what for other in alone)} of {sum(other[0] == what for other in found)} {what}"
+        raise FederationError(f"{many} are at one site only, such as {value!r} at {site!r}: masks hide nothing; omit --secure.")
 
 
-def shared(found: Mapping[str, Anything]) -> list[tuple[str, str]]:
-    """Pairs of sites that have the same tag."""
-    sites = list(found)
-    whose = np.repeat(np.arange(len(sites)), [len(found[site]) for site in sites])
-    rows = np.concatenate([found[site] for site in sites])
+def _tags(joined: Mapping[str, Joined]) -> dict[str, Anything]:
+    return {site: hashes.tags for site, hashes in joined.items()}
+
+
+def _sites_with_same_tag(tags: Mapping[str, Anything]) -> list[tuple[str, str]]:
+    """Pairs of sites that have the same tag, one pair for each such tag."""
+    sites = list(tags)
+    owner = np.repeat(np.arange(len(sites)), [len(tags[site]) for site in sites])
+    rows = np.concatenate([tags[site] for site in sites])
     order = np.lexsort(rows.T)
     same = np.flatnonzero((rows[order[1:]] == rows[order[:-1]]).all(axis=1))
-    return [(sites[whose[order[at]]], sites[whose[order[at + 1]]]) for at in same.tolist()]
+    return [(sites[owner[order[at]]], sites[owner[order[at + 1]]]) for at in same.tolist()]
 
 
-def check_tags(found: Mapping[str, Anything]) -> None:
+def check_tags(tags: Mapping[str, Anything]) -> None:
     """Refuse a client that two sites have."""
-    same = shared(found)
+    same = _sites_with_same_tag(tags)
     if same:
         one, two = sorted(same[0])
-        both = len({tuple(each) for each in found[one].tolist()} & {tuple(each) for each in found[two].tolist()})
+        both = len({tuple(tag) for tag in tags[one].tolist()} & {tuple(tag) for tag in tags[two].tolist()})
         many = f"{both} clients" if both > 1 else "A client"
-        raise FederationError(
-            f"{many} with the same id at sites {one!r} and {two!r}; a client belongs to one site: give each site's clients "
-            "ids of their own, or remove the copy."
-        )
-
-
-def check_totals(found: SiteTotals, loss: Loss) -> None:
-    """Refuse responses from which nothing can be learned."""
-    loss.check_total(float(found.response.floats()))
-
-
-def apart_from_most(values: Mapping[str, Any]) -> list[str]:
-    """Sites whose value is not that of most of them; all of them, if no value is that of most.
-
-    >>> apart_from_most({"north": "numbers", "south": "text", "west": "numbers"}), apart_from_most({"north": 1, "south": 2})
-    (['south'], ['north', 'south'])
-    """
-    often = Counter(values.values())
-    usual = [value for value, times in often.items() if times == max(often.values())]
-    return [site for site, value in values.items() if len(usual) > 1 or value != usual[0]]
+        raise FederationError(f"{many} with the same id at sites {one!r} and {two!r}; give them different ids, or remove one.")
 
 
 def _check_kinds(profiles: Mapping[str, Profile]) -> None:
-    """All sites' columns, ids and responses must be of the kinds that most of them have."""
+    """Refuse a site whose columns, ids or response have another type than those of most sites."""
     words = {"client": "ids of clients are", "cluster": "ids of clusters are", "response": "response is"}
     compared = {
-        words[name]: {site: profile.ids.get(name, "missing") for site, profile in profiles.items()}
-        for name in next(iter(profiles.values())).ids
+        text: {site: profile.ids.get(name, "missing") for site, profile in profiles.items()} for name, text in words.items()
     }
     for name in sorted({name for profile in profiles.values() for name in profile.kinds}):
         compared[f"column {name!r} holds"] = {site: profile.kinds.get(name, "missing") for site, profile in profiles.items()}
     for what, kinds in compared.items():
-        odd = apart_from_most(kinds)
+        odd = unlike_most(kinds)
         if not odd:
             continue
         others = [site for site in kinds if kinds[site] != kinds[odd[0]]]
@@ -136,58 +269,38 @@ def _check_kinds(profiles: Mapping[str, Profile]) -> None:
 
 
 def _levels(name: str, profiles: Mapping[str, Profile], categories: Mapping[str, Iterable[Any]]) -> list[Any]:
-    met = {site: set(profile.levels.get(name, ())) for site, profile in profiles.items()}
+    """The categories of a column in one order: the operator's list, or else those of all sites."""
+    orders = {site: list(profile.levels.get(name, ())) for site, profile in profiles.items()}
     if name in categories:
         listed = list(categories[name])
-        for site, own in met.items():
-            odd = sorted(own - set(listed), key=repr)
+        for site, order in orders.items():
+            odd = sorted(set(order) - set(listed), key=repr)
             if odd:
+                allowed = f"the operator's list {listing(listed, 5)}; correct it, or add it"
                 raise FederationError(
-                    f"At site {site!r} column {name!r} has the category {odd[0]!r}, which is not in the operator's list "
-                    f"{listing(listed, 5)}; correct it there, or add it to the list."
+                    f"At site {site!r} column {name!r} has the category {odd[0]!r}, which is not in {allowed}."
                 )
         return listed
-    orders = [list(profile.levels.get(name, ())) for profile in profiles.values()]
-    if all(own == in_order(own) for own in orders):
-        return in_order(set().union(*met.values()))
-    merged = _merged(orders)  # a table of pandas gives its categories an order of its own
-    if merged is None:
-        raise FederationError(
-            f"The sites have the categories of column {name!r} in different orders; give one with --categories."
-        )
-    return merged
-
-
-def _merged(orders: Sequence[Sequence[Any]]) -> list[Any] | None:
-    """One order that keeps all of these; None if they contradict each other."""
-    left, merged = [list(own) for own in orders if own], list[Any]()
-    while left:
-        heads = in_order({own[0] for own in left})
-        free = [each for each in heads if not any(each in own[1:] for own in left)]
+    if all(order == in_order(order) for order in orders.values()):
+        return in_order(set().union(*orders.values()))
+    left, merged = [order for order in orders.values() if order], list[Any]()
+    while left:  # categories of pandas have an order of their own: find one that agrees with those of all sites
+        heads = in_order({order[0] for order in left})
+        free = [head for head in heads if not any(head in order[1:] for order in left)]
         if not free:
-            return None
+            raise FederationError(f"Sites have the categories of column {name!r} in different orders; give --categories.")
         merged.append(free[0])
-        left = [rest for own in left if (rest := [each for each in own if each != free[0]])]
+        left = [rest for order in left if (rest := [level for level in order if level != free[0]])]
     return merged
-
-
-def _check_listed(names: Iterable[str], categories: Mapping[str, Iterable[Any]]) -> None:
-    for name in names:
-        if name not in categories:
-            raise FederationError(
-                f"In a private run the operator lists what column {name!r} may hold, since what occurs tells of rows; give "
-                "categories, as {" + f'"{name}": ["...", "..."]' + "}."
-            )
 
 
 def _classes(profiles: Mapping[str, Profile]) -> tuple[Any, ...]:
-    found = in_order({each for profile in profiles.values() for each in profile.classes or ()})
+    """The two classes of a binary response over all sites."""
+    found = in_order({value for profile in profiles.values() for value in profile.classes or ()})
     if len(found) == 1:
         raise DataError(f"The response has one class only, {found[0]!r}, at all sites; a classifier needs rows of two classes.")
     if len(found) > 2:
         usual = max((profile.classes or () for profile in profiles.values()), key=[p.classes for p in profiles.values()].count)
         odd = next((site for site, profile in profiles.items() if not set(profile.classes or ()) <= set(usual)), "?")
-        raise FederationError(
-            f"The sites' responses have {len(found)} classes, {listing(found, 5)}, of two at most; look at site {odd!r} first."
-        )
+        raise FederationError(f"The responses have {len(found)} classes, {listing(found, 5)}, not two; look at site {odd!r}.")
     return tuple(found)

@@ -1,68 +1,55 @@
-"""The coordinator: the sites of one run as a network, as solvers ask it."""
+"""The coordinator: all sites of one run as a network, to which solvers send messages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from covey.federation.operator.exchanges import Exchanges
-from covey.federation.operator.journal import Entry, Exchange, Journal
-from covey.federation.operator.opening import Opened, Opening
-from covey.federation.operator.replies import SiteLost, total_of
+from covey.federation.operator.agreement import Agreement, SetUp
+from covey.federation.operator.exchanges import Exchanges, SiteLost, total_of
+from covey.federation.operator.journal import Entry
 from covey.federation.operator.settings import RunSettings
-from covey.federation.wire.agreement import Agree, Deliver, SiteTotals
-from covey.federation.wire.transport import Transport
+from covey.federation.wire.messages import Deliver
 from covey.losses import Loss
 from covey.nodes.network import Arrived, Batch, Message, Network, Phase, Standardise
 from covey.problem.problem import Problem
-from covey.tables.scaling import Scale
 from covey.tree.hierarchy import Hierarchy
 
 
 class Federation(Network):
-    """The sites of one run.
+    """The sites of one run as a network.
 
-    A transport waits for all replies to a letter, so :meth:`send` only puts a message in a queue and :meth:`collect` carries
-    the queue out: one exchange after the other, each with the sites that have clients of the message's cells. A message
-    without a reply travels with the next one that has a reply.
+    A transport waits for the replies of all sites. So :meth:`send` only puts a message into a queue, and :meth:`collect`
+    carries out the queue, one exchange after the other, each with the sites that have clients of the message's cells. A message
+    without a reply travels with the next message that has one.
 
     Parameters
     ----------
-    transport : the way to the sites
-    roster : who takes part
-    draft : what is fitted
-    journal : where exchanges are written down
-    settings : what the operator decides
-    say : called with what is being done, for a live line
+    exchanges : exchanges with the sites, the roster and the epoch
+    draft : the problem, without the categories and clusters of the sites
+    settings : settings of the run
+
+    Attributes
+    ----------
+    agreement : what the sites agreed on, after :meth:`open`
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        roster: Sequence[str],
-        draft: Problem,
-        journal: Journal,
-        settings: RunSettings,
-        say: Callable[[str], None] = lambda _: None,
-    ) -> None:
-        self.draft, self.settings, self.journal = draft, settings, journal
-        self._exchanges = Exchanges(transport, roster, journal, settings, say)
-        self._opening = Opening(self._exchanges, draft, settings)
-        self._opened: Opened
+    def __init__(self, exchanges: Exchanges, draft: Problem, settings: RunSettings) -> None:
+        self.exchanges, self.draft, self.settings = exchanges, draft, settings
+        self.agreement: Agreement
+        self._setup = SetUp(exchanges, draft, settings)
         self._queue: list[Message[Any]] = []
-        self._held: tuple[Message[Any], ...] = ()
+        self._held: tuple[Message[Any], ...] = ()  # messages without a reply, for the next exchange
         self._phase: Phase | None = None
-
-    # As a network
 
     @property
     def tree(self) -> Hierarchy:
-        return self._opened.tree
+        return self.agreement.tree
 
     @property
     def terms(self) -> tuple[str, ...]:
-        return self.problem.terms
+        return self.agreement.problem.terms
 
     @property
     def loss(self) -> Loss:
@@ -83,86 +70,46 @@ class Federation(Network):
         finally:
             self._phase = before
 
-    # As a run
-
-    @property
-    def problem(self) -> Problem:
-        """What all sites agreed to solve."""
-        return self._opened.problem
-
-    @property
-    def agreed(self) -> Agree:
-        """What all sites agreed on."""
-        return self._opened.agreed
-
-    @property
-    def totals(self) -> SiteTotals:
-        """The first sums, over all sites."""
-        return self._opened.totals
-
-    @property
-    def scale(self) -> Scale | None:
-        """How terms are standardised, if they are."""
-        return self._opened.scale
-
-    @property
-    def roster(self) -> tuple[str, ...]:
-        """Who takes part."""
-        return self._exchanges.roster
-
-    @property
-    def starts(self) -> int:
-        """How often the run has begun."""
-        return self._exchanges.epoch + 1
-
-    @property
-    def exchanges(self) -> tuple[Exchange, ...]:
-        """Each, with its cost."""
-        return tuple(self._exchanges.made)
-
     def open(self) -> None:
-        """Let all sites of the roster agree; a new epoch of the run, if there was one before."""
+        """Let all sites of the roster agree on the problem; this starts a new epoch of the run."""
         self._queue, self._held = [], ()
-        self._opened = self._opening.open()
-        if self.scale is not None:
-            self.ask(Standardise(self.scale))
+        self.agreement = self._setup.agree()
+        if self.agreement.scale is not None:
+            self.ask(Standardise(self.agreement.scale))
 
     def leave_out(self, lost: SiteLost) -> None:
-        """Go on without some sites, from the next :meth:`open` on; a run that is taken up later does the same."""
-        left = tuple(site for site in self.roster if site not in lost.sites)
-        self._opening.check_left(left)
+        """Continue without some sites after the next :meth:`open`; a run that continues from the journal does the same."""
+        left = tuple(site for site in self.exchanges.roster if site not in lost.sites)
+        self._setup.check_left(left)
         if not lost.in_journal:
-            self.journal.add(Entry({}, lost=lost.sites))
-        self._exchanges.roster = left
+            self.exchanges.journal.add(Entry({}, lost=lost.sites))
+        self.exchanges.roster = left
 
     def deliver(self, body: Deliver) -> None:
-        """Send every site the upper levels, so that it writes its clients' models."""
+        """Send every site the upper levels, from which it writes its clients' models."""
         if self._held:
             held, self._held = Batch(self._held), ()
-            self._exchanges.ask(held, self._total, phase="finish")
-        self._exchanges.ask(body, lambda _: None)
+            self.exchanges.ask(held, self._total, phase="finish")
+        self.exchanges.ask(body, lambda _: None)
 
     def _carry_out(self, message: Message[Any]) -> Any:
-        """One exchange, with what waited for it; the sum of the replies."""
+        """One exchange, with the messages that were held for it; the sum of the replies."""
         if not message.reply:
             self._held = (*self._held, message)
             return None
-        whom, held = self._concerned(message), self._held
+        sites, held = self._concerned(message), self._held
         self._held = ()
-        return self._exchanges.ask(_together(held, message), self._total, whom=whom, phase=self._phase)
+        together = Batch((*held, message)) if held else message
+        return self.exchanges.ask(together, self._total, sites=sites, phase=self._phase)
 
     def _total(self, replies: dict[str, Any]) -> Any:
-        return total_of(replies, self.roster, secure=self.settings.secure)
+        return total_of(replies, self.exchanges.roster, secure=self.settings.secure)
 
     def _concerned(self, message: Message[Any]) -> tuple[str, ...]:
-        """The sites that a message has work for; all of them under masks, which would not cancel, and with what was held."""
-        cells = message.cells
+        """The sites that have work to do; all sites, if masks must cancel or a held message goes to all of them."""
+        roster, cells = self.exchanges.roster, message.cells
         if cells is None or self.settings.secure or self._held:
-            return self.roster
-        busy = {cluster for cluster, concerned in zip(self.agreed.clusters, cells.tolist(), strict=True) if concerned}
-        profiles = self._opening.profiles
-        return tuple(site for site in self.roster if not busy.isdisjoint(profiles[site].clusters)) or self.roster
-
-
-def _together(held: tuple[Message[Any], ...], message: Message[Any]) -> Message[Any]:
-    return Batch((*held, message)) if held else message
+            return roster
+        clusters = self.agreement.agreed.clusters
+        busy = {cluster for cluster, concerned in zip(clusters, cells.tolist(), strict=True) if concerned}
+        return tuple(site for site in roster if not busy.isdisjoint(self._setup.profiles[site].clusters)) or roster

@@ -1,188 +1,301 @@
-"""Exchanges with the sites of a run, over any transport: one letter to each site concerned, one reply from each.
+"""Exchanges with the sites of a run over any transport: one message to each site concerned, and one reply from each.
 
-Replies are matched by run, epoch and exchange. What may go wrong, and what then happens:
+This module decides that a site is lost. What can go wrong, and what happens then:
 
-    no reply, or late          the same letter again, ``retries`` times; a site answers twice with the same bytes
-    a reply to another letter  is not read; as if there were none
-    a site without its memory  gets all letters of this epoch again, and goes on
-    NaN, or a wrong shape      the site is lost: its numbers are never added
-    a site that is lost        :class:`~.replies.SiteLost`; the run stops, or begins anew as another epoch without it
-    the coordinator dies       run again, it goes on from its journal
+    no reply, or a late one       the same message is sent again, ``retries`` times; a site answers it with the same bytes
+    a reply to another message    is ignored, as if there were no reply
+    a site without its state      gets all messages of this epoch again, and continues
+    NaN, or a wrong shape         the site is lost; its numbers are never added to those of others
+    a site is lost                :class:`SiteLost`; the run stops, or starts again without it as another epoch
+    the coordinator is killed     the same command continues from the journal
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import reduce
+from operator import add
 from typing import Any
 
+import numpy as np
+
+from covey._typing import Ints
 from covey.errors import FederationError
-from covey.federation.operator.journal import Entry, Exchange, Journal
-from covey.federation.operator.replies import SiteLost, Unusable, read
+from covey.exact import Exact
+from covey.federation.operator.journal import Entry, Exchange, Halted, Journal
 from covey.federation.operator.settings import RunSettings
-from covey.federation.wire.agreement import Agree
-from covey.federation.wire.letters import Letter
+from covey.federation.privacy.masking import unmask
+from covey.federation.wire.codec import Envelope, Refusal, join
+from covey.federation.wire.messages import Agree
 from covey.federation.wire.transport import Failure, Transport
 from covey.nodes.network import Batch, Message, Phase
-from covey.records import decode, encode
+from covey.records import RecordError, decode, encode, outline
 
 Gather = Callable[[dict[str, Any]], Any]
-"""What is made of the replies, by site; it is written to the journal in place of them."""
+"""Combines the replies of the sites; the journal holds the result in place of the replies."""
 
 
-class Halted(FederationError):  # noqa: N818 - an event, of which an error is only one outcome
-    """The run cannot go on as things are; once they are put right it can, from its journal."""
+class SiteLost(FederationError):  # noqa: N818 - an event
+    """Sites that do not reply, or send unusable replies; ``in_journal`` if the run has continued without them before."""
+
+    def __init__(self, sites: Mapping[str, str], *, in_journal: bool = False) -> None:
+        self.sites, self.in_journal = dict(sites), in_journal
+        why = "; ".join(f"{site!r} {reason}" for site, reason in self.sites.items())
+        super().__init__(f"Lost {'site' if len(self.sites) == 1 else 'sites'} {why}.")
 
 
+@dataclass
 class Exchanges:
-    """The exchanges of one run, each written down before the next begins.
+    """The exchanges of one run. Each is in the journal before the next begins.
 
     Parameters
     ----------
-    transport : the way to the sites
-    roster : who takes part
-    journal : where exchanges are written down
-    settings : how long to wait, and how often to ask again
-    say : called with what is being done, for a live line
+    transport : connection to the sites
+    roster : sites that take part
+    journal : where exchanges are written
+    settings : how long to wait for a reply, and how often to ask again
+    say : called with a line about the current step
 
     Attributes
     ----------
-    made : each exchange, with its cost
-    epoch : how often the run has begun, from 0
+    made : all exchanges, with their costs
+    epoch : how often the run has started again
     """
 
-    def __init__(
-        self, transport: Transport, roster: Sequence[str], journal: Journal, settings: RunSettings, say: Callable[[str], None]
-    ) -> None:
-        self.roster = tuple(sorted(roster))
-        self.journal = journal
-        self.made: list[Exchange] = []
-        self.epoch = -1
-        self._transport, self._settings, self._say = transport, settings, say
-        self._sent: list[Entry] = []  # of this epoch, those that change nodes
-        self._last: dict[str, int] = {}  # of these the last to each site
+    transport: Transport
+    roster: tuple[str, ...]
+    journal: Journal
+    settings: RunSettings
+    say: Callable[[str], None] = lambda _: None
+    made: list[Exchange] = field(default_factory=list)
+    epoch: int = -1
+
+    def __post_init__(self) -> None:
+        self.roster = tuple(sorted(self.roster))
 
     def begin_epoch(self) -> None:
         self.epoch += 1
-        self._sent, self._last = [], {}
+        self._sent: list[Entry] = []  # exchanges of this epoch that change nodes
+        self._last: dict[str, int] = {}  # the last of these to each site
 
     def ask(
         self,
         message: Message[Any] | Mapping[str, Message[Any]],
         gather: Gather,
         *,
-        whom: tuple[str, ...] | None = None,
+        sites: tuple[str, ...] | None = None,
         phase: Phase | None = None,
         changes: bool = True,
     ) -> Any:
-        """One exchange, as the journal has it or over the transport: what ``gather`` makes of the replies.
+        """One exchange, from the journal or over the transport; returns what ``gather`` makes of the replies.
 
         Parameters
         ----------
-        message : the same for all, or one for each site
-        whom : the sites concerned; by default all
-        phase : what it is for, if not what the message declares
-        changes : whether it changes nodes, so that a site that lost its memory needs it again
+        message : the same for all sites, or one for each
+        sites : sites concerned; by default the whole roster
+        phase : purpose of the exchange, if not the one that the message declares
+        changes : whether it changes nodes, so that a site without its state needs it again
         """
-        letters = self._letters(message, self.roster if whom is None else whom)
-        declared = next(iter(message.values())) if isinstance(message, Mapping) else message
-        declared = declared.messages[-1] if isinstance(declared, Batch) else declared
-        about = Exchange(declared.label, phase or declared.phase, declared.second, 0, 0, 0, 0.0)
+        sites = self.roster if sites is None else sites
+        by_site = message if isinstance(message, Mapping) else dict.fromkeys(sites, message)
+        # Sites that had the same exchange before this one get the same bytes.
+        encoded: dict[tuple[int, int], bytes] = {}
+        messages = {site: self._encoded(by_site[site], self._last.get(site, -1), encoded) for site in sites}
         entry = self.journal.next()
         if entry is None:
-            entry = self._carry(about, letters, gather)
+            entry = self._carry_out(by_site[sites[0]], phase, messages, gather)
             self.journal.add(entry)
         if entry.lost is not None or entry.exchange is None:
             raise SiteLost(entry.lost or {}, in_journal=True)
-        if entry.letters != letters:
-            raise self.journal.foreign("letters")
+        if entry.messages != self._compact(messages):
+            raise self.journal.foreign("messages")
         if changes:
-            self._last |= {site: len(self._sent) for site in self.roster if entry.to(site) is not None}
+            self._last |= dict.fromkeys(messages, len(self._sent))
             self._sent.append(entry)
         self.made.append(entry.exchange)
         return decode(entry.total)
 
-    def _letters(self, message: Message[Any] | Mapping[str, Message[Any]], whom: tuple[str, ...]) -> dict[str, bytes]:
-        """By site; one for all of them, if all of them get it and had the one before."""
-        after = {site: self._last.get(site, -1) for site in whom}
-        if isinstance(message, Mapping):
-            return {site: self._letter(each, after[site]) for site, each in message.items()}
-        letters = {last: self._letter(message, last) for last in set(after.values())}
-        if whom == self.roster and len(letters) == 1:
-            return {"": letters[after[whom[0]]]}
-        return {site: letters[last] for site, last in after.items()}
+    def _encoded(self, body: Message[Any], after: int, encoded: dict[tuple[int, int], bytes]) -> bytes:
+        if (id(body), after) not in encoded:
+            envelope = Envelope(self.journal.head["run"], self.epoch, len(self._sent), body, after=after)
+            encoded[id(body), after] = encode(envelope)
+        return encoded[id(body), after]
 
-    def _letter(self, body: Message[Any], after: int) -> bytes:
-        return encode(Letter(self.journal.head["run"], self.epoch, len(self._sent), body, after=after))
+    def _compact(self, messages: dict[str, bytes]) -> dict[str, bytes]:
+        """Messages as the journal has them: one under the empty name, if the whole roster gets the same bytes."""
+        first = messages[next(iter(messages))]
+        same = len(messages) == len(self.roster) and all(message is first for message in messages.values())
+        return {"": first} if same else messages
 
-    def _carry(self, about: Exchange, letters: dict[str, bytes], gather: Gather) -> Entry:
+    def _carry_out(self, message: Message[Any], phase: Phase | None, messages: dict[str, bytes], gather: Gather) -> Entry:
         """One exchange over the transport, with as many attempts as the settings allow."""
-        sites = self.roster if "" in letters else tuple(letters)
-        waiting = {site: letters[""] if "" in letters else letters[site] for site in sites}
-        replies: dict[str, Any] = {}
+        declared = message.messages[-1] if isinstance(message, Batch) else message
+        waiting, replies = dict(messages), dict[str, Any]()
         problems: dict[str, Unusable] = {}
-        start, up, down = time.perf_counter(), 0, 0
-        for attempt in range(1 + self._settings.retries):
+        start, traffic = time.perf_counter(), np.zeros(2, dtype=np.int64)
+        for attempt in range(1 + self.settings.retries):
             if attempt:
-                time.sleep(self._settings.pause)
-            again = "" if attempt == 0 else f", again to {len(waiting)}"
-            number, many = len(self.made) + 1, f"{len(sites)} of {len(self.roster)}"
-            self._say(f"exchange {number} ({about.label}) with {many} sites{again}")
-            came = self._transport.exchange(waiting, self._settings.timeout)
-            for site, letter in list(waiting.items()):
-                down, up = down + len(letter), up + _size(came.get(site))
-                found = read(letter, came.get(site))
-                if isinstance(found, Unusable):
-                    problems[site] = found
-                    continue
-                replies[site] = found.body
-                del waiting[site]
-            for site in waiting:
-                _check_final(site, problems[site])
-                last = problems[site].last_exchange
-                if last is not None:
-                    more = self._remind(site, last)
-                    down, up = down + more[0], up + more[1]
+                time.sleep(self.settings.pause)
+            again = f", again to {len(waiting)}" if attempt else ""
+            sites = f"{len(messages)} of {len(self.roster)} sites"
+            self.say(f"exchange {len(self.made) + 1} ({declared.label}) with {sites}{again}")
+            found = self._send(waiting, traffic)
+            replies |= {site: reply.body for site, reply in found.items() if isinstance(reply, Envelope)}
+            problems = {site: reply for site, reply in found.items() if isinstance(reply, Unusable)}
+            waiting = {site: messages[site] for site in problems}
+            for site, problem in problems.items():
+                _check_final(site, problem)
+                if problem.last_exchange is not None:
+                    self._repeat(site, problem.last_exchange, traffic)
             if not waiting:
                 break
         if waiting:
             raise SiteLost({site: problems[site].why for site in sorted(waiting)})
         seconds = time.perf_counter() - start
         total = gather({site: replies[site] for site in sorted(replies)})
-        return Entry(letters, encode(total), replace(about, sites=len(sites), down=down, up=up, seconds=seconds))
+        down, up = traffic.tolist()
+        about = Exchange(declared.label, phase or declared.phase, declared.second, len(messages), down, up, seconds)
+        return Entry(self._compact(messages), encode(total), about)
 
-    def _remind(self, site: str, last: int) -> tuple[int, int]:
-        """Send a site all letters after its last, for it to catch up; bytes down and up.
+    def _send(self, messages: Mapping[str, bytes], traffic: Ints) -> dict[str, Envelope | Unusable]:
+        """Send messages and read the replies; ``traffic`` counts the bytes down and up."""
+        came = self.transport.exchange(messages, self.settings.timeout)
+        for site, message in messages.items():
+            reply = came.get(site)
+            traffic += np.array([len(message), len(reply) if isinstance(reply, bytes) else 0])
+        return {site: read_reply(message, came.get(site)) for site, message in messages.items()}
 
-        It does not send its sums a second time; that its rows are the same as before it proves by their hash.
+    def _repeat(self, site: str, last: int, traffic: Ints) -> None:
+        """Send a site that has lost its state all messages after its ``last`` exchange.
+
+        The site does not send its sums a second time. It proves with their hash that its rows are the same as before.
         """
-        down = up = 0
         for entry in self._sent[last + 1 :]:
-            once = entry.to(site)
-            if once is None:
+            message = entry.to(site)
+            if message is None:
                 continue
-            asked = replace(decode(once), mute=True)
-            letter = encode(asked)
-            came = self._transport.exchange({site: letter}, self._settings.timeout)
-            down, up = down + len(letter), up + _size(came.get(site))
-            found = read(letter, came.get(site))
+            asked = replace(decode(message), mute=True)
+            found = self._send({site: encode(asked)}, traffic)[site]
             if isinstance(found, Unusable):
                 _check_final(site, found)
-                break  # it will be asked again, and lost if that does not help
+                break  # the site is asked again, and lost if that does not help
             if isinstance(asked.body, Agree) and found.body != decode(entry.total)[0][site].rows:
-                raise Halted(
-                    f"Site {site!r} has lost its memory of the run, and its table has changed since; put it back, or delete "
-                    "the journal to start anew."
-                )
-        return down, up
+                raise Halted(f"Site {site!r} has lost its state, and its table has changed since; delete the journal.")
+
+
+# Replies
+
+
+@dataclass(frozen=True)
+class Unusable:
+    """An unusable reply.
+
+    Attributes
+    ----------
+    why : the reason, in words that follow the name of the site
+    last_exchange : the last exchange of a site that has lost its state; else None
+    final : whether it is useless to ask again
+    """
+
+    why: str
+    last_exchange: int | None = None
+    final: bool = False
 
 
 def _check_final(site: str, problem: Unusable) -> None:
-    """What asking again cannot change stops the run, with the site's sentence."""
+    """Stop the run, with the site's sentence, if it is useless to ask again."""
     if problem.final:
         raise Halted(f"Site {site!r}: {problem.why}")
 
 
-def _size(reply: bytes | Failure | None) -> int:
-    return len(reply) if isinstance(reply, bytes) else 0
+def read_reply(message: bytes, reply: bytes | Failure | None) -> Envelope | Unusable:
+    """The reply to a message, or why it cannot be used."""
+    if reply is None:
+        return Unusable("sent no reply")
+    if isinstance(reply, Failure):
+        return Unusable(f"did not answer ({reply.reason}: {reply.detail})")
+    try:
+        found = decode(reply)
+    except RecordError as problem:
+        return Unusable(f"sent bytes that cannot be read ({problem})")
+    if not isinstance(found, Envelope):
+        return Unusable("sent bytes that are not a reply")
+    if isinstance(found.body, Refusal):
+        refusal = found.body
+        return {
+            "behind": Unusable("has lost its state of the run", last_exchange=refusal.exchange),
+            "stale": Unusable(f"is ahead of the coordinator ({refusal.sentence}); start a new run"),
+            "broken": Unusable(f"failed while it answered ({refusal.sentence})"),
+        }.get(refusal.reason, Unusable(refusal.sentence, final=True))
+    asked = decode(message)
+    if (found.run, found.epoch, found.exchange) != (asked.run, asked.epoch, asked.exchange):
+        return Unusable(f"answered another message (exchange {found.exchange} of epoch {found.epoch})")
+    return found
+
+
+def total_of(replies: Mapping[str, Any], roster: Collection[str], *, secure: bool) -> Any:
+    """The sum over sites, in the order of their names; a reply that cannot be added makes its site lost."""
+    if all(body is None for body in replies.values()):
+        return None
+    _check_alike({site: _visible_part(site, body) for site, body in replies.items()} if secure else replies)
+    if not secure:
+        return reduce(add, replies.values())
+    skeleton = next(iter(replies.values()))[0]
+    reply, ones = join(skeleton, unmask({site: body[1] for site, body in replies.items()}, roster))
+    if ones != len(replies):
+        raise FederationError("The masks of the sites do not cancel; start a new run.")
+    return reply
+
+
+def unlike_most(values: Mapping[str, Any]) -> list[str]:
+    """Sites whose value is not the most frequent one; all sites, if several values are equally frequent.
+
+    >>> unlike_most({"north": "numbers", "south": "text", "west": "numbers"}), unlike_most({"north": 1, "south": 2})
+    (['south'], ['north', 'south'])
+    """
+    often = Counter(values.values())
+    usual = [value for value, times in often.items() if times == max(often.values())]
+    return [site for site, value in values.items() if len(usual) > 1 or value != usual[0]]
+
+
+def _check_alike(replies: Mapping[str, Any]) -> None:
+    """Refuse a reply with a number that is not finite, or of another form than the others."""
+    for site, reply in replies.items():
+        if _has_nonfinite(reply):
+            raise SiteLost({site: "sent a number that is not finite; look there at columns with very large values"})
+    odd = unlike_most({site: outline(reply) for site, reply in replies.items()})
+    if odd:
+        raise SiteLost(dict.fromkeys(odd, "sent a reply of another form or shape than the other sites"))
+
+
+def _visible_part(site: str, masked: Any) -> Any:
+    """What a masked reply shows: its form, and which of its numbers are not finite; the others are zero here."""
+    try:
+        skeleton, numbers = masked
+        return join(skeleton, Exact(np.zeros_like(numbers.limbs), numbers.size))
+    except (RecordError, AttributeError, KeyError, OverflowError, TypeError, ValueError):
+        raise SiteLost({site: "sent a masked reply that cannot be read"}) from None
+
+
+def _has_nonfinite(value: Any) -> bool:
+    """Whether a number is not finite that must be. A bound may be infinite, and so may the value after a step that is too long.
+
+    An exact sum that is not a number says so itself, and its solver explains it.
+    """
+    if isinstance(value, float):
+        return not np.isfinite(value)
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind == "f" and not np.isfinite(value).all()
+    if isinstance(value, tuple | list):
+        return any(_has_nonfinite(part) for part in value)
+    if isinstance(value, Exact) or not is_dataclass(value):
+        return False
+    for part in fields(value):
+        found = getattr(value, part.name)
+        free = part.metadata.get("least") or part.metadata.get("overflows")
+        if (isinstance(found, float) and np.isnan(found)) if free else _has_nonfinite(found):
+            return True
+    return False

@@ -1,35 +1,111 @@
-"""An operator's settings: as a run has them, and as a command line or a Flower run has them, by name."""
+"""Settings of a run, as the operator gives them on a command line or to Flower, and the allow-list of sites."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
-from covey.errors import FederationError, did_you_mean, listing
-from covey.federation.operator.members import Members
-from covey.federation.privacy.accounting import DELTA, privacy_of
-from covey.federation.wire.agreement import Privacy
-from covey.federation.wire.checks import check_number
-from covey.federation.wire.transport import Transport
+import polars as pl
+
+from covey._typing import Anything
+from covey.errors import DataError, FederationError, did_you_mean, listing, number, whole
+from covey.federation.privacy.differential import DELTA, privacy_of
+from covey.federation.wire.codec import client_tags, ids_to_json
+from covey.federation.wire.messages import Privacy
 from covey.fitting.fit import check_solver
 from covey.problem.problem import Problem, Spec, resolve
+from covey.tables.design import compose
+from covey.tables.rows import read_table
+from covey.tree.hierarchy import as_labels
+
+
+@dataclass(frozen=True)
+class Members:
+    """The operator's allow-list: which clusters and clients each site may contribute; empty, if there is no list.
+
+    Without a list, a site may contribute everything that no other site has.
+
+    Parameters
+    ----------
+    clusters : ids of the clusters of each site, as JSON has them
+    clients : for each site a table of ``cluster`` and ``client``; empty, if the list does not name clients
+    """
+
+    clusters: Mapping[str, frozenset[Any]] = field(default_factory=dict)
+    clients: Mapping[str, pl.DataFrame] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: str | Path | None) -> Members:
+        """From a file with the columns ``site``, ``cluster`` and optionally ``client``; None for no list."""
+        if path is None:
+            return cls()
+        table = read_table(path, ids=["cluster", "client"], text=["site"])
+        for name in ("site", "cluster"):
+            if name not in table.columns:
+                raise DataError(f"The list of members {str(path)!r} has no column {name!r}; it needs site and cluster.")
+        labels = {name: as_labels(table[name], name) for name in ("cluster", "client") if name in table.columns}
+        parts = {str(site): part for (site,), part in table.with_columns(**labels).group_by(["site"])}
+        clusters = {site: frozenset(ids_to_json(part["cluster"].drop_nulls())) for site, part in parts.items()}
+        if "client" not in labels:
+            return cls(clusters)
+        return cls(clusters, {site: part.select("cluster", "client").drop_nulls() for site, part in parts.items()})
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        return tuple(sorted(self.clusters))
+
+    def check_clusters(self, site: str, found: Iterable[Any]) -> None:
+        """Refuse a site that is not listed, or clusters that are not listed for it."""
+        if not self.clusters:
+            return
+        if site not in self.clusters:
+            raise FederationError(f"Site {site!r} is not in the operator's list; add it there, or do not let it in.")
+        foreign = [cluster for cluster in found if cluster not in self.clusters[site]]
+        if foreign:
+            listed = listing(sorted(self.clusters[site], key=repr), 4)
+            rows = f"rows of cluster {foreign[0]!r}, but the operator's list gives it {listed}"
+            raise FederationError(f"Site {site!r} has {rows}; correct the cluster column there, or the list.")
+
+    def check_clients(self, site: str, pairs: Anything, nested: bool, salt: str) -> None:
+        """Refuse pairs of cluster and client, given by their tags, that are not listed for a site."""
+        found = {tuple(pair) for pair in pairs.tolist()}
+        unknown = len(found - self._tags(site, nested, salt))
+        if not unknown:
+            return
+        for other in self.sites:
+            claimed = len(found & self._tags(other, nested, salt))
+            if other != site and claimed:
+                whose = f"{claimed} of the clients that the operator's list gives to site {other!r}"
+                raise FederationError(f"Site {site!r} claims {whose}; correct its client column, or the list.")
+        where = "that are not in the operator's list, or are there in another cluster"
+        raise FederationError(f"Site {site!r} has {unknown} clients {where}; correct its columns, or the list.")
+
+    def _tags(self, site: str, nested: bool, salt: str) -> set[Any]:
+        """Tags of the listed pairs of cluster and client, as the site itself computes them."""
+        if site not in self.clients:
+            return set()
+        part = self.clients[site]
+        clients = compose(part["cluster"], part["client"]) if nested else part["client"]
+        pairs = zip(ids_to_json(part["cluster"]), clients.to_list(), strict=True)
+        return {tuple(tag) for tag in client_tags(pairs, salt).tolist()}
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What the operator decides of a run.
+    """Settings of a run, beside the specification of the model.
 
     Attributes
     ----------
     timeout : seconds to wait for a reply
-    retries : how often a letter is sent again, each time after ``pause`` seconds
-    secure : whether sums are masked, so that only totals are seen here
-    categories : of columns, where a site may not have others
-    members : which clusters and clients each site may contribute
-    private, delta : how private the fit is to be, if it is, and with which probability that may fail
+    retries : how often a message is sent again, each time after ``pause`` seconds
+    secure : whether sums are masked, so that the coordinator sees totals only
+    categories : allowed categories by column
+    members : allow-list of clusters and clients by site
+    private, delta : differential privacy of the fit, if any, and the probability that it fails
     """
 
     timeout: float = 600.0
@@ -43,15 +119,22 @@ class RunSettings:
 
 
 DEFAULTS: dict[str, Any] = {"timeout": RunSettings.timeout, "retries": RunSettings.retries, "pause": 20.0, "wait": 60.0}
-"""What holds across machines unless an operator says otherwise, by ``flwr run`` and ``covey federate`` alike: seconds, but for
-``retries``; ``pause`` is what a site has to come back before it is asked again, ``wait`` what all have to connect at first.
+"""Defaults across machines, in seconds except for ``retries``. A site has ``pause`` seconds to come back before it is asked
+again. All sites have ``wait`` seconds to connect at first.
 """
 RUN_OPTIONS = (*DEFAULTS, "sites", "members", "categories", "secure", "epsilon", "delta", "clip", "rounds", "on_loss", "out")
 _BOOLEAN = ("secure", "fit_intercept", "standardize", "per_cluster", "tests", "nested", "james_stein")
+_SPEC = tuple(option.name for option in fields(Spec))
 
 
-def awaited(settings: Mapping[str, Any]) -> tuple[tuple[str, ...] | int, float]:
-    """Whom a run waits for, by name or by number, and for how many seconds; wrong settings are refused before it does."""
+def check_settings(settings: Mapping[str, Any]) -> tuple[tuple[str, ...] | int, float]:
+    """Refuse wrong settings before a run starts.
+
+    Returns
+    -------
+    (tuple of str or int, float)
+        The names or the number of the expected sites, and how many seconds to wait for them.
+    """
     given, run, draft = named(settings), run_settings_of(settings), resolve(spec_of(settings))
     check_solver(draft.spec)
     check_categories(run.categories, draft)
@@ -59,23 +142,22 @@ def awaited(settings: Mapping[str, Any]) -> tuple[tuple[str, ...] | int, float]:
 
 
 def named(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by name; what is empty is not set; an unknown name or a value out of range is refused.
+    """Settings by name, without empty ones; an unknown name or a value out of range is refused.
 
     >>> named({"formula": "y ~ x", "on-loss": "continue", "seed": ""})
     {'formula': 'y ~ x', 'on_loss': 'continue'}
     """
     given = {name.replace("-", "_"): value for name, value in settings.items() if not _is_empty(value)}
-    known = [*(each.name for each in fields(Spec)), *RUN_OPTIONS]
     for name in given:
-        if name not in known:
-            raise FederationError(f"There is no setting {name!r} of a run; {did_you_mean(name, known)}")
+        if name not in (*_SPEC, *RUN_OPTIONS):
+            raise FederationError(f"There is no setting {name!r} of a run; {did_you_mean(name, (*_SPEC, *RUN_OPTIONS))}")
     for name in _BOOLEAN:
         if not isinstance(given.get(name, False), bool):
             raise FederationError(f"The setting {name!r} must be true or false. Got {given[name]!r} instead.")
-    check_number("setting 'timeout', in seconds,", given.get("timeout", DEFAULTS["timeout"]), above=0)
-    for name in ("pause", "wait"):
-        check_number(f"setting {name!r}, in seconds,", given.get(name, DEFAULTS[name]), least=0)
-    check_number("setting 'retries'", given.get("retries", DEFAULTS["retries"]), least=0, whole=True)
+    number("timeout", given.get("timeout", DEFAULTS["timeout"]), above=0)
+    number("pause", given.get("pause", DEFAULTS["pause"]), least=0)
+    number("wait", given.get("wait", DEFAULTS["wait"]), least=0)
+    whole("retries", given.get("retries", DEFAULTS["retries"]))
     return given
 
 
@@ -84,31 +166,24 @@ def _is_empty(value: Any) -> bool:
 
 
 def spec_of(settings: Mapping[str, Any]) -> Spec:
-    """The specification among some settings."""
-    known = {each.name for each in fields(Spec)}
-    chosen = {name: value for name, value in named(settings).items() if name in known}
+    """The specification of the model among the settings."""
+    chosen = {name: value for name, value in named(settings).items() if name in _SPEC}
     if isinstance(chosen.get("vary"), str):
-        chosen["vary"] = [each.strip() for each in chosen["vary"].split(",")]
+        chosen["vary"] = [term.strip() for term in chosen["vary"].split(",")]
     return Spec(**chosen)
 
 
 def run_settings_of(settings: Mapping[str, Any]) -> RunSettings:
-    """What the operator decides, among some settings."""
+    """The settings of the run among the settings."""
     given = named(settings)
-    patience = {name: given.get(name, DEFAULTS[name]) for name in ("timeout", "retries", "pause")}
+    timeout, retries, pause = (given.get(name, DEFAULTS[name]) for name in ("timeout", "retries", "pause"))
+    categories, members = categories_of(given), Members.read(given.get("members"))
     private, delta = privacy_of(given, str(given.get("family", "gaussian")))
-    return RunSettings(
-        **patience,
-        secure=given.get("secure", False),
-        members=Members.read(given.get("members")),
-        categories=categories_of(given),
-        private=private,
-        delta=delta,
-    )
+    return RunSettings(timeout, retries, pause, given.get("secure", False), categories, members, private, delta)
 
 
 def categories_of(settings: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What columns may hold, by name: as a mapping, or as JSON in words."""
+    """The allowed categories by column, given as a mapping or as JSON text."""
     given = settings.get("categories")
     if not given:
         return None
@@ -116,51 +191,31 @@ def categories_of(settings: Mapping[str, Any]) -> Mapping[str, Any] | None:
         found = json.loads(given) if isinstance(given, str) else given
     except ValueError:
         found = None
-    if not (isinstance(found, Mapping) and all(isinstance(each, list | tuple) for each in found.values())):
-        raise FederationError(
-            f'The \'categories\' must be lists by column, as {{"zone": ["a", "b"]}}. Got {str(given)[:80]!r} instead.'
-        )
+    if not (isinstance(found, Mapping) and all(isinstance(values, list | tuple) for values in found.values())):
+        example = '{"zone": ["a", "b"]}'
+        raise FederationError(f"The 'categories' must be lists by column, as {example}. Got {str(given)[:80]!r} instead.")
     return found
 
 
 def check_categories(categories: Mapping[str, Any] | None, draft: Problem) -> None:
-    """Refuse categories of a column that the formula does not name."""
+    """Refuse categories of a column that is not in the formula."""
     factors = [] if draft.formula is None else draft.formula.factors
     words = [[each.expression] if each.kind == "lookup" else re.findall(r"[^\W\d]\w*", each.expression) for each in factors]
     columns = [name for found in words for name in found]
     for name in categories or {}:
         if name not in columns:
-            raise FederationError(
-                f"The 'categories' name a column {name!r} that is not in the formula; {did_you_mean(name, columns)}"
-            )
+            raise FederationError(f"The column {name!r} of 'categories' is not in the formula; {did_you_mean(name, columns)}")
 
 
 def expected_of(settings: Mapping[str, Any], members: Members) -> tuple[str, ...] | int:
-    """Who must take part: sites that are named, else those of the operator's list, else so many; one, if nothing is said."""
+    """The sites that must take part: those named in ``sites``, else those of the allow-list, else a number of sites (1)."""
     wanted, listed = settings.get("sites"), members.sites
     if isinstance(wanted, str) and not wanted.strip().isdigit():
         return tuple(dict.fromkeys(name for name in map(str.strip, wanted.split(",")) if name))
-    try:
-        number = None if _is_empty(wanted) else int(str(wanted))
-    except ValueError:
-        number = 0
-    if number is not None and number < 1:
+    if _is_empty(wanted):
+        return listed or 1
+    if not isinstance(wanted, int | str) or int(wanted) < 1:
         raise FederationError(f"The setting 'sites' must be how many there are, or their names: a,b,c. Got {wanted!r} instead.")
-    if listed and number not in (None, len(listed)):
-        raise FederationError(f"The setting 'sites' is {number}, and the list of members has {len(listed)}; leave out 'sites'.")
-    return listed or number or 1
-
-
-def roster_of(transport: Transport, settings: Mapping[str, Any], members: Members) -> tuple[str, ...]:
-    """Who takes part: the sites that are expected, all of which must be connected."""
-    present, expected = transport.sites(), expected_of(settings, members)
-    if isinstance(expected, int):
-        if not present:
-            raise FederationError("No site is connected; start their nodes first.")
-        if len(present) < expected:
-            raise FederationError(f"{len(present)} of {expected} sites are connected: {listing(present, 5)}; start the others.")
-        return present
-    missing = [site for site in expected if site not in present]
-    if missing:
-        raise FederationError(f"Sites {listing(missing, 5)} are not connected; start their nodes, or leave them off the list.")
-    return expected
+    if listed and int(wanted) != len(listed):
+        raise FederationError(f"The setting 'sites' is {wanted}, and the list of members has {len(listed)}; leave out 'sites'.")
+    return listed or int(wanted)

@@ -1,1 +1,1 @@
-"""Masks, differential privacy and its accounting."""
+"""Masks for secure aggregation, and differential privacy."""

@@ -1,1 +1,1 @@
-"""A site: its table, its node, its files, what it allows."""
+"""A site: its table, its policy, what it remembers of a run, and how it answers messages."""

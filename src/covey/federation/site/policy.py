@@ -1,23 +1,36 @@
-"""What a site allows: which columns may be asked about, how few clients a sum may have, and what may leave it in words."""
+"""What a site allows: which columns a fit may use, how few clients a sum may have, and how much privacy may be spent.
+
+A site counts by itself what its private runs have cost, and does not rely on the coordinator for it:
+
+    home/
+      privacy.json   every release of every run at this site, and the epsilon of all of them together
+"""
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from covey.errors import CoveyError, FederationError, FormulaError, ModelError, PenaltyError, SolverError, listing
-from covey.federation.wire.agreement import formula_of
+from covey.errors import CoveyError, FederationError, FormulaError, ModelError, PenaltyError, SolverError, listing, number
+from covey.federation.privacy.differential import DELTA, PlaceClients, ReleaseSums, spent
+from covey.federation.site.state import locked, write_file
+from covey.federation.wire.messages import Privacy, formula_of
 from covey.model.files import check_target
+from covey.nodes.network import Batch, Message, SetGamma
 from covey.problem.problem import Problem
 from covey.tables.rows import GroupedData
 
-MINIMUM = 3  # clients in a sum, unless the site says otherwise
+MINIMUM = 3  # clients in a sum, unless the site sets another minimum
 
-_OF_SETTINGS = (FederationError, FormulaError, PenaltyError, SolverError)  # errors that are not about rows
+_ABOUT_SETTINGS = (FederationError, FormulaError, PenaltyError, SolverError)  # errors that are not about rows
+_ABOUT_SCHEMA = ("There is no column", "The table has no rows", "There is no file")  # nor are those that begin so
 
 
 @dataclass(frozen=True)
@@ -26,10 +39,11 @@ class Policy:
 
     Parameters
     ----------
-    minimum : clients that each sum that leaves the site must have
-    client, columns : the column of its clients, and all columns that may be asked about, as they are; None for any
-    secure : whether it sends sums under masks only
-    share_row_errors : whether sentences about its rows may leave it; in a simulation they may
+    minimum : least number of clients in each sum that leaves the site
+    client : column of its clients; None for any
+    columns : allow-list of columns, to be used as they are and not in expressions; None for any
+    secure : whether it sends masked sums only
+    share_row_errors : whether errors about its rows may leave the site; true in a simulation
     """
 
     minimum: int = MINIMUM
@@ -39,44 +53,32 @@ class Policy:
     share_row_errors: bool = False
 
     def check_problem(self, problem: Problem) -> None:
-        """Refuse columns that the site does not let be asked about, and other clients than it has."""
+        """Refuse columns that are not on the allow-list, and another client column."""
         spec, (formula, _) = problem.spec, formula_of(problem)
         if self.client is not None and spec.client != self.client:
             raise FederationError(f"The clients of this site are in column {self.client!r}, not {spec.client!r}.")
         if self.columns is None:
             return
         for factor in formula.factors:
-            if factor.kind != "lookup":  # an expression could pick out single rows
-                raise FederationError(
-                    f"This site answers about columns as they are, not about {factor.expression!r}; leave it out."
-                )
+            if factor.kind != "lookup":  # an expression could select single rows
+                raise FederationError(f"This site answers about columns as they are, not about {factor.expression!r}.")
         named = {factor.expression for factor in formula.factors}
         named |= {name for name in (spec.client, spec.cluster, spec.weights, spec.offset) if name is not None}
         foreign = sorted(named - {*self.columns, self.client})
         if foreign:
-            raise FederationError(
-                f"This site does not answer about column {foreign[0]!r}; ask about {listing(self.columns, 8)}."
-            )
-
-    def check_secure(self, secure: bool) -> None:
-        """Refuse sums that are not masked, if the site sends no others."""
-        if self.secure and not secure:
-            raise FederationError("This site sends its sums under masks only; run it with --secure.")
+            raise FederationError(f"This site does not answer about column {foreign[0]!r}; use {listing(self.columns, 8)}.")
 
     def check_clusters(self, data: GroupedData) -> None:
-        """Refuse to send sums over fewer clients than the minimum."""
+        """Refuse sums over fewer clients than the minimum."""
         sizes = data.hierarchy.sizes
         few = np.flatnonzero((sizes > 0) & (sizes < self.minimum))
         if len(few):
-            j = int(few[0])
-            raise FederationError(
-                f"There are fewer clients of cluster {data.hierarchy.cluster_ids[j]!r} here than the {self.minimum} that this "
-                "site wants in each sum it sends; lower its minimum, or leave the cluster out."
-            )
+            cluster = f"{data.hierarchy.cluster_ids[int(few[0])]!r} has fewer than {self.minimum} clients here"
+            raise FederationError(f"The cluster {cluster}; lower the site's minimum, or leave the cluster out.")
 
-    def sentence(self, problem: CoveyError, home: Path | None) -> str:
-        """What may leave the site of an error: one about rows names clients and values, so it stays in the site's own log."""
-        if self.share_row_errors or isinstance(problem, _OF_SETTINGS) or _of_schema(problem):
+    def public_sentence(self, problem: CoveyError, home: Path | None) -> str:
+        """The sentence about an error that may leave the site; one that names clients or values goes to the site's log only."""
+        if self.share_row_errors or isinstance(problem, _ABOUT_SETTINGS) or str(problem).startswith(_ABOUT_SCHEMA):
             return str(problem)
         print(f"covey: {problem}", file=sys.stderr)
         if home is not None:
@@ -84,18 +86,126 @@ class Policy:
         return "Its table cannot be used as it is; the site's own log (refusal.txt in its home) says which column and row."
 
 
-def check_models(folder: Path | None) -> None:
-    """Refuse a folder for models that holds other things; which ones stays in the site's own log."""
+def check_model_folder(folder: Path | None) -> None:
+    """Refuse a folder for models that holds other files; the site's log says which."""
     try:
         if folder is not None:
             check_target(folder)
     except ModelError as problem:
         print(f"covey: {problem}", file=sys.stderr)
-        raise FederationError(
-            "The folder for its clients' models holds other things or cannot be written; the site's own log says more."
-        ) from None
+        raise FederationError("The site's folder for models holds other things or cannot be written; see its log.") from None
 
 
-def _of_schema(problem: CoveyError) -> bool:
-    """Whether a sentence is about what columns there are, and not about what is in them."""
-    return str(problem).startswith(("There is no column", "The table has no rows", "There is no file"))
+@dataclass
+class Budget:
+    """How much epsilon a site may spend, and how much it has spent.
+
+    Parameters
+    ----------
+    run : the most epsilon for one run; None for no limit. A site with a limit refuses runs without differential privacy
+    total : the most epsilon for all runs together; None for no limit
+    delta : the delta of these limits, whatever the operator's is
+    file : keeps the releases over runs and restarts; None keeps them in this object
+    releases : noise and exchanges of the releases by start of a run, if there is no file
+    """
+
+    run: float | None = None
+    total: float | None = None
+    delta: float = DELTA
+    file: Path | None = None
+    releases: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], home: Path) -> Budget:
+        """From the settings ``epsilon``, ``epsilon_total`` and ``delta`` of a node."""
+        given = {name: settings.get(name) for name in ("epsilon", "epsilon_total", "delta")}
+        limits = {name: number(name, value, above=0) for name, value in given.items() if value not in (None, "")}
+        return cls(limits.get("epsilon"), limits.get("epsilon_total"), limits.get("delta", DELTA), home / "privacy.json")
+
+    def admit(self, privacy: Privacy | None, run: str, epoch: int) -> None:
+        """Refuse a run that would cost too much, before anything is sent."""
+        if privacy is None:
+            if self.run is not None or self.total is not None:
+                most = f"epsilon {self.total if self.run is None else self.run:g} at most (delta {self.delta:g})"
+                raise FederationError(f"This site answers only under differential privacy, with {most}; give an epsilon.")
+            return
+        start = f"{run}.{epoch}"
+        releases = {name: entry for name, entry in self._read().items() if name != start}
+        self._check(run, releases | {start: {"noise": privacy.noise, "exchanges": range(privacy.rounds)}})
+
+    def remember(self, privacy: Privacy, run: str, epoch: int, rows: str, *, again: bool) -> None:
+        """Keep a digest of the rows of a run; with ``again``, check that they are still the same."""
+        with self._locked():
+            releases = self._read()
+            entry = releases.setdefault(f"{run}.{epoch}", {"noise": privacy.noise, "exchanges": []})
+            if again and entry.get("rows") != rows:
+                raise FederationError(
+                    "This site has lost its state of a private run, or its table has changed; start a new run."
+                )
+            entry["rows"] = rows
+            self._write(releases)
+
+    def charge(self, privacy: Privacy, run: str, epoch: int, exchange: int) -> None:
+        """Count one release, on disk before it is sent; refuse to make it twice, or more releases than were agreed."""
+        with self._locked():
+            releases = self._read()
+            entry = releases.setdefault(f"{run}.{epoch}", {"noise": privacy.noise, "exchanges": []})
+            entry["noise"] = min(entry["noise"], privacy.noise)  # of two agreements, the one that costs more
+            if exchange in entry["exchanges"]:
+                raise FederationError(f"This site has answered exchange {exchange} before and lost its reply; start a new run.")
+            if len(entry["exchanges"]) >= privacy.rounds:
+                raise FederationError(f"This site agreed to {privacy.rounds} releases and has made them; start a new run.")
+            entry["exchanges"].append(exchange)
+            self._check(run, releases)
+            self._write(releases)
+
+    def spent(self) -> float:
+        """The epsilon of all releases that this site has made."""
+        return self._cost(self._read())
+
+    def _cost(self, releases: Mapping[str, Any]) -> float:
+        return spent([(entry["noise"], len(entry["exchanges"])) for entry in releases.values()], self.delta)
+
+    def _check(self, run: str, releases: Mapping[str, Any]) -> None:
+        """Refuse releases that cost more than this site allows."""
+        of_run = {name: entry for name, entry in releases.items() if name.startswith(f"{run}.")}
+        for what, most, made in (("for one run", self.run, of_run), ("for all runs", self.total, releases)):
+            if most is not None and (cost := self._cost(made)) > most:
+                limit = f"to {cost:.4g} (delta {self.delta:g}), but it allows {most:g} at most"
+                raise FederationError(f"This would bring the site's epsilon {what} {limit}; start the run with less epsilon.")
+
+    def _locked(self) -> AbstractContextManager[None]:
+        """Two runs at once must not both add to the same count."""
+        return locked(None if self.file is None else self.file.parent, "privacy.lock")
+
+    def _read(self) -> dict[str, Any]:
+        if self.file is None:
+            return {name: {**entry, "exchanges": list(entry["exchanges"])} for name, entry in self.releases.items()}
+        if not self.file.exists():
+            return {}
+        try:
+            found: dict[str, Any] = json.loads(self.file.read_text())["releases"]
+        except (OSError, ValueError, KeyError, TypeError):
+            raise FederationError("The site's privacy.json is damaged, so its spent epsilon is unknown; restore it.") from None
+        return found
+
+    def _write(self, releases: dict[str, Any]) -> None:
+        self.releases = releases
+        if self.file is not None:
+            document = {"epsilon": self._cost(releases), "delta": self.delta, "releases": releases}
+            write_file(self.file, json.dumps(document, indent=2).encode())
+
+
+def releases_sums(message: Message[Any], privacy: Privacy | None) -> bool:
+    """Whether a message asks for sums with noise; a private run refuses messages that it does not need."""
+    if privacy is None or isinstance(message, SetGamma | PlaceClients):
+        return False
+    if isinstance(message, Batch):
+        released = [releases_sums(part, privacy) for part in message.messages]  # checks every part
+        return any(released)
+    if not isinstance(message, ReleaseSums):
+        raise FederationError(f"This run is private: a site does not answer {message.label!r} in it.")
+    if (message.noise, message.clip) != (privacy.noise, privacy.clip):
+        asked, agreed = (f"noise {each.noise:g} and clip {each.clip:g}" for each in (message, privacy))
+        raise FederationError(f"The message asks for {asked}, but the sites agreed on {agreed}; start a new run.")
+    return True

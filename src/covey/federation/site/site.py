@@ -1,19 +1,21 @@
-"""A site: it answers letters from its own table, by what it allows.
+"""A site: it answers messages from its own table, as far as its policy allows.
 
-It answers each exchange once, in order. Asked the same again it sends the same bytes; asked for an exchange it is not at, it
-says where it is. Between two letters it may be put aside: all it needs is in its home folder, which nobody else can read.
+A site answers the exchanges of a run in order, and each one once. If the same message comes again, it sends the same bytes
+again. If a message belongs to another exchange, it refuses and says at which exchange it is. Between two messages the process
+may end: all that the site needs is in its home folder, which only its owner can read.
 
     home/
-      runs/      what it remembers of a run that is under way
-      model/     the models of its own clients, once a run has ended; they do not leave the site
+      runs/      what it remembers of each run
+      model/     the models of its own clients, after a run; they do not leave the site
 """
 
 from __future__ import annotations
 
 import hashlib
+import secrets
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,97 +23,96 @@ import numpy as np
 
 import covey.fitting.fit  # noqa: F401 - registers the messages of the likelihood
 from covey import __version__
-from covey.errors import CoveyError, FederationError, did_you_mean
-from covey.federation.privacy.sweeps import Draw
-from covey.federation.site.budget import Budget, releases
-from covey.federation.site.masks import joined_under_masks, masked, public_key, sealed_salts, with_key, with_salt
-from covey.federation.site.models import keep_model
-from covey.federation.site.policy import MINIMUM, Policy, check_models
-from covey.federation.site.runs import RunStore, SiteRun
-from covey.federation.site.table import check_design, counts, grouped, joined, profile_of, redacted, rows_digest, totals
-from covey.federation.wire.agreement import Agree, Deliver, DrawSalt, Hello, Joined, Profile, SealedSalts, SiteMessage
-from covey.federation.wire.checks import check_number
-from covey.federation.wire.letters import Letter, Refusal
+from covey.errors import CoveyError, FederationError, did_you_mean, whole
+from covey.federation.privacy.differential import Draw
+from covey.federation.privacy.masking import Keys, check_roster, mask, open_sealed, pair_secret, seal
+from covey.federation.site.policy import MINIMUM, Budget, Policy, check_model_folder, releases_sums
+from covey.federation.site.state import RunStore, SiteRun, locked
+from covey.federation.site.table import check_design, grouped, joined, profile_of, rows_digest, totals
+from covey.federation.wire.codec import Envelope, Refusal, split
+from covey.federation.wire.messages import Agree, Deliver, DrawSalt, Hello, Joined, Profile, SealedSalts, SiteMessage
+from covey.model.files import save_model
+from covey.model.model import Fitted, Model, assemble
 from covey.nodes.network import Batch, Message, Node, threads_for
+from covey.objective.objective import Penalty
 from covey.problem.problem import Problem, Spec
 from covey.records import decode, encode
 from covey.solvers.registry import load_all
+from covey.solvers.result import Convergence, Fit
 from covey.tables.rows import GroupedData, read_table
 from covey.tables.scaling import Scale
+from covey.variance.columns import node_learned
+from covey.variance.components import Components, Whole
 
 load_all()  # registers the messages of all solvers
 
 Read = Callable[[Spec], Any]
-"""How a site reads its table, once it knows which columns hold ids."""
+"""Reads a site's table; the specification says which columns hold ids."""
 
 SETTINGS = ("data", "home", "minimum", "client", "columns", "secure", "epsilon", "epsilon_total", "delta")
-"""Of a node, by name."""
+"""Names of the settings of a node."""
 
 
+@dataclass
 class Site:
     """One site.
 
     Parameters
     ----------
-    name : what the operator calls it
-    read : how it reads its table
+    name : the name that the operator gave it
+    read : reads its table
     policy : what it allows
-    home : folder for what it remembers; None keeps it in this object, for simulation
-    models : folder for its clients' models; by default in its home
-    budget : what it lets itself spend of its clients' privacy, and has spent
-    draw : where noise comes from; None is the system's randomness, and only simulations have another
+    home : folder for its state; None keeps the state in this object, for simulation
+    models : folder for its clients' models; by default ``home/model``
+    budget : how much epsilon it may spend, and has spent
+    draw : source of the noise; None is the system's randomness. Only simulations use another
     """
 
-    def __init__(
-        self,
-        name: str,
-        read: Read,
-        policy: Policy | None = None,
-        *,
-        home: Path | None = None,
-        models: Path | None = None,
-        budget: Budget | None = None,
-        draw: Draw | None = None,
-    ) -> None:
-        self.name, self.policy, self.home = name, Policy() if policy is None else policy, home
-        self.models = home / "model" if models is None and home is not None else models
-        self.budget = Budget() if budget is None else budget
-        self._read, self._draw = read, draw
-        self._runs = RunStore(home)
-        self._nodes: dict[str, Node] = {}
-        self._problems: dict[str, Problem] = {}
+    name: str
+    read: Read
+    policy: Policy = field(default_factory=Policy)
+    home: Path | None = None
+    models: Path | None = None
+    budget: Budget = field(default_factory=Budget)
+    draw: Draw | None = None
 
-    def answer(self, letter: bytes) -> bytes:
-        """The reply to one letter; what goes wrong is in it, in words that hold no data."""
+    def __post_init__(self) -> None:
+        if self.models is None and self.home is not None:
+            self.models = self.home / "model"
+        self._runs = RunStore(self.home)
+        self._nodes: dict[str, tuple[Node, Problem]] = {}
+
+    def answer(self, message: bytes) -> bytes:
+        """The reply to one encoded message. An error is part of the reply, in a sentence that holds no data."""
         asked = None
         try:
-            asked = decode(letter)
-            if not isinstance(asked, Letter):
-                raise FederationError("This is not a letter from a coordinator.")
+            asked = decode(message)
+            if not isinstance(asked, Envelope):
+                raise FederationError("These bytes are not the envelope of a message from a coordinator.")
             _check_message(asked.body)
-            with self._runs.lock():
-                return self._answer(asked, letter)
+            with locked(self.home):
+                return self._answer(asked, message)
         except CoveyError as problem:
-            return encode(_refusal(asked, Refusal("data", self.policy.sentence(problem, self.home))))
-        except Exception as problem:  # a fault of the program; its own words could hold values of rows, so they stay here
+            return encode(_refused(asked, Refusal("data", self.policy.public_sentence(problem, self.home))))
+        except Exception as problem:  # an error of the program; its text could hold values of rows, so it stays here
             traceback.print_exc()
-            return encode(_refusal(asked, Refusal("broken", f"{type(problem).__name__} in covey {__version__}")))
+            return encode(_refused(asked, Refusal("broken", f"{type(problem).__name__} in covey {__version__}")))
 
     def node(self, run: str) -> Node:
-        """The node of a run, as it stands; for simulation and tests."""
-        return self._nodes[run]
+        """The node of a run, for simulation and tests."""
+        return self._nodes[run][0]
 
-    def _answer(self, asked: Letter, letter: bytes) -> bytes:
+    def _answer(self, asked: Envelope, message: bytes) -> bytes:
         if isinstance(asked.body, Hello):
             return encode(replace(asked, body=self._introduce(asked, asked.body)))
         if isinstance(asked.body, DrawSalt):
             return encode(replace(asked, body=self._draw_salt(asked, asked.body)))
-        run, digest = self._runs.load(asked.run), hashlib.sha256(letter).hexdigest()
+        run, digest = self._runs.load(asked.run), hashlib.sha256(message).hexdigest()
         if (asked.epoch, asked.exchange) == (run.epoch, run.exchange) and run.digest == digest:
             return run.reply
         refusal = _out_of_step(asked, run)
         if refusal is not None:
-            return encode(_refusal(asked, refusal))
+            return encode(_refused(asked, refusal))
         reply: Any
         if isinstance(asked.body, Agree):
             run, reply = self._join(asked, asked.body, run)
@@ -120,144 +121,147 @@ class Site:
         else:
             run, reply = self._work(asked, run)
         sent = encode(replace(asked, body=_receipt(reply) if asked.mute else reply))
-        # A letter that fails has left everything as it was; this one has not failed.
+        # Only a message that succeeds changes the state of the run.
         self._runs.save(asked.run, replace(run, epoch=asked.epoch, exchange=asked.exchange, digest=digest, reply=sent))
         return sent
 
     # Before the fit
 
-    def _introduce(self, asked: Letter, hello: Hello) -> Profile:
+    def _introduce(self, asked: Envelope, hello: Hello) -> Profile:
         if hello.version != __version__:
             raise FederationError(f"This site runs covey {__version__}, the coordinator {hello.version}; install the same.")
         self.budget.admit(hello.private, asked.run, asked.epoch)
-        draft = _received(hello.problem)
+        draft = Problem.from_json(hello.problem)
         self.policy.check_problem(draft)
-        check_models(self.models)  # before the fit, not after it
-        self.policy.check_secure(hello.secure)
+        check_model_folder(self.models)  # before the fit, not after it
+        if self.policy.secure and not hello.secure:
+            raise FederationError("This site sends its sums under masks only; run it with --secure.")
         run = self._runs.load(asked.run)
         if hello.secure:
-            run = with_key(run)
+            run = replace(run, key=run.key or Keys.fresh().private.hex())
             self._runs.save(asked.run, run)
-        key = public_key(run) if hello.secure else ""
-        profile = profile_of(self._read(draft.spec), draft, key, self.policy.minimum)
-        return profile if hello.private is None else redacted(profile)
+        key = _public_key(run) if hello.secure else ""
+        return profile_of(self.read(draft.spec), draft, key, self.policy.minimum, private=hello.private is not None)
 
-    def _draw_salt(self, asked: Letter, wanted: DrawSalt) -> SealedSalts:
-        run = with_salt(self._runs.load(asked.run))
+    def _draw_salt(self, asked: Envelope, wanted: DrawSalt) -> SealedSalts:
+        run = self._runs.load(asked.run)
+        run = replace(run, salt=run.salt or secrets.token_hex(16))
         self._runs.save(asked.run, run)
-        return sealed_salts(self.name, asked.run, run, wanted.keys)
+        return _sealed_salts(self.name, asked.run, run, wanted.keys)
 
-    def _join(self, asked: Letter, agreed: Agree, run: SiteRun) -> tuple[SiteRun, Any]:
+    def _join(self, asked: Envelope, agreed: Agree, run: SiteRun) -> tuple[SiteRun, Any]:
         if self.name not in agreed.roster:
             raise FederationError(f"Site {self.name!r} is not on the roster of this run.")
         self.budget.admit(agreed.private, asked.run, asked.epoch)
-        problem = _received(agreed.problem)
+        problem = Problem.from_json(agreed.problem)
         self.policy.check_problem(problem)
         check_design(problem)
         if (run.key or self.policy.secure) and not agreed.keys:
             raise FederationError("This run began under masks, and goes on under masks or not at all; start a new run.")
         if agreed.keys:
-            run = joined_under_masks(self.name, asked.run, run, agreed)
-        data = grouped(self._read(problem.spec), problem, agreed.cluster_ids())
+            run = _join_masked_run(self.name, asked.run, run, agreed)
+        data = grouped(self.read(problem.spec), problem, agreed.cluster_ids())
         self.policy.check_clusters(data)
         run = replace(run, agreed=agreed, rows=rows_digest(data), node=None, rosters=(*run.rosters, agreed.roster))
         if agreed.private is not None:
             self.budget.remember(agreed.private, asked.run, asked.epoch, run.rows, again=asked.mute)
-        self._nodes[asked.run], self._problems[asked.run] = self._fresh_node(data, problem), problem
-        first = totals(data, standardize=problem.spec.standardize) if agreed.private is None else counts(data)
-        shown = joined(data, run.salt if agreed.keys else agreed.salt, agreed, run.rows)
-        return run, (shown, masked(self.name, asked, run, first))
+        self._nodes[asked.run] = self._new_node(data, problem), problem
+        first = totals(data, standardize=problem.spec.standardize, private=agreed.private is not None)
+        hashes = joined(data, run.salt if agreed.keys else agreed.salt, agreed, run.rows)
+        return run, (hashes, _masked(self.name, asked, run, first))
 
     # The fit
 
-    def _work(self, asked: Letter, run: SiteRun) -> tuple[SiteRun, Any]:
-        """What the node does with a message; if that fails, the node is as it was."""
-        node = self._node(asked.run, run)
+    def _work(self, asked: Envelope, run: SiteRun) -> tuple[SiteRun, Any]:
+        """Let the node answer a message; if that fails, the node stays as it was."""
+        node, _ = self._open(asked.run, run)
         private = None if run.agreed is None else run.agreed.private
-        noisy = releases(asked.body, private)
-        before = node.data, node.snapshot()
+        noisy = releases_sums(asked.body, private)
+        data, before = node.data, node.snapshot()
         try:
             with threads_for(node.data), np.errstate(over="ignore", invalid="ignore"):
                 reply = asked.body.at(node)
             if noisy and private is not None and not asked.mute:
                 self.budget.charge(private, asked.run, asked.epoch, asked.exchange)
         except BaseException:
-            node.data = before[0]
-            node.restore(before[1])
+            node.data = data
+            node.restore(before)
             raise
         run = replace(run, node=node.snapshot())
-        return run, masked(self.name, asked, run, reply)
+        return run, _masked(self.name, asked, run, reply)
 
-    def _finish(self, asked: Letter, delivered: Deliver, run: SiteRun) -> tuple[SiteRun, None]:
-        """Write the models of the site's clients; what is needed to send the same receipt again is all that is kept."""
-        node = self._node(asked.run, run)
-        if self.models is not None and run.agreed is not None:
-            check_models(self.models)
-            keep_model(node, self._problem(asked.run, run.agreed), delivered, self.models)
+    def _finish(self, asked: Envelope, delivered: Deliver, run: SiteRun) -> tuple[SiteRun, None]:
+        """Write the models of the site's clients, and forget the keys and the node of the run."""
+        node, problem = self._open(asked.run, run)
+        if self.models is not None:
+            check_model_folder(self.models)
+            save_model(_site_model(node, problem, delivered), self.models, extra=delivered.about)
         return replace(run, key="", salt="", node=None), None
 
-    # Its rows
-
-    def _problem(self, name: str, agreed: Agree) -> Problem:
-        """What was agreed on, read and checked once in a process."""
-        if name not in self._problems:
-            self._problems[name] = _received(agreed.problem)
-        return self._problems[name]
-
-    def _fresh_node(self, data: GroupedData, problem: Problem) -> Node:
-        return Node(data, problem.loss, np.ones(data.n_clients), draw=self._draw)
-
-    def _node(self, name: str, run: SiteRun) -> Node:
-        """The node of a run; if this process has none, from the table and what was remembered."""
+    def _open(self, name: str, run: SiteRun) -> tuple[Node, Problem]:
+        """The node and the problem of a run; after a restart from the table and the saved state."""
         if run.agreed is None:
             raise FederationError("This site has not joined the run.")
         if name not in self._nodes:
-            problem = self._problem(name, run.agreed)
-            data = grouped(self._read(problem.spec), problem, run.agreed.cluster_ids())
+            problem = Problem.from_json(run.agreed.problem)
+            data = grouped(self.read(problem.spec), problem, run.agreed.cluster_ids())
             if rows_digest(data) != run.rows:
                 raise FederationError("The table has changed since the run began; put it back, or start a new run.")
-            node = self._nodes[name] = self._fresh_node(data, problem)
+            node = self._new_node(data, problem)
             if run.node is not None:
                 node.restore(run.node)
                 scale = node.find(Scale)
                 node.data = data if scale is None else scale.rows(data)
+            self._nodes[name] = node, problem
         return self._nodes[name]
 
-
-def _received(plain: Mapping[str, Any]) -> Problem:
-    """The problem of a message; its settings and every piece of its formula are checked."""
-    try:
-        return Problem.from_json(plain)
-    except (AttributeError, KeyError, TypeError, ValueError) as problem:
-        if isinstance(problem, CoveyError):
-            raise
-        raise FederationError("The problem that came with this message cannot be read; start a new run.") from None
+    def _new_node(self, data: GroupedData, problem: Problem) -> Node:
+        return Node(data, problem.loss, np.ones(data.n_clients), draw=self.draw)
 
 
 def open_site(name: str, settings: Mapping[str, Any]) -> Site:
-    """The site of a node's settings: ``data`` (its table), ``home`` (its folder), ``minimum`` (if not 3), what may be asked
-    about (``client``, ``columns`` with commas, ``secure``), and what it may spend: ``epsilon``, ``epsilon_total``, ``delta``.
+    """The site of a node with these settings.
+
+    Parameters
+    ----------
+    name : the name that the operator gave the site
+    settings : ``data`` (its table) and ``home`` (its folder); optionally ``minimum`` (3), ``client``, ``columns`` (separated by
+        commas), ``secure``, and the limits ``epsilon``, ``epsilon_total`` and ``delta``
     """
-    for unknown in (each for each in settings if each.replace("-", "_") not in SETTINGS):
-        raise FederationError(
-            f"The node of site {name!r} has an unknown setting {unknown!r}; {did_you_mean(unknown, SETTINGS)}"
-        )
+    settings = {key.replace("-", "_"): value for key, value in settings.items()}
+    for unknown in (key for key in settings if key not in SETTINGS):
+        raise FederationError(f"Site {name!r} has an unknown setting {unknown!r}; {did_you_mean(unknown, SETTINGS)}")
     for needed in ("data", "home"):
         if not settings.get(needed):
-            raise FederationError(f"The node of site {name!r} has no setting {needed!r}; start it with {needed}=... .")
+            raise FederationError(f"Site {name!r} has no setting {needed!r}; start its node with {needed}=... .")
     path, home = str(settings["data"]), Path(str(settings["home"]))
     minimum, secure = settings.get("minimum", MINIMUM), settings.get("secure", False)
-    check_number(f"'minimum' of site {name!r}", minimum, least=1, whole=True)
+    whole("minimum", minimum, least=1)
     if not isinstance(secure, bool):
         raise FederationError(f"The 'secure' of site {name!r} must be true or false. Got {secure!r} instead.")
-    columns = [each.strip() for each in str(settings["columns"]).split(",")] if settings.get("columns") else None
+    columns = [column.strip() for column in str(settings["columns"]).split(",")] if settings.get("columns") else None
     policy = Policy(minimum, settings.get("client"), columns, secure)
     read: Read = lambda spec: read_table(path, ids=[spec.client, spec.cluster])  # noqa: E731
     return Site(name, read, policy, home=home, budget=Budget.of(settings, home))
 
 
+def _site_model(node: Node, problem: Problem, delivered: Deliver) -> Model:
+    """The site's own clients under the clusters of all sites: a model that predicts, with intervals, at the site."""
+    data, tree = node.data, node.data.hierarchy
+    penalty = None if delivered.lam is None else Penalty(node.gamma, delivered.lam, tree.sum_up(node.gamma))
+    upper, learned = delivered.learned, None
+    if upper is not None:
+        components, upper_levels = Components.from_json(upper["components"]), Whole.from_json(upper["whole"])
+        learned = node_learned(node, components, np.array(upper["covariance"]), upper_levels)
+    scale = node.find(Scale)
+    fit = Fit(node.coefficients(), delivered.w, delivered.wbar, Convergence(**delivered.convergence))
+    return assemble(
+        problem if scale is None else problem.scaled(scale), Fitted(fit, penalty, learned), tree, data.rows_per_client
+    )
+
+
 def _check_message(body: Any) -> None:
-    """Refuse everything but messages: nothing else is asked to do anything with the rows."""
+    """Refuse everything but messages: nothing else may reach the rows."""
     parts = body.messages if isinstance(body, Batch) else (body,)
     for part in parts:
         if not isinstance(part, Message) or isinstance(part, Batch) or (isinstance(part, SiteMessage) and part is not body):
@@ -265,22 +269,76 @@ def _check_message(body: Any) -> None:
 
 
 def _receipt(reply: Any) -> str | None:
-    """What a site sends that catches up: no sum a second time, but when it joins, whether its rows are the same."""
+    """The reply to a repeated message: no sum is sent twice; a site that joins again sends the hash of its rows."""
     return reply[0].rows if isinstance(reply, tuple) and isinstance(reply[0], Joined) else None
 
 
-def _out_of_step(asked: Letter, run: SiteRun) -> Refusal | None:
-    """Why a letter is not the one that comes next; None if it is."""
+def _out_of_step(asked: Envelope, run: SiteRun) -> Refusal | None:
+    """Why a message is not the next one of its run; None if it is the next."""
     if isinstance(asked.body, Agree):
         if asked.epoch > run.epoch and asked.exchange == 0:
             return None
     elif (asked.epoch, asked.after) == (run.epoch, run.exchange) and asked.exchange > asked.after:
         return None
-    here = f"this site is at exchange {run.exchange} of epoch {run.epoch}, the letter is for {asked.exchange} of {asked.epoch}"
+    here = f"this site is at exchange {run.exchange} of epoch {run.epoch}, the message is for {asked.exchange} of {asked.epoch}"
     if (asked.epoch, asked.exchange) <= (run.epoch, run.exchange):
         return Refusal("stale", here, run.exchange)
     return Refusal("behind", here, run.exchange if asked.epoch == run.epoch else -1)
 
 
-def _refusal(asked: Any, refusal: Refusal) -> Letter:
-    return replace(asked, body=refusal) if isinstance(asked, Letter) else Letter("", -1, -1, refusal)
+def _refused(asked: Any, refusal: Refusal) -> Envelope:
+    return replace(asked, body=refusal) if isinstance(asked, Envelope) else Envelope("", -1, -1, refusal)
+
+
+# Secure aggregation: keys, shared secrets and masked replies
+
+
+def _public_key(run: SiteRun) -> str:
+    """The public key of the site in a run, in hexadecimal; "" if it has none."""
+    return Keys.fresh(bytes.fromhex(run.key)).public.hex() if run.key else ""
+
+
+def _sealed_salts(site: str, name: str, run: SiteRun, keys: Mapping[str, str]) -> SealedSalts:
+    """The key of the tags, sealed for each other site."""
+    shared = _secrets(site, name, run, keys)
+    return SealedSalts({other: seal(key, bytes.fromhex(run.salt), f"salt for {other}").hex() for other, key in shared.items()})
+
+
+def _join_masked_run(site: str, name: str, run: SiteRun, agreed: Agree) -> SiteRun:
+    """Check the agreed keys and roster; the run with the key of the tags."""
+    if agreed.keys.get(site) != _public_key(run):
+        raise FederationError(f"Site {site!r} no longer has its key of this run; start a new run.")
+    if set(agreed.keys) != set(agreed.roster):
+        raise FederationError("The keys that came with the roster are not those of its sites; start a new run.")
+    check_roster(run.rosters, agreed.roster)
+    if not agreed.salt or run.salt:
+        return run
+    maker, _, text = agreed.salt.rpartition(":")
+    shared = _secrets(site, name, run, agreed.keys)
+    return replace(run, salt=open_sealed(shared[maker], bytes.fromhex(text), f"salt for {site}").hex())
+
+
+def _masked(site: str, asked: Envelope, run: SiteRun, reply: Any) -> Any:
+    """A reply as it leaves the site: masked, if that was agreed."""
+    agreed = run.agreed
+    if agreed is None or not agreed.keys or reply is None:
+        return reply
+    # The 1.0 is a proof: over all sites it adds up to their number, if the masks cancel.
+    skeleton, numbers = split((_without_bounds(reply), 1.0))
+    body = None if isinstance(asked.body, Agree) else asked.body  # the salt in an agreement differs between sites
+    question = hashlib.sha256(encode(replace(asked, mute=False, body=body))).digest()
+    shared = _secrets(site, asked.run, run, agreed.keys)
+    return (skeleton, mask(numbers, site, shared, asked.epoch, asked.exchange, question))
+
+
+def _secrets(site: str, name: str, run: SiteRun, keys: Mapping[str, str]) -> dict[str, bytes]:
+    """The secret that this site shares with each other site in a run."""
+    own = Keys.fresh(bytes.fromhex(run.key))
+    return {other: pair_secret(own, bytes.fromhex(key), name) for other, key in keys.items() if other != site}
+
+
+def _without_bounds(reply: Any) -> Any:
+    """A reply without lower bounds over clients: they do not add, so no mask could hide them."""
+    if is_dataclass(reply) and not isinstance(reply, type):
+        return replace(reply, **{part.name: 0.0 for part in fields(reply) if part.metadata.get("least")})
+    return reply

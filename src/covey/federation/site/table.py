@@ -1,9 +1,8 @@
-"""What a site makes of its table: what it says of it, the rows as all sites agreed to code them, and their first sums."""
+"""A site's table: its profile, its rows as the sites agreed to code them, and the first sums over them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,8 @@ from covey._typing import Anything
 from covey._version import __version__
 from covey.errors import DataError, FederationError, FormulaError
 from covey.exact import Exact, segment_sum
-from covey.federation.wire.agreement import Agree, Joined, Profile, SiteTotals, formula_of
-from covey.federation.wire.ids import in_order, keyed_hash, plain_ids, tags_of
+from covey.federation.wire.codec import client_tags, ids_to_json, in_order, keyed_hash
+from covey.federation.wire.messages import Agree, Joined, Profile, SiteTotals, formula_of
 from covey.problem.problem import Problem, as_frame, encode_known, series_values
 from covey.records import digest
 from covey.tables.design import Formula, column, compose, inspect, numeric, repeats, response
@@ -23,10 +22,11 @@ from covey.tables.scaling import moments
 from covey.tree.hierarchy import Hierarchy, as_labels, encode, is_missing, kind, lookup
 
 
-def profile_of(table: Any, draft: Problem, key: str = "", minimum: int = 1) -> Profile:
-    """What a site says of its table; columns that cannot be used are refused here.
+def profile_of(table: Any, draft: Problem, key: str = "", minimum: int = 1, *, private: bool = False) -> Profile:
+    """The profile of a site's table; columns that cannot be used are refused.
 
-    What fewer than ``minimum`` clients have, a cluster, a category or a class, is not sent either.
+    A cluster or category that fewer than ``minimum`` clients have is refused, and such a class is not sent. A private run does
+    not send the categories and classes that occur, since they reveal something about rows.
     """
     frame, spec, (formula, lhs) = as_frame(table), draft.spec, formula_of(draft)
     if len(frame) == 0:
@@ -39,51 +39,48 @@ def profile_of(table: Any, draft: Problem, key: str = "", minimum: int = 1) -> P
     clusters, _ = encode(column(frame, spec.cluster), "cluster") if spec.cluster else (pl.Series(["all"]), None)
     client = as_labels(column(frame, spec.client), "client") if spec.client else pl.Series(["all"])
     kinds = {name: "categories" if name in levels else "numbers" for name in columns}
-    ids = {"client": kind(client), "cluster": kind(clusters), "response": _kind_of(y)}
+    # Booleans count as numbers.
+    text = y.dtype.kind not in "biuf" and any(isinstance(value, str) for value in y.tolist())
+    ids = {"client": kind(client), "cluster": kind(clusters), "response": "text" if text else "numbers"}
     for name in (spec.weights, spec.offset):
         if name is not None:
             numeric(frame, name)
     repeated = bool(spec.nested) and repeats(column(frame, spec.cluster), column(frame, spec.client))
-    for name in [each for each in (spec.cluster, *levels) if each is not None]:
-        check_shared(column(frame, name).to_list(), client, minimum, name)
+    for name in [name for name in (spec.cluster, *levels) if name is not None]:
+        _check_shared(column(frame, name).to_list(), client, minimum, name)
     if classes is not None and len(client) == len(y):
-        classes = tuple(each for each in classes if client.filter(pl.Series(y == each)).n_unique() >= minimum)
-    categories = {name: tuple(values) for name, values in levels.items()}
-    return Profile(__version__, kinds, ids, categories, tuple(plain_ids(clusters)), classes, key, repeated)
+        classes = tuple(value for value in classes if client.filter(pl.Series(y == value)).n_unique() >= minimum)
+    sent = {} if private else {name: tuple(values) for name, values in levels.items()}
+    ids_of_clusters = tuple(ids_to_json(clusters))
+    return Profile(__version__, kinds, ids, sent, ids_of_clusters, None if private else classes, key, repeated)
 
 
 def _classes_of(y: Anything) -> tuple[Any, ...]:
     """The classes of a binary response."""
-    lost = np.array([is_missing(value) for value in y.tolist()])
-    if lost.any():
-        raise DataError(f"The response is missing (NaN) in row {int(lost.argmax())}; fill the value or leave the row out.")
+    missing = np.array([is_missing(value) for value in y.tolist()])
+    if missing.any():
+        row = int(missing.argmax())
+        raise DataError(f"The response is missing (NaN) in row {row}; fill the value or leave the row out.")
     distinct = set(y.tolist())
-    if not all(isinstance(each, str | int | float) for each in distinct):
+    if not all(isinstance(value, str | int | float) for value in distinct):
         raise FederationError("Classes of a response across sites are text, numbers or booleans; convert the column.")
     if len(distinct) > 2:
         raise FederationError(f"The response has {len(distinct)} classes here, where the bernoulli family has two.")
     return tuple(in_order(distinct))
 
 
-def _kind_of(y: Anything) -> str:
-    """What a response holds: text, or numbers, of which booleans are some."""
-    return "numbers" if y.dtype.kind in "biuf" or not any(isinstance(each, str) for each in y.tolist()) else "text"
-
-
-def check_shared(values: Sequence[Any], client: pl.Series, minimum: int, name: str) -> None:
-    """Refuse a column with a value, which would be sent, that few clients have."""
+def _check_shared(values: Sequence[Any], client: pl.Series, minimum: int, name: str) -> None:
+    """Refuse a column whose values are sent, if fewer clients than the minimum have one of them."""
     if minimum <= 1 or len(client) != len(values):
         return
     clients = pl.DataFrame({"value": values, "client": client}).group_by("value").agg(pl.col("client").n_unique())["client"]
     if min(clients.to_list()) < minimum:
-        raise FederationError(
-            f"Column {name!r} has a value that fewer than {minimum} clients here have, so that sums by it would be of fewer "
-            "than this site wants in each; merge such values, lower its minimum, or leave their rows out."
-        )
+        fix = "merge such values, lower the site's minimum, or leave their rows out"
+        raise FederationError(f"Column {name!r} has a value that fewer than {minimum} clients here have; {fix}.")
 
 
 def check_design(problem: Problem) -> None:
-    """Refuse a design that is not the one of the formula: it says which columns are read, and how."""
+    """Refuse an agreed design that does not belong to the formula: the design says which columns are read, and how."""
     formula, _ = formula_of(problem)
     design = problem.design
     if not isinstance(design, Formula) or Formula.of(formula.common, design.columns, design.levels).terms != design.terms:
@@ -92,7 +89,7 @@ def check_design(problem: Problem) -> None:
 
 
 def grouped(table: Any, problem: Problem, clusters: pl.Series) -> GroupedData:
-    """A site's rows, coded as all sites agreed, under the clusters of all of them."""
+    """A site's rows, coded as all sites agreed, under the clusters of all sites."""
     frame, spec, (formula, _) = as_frame(table), problem.spec, formula_of(problem)
     client = column(frame, spec.client) if spec.client else None
     cluster = column(frame, spec.cluster) if spec.cluster else None
@@ -124,28 +121,22 @@ def rows_digest(data: GroupedData) -> str:
     return digest(data.X, data.y, data.weights, data.offset, data.client_ptr, tree.cluster_ptr, ids)
 
 
-def totals(data: GroupedData, *, standardize: bool = False) -> SiteTotals:
-    """The first sums that leave a site; those of the terms only if they are needed."""
+def totals(data: GroupedData, *, standardize: bool = False, private: bool = False) -> SiteTotals:
+    """The first sums that leave a site: those of terms only if they are needed, in a private run numbers of clients only."""
     tree = data.hierarchy
+    if private:
+        return SiteTotals(tree.sizes, np.zeros(data.n_clusters, dtype=np.int64), Exact.zeros())
     rows = tree.sum_up(data.rows_per_client.astype(np.float64)).astype(np.int64)
     response_sum = segment_sum(data.y, np.array([0, data.n_rows]))[0]
     return SiteTotals(tree.sizes, rows, response_sum, moments(data.X) if standardize else None)
 
 
-def counts(data: GroupedData) -> SiteTotals:
-    """What leaves a site of a private run in place of these: how many clients its clusters have, and nothing of their rows."""
-    return SiteTotals(data.hierarchy.sizes, np.zeros(data.n_clusters, dtype=np.int64), Exact.zeros())
-
-
-def redacted(profile: Profile) -> Profile:
-    """A profile as it leaves a site of a private run: which categories and classes occur tells of rows."""
-    return replace(profile, levels={}, classes=None)
-
-
 def joined(data: GroupedData, salt: str, agreed: Agree, rows: str) -> Joined:
-    """What a site shows of its clients' ids, and of its rows, whose digest is ``rows``."""
+    """Hashes of a site's client ids, and of the digest ``rows`` of its rows."""
     tree = data.hierarchy
     clients = tree.client_ids.to_list()
     proof = "" if agreed.private is not None else keyed_hash(rows, salt)
-    pairs = tags_of(zip(plain_ids(tree.cluster_ids[tree.parent]), clients, strict=True), salt) if agreed.listed else None
-    return Joined(tags_of(clients, salt), proof, pairs)
+    pairs = None
+    if agreed.listed:
+        pairs = client_tags(zip(ids_to_json(tree.cluster_ids[tree.parent]), clients, strict=True), salt)
+    return Joined(client_tags(clients, salt), proof, pairs)

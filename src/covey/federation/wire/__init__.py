@@ -1,1 +1,1 @@
-"""What travels between sites and their operator, as bytes, and what carries it."""
+"""Messages between the coordinator and the sites, their encoding as bytes, and the transport that carries the bytes."""

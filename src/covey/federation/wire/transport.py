@@ -1,21 +1,29 @@
-"""Who carries letters: to some sites at once, and their replies back, or why there is none.
+"""Transports: they carry encoded messages to several sites at once, and bring back the replies or the reason for no reply.
 
-A letter is bytes, whatever carries it; sites are named by the operator, not by themselves.
+A transport sees bytes only. Sites go by the names that the operator gave them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
+
+from covey.errors import FederationError, listing
 
 Reason = Literal["late", "gone", "refused", "failed"]
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a site did not reply: ``late`` (no answer in time), ``gone`` (not connected), ``refused`` (not let in, or it does not
-    let us in), ``failed`` (it broke while answering); ``detail`` in words.
+    """Why there is no reply from a site.
+
+    Attributes
+    ----------
+    reason : ``late`` (no reply in time), ``gone`` (not connected), ``refused`` (one side does not accept the other) or
+        ``failed`` (the site broke while it answered)
+    detail : the same in words
     """
 
     reason: Reason
@@ -23,25 +31,25 @@ class Failure:
 
 
 class Transport(Protocol):
-    """A way to the sites."""
+    """A connection to the sites."""
 
     def sites(self) -> tuple[str, ...]:
-        """Who is connected now, sorted."""
+        """Names of the sites that are connected now, sorted."""
         ...
 
-    def exchange(self, letters: Mapping[str, bytes], timeout: float) -> dict[str, bytes | Failure]:
-        """Send a letter to each of these sites and wait, at most ``timeout`` seconds, for all replies; one entry a site."""
+    def exchange(self, messages: Mapping[str, bytes], timeout: float) -> dict[str, bytes | Failure]:
+        """Send each of these sites its message, and wait at most ``timeout`` seconds for all replies."""
         ...
 
 
 class Answers(Protocol):
-    """A site as a transport sees it: letters in, letters out. It never raises; what is wrong is in the reply."""
+    """A site as a transport sees it. ``answer`` never raises: an error is part of the reply."""
 
-    def answer(self, letter: bytes) -> bytes: ...
+    def answer(self, message: bytes) -> bytes: ...
 
 
 class InProcess:
-    """All sites in this process: for tests and for simulation on one machine."""
+    """A transport to sites in this process, for tests and simulation."""
 
     def __init__(self, sites: Mapping[str, Answers]) -> None:
         self._sites = dict(sites)
@@ -49,10 +57,40 @@ class InProcess:
     def sites(self) -> tuple[str, ...]:
         return tuple(sorted(self._sites))
 
-    def exchange(self, letters: Mapping[str, bytes], timeout: float) -> dict[str, bytes | Failure]:
-        return {name: self._carry(name, letter) for name, letter in letters.items()}
+    def exchange(self, messages: Mapping[str, bytes], timeout: float) -> dict[str, bytes | Failure]:
+        gone = Failure("gone", "it is not connected")
+        return {name: self._sites[name].answer(message) if name in self._sites else gone for name, message in messages.items()}
 
-    def _carry(self, name: str, letter: bytes) -> bytes | Failure:
-        if name not in self._sites:
-            return Failure("gone", "it is not connected")
-        return self._sites[name].answer(letter)
+
+def wait_for_sites(
+    transport: Transport, expected: int | tuple[str, ...], patience: float, say: Callable[[str], None]
+) -> tuple[str, ...]:
+    """Wait until the expected sites are connected: a number of sites, or these names.
+
+    Returns
+    -------
+    tuple of str
+        The sites that take part: those that are named, or else all that are connected.
+
+    Examples
+    --------
+    >>> wait_for_sites(InProcess({"north": None, "south": None}), ("north", "south"), 0.0, print)
+    2 sites are connected: 'north', 'south'
+    ('north', 'south')
+    """
+    start, before = time.monotonic(), None
+    while True:
+        here = transport.sites()
+        if isinstance(expected, int):
+            missing = f"{expected - len(here)} of {expected} sites" if len(here) < expected else ""
+        else:
+            missing = listing(name for name in expected if name not in here)
+        if not missing:
+            say(f"{len(here)} sites are connected: {listing(here)}")
+            return here if isinstance(expected, int) else expected
+        if here != before:
+            say(f"waiting for {missing}; connected: {listing(here) or 'none'}")
+            before = here
+        if time.monotonic() - start >= patience:
+            raise FederationError(f"Not connected after {patience:g} seconds: {missing}; start covey node there.")
+        time.sleep(1.0)

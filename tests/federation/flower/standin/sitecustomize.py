@@ -1,5 +1,6 @@
-"""In place of covey's site and coordinator, in the processes of a test of the transport alone: a site that does what its letter
-says, and an operator that sends the letters of the settings and prints what became of each.
+"""In place of covey's site and coordinator, for tests of the transport alone.
+
+The site does what its message says. The operator sends the messages of its settings and prints the replies.
 """
 
 import json
@@ -13,8 +14,8 @@ class Site:
     def __init__(self, name, settings):
         self.name, self.settings = name, settings
 
-    def answer(self, letter):
-        word, _, rest = letter.decode().partition(" ")
+    def answer(self, message):
+        word, _, rest = message.decode().partition(" ")
         if word == "break":
             raise ValueError(f"a secret value {rest}")
         if word == "sleep":
@@ -23,23 +24,22 @@ class Site:
             os._exit(1)
         if word == "settings":
             return json.dumps(self.settings, sort_keys=True).encode()
-        return b"%s: %s, by process %d" % (self.name.encode(), letter, os.getpid())
-
-
-def awaited(settings):
-    return settings["sites"] if isinstance(settings["sites"], int) else settings["sites"].split(","), settings["wait"]
+        return b"%s: %s, by process %d" % (self.name.encode(), message, os.getpid())
 
 
 def operate(transport, settings, say):
     from covey.errors import DataError
+    from covey.federation.wire.transport import wait_for_sites
 
     if settings.get("mistake"):
         raise DataError(settings["mistake"])
+    sites = settings["sites"]
+    wait_for_sites(transport, sites if isinstance(sites, int) else tuple(sites.split(",")), settings["wait"], say)
     told = []
-    for letters, timeout in settings["script"]:
+    for messages, timeout in settings["script"]:
         say(f"exchange {len(told) + 1}")
         began = time.monotonic()
-        replies = transport.exchange({name: letter.encode() for name, letter in letters.items()}, timeout)
+        replies = transport.exchange({name: message.encode() for name, message in messages.items()}, timeout)
         seconds = time.monotonic() - began
         words = {name: r.decode() if isinstance(r, bytes) else [r.reason, r.detail] for name, r in replies.items()}
         told.append({"seconds": seconds, "replies": words})
@@ -48,7 +48,6 @@ def operate(transport, settings, say):
 
 standins = {
     "covey.federation.site.site": {"open_site": Site},
-    "covey.federation.operator.settings": {"awaited": awaited},
     "covey.federation.operator.operate": {"operate": operate},
 }
 for module, things in standins.items():

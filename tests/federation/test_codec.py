@@ -1,4 +1,4 @@
-"""Letters are what they say, whole or refused, and execute nothing."""
+"""Encoded messages are decoded completely or refused, and execute nothing."""
 
 import json
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from covey.exact import Exact
-from covey.federation.wire.letters import Letter, join, split
+from covey.federation.wire.codec import Envelope, join, split
 from covey.records import RecordError, decode, encode, outline
 from covey.solvers.direct.elimination import Quadratic
 from covey.solvers.direct.newton import NewtonReport, NewtonStep
@@ -25,16 +25,16 @@ def report(rng, k=3, d=2):
 @given(arrays, st.integers(-(2**60), 2**60), st.floats(), st.text(max_size=20), st.booleans())
 def test_what_was_written_is_read(array, whole, number, word, flag):
     body = {"a": (array, None), "b": {"c": [whole, number]}, "w": word, "f": flag}
-    letter = decode(encode(Letter("run", 1, 2, body)))
-    assert letter.run == "run"
-    assert (letter.epoch, letter.exchange, letter.mute) == (1, 2, False)
-    read, nothing = letter.body["a"]
+    message = decode(encode(Envelope("run", 1, 2, body)))
+    assert message.run == "run"
+    assert (message.epoch, message.exchange, message.mute) == (1, 2, False)
+    read, nothing = message.body["a"]
     assert nothing is None
     assert read.shape == array.shape
     np.testing.assert_array_equal(read, array)
-    assert letter.body["b"]["c"][0] == whole
-    np.testing.assert_equal(letter.body["b"]["c"][1], number)
-    assert (letter.body["w"], letter.body["f"]) == (word, flag)
+    assert message.body["b"]["c"][0] == whole
+    np.testing.assert_equal(message.body["b"]["c"][1], number)
+    assert (message.body["w"], message.body["f"]) == (word, flag)
 
 
 def test_bits_of_numbers_survive():
@@ -44,12 +44,12 @@ def test_bits_of_numbers_survive():
 
 
 def test_any_cut_or_changed_length_is_refused():
-    letter = encode(Letter("run", 0, 0, NewtonStep(np.ones((2, 3)))))
-    for cut in range(len(letter)):
+    message = encode(Envelope("run", 0, 0, NewtonStep(np.ones((2, 3)))))
+    for cut in range(len(message)):
         with pytest.raises(RecordError):
-            decode(letter[:cut])
+            decode(message[:cut])
     with pytest.raises(RecordError, match="number differs"):
-        decode(letter + b"x")
+        decode(message + b"x")
 
 
 @pytest.mark.parametrize("name", ["eval", "os.system", "Model", "Site", "covey.records.Count"])
@@ -59,7 +59,7 @@ def test_other_classes_are_not_built(name):
         decode(b"covey\x02" + len(head).to_bytes(4, "little") + head)
 
 
-def test_arrays_of_objects_neither_leave_nor_enter():
+def test_arrays_of_objects_are_not_encoded_or_decoded():
     with pytest.raises(TypeError, match="arrays of"):
         encode(np.array([{}], dtype=object))
     head = json.dumps({"tree": {"array": 0}, "arrays": [["|O", [1]]]}).encode()
@@ -69,7 +69,7 @@ def test_arrays_of_objects_neither_leave_nor_enter():
 
 @given(st.integers(0, 1000))
 def test_a_reply_is_its_skeleton_and_its_numbers(seed):
-    """Skeletons of two replies of a kind are equal: no number is left in one; and numbers add in place of replies."""
+    """A skeleton holds no number, so those of two replies are equal; adding the numbers adds the replies."""
     one, two = report(np.random.default_rng(seed)), report(np.random.default_rng(seed + 1))
     (first, a), (second, b) = split(one), split(two)
     assert encode(first) == encode(second)

@@ -1,0 +1,105 @@
+"""What a site remembers of a run: in memory, or on its own disk, so that a site that restarts goes on where it was.
+
+A file is readable by its owner only. It is written completely or not at all, and by one process at a time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from covey.errors import FederationError
+from covey.federation.wire.messages import Agree
+from covey.nodes.network import Snapshot
+from covey.records import Record, decode, encode
+
+try:
+    import fcntl
+except ImportError:  # a system without file locks: its administrator must not start two nodes with one home
+    fcntl = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class SiteRun(Record):
+    """What a site remembers of one run.
+
+    Attributes
+    ----------
+    key, salt : private key of the site and key of the client tags, in hexadecimal; only if sums are masked
+    rosters : sites that took part in each start of the run
+    epoch, exchange, digest, reply : the last message answered: its place, a digest of its bytes, and the reply
+    agreed, rows : what all sites agreed on, and a digest of the rows at that time
+    node : state of the node
+    """
+
+    key: str = ""
+    salt: str = ""
+    rosters: tuple[tuple[str, ...], ...] = ()
+    epoch: int = -1
+    exchange: int = -1
+    digest: str = ""
+    reply: bytes = b""
+    agreed: Agree | None = None
+    rows: str = ""
+    node: Snapshot | None = None
+
+
+class RunStore:
+    """The runs of a site by name: in files below ``home``, or in this object if there is no home."""
+
+    def __init__(self, home: Path | None) -> None:
+        self.home = home
+        self._runs: dict[str, SiteRun] = {}
+
+    def load(self, name: str) -> SiteRun:
+        """A run as it was saved, or a new one."""
+        if not name.isalnum():
+            raise FederationError(f"The name of a run consists of letters and digits. Got {name[:40]!r} instead.")
+        if name not in self._runs:
+            file = None if self.home is None else self.home / "runs" / f"{name}.state"
+            found = decode(file.read_bytes()) if file is not None and file.exists() else SiteRun()
+            if not isinstance(found, SiteRun):
+                raise FederationError(f"The site's file {name!r} of this run is damaged; start a new run.")
+            self._runs[name] = found
+        return self._runs[name]
+
+    def save(self, name: str, run: SiteRun) -> None:
+        """Replace what was saved of a run before."""
+        self._runs[name] = run
+        if self.home is not None:
+            write_file(private_folder(self.home / "runs") / f"{name}.state", encode(run))
+
+
+@contextmanager
+def locked(folder: Path | None, name: str = "lock") -> Iterator[None]:
+    """Wait until no other process holds the lock of this folder, and hold it; without a folder there is nothing to lock.
+
+    A transport may start a process for every message while an older one still runs.
+    """
+    if folder is None:
+        yield
+        return
+    with (private_folder(folder) / name).open("w") as file:
+        if fcntl is not None:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def private_folder(path: Path) -> Path:
+    """Make a folder that only its owner can read."""
+    path.mkdir(parents=True, exist_ok=True)
+    path.chmod(0o700)
+    return path
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file beside the final one, flush it to the disk, and move it into place."""
+    part = path.with_suffix(".part")
+    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)

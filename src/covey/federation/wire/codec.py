@@ -1,0 +1,173 @@
+"""Encoding: the envelope of a message or reply, a reply as a row of numbers that can be masked, and ids as JSON or as tags.
+
+Envelopes are records (:mod:`covey.records`): to decode one builds registered classes and nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import date, datetime
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from covey._typing import Anything
+from covey.errors import FederationError
+from covey.exact import WIDE, Exact
+from covey.records import Record, RecordError, build, names
+
+_ID_TYPES: dict[str, Any] = {
+    "integers": pl.Int64,
+    "text": pl.String,
+    "booleans": pl.Boolean,
+    "floating-point numbers": pl.Float64,
+    "dates": pl.Date,
+}
+
+
+@dataclass(frozen=True)
+class Envelope(Record):
+    """One message or reply, and its place in the run.
+
+    Attributes
+    ----------
+    run : name of the run
+    epoch : how often the run has started; it starts again when it goes on with fewer sites
+    exchange : number of the exchange in its epoch; only exchanges that change nodes count
+    body : a :class:`~covey.nodes.network.Message` to a site; to the coordinator the reply, or a :class:`Refusal`
+    mute : whether the site is to send a receipt only; a site that repeats exchanges after a loss sends no sum twice
+    after : the last exchange before this one that went to the same site, since not every exchange goes to every site
+    """
+
+    run: str
+    epoch: int
+    exchange: int
+    body: Any = None
+    mute: bool = False
+    after: int = -1
+
+
+@dataclass(frozen=True)
+class Refusal(Record):
+    """Why a site does not answer a message.
+
+    Attributes
+    ----------
+    reason : ``data`` (its table or its policy; the sentence is for people), ``behind`` (it has not seen the exchanges before
+        this one), ``stale`` (it has answered later exchanges) or ``broken`` (an error of the program)
+    sentence : the reason in words, without any data of the site
+    exchange : the last exchange that the site has answered
+    """
+
+    reason: str
+    sentence: str
+    exchange: int = -1
+
+
+# A reply as a skeleton and a row of numbers
+
+
+@dataclass(frozen=True)
+class Placeholder(Record):
+    """Stands in a skeleton for numbers of this kind and shape."""
+
+    kind: str
+    shape: tuple[int, ...]
+
+
+def split(reply: Any) -> tuple[Any, Exact]:
+    """Separate a reply into its skeleton, which holds no number, and all its numbers in one row, which can be added and masked.
+
+    All numbers become :data:`~covey.exact.WIDE` sums, so that the encoding does not show how large they are.
+    """
+    numbers = [Exact.of(np.empty(0), WIDE)]
+    skeleton = _take_numbers(reply, numbers)
+    return skeleton, Exact.join(numbers)
+
+
+def join(skeleton: Any, numbers: Exact) -> Any:
+    """Put a skeleton and its numbers together again; a sum that is not finite becomes infinity."""
+    at = 0
+
+    def take(place: Placeholder) -> Any:
+        nonlocal at
+        start, at = at, at + math.prod(place.shape)
+        part = numbers[start:at].reshape(*place.shape)
+        if place.kind in ("exact", "wide"):
+            return part if place.kind == "wide" else part.narrowed()
+        floats = np.where(part.finite, part.floats(), np.inf)
+        if place.kind in ("int", "float"):
+            return int(floats) if place.kind == "int" else float(floats)
+        return floats.astype(np.dtype(place.kind))
+
+    reply = _fill(skeleton, take)
+    if numbers.shape != (at,):
+        raise RecordError(f"A reply has numbers of shape {numbers.shape} for {at} places.")
+    return reply
+
+
+def _take_numbers(value: Any, numbers: list[Exact]) -> Any:
+    """The skeleton of a value; its numbers are appended to ``numbers``."""
+    if isinstance(value, Exact):
+        wide = value.limbs.shape[-1] == WIDE
+        numbers.append((value if wide else value.widened()).reshape(-1))
+        return Placeholder("wide" if wide else "exact", tuple(value.shape))
+    if isinstance(value, np.ndarray) and value.dtype.kind in "fiu":
+        numbers.append(Exact.of(value.astype(np.float64).ravel(), WIDE))
+        return Placeholder(value.dtype.str, tuple(value.shape))
+    if isinstance(value, int | float | np.number) and not isinstance(value, bool):
+        numbers.append(Exact.of(np.array([float(value)]), WIDE))
+        return Placeholder("int" if isinstance(value, int | np.integer) else "float", ())
+    if isinstance(value, Record):
+        return {name: _take_numbers(getattr(value, name), numbers) for name in names(value)} | {"": type(value).__name__}
+    if isinstance(value, tuple | list):
+        return tuple(_take_numbers(part, numbers) for part in value)
+    if value is None or isinstance(value, bool | str):
+        return value
+    raise TypeError(f"a {type(value).__name__} cannot be masked")
+
+
+def _fill(value: Any, take: Callable[[Placeholder], Any]) -> Any:
+    if isinstance(value, Placeholder):
+        return take(value)
+    if isinstance(value, dict):
+        return build(value[""], {name: _fill(part, take) for name, part in value.items() if name})
+    if isinstance(value, tuple):
+        return tuple(_fill(part, take) for part in value)
+    return value
+
+
+# Ids
+
+
+def client_tags(ids: Iterable[Any], salt: str) -> Anything:
+    """Keyed hashes of client ids, ``(n, 2)``, sorted, so that their order reveals nothing."""
+    hashed = [bytes.fromhex(keyed_hash(client, salt)) for client in ids]
+    return np.frombuffer(b"".join(sorted(hashed)), dtype="<u8").reshape(-1, 2).copy()
+
+
+def keyed_hash(value: Any, salt: str) -> str:
+    """A keyed hash of any value, in hexadecimal."""
+    return hashlib.blake2b(repr(value).encode(), digest_size=16, key=bytes.fromhex(salt)).hexdigest()
+
+
+def in_order(values: Iterable[Any]) -> list[Any]:
+    """Sort values the same way at all sites: numbers of any type by value, then text."""
+    return sorted(values, key=lambda value: (isinstance(value, str), value))
+
+
+def ids_to_json(ids: pl.Series) -> list[Any]:
+    """Ids as JSON can hold them: dates become text."""
+    return [value.isoformat() if isinstance(value, date | datetime) else value for value in ids.to_list()]
+
+
+def ids_from_json(ids: Iterable[Any], kind: str) -> pl.Series:
+    """Ids of a kind again, from JSON."""
+    if kind not in _ID_TYPES:
+        raise FederationError(f"Cluster ids of kind {kind!r} cannot be sent; convert the column to text.")
+    values = [date.fromisoformat(value) for value in ids] if kind == "dates" else list(ids)
+    return pl.Series(values, dtype=_ID_TYPES[kind])

@@ -1,0 +1,197 @@
+"""Messages to a site itself: before the fit, to agree on the problem, and after it, to hand out the models.
+
+    hello     coordinator   sends   the draft of the problem, and its version of covey
+              site          sends   Profile: types of its columns, its categories and clusters; no counts and no client ids
+    salt      one site      draws   the key of the tags, and seals it for each other site; only if sums are masked
+    agree     coordinator   sends   the agreed problem, with all categories, and the ids of all clusters in order
+              site          sends   Joined: tags of its clients, which show whether two sites have the same client; SiteTotals
+    deliver   coordinator   sends   the coefficients of the clusters and the global ones; each site writes its clients' models
+
+A tag is a keyed hash of a client id. The coordinator draws the key. With secure aggregation a site draws it, and the
+coordinator never sees it: it can see that two tags are equal, but it cannot test guesses of ids.
+
+All other messages go to the node that holds the rows of a site; they are declared beside the solvers that send them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import polars as pl
+
+from covey._typing import Anything, Floats, Ints
+from covey.errors import FormulaError, SolverError, number, whole
+from covey.exact import Exact
+from covey.federation.wire.codec import ids_from_json
+from covey.nodes.network import Message
+from covey.problem.problem import Problem
+from covey.records import Record, Reply
+from covey.tables.formula import ParsedFormula
+
+R = TypeVar("R")
+
+
+class SiteMessage(Message[R]):
+    """A message that the site answers itself; its node does not see it."""
+
+
+@dataclass(frozen=True)
+class Privacy(Record):
+    """The differential privacy of a fit.
+
+    Parameters
+    ----------
+    noise : standard deviation of the noise in each sum, as a multiple of ``clip``
+    clip : the most that one client adds to a sum, in units of the coefficients
+    rounds : how often sums are released
+
+    >>> Privacy(noise=2.0, clip=1.0, rounds=0)
+    Traceback (most recent call last):
+    covey.errors.SolverError: The 'rounds' parameter must be a whole number >= 1. Got 0 instead.
+    """
+
+    noise: float
+    clip: float
+    rounds: int
+
+    def __post_init__(self) -> None:
+        if number("noise", self.noise, least=0) >= 2**20:
+            raise SolverError(f"The 'noise' parameter must be below 2**20, for sums to fit in 64 bits. Got {self.noise}.")
+        number("clip", self.clip, above=0)
+        whole("rounds", self.rounds, least=1)
+
+
+@dataclass(frozen=True)
+class Profile(Record):
+    """Description of a site's table.
+
+    Attributes
+    ----------
+    version : of covey at the site
+    kinds : "numbers" or "categories", for each column of the formula
+    ids : types of the ids of "client" and "cluster", and of the values of the "response"
+    levels : categories of the columns that hold categories
+    clusters : ids of the clusters, sorted
+    classes : classes of a binary response that occur at the site
+    key : the site's public key for this run, if sums are masked
+    repeated : whether the same client id occurs in two of its clusters
+    """
+
+    version: str
+    kinds: dict[str, str]
+    ids: dict[str, str]
+    levels: dict[str, tuple[Any, ...]]
+    clusters: tuple[Any, ...]
+    classes: tuple[Any, ...] | None
+    key: str = ""
+    repeated: bool = False
+
+
+@dataclass(frozen=True)
+class Hello(SiteMessage[Profile], label="hello", phase="set-up"):
+    """The draft of the problem, without categories and clusters, and the coordinator's version of covey."""
+
+    version: str
+    problem: dict[str, Any]
+    secure: bool = False
+    private: Privacy | None = None
+
+
+@dataclass(frozen=True)
+class SealedSalts(Record):
+    """The key of the tags, sealed for each other site, in hexadecimal."""
+
+    sealed: dict[str, str]
+
+
+@dataclass(frozen=True)
+class DrawSalt(SiteMessage[SealedSalts], label="salt", phase="set-up"):
+    """Draw the key of the tags, and seal it for the sites with these public keys."""
+
+    keys: dict[str, str]
+
+
+@dataclass(frozen=True)
+class SiteTotals(Reply):
+    """Numbers of clients ``(k,)`` and rows ``(k,)`` of each cluster, and the sum of the responses.
+
+    If terms are standardised, also their :func:`~covey.tables.scaling.moments`.
+    """
+
+    clients: Ints
+    rows: Ints
+    response: Exact
+    moments: Exact | None = None
+
+
+@dataclass(frozen=True)
+class Joined(Record):
+    """Hashes of a site's clients and rows.
+
+    Attributes
+    ----------
+    tags : (n, 2) tags of its clients, two numbers of eight bytes each, sorted, so that their order reveals nothing
+    rows : keyed hash of all rows. A site that has lost its state proves with it that its rows are the same. "" in a private run
+    pairs : (n, 2) tags of pairs of cluster and client, if the operator has an allow-list of clients
+    """
+
+    tags: Anything
+    rows: str
+    pairs: Anything | None = None
+
+
+@dataclass(frozen=True)
+class Agree(SiteMessage[tuple[Joined, SiteTotals]], label="agree", phase="set-up"):
+    """The agreed problem.
+
+    Attributes
+    ----------
+    problem : the problem as JSON
+    clusters, cluster_kind : ids of all clusters in order, and their type
+    roster : names of all sites
+    keys : their public keys, if sums are masked
+    salt : key of the client tags; sealed for this site, if sums are masked
+    private : the differential privacy of the fit, if any
+    listed : whether the site is to send tags of pairs of cluster and client, for the operator's allow-list
+    """
+
+    problem: dict[str, Any]
+    clusters: tuple[Any, ...]
+    cluster_kind: str
+    roster: tuple[str, ...]
+    keys: dict[str, str]
+    salt: str
+    private: Privacy | None = None
+    listed: bool = False
+
+    def cluster_ids(self) -> pl.Series:
+        """The ids of all clusters in their own type."""
+        return ids_from_json(self.clusters, self.cluster_kind)
+
+
+@dataclass(frozen=True)
+class Deliver(SiteMessage[None], label="deliver", phase="finish"):
+    """The upper levels of the model, from which a site writes the models of its clients.
+
+    Attributes
+    ----------
+    w, wbar : coefficients of the clusters, and the global ones
+    lam : (k,) penalties of the clusters, if penalties were given
+    convergence, learned, about : as in a model folder
+    """
+
+    w: Floats
+    wbar: Floats
+    lam: Floats | None
+    convergence: dict[str, Any]
+    learned: dict[str, Any] | None
+    about: dict[str, Any]
+
+
+def formula_of(problem: Problem) -> tuple[ParsedFormula, str]:
+    """The formula and its response, which a federated fit needs."""
+    formula = problem.formula
+    if formula is None or formula.response is None:
+        raise FormulaError("Across sites a formula names the response and the terms: write 'response ~ terms'.")
+    return formula, formula.response
