@@ -151,6 +151,7 @@ def from_digits(digits: Ints) -> Exact:
     """Turn digits ``(*shape, 2 n + 1)`` that :func:`accumulate_in` filled into sums.
 
     >>> import numpy as np
+    >>> from covey.kernels import accumulate_in
     >>> digits = np.zeros((1, DIGITS), dtype=np.int64)
     >>> for x in (0.5, -2.0**70, 2.0**70):
     ...     accumulate_in(digits, 0, x)
