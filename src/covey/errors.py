@@ -90,37 +90,33 @@ def warn(sentence: str) -> None:
     warnings.warn(sentence, ConvergenceWarning, stacklevel=level)
 
 
-def check_number(
-    what: str,
+def number(
+    name: str,
     value: Any,
     *,
     least: float = -math.inf,
     above: float = -math.inf,
     below: float = math.inf,
-    whole: bool = False,
-    error: type[CoveyError] = FederationError,
+    kind: type = Real,
 ) -> float:
-    """Return a finite number that is in range; booleans are not numbers.
+    """Return a parameter that is a finite number in range; booleans are not numbers.
 
-    >>> check_number("setting 'retries'", -1, least=0, whole=True)
+    >>> number("timeout", -1, above=0)
     Traceback (most recent call last):
-    covey.errors.FederationError: The setting 'retries' must be a whole number >= 0. Got -1 instead.
+    covey.errors.SolverError: The 'timeout' parameter must be a number > 0. Got -1 instead.
     """
-    if _is_number(value, Integral if whole else Real) and least <= value < below and value > above and math.isfinite(value):
-        return int(value) if whole else float(value)
+    if _is_number(value, kind) and least <= value < below and value > above and math.isfinite(value):
+        return float(value)
     bounds = {">=": least, ">": above, "<": below}
     limits = " and ".join(f"{sign} {limit:.16g}" for sign, limit in bounds.items() if math.isfinite(limit))
-    raise error(f"The {what} must be a {'whole ' * whole}number{' ' * bool(limits)}{limits}. Got {_shown(value)} instead.")
-
-
-def number(name: str, value: Any, *, least: float = -math.inf, above: float = -math.inf) -> float:
-    """Return a parameter that is a finite number, at least ``least`` and above ``above``."""
-    return check_number(f"{name!r} parameter", value, least=least, above=above, error=SolverError)
+    required = f"{'whole ' * (kind is Integral)}number {limits}".rstrip()
+    raise SolverError(f"The {name!r} parameter must be a {required}. Got {_shown(value)} instead.")
 
 
 def whole(name: str, value: Any, *, least: int = 0, below: float = math.inf) -> int:
     """Return a parameter that is a whole number, at least ``least`` and below ``below``."""
-    return int(check_number(f"{name!r} parameter", value, least=least, below=below, whole=True, error=SolverError))
+    number(name, value, least=least, below=below, kind=Integral)
+    return int(value)
 
 
 def probability(name: str, value: Any) -> float:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
-from narwhals.typing import IntoDataFrame
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from covey._typing import Anything, ArrayLike, Floats, TableLike
@@ -18,10 +17,8 @@ from covey.model.files import save_model
 from covey.model.summary import describe
 from covey.nodes.network import InMemory
 from covey.problem.problem import Arrays, Problem, as_frame, read_rows, resolve
-from covey.solvers import Convergence
-from covey.solvers.ledger import Ledger
 from covey.tables.design import response
-from covey.tree.hierarchy import Level, to_array
+from covey.tree.hierarchy import Level
 
 
 class HierarchicalEstimator(InferenceMethods):
@@ -214,53 +211,3 @@ class HierarchicalEstimator(InferenceMethods):
 
     def __str__(self) -> str:
         return describe(self.model_) if hasattr(self, "model_") else repr(self)
-
-    @property
-    def coef_(self) -> Floats:
-        """Coefficients of the clients, ``(n_clients, n_terms)``."""
-        return self._fitted.theta
-
-    @property
-    def cluster_coef_(self) -> Floats:
-        """Coefficients of the clusters, ``(n_clusters, n_terms)``."""
-        return self._fitted.w
-
-    @property
-    def global_coef_(self) -> Floats:
-        """Coefficients of the global model, ``(n_terms,)``."""
-        return self._fitted.wbar
-
-    @property
-    def terms_(self) -> tuple[str, ...]:
-        """Names of the terms."""
-        return self._fitted.terms
-
-    @property
-    def clients_(self) -> Anything:
-        """Ids of the clients."""
-        return to_array(self._fitted.hierarchy.client_ids)
-
-    @property
-    def clusters_(self) -> Anything:
-        """Ids of the clusters."""
-        return to_array(self._fitted.hierarchy.cluster_ids)
-
-    @property
-    def convergence_(self) -> Convergence:
-        """How the solver stopped."""
-        return self._fitted.convergence
-
-    @property
-    def history_(self) -> IntoDataFrame | None:
-        """Of an iterative solver, one row for each check of convergence."""
-        return None if self._fitted.history is None else self._native(self._fitted.history)
-
-    @property
-    def ledger_(self) -> Ledger | None:
-        """Of a randomised algorithm, the messages and bytes on each link."""
-        return self._fitted.ledger
-
-    @property
-    def n_iter_(self) -> int:
-        """Iterations of the solver, at least 1."""
-        return max(1, self._fitted.convergence.iterations)

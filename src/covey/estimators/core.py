@@ -19,7 +19,7 @@ from covey.model.model import Model
 from covey.problem.problem import Spec
 from covey.problem.settings import COLUMNS, Penalties, declared
 from covey.solvers.registry import first_order
-from covey.tree.hierarchy import UNSEEN, Level, Unseen
+from covey.tree.hierarchy import UNSEEN, Level, Unseen, to_array
 
 # The settings of a Spec that are parameters of an estimator with the same name.
 SETTINGS = tuple(name for name in declared() if name not in ("family", "nested", "seed"))
@@ -243,7 +243,12 @@ class EstimatorCore:
         return nw.from_dict(frame.to_dict(as_series=False), backend=library).to_native()  # type: ignore[no-any-return]
 
     def _adopt(self, model: Model) -> Self:
-        self.model_ = model
+        self.model_, self.terms_ = model, model.terms
+        self.coef_, self.cluster_coef_, self.global_coef_ = model.theta, model.w, model.wbar
+        self.clients_, self.clusters_ = to_array(model.hierarchy.client_ids), to_array(model.hierarchy.cluster_ids)
+        self.convergence_, self.ledger_ = model.convergence, model.ledger
+        self.history_ = None if model.history is None else self._native(model.history)
+        self.n_iter_ = max(1, model.convergence.iterations)
         return self
 
 
