@@ -18,12 +18,24 @@ def in_memory(data, loss):
     return InMemory.of(data, loss, np.ones(data.n_clients))
 
 
+def strong_convexity(loss, data):
+    """A lower bound of the curvature of each client's loss at every point, ``(n,)``."""
+    if loss.curvature[0] == 0.0:
+        return np.full(data.n_clients, loss.ridge)
+    weights = np.ones(data.n_rows) if data.weights is None else data.weights
+    parts = [slice(*data.client_ptr[i : i + 2]) for i in range(data.n_clients)]
+    gram = np.array([data.X[rows].T @ (weights[rows, None] * data.X[rows]) for rows in parts])
+    eigenvalues = np.linalg.eigvalsh(loss.scale(data)[:, None, None] * gram)
+    floor = 16 * data.n_terms * np.finfo(float).eps * eigenvalues[:, -1]  # rounding of an eigenvalue that is zero
+    return loss.curvature[0] * np.where(eigenvalues[:, 0] > floor, eigenvalues[:, 0] - floor / 2, 0.0) + loss.ridge
+
+
 def bounds_of(data, loss, penalty):
     """Constants of a problem from bounds that hold at every point."""
     return Constants(
         L=float(loss.smoothness(data).max()),
         L_row=float(loss.row_smoothness(data).max(initial=loss.ridge)),
-        mu=float(loss.strong_convexity(data).min()),
+        mu=float(strong_convexity(loss, data).min()),
         gamma=largest_gamma(data.hierarchy, penalty),
         alpha=mixing(penalty),
     )

@@ -12,6 +12,7 @@ from covey import GroupedData, Penalty
 from covey.errors import CoveyError, SolverError
 from covey.losses import FAMILIES, Loss, from_functions, loss_of
 from covey.solvers import minimise
+from tests.networks import strong_convexity
 
 NAMES = list(FAMILIES)
 MARGINS = np.linspace(-3.0, 3.0, 61)
@@ -163,7 +164,7 @@ def test_curvature_of_clients_and_rows_is_within_the_bounds(any_loss):
     hessian = own.hessian(data, theta)
     eigenvalues, slack = np.linalg.eigvalsh(hessian), 1.002  # a user-defined loss with a start adds a thousandth
     assert (eigenvalues[:, -1] <= own.smoothness(data) * slack).all()
-    assert (eigenvalues[:, 0] * slack >= own.strong_convexity(data)).all()
+    assert (eigenvalues[:, 0] * slack >= strong_convexity(own, data)).all()
     assert own.smallest_curvature(hessian) <= eigenvalues.min() * slack
     assert (own.smoothness(data) <= np.maximum.reduceat(own.row_smoothness(data), data.client_ptr[:-1]) * slack).all()
     assert np.isinf(own.smoothness(data)).all() == (not own.bounded)

@@ -345,16 +345,6 @@ class Loss(ABC):
         bound: Floats = (self.curvature[1] if second is None else second) * size * share[data.client_of_row] + self.ridge
         return bound
 
-    def strong_convexity(self, data: GroupedData) -> Floats:
-        """Return a lower bound ``mu_i >= 0`` on the curvature of each client's loss at any point, ``(n,)``."""
-        if self.curvature[0] == 0.0:
-            return np.full(data.n_clients, self.ridge)
-        eigenvalues = self._gram_eigenvalues(data)
-        # Rounding gives a rank-deficient client a small eigenvalue instead of zero; the bound is zero at that size.
-        floor = 8 * data.n_terms * np.finfo(float).eps * eigenvalues[:, -1]
-        lowest = eigenvalues[:, 0] - floor
-        return self.curvature[0] * np.where(lowest > floor, lowest, 0.0) + self.ridge
-
     def smallest_curvature(self, hessian: Floats) -> float:
         """Return a lower bound ``mu`` on the curvature of all clients' losses at any point, given their Hessians at one."""
         if not self.quadratic:
