@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import polars as pl
@@ -15,7 +16,8 @@ from covey.report.results import ORDER
 
 README = Path(__file__).parents[1] / "README.md"
 TUTORIAL = README.parent / "docs" / "tutorials" / "first-model.md"
-IMAGES = "https://raw.githubusercontent.com/covey-learn/covey/main/"
+SOURCE = tomllib.loads(README.with_name("pyproject.toml").read_text())["project"]["urls"]["Source"]
+IMAGES = SOURCE.replace("github.com", "raw.githubusercontent.com") + "/main/"
 
 
 def prose(page):
