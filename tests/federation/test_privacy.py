@@ -180,13 +180,13 @@ def test_the_promise_is_printed_and_saved_with_both_models(tmp_path):
     promise = "differential privacy: (epsilon, delta) = (2.5, 1e-06) for every client, clip 1, noise "
     assert promise in text
     assert "0 rows" not in text
-    for place, told in ((tmp_path / "out", lambda extra: extra["federation"]), (tmp_path / "site", lambda extra: extra)):
+    for place, section in ((tmp_path / "out", lambda extra: extra["federation"]), (tmp_path / "site", lambda extra: extra)):
         model, extra = load_model(place)
         assert promise in model.convergence.message
         assert "2 releases" in model.convergence.message
         assert not model.convergence.converged
         assert math.isnan(model.convergence.objective)
-        assert told(extra)["privacy"]["epsilon"] == pytest.approx(2.5, rel=1e-6)
+        assert section(extra)["privacy"]["epsilon"] == pytest.approx(2.5, rel=1e-6)
 
 
 def test_noise_is_the_systems_unless_a_simulation_gives_a_seed():

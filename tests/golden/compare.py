@@ -1,12 +1,12 @@
-"""Whether two versions of covey give the same bits on this machine.
+"""Check whether two versions of covey give the same bits on this machine.
 
     python tests/golden/compare.py ../other-checkout                 # this checkout and another one
     python tests/golden/compare.py ../other-checkout --python ../other-checkout/.venv/bin/python
     python tests/golden/compare.py                                   # this checkout and the record that is kept here
 
-Runs ``recorder.py`` of this folder and ``covey reproduce all --quick`` on both, tells every quantity and every column of a
-table whose bits differ, and ends with exit code 1 if there are any. Against the record, made on another machine, the last
-digits may differ. Columns of bytes are told, and do not count.
+Run ``recorder.py`` of this folder and ``covey reproduce all --quick`` on both, list every quantity and every column of a table
+whose bits differ, and end with exit code 1 if there are any. Against the record, made on another machine, the last
+digits may differ. Columns of bytes are listed but do not count.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def run(checkout: Path, python: str, folder: Path, only: str, reproduce: bool) -
 
 
 def _digest(source: Path) -> str:
-    """Of all code: numba would take a compiled function for fresh when another one that is compiled into it has changed."""
+    """A hash of all code, because numba does not notice changes in functions of other files."""
     digest = hashlib.sha256()
     for file in sorted(source.rglob("*.py")):
         digest.update(str(file).encode() + file.read_bytes())
@@ -72,7 +72,7 @@ def _digest(source: Path) -> str:
 
 
 def stored(only: str) -> Result:
-    """What is kept in this folder."""
+    """The record in this folder."""
     fits = json.loads((HERE / "record.json").read_text(encoding="utf-8"))
     return Result({name: numbers for name, numbers in fits.items() if only in name}, HERE / "reproduce")
 
@@ -81,7 +81,7 @@ def stored(only: str) -> Result:
 
 
 def compare_fits(one: Result, two: Result) -> int:
-    """Tell of each fit what differs; how many fits do not."""
+    """Print the differences of each fit, and return the number of fits without any."""
     same = 0
     for name in {**one.fits, **two.fits}:
         lines = list(_differing(one.fits.get(name, {}), two.fits.get(name, {})))

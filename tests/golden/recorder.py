@@ -1,10 +1,10 @@
-"""Small fits of every kind, written down to the last bit: what a change that is to change no number is held against.
+"""Record the numbers of small fits of every kind, to the last bit, to compare two versions of covey.
 
     python tests/golden/recorder.py --out record.json        # all fits of the covey that Python imports
     python tests/golden/recorder.py --only "sites:"          # those whose name contains this, to the screen
 
-The file runs as it is on any version since commit 681de36. It uses what users use; the few names from within covey are looked
-up in ``internals``, which is the one place to edit when they move. Bytes that cross a network are not recorded.
+The file runs on any version since commit 681de36. It uses public names; the few internal names are looked up in
+``internals``, the one place to edit when they move. Bytes on a network are not recorded.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ _COUNTED = ("iteration", "exchanges", "exchanges_between")
 _MEASURED = ("objective", "gap", "certified_gap", "gradient_norm")
 
 
-def told(model: Any, rows: Any = None, **ids: Any) -> Numbers:
+def numbers_of(model: Any, rows: Any = None, **ids: Any) -> Numbers:
     """All that is recorded of an estimator; ``rows`` are some to predict, with ids that may be unseen."""
     found = coefficients(model) | convergence(model.convergence_) | account(model.history_, model.ledger_)
     if rows is not None:
@@ -276,7 +276,7 @@ def add_drawn(name: str, family: str = "gaussian", client_sd: float = 0.5, **set
 
     def run() -> Numbers:
         frame = drawn(family, client_sd)
-        return told(fitted(family, frame, **{**DRAWN, **settings}), new_rows(frame))
+        return numbers_of(fitted(family, frame, **{**DRAWN, **settings}), new_rows(frame))
 
     add(name, run)
 
@@ -286,7 +286,7 @@ def add_homes(name: str, family: str = "gaussian", whole: bool = False, **settin
 
     def run() -> Numbers:
         frame = homes() if whole else some_homes()
-        return told(fitted(family, frame, **{**HOMES, **settings}), new_rows(frame, "county", "state"))
+        return numbers_of(fitted(family, frame, **{**HOMES, **settings}), new_rows(frame, "county", "state"))
 
     add(name, run)
 
@@ -346,8 +346,8 @@ def add_resumed(name: str, family: str, stop: int, **settings: Any) -> None:
             options = {**settings.get("options", {}), "checkpoint": str(Path(folder) / "run.npz")}
             fitted(family, frame, **{**DRAWN, **settings, "options": options, "max_iter": stop})
             resumed = fitted(family, frame, **{**DRAWN, **settings, "options": options})
-        found = told(resumed)
-        return {**found, "as one that was not stopped": found == told(straight)}
+        found = numbers_of(resumed)
+        return {**found, "as one that was not stopped": found == numbers_of(straight)}
 
     add(name, run)
 
@@ -425,25 +425,27 @@ def _afterwards() -> None:
     add("afterwards: plan", _plan)
 
 
-def _by_coins() -> None:
+def _randomised() -> None:
     for solver in ("l2gd", "al2sgd_plus", "one_coin"):
         for seed in (0, 1):
             more = {"max_iter": 2000} if solver != "al2sgd_plus" else {"tol": 1e-6}
-            add_drawn(f"coins: {solver}, seed {seed}", solver=solver, random_state=seed, **more, **GIVEN)
-        add_drawn(f"coins: {solver}, bernoulli", "bernoulli", solver=solver, max_iter=300, random_state=2, **GIVEN)
-    add_drawn("coins: l2gd, switching steps", solver="l2gd", options={"steps": "switching"}, max_iter=2000, **GIVEN)
-    add_drawn("coins: l2gd, switching steps, poisson", "poisson", solver="l2gd", options={"steps": "switching", "every": 50},
+            add_drawn(f"randomised: {solver}, seed {seed}", solver=solver, random_state=seed, **more, **GIVEN)
+        add_drawn(f"randomised: {solver}, bernoulli", "bernoulli", solver=solver, max_iter=300, random_state=2, **GIVEN)
+    add_drawn("randomised: l2gd, switching steps", solver="l2gd", options={"steps": "switching"}, max_iter=2000, **GIVEN)
+    add_drawn("randomised: l2gd, switching steps, poisson", "poisson", solver="l2gd", options={"steps": "switching", "every": 50},
               weights="weight", max_iter=300, **GIVEN)  # fmt: skip
-    add_drawn("coins: l2gd, majority vote", solver="l2gd", options={"vote": "majority", "tau": 0.4}, max_iter=500, **GIVEN)
-    add_drawn("coins: l2gd, unequal gamma", solver="l2gd", gamma=by_client(), lam=1.5, max_iter=500)
-    add_drawn("coins: l2gd, alpha", solver="l2gd", gamma=2.0, alpha=0.3, options={"p0": 0.2, "p": 0.3}, max_iter=500)
-    add_drawn("coins: al2sgd_plus, majority vote", solver="al2sgd_plus", options={"vote": "majority"}, max_iter=500, **GIVEN)
-    add_drawn("coins: al2sgd_plus, unequal gamma", solver="al2sgd_plus", gamma=by_client(), lam=1.5, max_iter=500)
-    add_drawn("coins: al2sgd_plus, alpha, poisson", "poisson", solver="al2sgd_plus", gamma=2.0, alpha=0.3, ridge=0.1,
+    add_drawn("randomised: l2gd, majority vote", solver="l2gd", options={"vote": "majority", "tau": 0.4}, max_iter=500, **GIVEN)
+    add_drawn("randomised: l2gd, unequal gamma", solver="l2gd", gamma=by_client(), lam=1.5, max_iter=500)
+    add_drawn("randomised: l2gd, alpha", solver="l2gd", gamma=2.0, alpha=0.3, options={"p0": 0.2, "p": 0.3}, max_iter=500)
+    add_drawn(
+        "randomised: al2sgd_plus, majority vote", solver="al2sgd_plus", options={"vote": "majority"}, max_iter=500, **GIVEN
+    )
+    add_drawn("randomised: al2sgd_plus, unequal gamma", solver="al2sgd_plus", gamma=by_client(), lam=1.5, max_iter=500)
+    add_drawn("randomised: al2sgd_plus, alpha, poisson", "poisson", solver="al2sgd_plus", gamma=2.0, alpha=0.3, ridge=0.1,
               max_iter=300)  # fmt: skip
-    add_drawn("coins: one_coin, mean over rows", solver="one_coin", reduction="mean", gamma=0.3, lam=0.2, max_iter=500)
-    add_homes("coins: radon, al2sgd_plus", solver="al2sgd_plus", gamma=6.0, lam=4.0, tol=1e-5)
-    add_homes("coins: radon, l2gd", solver="l2gd", gamma=6.0, lam=4.0, max_iter=1000)
+    add_drawn("randomised: one_coin, mean over rows", solver="one_coin", reduction="mean", gamma=0.3, lam=0.2, max_iter=500)
+    add_homes("randomised: radon, al2sgd_plus", solver="al2sgd_plus", gamma=6.0, lam=4.0, tol=1e-5)
+    add_homes("randomised: radon, l2gd", solver="l2gd", gamma=6.0, lam=4.0, max_iter=1000)
     add_resumed("resumed: newton", "poisson", 3, solver="newton", **GIVEN)
     add_resumed("resumed: l2gd", "gaussian", 137, solver="l2gd", max_iter=400, **GIVEN)
     add_resumed("resumed: l2gd, bernoulli", "bernoulli", 137, solver="l2gd", max_iter=400, options={"every": 40}, **GIVEN)
@@ -496,14 +498,14 @@ def _arrays() -> Numbers:
     with quiet():
         model = HierarchicalRegressor(**GIVEN).fit(X, y, sample_weight=frame["weight"].to_numpy(), **ids)
     rows = new_rows(frame)
-    return told(model, X[[0, 1, 2, 3]], **{name: rows[name].to_numpy() for name in ids})
+    return numbers_of(model, X[[0, 1, 2, 3]], **{name: rows[name].to_numpy() for name in ids})
 
 
 def _threads() -> Numbers:
     """So many numbers to read that threads share them."""
     table = datasets.simulate("bernoulli", clusters=20, clients=25, rows=80, d=7, seed=6).frame()
     settings = {"client": "client", "cluster": "cluster", "formula": "y ~ x0 + x1 + x2 + x3 + x4 + x5 + x6"}
-    return told(fitted("bernoulli", table, **settings, **GIVEN))
+    return numbers_of(fitted("bernoulli", table, **settings, **GIVEN))
 
 
 def _updated(family: str) -> Numbers:
@@ -516,7 +518,7 @@ def _updated(family: str) -> Numbers:
         smaller = larger.remove_clients(["c3", "newcomer"])
     found: Numbers = {}
     for name, other in (("larger", larger), ("smaller", smaller)):
-        found |= {f"{name}: {key}": value for key, value in told(other, new_rows(frame)).items()}
+        found |= {f"{name}: {key}": value for key, value in numbers_of(other, new_rows(frame)).items()}
     return found
 
 
@@ -568,7 +570,7 @@ def _plan() -> Numbers:
     return found
 
 
-for _add in (_given, _learned, _afterwards, _by_coins, _across_sites):
+for _add in (_given, _learned, _afterwards, _randomised, _across_sites):
     _add()
 
 

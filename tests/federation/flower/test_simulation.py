@@ -21,7 +21,7 @@ ASKED = {"formula": "log_radon ~ floor", "client": "county", "cluster": "state",
 
 
 @pytest.mark.federation
-@pytest.mark.filterwarnings("ignore::covey.errors.ConvergenceWarning")  # by coins it is stopped long before its end
+@pytest.mark.filterwarnings("ignore::covey.errors.ConvergenceWarning")  # a randomised run stops long before its end
 @pytest.mark.parametrize("solver", ["sweep", "l2gd"])
 def test_a_fit_on_ray_is_the_fit_in_memory(tmp_path, monkeypatch, solver):
     pytest.importorskip("ray", reason="needs covey[simulation]")

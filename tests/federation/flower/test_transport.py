@@ -32,8 +32,8 @@ def test_messages_go_and_come_back(two):
     print(f"seconds per exchange with two nodes: {seconds}")
     assert first["north"].startswith("north: 1, by process")
     assert first["west"] == ["gone", "it is not connected"]
-    told = json.loads(first["south"])
-    assert told == {"data": str(two.folder / "south.csv"), "home": str(two.folder / "south")}
+    answer = json.loads(first["south"])
+    assert answer == {"data": str(two.folder / "south.csv"), "home": str(two.folder / "south")}
     assert second["north"] == ["refused", "it broke on ValueError; see the log at the site"]
     assert second["south"].startswith("south: 3")
     assert "a secret value in" in two.log("north")
@@ -185,6 +185,6 @@ def test_four_nodes(tmp_path):
             deployment.start_node(site)
         began = time.monotonic()
         script = [[dict.fromkeys(sites, str(k)), 60] for k in range(3)]
-        told, seconds = exchanges(deployment, *script, sites=",".join(sites))
+        answer, seconds = exchanges(deployment, *script, sites=",".join(sites))
         print(f"seconds from flwr run to its end: {time.monotonic() - began:.1f}; per exchange with four nodes: {seconds}")
-        assert all(told[k][site].startswith(f"{site}: {k}") for site in sites for k in range(3))
+        assert all(answer[k][site].startswith(f"{site}: {k}") for site in sites for k in range(3))

@@ -35,15 +35,15 @@ def operate(transport, settings, say):
         raise DataError(settings["mistake"])
     sites = settings["sites"]
     wait_for_sites(transport, sites if isinstance(sites, int) else tuple(sites.split(",")), settings["wait"], say)
-    told = []
+    answer = []
     for messages, timeout in settings["script"]:
-        say(f"exchange {len(told) + 1}")
+        say(f"exchange {len(answer) + 1}")
         began = time.monotonic()
         replies = transport.exchange({name: message.encode() for name, message in messages.items()}, timeout)
         seconds = time.monotonic() - began
         words = {name: r.decode() if isinstance(r, bytes) else [r.reason, r.detail] for name, r in replies.items()}
-        told.append({"seconds": seconds, "replies": words})
-    return json.dumps(told)
+        answer.append({"seconds": seconds, "replies": words})
+    return json.dumps(answer)
 
 
 standins = {
