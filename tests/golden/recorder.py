@@ -429,23 +429,21 @@ def _randomised() -> None:
     for solver in ("l2gd", "al2sgd_plus", "one_coin"):
         for seed in (0, 1):
             more = {"max_iter": 2000} if solver != "al2sgd_plus" else {"tol": 1e-6}
-            add_drawn(f"randomised: {solver}, seed {seed}", solver=solver, random_state=seed, **more, **GIVEN)
-        add_drawn(f"randomised: {solver}, bernoulli", "bernoulli", solver=solver, max_iter=300, random_state=2, **GIVEN)
-    add_drawn("randomised: l2gd, switching steps", solver="l2gd", options={"steps": "switching"}, max_iter=2000, **GIVEN)
-    add_drawn("randomised: l2gd, switching steps, poisson", "poisson", solver="l2gd", options={"steps": "switching", "every": 50},
+            add_drawn(f"random: {solver}, seed {seed}", solver=solver, random_state=seed, **more, **GIVEN)
+        add_drawn(f"random: {solver}, bernoulli", "bernoulli", solver=solver, max_iter=300, random_state=2, **GIVEN)
+    add_drawn("random: l2gd, switching steps", solver="l2gd", options={"steps": "switching"}, max_iter=2000, **GIVEN)
+    add_drawn("random: l2gd, switching steps, poisson", "poisson", solver="l2gd", options={"steps": "switching", "every": 50},
               weights="weight", max_iter=300, **GIVEN)  # fmt: skip
-    add_drawn("randomised: l2gd, majority vote", solver="l2gd", options={"vote": "majority", "tau": 0.4}, max_iter=500, **GIVEN)
-    add_drawn("randomised: l2gd, unequal gamma", solver="l2gd", gamma=by_client(), lam=1.5, max_iter=500)
-    add_drawn("randomised: l2gd, alpha", solver="l2gd", gamma=2.0, alpha=0.3, options={"p0": 0.2, "p": 0.3}, max_iter=500)
-    add_drawn(
-        "randomised: al2sgd_plus, majority vote", solver="al2sgd_plus", options={"vote": "majority"}, max_iter=500, **GIVEN
-    )
-    add_drawn("randomised: al2sgd_plus, unequal gamma", solver="al2sgd_plus", gamma=by_client(), lam=1.5, max_iter=500)
-    add_drawn("randomised: al2sgd_plus, alpha, poisson", "poisson", solver="al2sgd_plus", gamma=2.0, alpha=0.3, ridge=0.1,
+    add_drawn("random: l2gd, majority vote", solver="l2gd", options={"vote": "majority", "tau": 0.4}, max_iter=500, **GIVEN)
+    add_drawn("random: l2gd, unequal gamma", solver="l2gd", gamma=by_client(), lam=1.5, max_iter=500)
+    add_drawn("random: l2gd, alpha", solver="l2gd", gamma=2.0, alpha=0.3, options={"p0": 0.2, "p": 0.3}, max_iter=500)
+    add_drawn("random: al2sgd_plus, majority vote", solver="al2sgd_plus", options={"vote": "majority"}, max_iter=500, **GIVEN)
+    add_drawn("random: al2sgd_plus, unequal gamma", solver="al2sgd_plus", gamma=by_client(), lam=1.5, max_iter=500)
+    add_drawn("random: al2sgd_plus, alpha, poisson", "poisson", solver="al2sgd_plus", gamma=2.0, alpha=0.3, ridge=0.1,
               max_iter=300)  # fmt: skip
-    add_drawn("randomised: one_coin, mean over rows", solver="one_coin", reduction="mean", gamma=0.3, lam=0.2, max_iter=500)
-    add_homes("randomised: radon, al2sgd_plus", solver="al2sgd_plus", gamma=6.0, lam=4.0, tol=1e-5)
-    add_homes("randomised: radon, l2gd", solver="l2gd", gamma=6.0, lam=4.0, max_iter=1000)
+    add_drawn("random: one_coin, mean over rows", solver="one_coin", reduction="mean", gamma=0.3, lam=0.2, max_iter=500)
+    add_homes("random: radon, al2sgd_plus", solver="al2sgd_plus", gamma=6.0, lam=4.0, tol=1e-5)
+    add_homes("random: radon, l2gd", solver="l2gd", gamma=6.0, lam=4.0, max_iter=1000)
     add_resumed("resumed: newton", "poisson", 3, solver="newton", **GIVEN)
     add_resumed("resumed: l2gd", "gaussian", 137, solver="l2gd", max_iter=400, **GIVEN)
     add_resumed("resumed: l2gd, bernoulli", "bernoulli", 137, solver="l2gd", max_iter=400, options={"every": 40}, **GIVEN)
