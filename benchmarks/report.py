@@ -111,7 +111,8 @@ def page(kept: dict[str, dict[str, Any]]) -> str:
                 "Every program gets the same data frame, the same model and two threads, and is timed from data frame to",
                 "fitted model; the best of up to three runs counts. Linear models are fitted by REML, except that GPBoost has",
                 "maximum likelihood only. Logistic models use Laplace's approximation. Of two log-likelihoods of the same",
-                "kind, the larger is the better fit.",
+                "kind, the larger is the better fit. covey runs with `tests=False`: no other program here tests whether the",
+                "groups of a level differ, which takes two more fits.",
                 "",
                 *peers_table(result["peers"]),
             ]
