@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from covey.losses import loss_of
 from covey.nodes.network import InMemory, Node
 from covey.objective.theory import Constants, largest_gamma, mixing
 from covey.tree.hierarchy import Hierarchy
@@ -18,12 +19,24 @@ def in_memory(data, loss):
     return InMemory.of(data, loss, np.ones(data.n_clients))
 
 
+def strong_convexity(loss, data):
+    """A lower bound of the curvature of each client's loss at any point."""
+    if loss.curvature[0] == 0.0:
+        return np.full(data.n_clients, loss.ridge)
+    gram = loss_of("gaussian", loss.reduction).hessian(data, np.zeros((data.n_clients, data.n_terms)))
+    eigenvalues = np.maximum(np.linalg.eigvalsh(gram), 0.0)
+    # Rounding gives a rank-deficient client a small eigenvalue instead of zero; the bound is zero at that size.
+    floor = 8 * data.n_terms * np.finfo(float).eps * eigenvalues[:, -1]
+    lowest = eigenvalues[:, 0] - floor
+    return loss.curvature[0] * np.where(lowest > floor, lowest, 0.0) + loss.ridge
+
+
 def bounds_of(data, loss, penalty):
     """Constants of a problem from bounds that hold at every point."""
     return Constants(
         L=float(loss.smoothness(data).max()),
         L_row=float(loss.row_smoothness(data).max(initial=loss.ridge)),
-        mu=float(loss.strong_convexity(data).min()),
+        mu=float(strong_convexity(loss, data).min()),
         gamma=largest_gamma(data.hierarchy, penalty),
         alpha=mixing(penalty),
     )

@@ -12,6 +12,7 @@ from covey import GroupedData, Penalty
 from covey.errors import CoveyError, SolverError
 from covey.losses import FAMILIES, Loss, from_functions, loss_of
 from covey.solvers import minimise
+from tests.networks import strong_convexity
 
 NAMES = list(FAMILIES)
 MARGINS = np.linspace(-3.0, 3.0, 61)
@@ -163,7 +164,7 @@ def test_curvature_of_clients_and_rows_is_within_the_bounds(any_loss):
     hessian = own.hessian(data, theta)
     eigenvalues, slack = np.linalg.eigvalsh(hessian), 1.002  # a user-defined loss with a start adds a thousandth
     assert (eigenvalues[:, -1] <= own.smoothness(data) * slack).all()
-    assert (eigenvalues[:, 0] * slack >= own.strong_convexity(data)).all()
+    assert (eigenvalues[:, 0] * slack >= strong_convexity(own, data)).all()
     assert own.smallest_curvature(hessian) <= eigenvalues.min() * slack
     assert (own.smoothness(data) <= np.maximum.reduceat(own.row_smoothness(data), data.client_ptr[:-1]) * slack).all()
     assert np.isinf(own.smoothness(data)).all() == (not own.bounded)
@@ -199,7 +200,7 @@ def test_the_dispersion_is_the_dispersion_of_draws(loss):
     few, many = (loss.draw(np.full(50_000, 0.7), np.random.default_rng(3), phi).var() for phi in (0.25, 1.0))
     assert many / few == pytest.approx(4.0 if loss.dispersion else 1.0, rel=0.1)
     assert loss.residual(np.array([2.0]), 0.25) > 0
-    assert loss.dispersion_text(0.25)
+    assert loss.dispersion_name
 
 
 def test_possible_responses_are_accepted(any_loss):

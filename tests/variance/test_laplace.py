@@ -90,9 +90,9 @@ def test_the_gradient_in_the_covariances_and_the_global_model(seed, family, per_
     marginal = criterion_of(data, family)
     here = marginal(S, T, wbar)
     close = {"rtol": 2e-4, "atol": 2e-4 * max(1.0, abs(here.value))}
-    np.testing.assert_allclose(here.client, symmetric_slopes(lambda S: marginal(S, T, wbar).value, S, 1e-4), **close)
-    np.testing.assert_allclose(here.cluster, symmetric_slopes(lambda T: marginal(S, T, wbar).value, T, 1e-4), **close)
-    np.testing.assert_allclose(here.centre, slopes(lambda wbar: marginal(S, T, wbar).value, wbar, 1e-4), **close)
+    np.testing.assert_allclose(here.client_slope, symmetric_slopes(lambda S: marginal(S, T, wbar).value, S, 1e-4), **close)
+    np.testing.assert_allclose(here.cluster_slope, symmetric_slopes(lambda T: marginal(S, T, wbar).value, T, 1e-4), **close)
+    np.testing.assert_allclose(here.global_slope, slopes(lambda wbar: marginal(S, T, wbar).value, wbar, 1e-4), **close)
 
 
 @settings(max_examples=20)

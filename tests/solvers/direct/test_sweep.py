@@ -17,6 +17,7 @@ from covey.solvers import minimise
 from covey.solvers.direct.elimination import Quadratic, Spread, descend, eliminate, solve_symmetric
 from covey.solvers.direct.sweep import SweepDown, SweepUp, one_sweep, solve_top
 from tests.conftest import Problem, dense_solution, gls_solution, random_problem, seeds
+from tests.networks import strong_convexity
 
 
 def assert_close(ours, theirs, tolerance=1e-10):
@@ -57,7 +58,7 @@ def test_certified_gap_bounds_the_true_gap():
     objective = Objective(drawn.data, Gaussian(), Penalty.of(drawn.data.hierarchy))
     fit = minimise(drawn.data, Gaussian(), objective.penalty, solver="sweep")
     mu = Gaussian().smallest_curvature(Gaussian().hessian(drawn.data, fit.theta))
-    assert 0 < mu <= Gaussian().strong_convexity(drawn.data).min()
+    assert 0 < mu <= strong_convexity(Gaussian(), drawn.data).min()
     assert fit.convergence.gap == pytest.approx(fit.convergence.gradient_norm**2 / (2 * mu))
     away = fit.theta + 0.1
     gap = objective.value(away) - fit.convergence.objective
