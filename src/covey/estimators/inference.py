@@ -265,8 +265,9 @@ class InferenceMethods(EstimatorCore):
     ) -> Self:
         """Return a copy of the estimator with further rows, of new clients or of clients that it has, without a refit.
 
-        The variance components stay as they are. Given these, the result is exact for a linear model, and a second-order
-        expansion for other families. Pass new rows only: a row that the model already has would be counted twice.
+        The variance components stay as they are. Given these, the result is exact for a linear model. For other families the
+        rows of the fit enter by a second-order expansion about its mode. Pass new rows only: a row that the model already has
+        would be counted twice.
 
         Parameters
         ----------

@@ -49,9 +49,7 @@ class Summary:
             "message": model.convergence.message,
         }
         if learned is None:
-            penalty = None
-            if model.penalty is not None:
-                penalty = {"gamma": _ends(_gammas(model)), "lam": _ends(model.penalty.lam)}
+            penalty = None if model.penalty is None else {"gamma": _ends(_gammas(model)), "lam": _ends(model.penalty.lam)}
             return {**document, "method": model.spec.learns, "penalty": penalty, "warnings": []}
         components = learned.components
         levels = {"cluster": components.cluster, "client": components.client}
