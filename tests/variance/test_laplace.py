@@ -139,4 +139,4 @@ def test_sums_over_three_nodes_are_those_of_one_node(seed, family):
     y = np.linalg.solve(K, sum(lifted for _, lifted in bends)[:, :, None])[:, :, 0] @ T[0]
     sent = [node_slopes(node, at, here, g, P, y) for (node, at), here, (g, _) in zip(nodes, own, bends, strict=True)]
     slope = sum(bend - pull for bend, pull in sent).sum(axis=0)
-    np.testing.assert_allclose(slope, whole.client[0], rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(slope, whole.client_slope[0], rtol=1e-9, atol=1e-9)

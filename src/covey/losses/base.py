@@ -334,7 +334,7 @@ class Loss(ABC):
         if not self.bounded:
             return np.full(data.n_clients, np.inf)
         gram = self._expand_compiled(kernels.GAUSSIAN, data, np.zeros((data.n_clients, data.n_terms)), 2)[2]
-        return self.curvature[1] * np.maximum(np.linalg.eigvalsh(gram), 0.0)[:, -1] + self.ridge
+        return np.asarray(self.curvature[1] * np.maximum(np.linalg.eigvalsh(gram)[:, -1], 0.0) + self.ridge)
 
     def row_smoothness(self, data: GroupedData, second: Floats | float | None = None) -> Floats:
         """Return an upper bound on the curvature of each ``f_il``, where ``f_i = 1/m_i sum_l f_il`` over a client's rows.
