@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from covey.losses import loss_of
 from covey.nodes.network import InMemory, Node
 from covey.objective.theory import Constants, largest_gamma, mixing
 from covey.tree.hierarchy import Hierarchy
@@ -19,15 +20,15 @@ def in_memory(data, loss):
 
 
 def strong_convexity(loss, data):
-    """A lower bound of the curvature of each client's loss at every point, ``(n,)``."""
+    """A lower bound of the curvature of each client's loss at any point."""
     if loss.curvature[0] == 0.0:
         return np.full(data.n_clients, loss.ridge)
-    weights = np.ones(data.n_rows) if data.weights is None else data.weights
-    parts = [slice(*data.client_ptr[i : i + 2]) for i in range(data.n_clients)]
-    gram = np.array([data.X[rows].T @ (weights[rows, None] * data.X[rows]) for rows in parts])
-    eigenvalues = np.linalg.eigvalsh(loss.scale(data)[:, None, None] * gram)
-    floor = 16 * data.n_terms * np.finfo(float).eps * eigenvalues[:, -1]  # rounding of an eigenvalue that is zero
-    return loss.curvature[0] * np.where(eigenvalues[:, 0] > floor, eigenvalues[:, 0] - floor / 2, 0.0) + loss.ridge
+    gram = loss_of("gaussian", loss.reduction).hessian(data, np.zeros((data.n_clients, data.n_terms)))
+    eigenvalues = np.maximum(np.linalg.eigvalsh(gram), 0.0)
+    # Rounding gives a rank-deficient client a small eigenvalue instead of zero; the bound is zero at that size.
+    floor = 8 * data.n_terms * np.finfo(float).eps * eigenvalues[:, -1]
+    lowest = eigenvalues[:, 0] - floor
+    return loss.curvature[0] * np.where(lowest > floor, lowest, 0.0) + loss.ridge
 
 
 def bounds_of(data, loss, penalty):

@@ -1,4 +1,4 @@
-"""Array types of the package."""
+"""Types of arrays and arguments."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ def test_the_dispersion_is_the_dispersion_of_draws(loss):
     few, many = (loss.draw(np.full(50_000, 0.7), np.random.default_rng(3), phi).var() for phi in (0.25, 1.0))
     assert many / few == pytest.approx(4.0 if loss.dispersion else 1.0, rel=0.1)
     assert loss.residual(np.array([2.0]), 0.25) > 0
-    assert loss.dispersion_text(0.25)
+    assert loss.dispersion_name
 
 
 def test_possible_responses_are_accepted(any_loss):

@@ -11,7 +11,7 @@ from scipy import stats
 from covey import HierarchicalClassifier, HierarchicalRegressor
 from covey.datasets import load_radon, simulate
 from covey.federation.simulate import simulate_sites as across_sites
-from covey.model.summary import describe, summary
+from covey.model.summary import Summary, describe
 from covey.problem.problem import Spec
 
 DRAWN = simulate(clusters=7, clients=5, rows=6, d=2, wbar=0.5, intercept=True, cluster_sd=0.8, client_sd=0.5, seed=3)
@@ -110,11 +110,11 @@ def test_print_has_all_results():
         "Hierarchical linear model: y ~ x + (1 | cluster/client)",
         "210 rows of 35 clients (client) in 7 clusters (cluster)",
         f"REML: log-likelihood {result['log_likelihood']:.2f}, AIC {result['aic']:.1f}, BIC {result['bic']:.1f}, 5 parameters",
-        "clients differ: likelihood ratio",
-        "clusters matter: likelihood ratio",
-        "sd of clusters",
+        "variation between clients: likelihood-ratio statistic",
+        "variation between clusters: likelihood-ratio statistic",
+        "sd between clusters",
         f"{result['residual_sd']:.4g}",
-        f"share of variance: {100 * result['share_of_variance']['cluster']:.1f}% between clusters",
+        f"share of variance, mean over rows: {100 * result['share_of_variance']['cluster']:.1f}% between clusters",
     ):
         assert part in text
 
@@ -165,5 +165,5 @@ def test_one_gamma_for_all_is_printed_as_one_number_across_sites_too(gamma):
     spec = Spec(formula="log_radon ~ floor", client="county", cluster="state", gamma=gamma, lam=1.0)
     model = across_sites(load_radon(), spec, 2).outcome.model
     assert f"penalties gamma {gamma:.4g} (client to cluster), lam 1 (cluster" in describe(model)
-    low, high = summary(model).to_json()["penalty"]["gamma"]
+    low, high = Summary(model).to_json()["penalty"]["gamma"]
     assert low == high == pytest.approx(gamma)

@@ -116,7 +116,7 @@ def test_formulaic_loads_when_a_formula_is_parsed():
 
 NEEDS = "The bar in {} needs parentheses around its terms and its group, as in (1 | g)."
 ALONE = "The bar term in {} must stand by itself, joined by '+', as in x + (1 | g)."
-GROUPS = "The groups {} are not supported; name a column"
+GROUPS = "The groups {} are not supported; write one column"
 DEEP = "The groups {} have more than two levels; keep two, as in (1 | cluster/client)."
 MANY = "The bar term {} has more than one bar; write one bar term for each group."
 MATCH = "The parentheses of {} do not match; close each bar term, as in (1 | g)."

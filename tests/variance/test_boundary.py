@@ -175,4 +175,4 @@ def test_notes_name_clusters_and_count_further_ones():
     assert notes_of([1, 1, 0, 1, 1, 1, 1, 1], shape, data) == ["singular: no variation between clients of cluster 2"]
     all_of_them = notes_of(np.zeros(8), shape, data)
     assert len(all_of_them) == 5
-    assert all_of_them[-1] == "singular: and 4 more of this kind"
+    assert all_of_them[-1] == "singular: 4 more covariances"

@@ -363,7 +363,7 @@ def separated():
 
 
 def test_a_coefficient_without_finite_estimate_is_an_error():
-    with pytest.raises(ValueError, match=r"perfectly separated along 'z'.*drop terms"):
+    with pytest.raises(ValueError, match=r"The terms 'z' separate the responses perfectly.*drop terms"):
         estimate(in_memory(separated(), Bernoulli()), INTERCEPTS)
 
 

@@ -110,8 +110,8 @@ def test_the_gradient_in_the_covariances(seed, reml, per_cluster):
     T = random_covariances(rng, 1, data.n_terms)
     marginal, _ = criterion_of(data, reml)
     here = marginal(S, T)
-    np.testing.assert_allclose(here.client, symmetric_slopes(lambda S: marginal(S, T).value, S), rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(here.cluster, symmetric_slopes(lambda T: marginal(S, T).value, T), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(here.client_slope, symmetric_slopes(lambda S: marginal(S, T).value, S), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(here.cluster_slope, symmetric_slopes(lambda T: marginal(S, T).value, T), rtol=1e-4, atol=1e-4)
 
 
 @given(seeds, st.booleans(), st.booleans())
@@ -124,8 +124,8 @@ def test_several_points_together_give_the_bits_of_each_alone(seed, reml, per_clu
     for here, point in zip(criterion.at_covariances(points), points, strict=True):
         (alone,) = criterion.at_covariances([point])
         assert here.value == alone.value
-        np.testing.assert_array_equal(here.client, alone.client)
-        np.testing.assert_array_equal(here.cluster, alone.cluster)
+        np.testing.assert_array_equal(here.client_slope, alone.client_slope)
+        np.testing.assert_array_equal(here.cluster_slope, alone.cluster_slope)
 
 
 @given(seeds, st.booleans())
@@ -165,12 +165,12 @@ def test_sums_over_three_nodes_are_those_of_one_node(seed, reml):
         spread = Spread.of_covariances(S[parent[mine]], len(mine))
         nodes.append((marginalise(units, spread, ptr), ptr))
     seen = nodes[0][0].seen + nodes[1][0].seen + nodes[2][0].seen
-    top = upper(seen, sum(float(own.volume.sum()) for own, _ in nodes) - sums.log_weights, T[0], reml)
+    top = upper(seen, sum(float(own.log_determinants.sum()) for own, _ in nodes) - sums.log_weights, T[0], reml)
     answers = [sensitivity(own, data.n_terms, ptr, top.w, top.P) for own, ptr in nodes]
     bend, pull = (sum(parts) for parts in zip(*answers, strict=True))
     here = whole(S, T)
     assert top.criterion == pytest.approx(here.value, rel=1e-12)
-    np.testing.assert_allclose(bend - pull / top.dispersion, here.client, rtol=1e-8, atol=1e-8)
+    np.testing.assert_allclose(bend - pull / top.dispersion, here.client_slope, rtol=1e-8, atol=1e-8)
 
 
 @given(seeds)

@@ -90,9 +90,9 @@ def test_the_gradient_in_the_covariances_and_the_global_model(seed, family, per_
     marginal = criterion_of(data, family)
     here = marginal(S, T, wbar)
     close = {"rtol": 2e-4, "atol": 2e-4 * max(1.0, abs(here.value))}
-    np.testing.assert_allclose(here.client, symmetric_slopes(lambda S: marginal(S, T, wbar).value, S, 1e-4), **close)
-    np.testing.assert_allclose(here.cluster, symmetric_slopes(lambda T: marginal(S, T, wbar).value, T, 1e-4), **close)
-    np.testing.assert_allclose(here.centre, slopes(lambda wbar: marginal(S, T, wbar).value, wbar, 1e-4), **close)
+    np.testing.assert_allclose(here.client_slope, symmetric_slopes(lambda S: marginal(S, T, wbar).value, S, 1e-4), **close)
+    np.testing.assert_allclose(here.cluster_slope, symmetric_slopes(lambda T: marginal(S, T, wbar).value, T, 1e-4), **close)
+    np.testing.assert_allclose(here.global_slope, slopes(lambda wbar: marginal(S, T, wbar).value, wbar, 1e-4), **close)
 
 
 @settings(max_examples=20)
@@ -139,4 +139,4 @@ def test_sums_over_three_nodes_are_those_of_one_node(seed, family):
     y = np.linalg.solve(K, sum(lifted for _, lifted in bends)[:, :, None])[:, :, 0] @ T[0]
     sent = [node_slopes(node, at, here, g, P, y) for (node, at), here, (g, _) in zip(nodes, own, bends, strict=True)]
     slope = sum(bend - pull for bend, pull in sent).sum(axis=0)
-    np.testing.assert_allclose(slope, whole.client[0], rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(slope, whole.client_slope[0], rtol=1e-9, atol=1e-9)

@@ -27,7 +27,7 @@ def demo(
     from covey.fitting.comparison import compare
     from covey.fitting.fit import fit
     from covey.model.files import check_target, save_model
-    from covey.model.summary import describe, summary
+    from covey.model.summary import Summary, describe
     from covey.nodes.network import InMemory
     from covey.problem.problem import Spec, read_rows, resolve
     from covey.report.plots import shrinkage_figure
@@ -68,7 +68,7 @@ def demo(
         files = {"figure": str(figure), "model": str(out / "model"), "data": str(out / "homes.parquet")}
         federated = {"sites": list(across.outcome.roster), "difference": apart}
         federated["exchanges"] = [asdict(each) for each in across.outcome.exchanges]
-        print_json({"held_out": asdict(comparison), "summary": summary(model).to_json(), "federated": federated, **files})
+        print_json({"held_out": asdict(comparison), "summary": Summary(model).to_json(), "federated": federated, **files})
         return
     screen.print(comparison_table(comparison.errors, spec.family, comparison.test_rows))
     screen.print()

@@ -120,7 +120,7 @@ def _simulate(data: str, settings: dict[str, Any], options: RunOptions, as_json:
     from covey.federation.operator.settings import run_settings_of, spec_of
     from covey.federation.simulate import simulate_sites
     from covey.model.files import check_target, is_model
-    from covey.model.summary import summary
+    from covey.model.summary import Summary
     from covey.problem.problem import resolve
     from covey.tables.rows import read_table
 
@@ -154,7 +154,7 @@ def _simulate(data: str, settings: dict[str, Any], options: RunOptions, as_json:
                 "without": dict(outcome.without),
                 "missed": dict(outcome.missed),
                 "privacy": None if outcome.privacy is None else dict(outcome.privacy),
-                "summary": summary(outcome.model).to_json(),
+                "summary": Summary(outcome.model).to_json(),
                 "exchanges": [asdict(each) for each in outcome.exchanges],
                 "out": None if out is None else str(out),
             }

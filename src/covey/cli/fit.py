@@ -80,7 +80,7 @@ def _document(model: Any, comparison: Any) -> dict[str, Any]:
     import json
     from dataclasses import asdict
 
-    from covey.model.summary import summary
+    from covey.model.summary import Summary
 
     tree = model.hierarchy
     return {
@@ -90,7 +90,7 @@ def _document(model: Any, comparison: Any) -> dict[str, Any]:
         "clients": tree.n_clients,
         "clusters": tree.n_clusters,
         "global": dict(zip(model.terms, model.wbar.tolist(), strict=True)),
-        "summary": summary(model).to_json(),
+        "summary": Summary(model).to_json(),
         "convergence": asdict(model.convergence),
         "ledger": None if model.ledger is None else json.loads(json.dumps(asdict(model.ledger), default=lambda a: a.tolist())),
         "history": None if model.history is None else model.history.to_dicts(),

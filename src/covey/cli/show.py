@@ -22,7 +22,7 @@ def show(
     """
     from covey.errors import ModelError, listing, one_of
     from covey.model.files import load_model
-    from covey.model.summary import describe, facts, summary, title
+    from covey.model.summary import Summary, describe, facts, title
     from covey.report.tables import coefficient_table
     from covey.tree.hierarchy import LEVELS
 
@@ -32,7 +32,7 @@ def show(
     if level == "client" and fitted.elsewhere is not None:
         raise ModelError(f"The clients' models are at their sites, {listing(fitted.elsewhere.sites, 5)}; show them there.")
     if as_json:
-        about = {"title": title(fitted), "facts": facts(fitted), "summary": summary(fitted).to_json()}
+        about = {"title": title(fitted), "facts": facts(fitted), "summary": Summary(fitted).to_json()}
         coefficients = fitted.coefficients(level).to_dicts()  # type: ignore[arg-type]
         print_json({**about, "level": level, "coefficients": coefficients})
         return

@@ -197,7 +197,8 @@ class _LogLinear(HierarchicalEstimator, RegressorMixin, BaseEstimator):
 class HierarchicalPoissonRegressor(_LogLinear):
     """Poisson mixed model of counts, with a log link.
 
-    ``predict`` gives expected counts. Pass the logarithm of an exposure as ``offset``.
+    ``predict`` gives the expected count in a group; for an unseen group, the count at a random effect of zero. Pass the
+    logarithm of an exposure as ``offset``.
 
     Examples
     --------

@@ -105,7 +105,10 @@ class HierarchicalEstimator(InferenceMethods):
         offset: ArrayLike | None = None,
         level: Level = "client",
     ) -> Anything:
-        """Predict the expected response of each row.
+        """Predict the response of each row: its mean, given the coefficients of the row's group.
+
+        For an unseen group this is the response at a random effect of zero. With a log or logit link it is not the mean over
+        groups.
 
         Parameters
         ----------
@@ -120,7 +123,7 @@ class HierarchicalEstimator(InferenceMethods):
         Returns
         -------
         (n_rows,) array
-            Expected responses, in the units of the response.
+            Predictions, in the units of the response.
 
         Examples
         --------

@@ -35,12 +35,12 @@ class EstimatorCore:
     ----------
     client, cluster : str, int or None
         Columns of ``X`` with the ids of clients and clusters: names for a data frame, positions for an array. A formula with
-        bars names them instead. Leave them None to pass arrays to ``fit`` and ``predict``. Without ``cluster`` there are two
-        levels only, the clients and the global model.
+        bars names them instead. Leave them None to pass arrays to ``fit`` and ``predict``. Without ``cluster`` there is one
+        grouping: clients and the global model.
     weights, offset : str, int or None
-        Columns of ``X`` with row weights and with an offset, which is added to the linear predictor. They are for frames and
-        searches, where a column of ``X`` is split with it. With arrays, pass ``sample_weight`` and ``offset`` to ``fit``.
-        A weight multiplies the loss of its row: for the linear model, it is the precision of the row relative to the others.
+        Columns of ``X`` with row weights and with an offset, which is added to the linear predictor. Cross-validation splits
+        them with the rows of ``X``. You can pass the arrays ``sample_weight`` and ``offset`` to ``fit`` instead. A weight
+        multiplies the loss of its row: for the linear model, it is the precision of the row relative to the others.
     formula : str or None
         The terms, such as ``"log(x) + zone * year"``. Categories are coded and an intercept is included. With a left-hand side,
         ``"y ~ x"``, the formula also names the response. Bars say which terms vary by group, as in lme4:
@@ -57,27 +57,27 @@ class EstimatorCore:
         independent, 1 makes them equal. One of ``gamma`` and ``lam`` that is missing is 1.0. The penalty is the same for every
         coefficient, so columns should be on comparable scales.
     penalty : {"auto", "reml", "ml", "cv"}
-        How penalties are learned. ``"reml"`` and ``"ml"`` maximise the restricted or the full likelihood (Laplace's
-        approximation where the model is not linear). ``"cv"`` searches a grid by cross-validation, as the paper does.
-        ``"auto"`` is REML for the linear model and ML for the others; it learns nothing if ``gamma``, ``lam`` or ``alpha`` is
-        given.
+        How the variance components are estimated. A penalty is the residual variance divided by a random-effect variance.
+        ``"reml"`` and ``"ml"`` maximise the restricted or the full likelihood (Laplace's approximation where the model is not
+        linear). ``"cv"`` searches a grid of penalties by cross-validation, as the paper does. ``"auto"`` is REML for the linear
+        model and ML for the others; it learns nothing if ``gamma``, ``lam`` or ``alpha`` is given.
     vary : list of terms, mapping from "client" and "cluster" to lists, or None
         Terms that differ by client and by cluster. The others are common to all. None lets all terms vary.
     covariance : {None, "isotropic", "diagonal", "full"}, or mapping from "client" and "cluster" to one of them
-        Covariance of the varying terms: one variance for all of them (the paper's model), one for each (the default), or
-        correlations too.
+        Covariance of the varying terms: one variance for all of them (the paper's model), one for each, or correlations too.
+        None takes what the bars say, full for ``|`` and diagonal for ``||``; without bars it is diagonal.
     per_cluster : bool
         Learn a separate client variance for each cluster (``sigma_j`` of the paper).
     tests : bool
-        Test by likelihood ratio whether clients differ and whether clusters matter. Each test takes one more fit.
+        Test the variation between clients and between clusters by likelihood ratio. Each test takes one more fit.
     reduction : {"sum", "mean"}
         Whether the loss of a client is the sum or the mean over its rows.
     ridge : float
         Penalty that pulls the coefficients of every client to zero, in addition to the others.
     james_stein : bool
-        Shrink the global model to zero by the James-Stein factor (positive part). This lowers its expected error if there are
-        more than two coefficients, their true values are near zero, and the penalties are about right. Row weights count as
-        precisions. Across sites the Gaussian loss needs no further exchange for it.
+        Multiply the global coefficients by the positive-part James-Stein factor, a number from 0 to 1. With more than two
+        coefficients and penalties that are about right, this lowers the expected squared error, most if the true coefficients
+        are near zero. Row weights count as precisions. Across sites the Gaussian loss needs no further exchange for it.
     baseline : {None, "single-model", "locally-trained", "single-cluster"}
         Fit a simpler model for comparison: one model for all rows, one for each client alone, or clients without clusters.
     solver : {"auto", "sweep", "newton", "l2gd", "al2sgd_plus", "one_coin"}

@@ -16,7 +16,7 @@ from covey.estimators.core import EstimatorCore
 from covey.fitting.fit import shape_of
 from covey.model.model import quantile
 from covey.model.new_rows import group_rows
-from covey.model.summary import Summary, summary
+from covey.model.summary import Summary
 from covey.model.updates import add_clients, remove_clients
 from covey.tables.rows import GroupedData
 from covey.tree.hierarchy import Level
@@ -29,7 +29,10 @@ class NoComponentsError(AttributeError, SolverError):
 
 
 class InferenceMethods(EstimatorCore):
-    """Standard errors, intervals, tests and updates; all need penalties that were learned by likelihood."""
+    """Standard errors, intervals, tests and updates.
+
+    All need variances that were learned by likelihood, but ``summary`` and ``coef_frame`` also work without.
+    """
 
     @property
     def components_(self) -> Components:
@@ -61,10 +64,13 @@ class InferenceMethods(EstimatorCore):
         {'cluster': 0.19, 'client': 0.11, 'residual': 0.7}
         """
         check_is_fitted(self, "model_")
-        return summary(self.model_, coverage)
+        return Summary(self.model_, coverage)
 
     def coef_frame(self, level: Level = "client", coverage: float = 0.95) -> IntoDataFrame:
         """Tabulate coefficients, with standard errors and intervals if the penalties were learned by likelihood.
+
+        Intervals of clients and clusters use normal quantiles. Those of global coefficients use t quantiles with containment
+        degrees of freedom.
 
         Parameters
         ----------
@@ -89,7 +95,9 @@ class InferenceMethods(EstimatorCore):
         return self._native(self.model_.coefficients(level, coverage))
 
     def reliability(self) -> IntoDataFrame:
-        """Tabulate how much the own rows of each client determine its coefficients.
+        """Tabulate how much the rows of each client determine its coefficients.
+
+        The reliability is one minus the posterior variance of the client's deviation from its cluster over the prior variance.
 
         Returns
         -------
@@ -119,10 +127,12 @@ class InferenceMethods(EstimatorCore):
         coverage: float = 0.95,
         noise: bool = False,
     ) -> Floats:
-        """Predict an interval for the expected response of each row, or for a new response.
+        """Predict an interval for the mean response of each row, or for a new response.
 
-        For an unseen client the interval includes the variation of clients within their cluster. For an unseen cluster it also
-        includes the variation of clusters. The variance components count as known.
+        With ``level="client"`` the interval of an unseen client includes the variation between clients, and that of an unseen
+        cluster also the variation between clusters. With ``level="cluster"`` that of an unseen cluster includes only the
+        latter. With ``level="global"`` it includes neither. The variance components are treated as known, so intervals are too
+        short with few groups.
 
         Parameters
         ----------
@@ -135,7 +145,7 @@ class InferenceMethods(EstimatorCore):
         coverage : float
             Coverage of the intervals.
         noise : bool
-            Whether the interval is for a new response rather than for its expectation.
+            Whether the interval is for a new response rather than for its mean; for linear, Poisson and Gamma models.
 
         Returns
         -------
@@ -154,7 +164,7 @@ class InferenceMethods(EstimatorCore):
         return self.model_.intervals(X, coverage=coverage, noise=noise, unseen=self.unseen, level=level, **given)
 
     def likelihood_ratio(self, level: str) -> LikelihoodRatio:
-        """Return the test of whether clusters matter, or whether clients differ within their cluster.
+        """Return the likelihood-ratio test of variation between clusters, or between the clients of a cluster.
 
         Parameters
         ----------
@@ -164,7 +174,8 @@ class InferenceMethods(EstimatorCore):
         Returns
         -------
         LikelihoodRatio
-            Statistic, number of parameters and p-value. The p-value accounts for variances on the boundary.
+            Statistic, number of parameters and p-value. The p-value accounts for variances on the boundary. It is approximate:
+            it holds in large samples, and takes the estimates of several variances as uncorrelated.
 
         Examples
         --------
@@ -195,9 +206,10 @@ class InferenceMethods(EstimatorCore):
         coverage: float = 0.95,
         progress: Callable[[int, int], None] | None = None,
     ) -> IntoDataFrame:
-        """Compute intervals for the variance components by parametric bootstrap.
+        """Compute intervals for the standard deviations of clients, clusters and residual by parametric bootstrap.
 
-        Each draw simulates responses from the model and estimates the components again.
+        Each draw simulates responses from the model and estimates the components again. There are no intervals for
+        correlations and fixed effects.
 
         Parameters
         ----------
@@ -213,7 +225,7 @@ class InferenceMethods(EstimatorCore):
         Returns
         -------
         data frame
-            One row for each variance component.
+            One row for each standard deviation.
 
         Examples
         --------
@@ -253,8 +265,9 @@ class InferenceMethods(EstimatorCore):
     ) -> Self:
         """Return a copy of the estimator with further rows, of new clients or of clients that it has, without a refit.
 
-        The variance components stay as they are. Given these, the result is exact for a linear model. Rows that were added or
-        fitted before count twice.
+        The variance components stay as they are. Given these, the result is exact for a linear model. For other families the
+        rows of the fit enter by a second-order expansion about its mode. Pass new rows only: a row that the model already has
+        would be counted twice.
 
         Parameters
         ----------

@@ -32,7 +32,7 @@ from covey.tables.design import Vary, vary_from_setting
 from covey.tree.hierarchy import Hierarchy
 from covey.variance.columns import ForgetCovariances
 from covey.variance.components import LikelihoodRatio, Shape
-from covey.variance.estimate import estimate, likelihood_ratios
+from covey.variance.estimate import NOT_FINITE, estimate, likelihood_ratios
 from covey.variance.identify import survey
 
 
@@ -97,7 +97,7 @@ def learn(network: Network, problem: Problem, *, progress: Progress | None = Non
     settings |= {"tol": spec.tol, "max_iter": spec.max_iter, "james_stein": spec.james_stein}
     found = solve(network, penalty, **settings)
     if not all(np.isfinite(part).all() for part in (found.theta, found.w, found.wbar)):
-        raise CoveyError("The coefficients are not finite, probably because columns have extreme scales; standardise them.")
+        raise CoveyError(NOT_FINITE)
     return Fitted(found, penalty)
 
 
@@ -131,9 +131,7 @@ def check_elsewhere(spec: Spec) -> None:
     """Raise an error for settings that need all rows in this process, before any site receives a message."""
     for asked, what in ((spec.baseline is not None, f"baseline={spec.baseline!r}"), (spec.learns == "cv", "penalty='cv'")):
         if asked:
-            raise SolverError(
-                f"{what} across sites is not supported: give gamma and lam, or let reml or ml learn them from the likelihood."
-            )
+            raise SolverError(f"{what} is not supported across sites; give gamma and lam, or use penalty='reml' or 'ml'.")
     for name in ("checkpoint", "start"):
         if name in (spec.options or {}):
             raise SolverError(f"The option {name!r} needs all clients in memory; leave it out of a fit across sites.")
@@ -169,18 +167,17 @@ def _isotropic(network: Network, problem: Problem, progress: Progress | None) ->
     Covariances are isotropic, because the solver has one penalty for all terms.
     """
     spec, tree, terms = problem.spec, network.tree, network.terms
-    vary = _vary(problem, terms)
+    vary, why = _vary(problem, terms), f"solver={spec.solver!r}" if spec.solver in first_order() else "james_stein=True"
     for level, varying in (("client", vary.client), ("cluster", vary.cluster if tree.n_clusters > 1 else terms)):
         if set(varying) != set(terms):
-            why = f"solver={spec.solver!r}" if spec.solver in first_order() else "james_stein=True"
-            raise PenaltyError(f"{why} lets every term vary; let all vary by {level}, or leave it out.")
+            raise PenaltyError(f"{why} needs every term to vary by {level}; let all terms vary, or leave out {why}.")
     shape = shape_of(tree, terms, replace(spec, covariance="isotropic"), vary)
     learned = estimate(network, shape, reml=spec.learns == "reml", progress=progress)[1]
     levels = learned.components.client, learned.components.cluster
     client, cluster = (level.sd[:, :1].ravel() ** 2 / learned.dispersion for level in levels)
     if (client == 0).any():
         raise DataError(
-            "Clients do not vary within their clusters, so gamma would be infinite; fit baseline='single-model', or give gamma."
+            f"The estimated variance between clients is zero, so gamma would be infinite; give gamma, or leave out {why}."
         )
     # Eight digits: the last ones depend on the assignment of clients to nodes, and seeded random choices must not.
     gamma = [float(f"{1.0 / variance:.7e}") for variance in client]
@@ -219,7 +216,10 @@ def _by_likelihood(network: Network, problem: Problem, progress: Progress | None
     convergence = replace(found.convergence, exchanges=known.network.exchanges)
     if _worse_than_null(tests):  # the search has not reached the optimum
         level = _worse_than_null(tests)[0].level
-        message = f"not at its optimum: without variation between {level}s the likelihood is higher; fit that model"
+        message = (
+            f"the search did not reach the optimum: a fit without variation between {level}s has a higher likelihood, which is "
+            "impossible at the optimum; fit that smaller model, or rescale the columns"
+        )
         warn(message)
         convergence = replace(convergence, converged=False, message=message)
     tests = tuple(replace(test, statistic=max(test.statistic, 0.0)) for test in tests)
@@ -241,7 +241,7 @@ def shape_of(tree: Hierarchy, terms: Sequence[str], spec: Spec, vary: Vary) -> S
     """Return which terms vary at each level, and the kind of covariance; raise an error for a level with one unit."""
     clustered = tree.n_clusters > 1
     if not clustered and tree.cluster_ids.to_list() != ["all"]:
-        _refuse_one(tree.cluster_ids.to_list(), "cluster")
+        raise _only_one("cluster", f", {tree.cluster_ids[0]!r}")
     at = {term: index for index, term in enumerate(terms)}
     client = tuple(at[term] for term in vary.client)
     cluster = tuple(at[term] for term in vary.cluster) if clustered else ()
@@ -253,19 +253,15 @@ def shape_of(tree: Hierarchy, terms: Sequence[str], spec: Spec, vary: Vary) -> S
 
 def _refuse_one_client(network: Network, problem: Problem) -> None:
     """Raise an error if variation between clients is asked for; without named clients the fit is a plain regression."""
-    ids = network.tree.client_ids.to_list()
     if network.clients() is None:
-        raise DataError(
-            "There is only one client, so variation between clients cannot be separated from the global model; give gamma and "
-            "lam."
-        )
-    if ids != ["all"] or problem.has_bars or problem.spec.penalty in ("reml", "ml"):
-        _refuse_one(ids, "client")
+        raise _only_one("client", "")
+    only = network.tree.client_ids[0]
+    if only != "all" or problem.has_bars or problem.spec.penalty in ("reml", "ml"):
+        raise _only_one("client", f", {only!r}")
 
 
-def _refuse_one(ids: list[Any], level: str) -> None:
-    if len(ids) == 1:
-        raise DataError(
-            f"There is only one {level}, {ids[0]!r}, so variation between {level}s cannot be separated from the global model; "
-            f"leave out {level}=, or give gamma and lam."
-        )
+def _only_one(level: str, named: str) -> DataError:
+    return DataError(
+        f"There is only one {level}{named}, so a variance between {level}s cannot be estimated; leave out {level}= (or its "
+        "bar), or give gamma and lam."
+    )

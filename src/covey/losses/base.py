@@ -7,6 +7,10 @@ Client ``i`` has the loss ``f_i(theta_i) = scale_i * sum_l weight_l * loss(margi
 
 A family is one subclass in one file of this package, and registers itself. Class variables (traits) and methods state what
 the rest of covey needs to know about it. No code outside this package compares family names.
+
+What a new family needs: the traits of :class:`Loss` and its seven abstract methods. They are numpy code; a family with a
+``code`` also needs compiled code in :mod:`.kernels`. A family that users should find has an estimator in
+:mod:`covey.estimators`; otherwise they name it in ``loss=``. A family has no parameters besides ``reduction`` and ``ridge``.
 """
 
 from __future__ import annotations
@@ -200,10 +204,6 @@ class Loss(ABC):
         """
         return objective, 1.0
 
-    def dispersion_text(self, dispersion: float) -> str:
-        """Describe an estimated dispersion in words."""
-        return f"{self.dispersion_name} {np.sqrt(dispersion):.4g}"
-
     def error(self, mean_loss: float, data: GroupedData) -> float:
         """Return the error :attr:`error_name` of predictions, given their mean loss on ``data``; 0 for perfect predictions."""
         return mean_loss
@@ -333,7 +333,8 @@ class Loss(ABC):
         """Return an upper bound ``L_i`` on the curvature of each client's loss at any point, ``(n,)``."""
         if not self.bounded:
             return np.full(data.n_clients, np.inf)
-        return self.curvature[1] * self._gram_eigenvalues(data)[:, -1] + self.ridge
+        gram = self._expand_compiled(kernels.GAUSSIAN, data, np.zeros((data.n_clients, data.n_terms)), 2)[2]
+        return np.asarray(self.curvature[1] * np.maximum(np.linalg.eigvalsh(gram)[:, -1], 0.0) + self.ridge)
 
     def row_smoothness(self, data: GroupedData, second: Floats | float | None = None) -> Floats:
         """Return an upper bound on the curvature of each ``f_il``, where ``f_i = 1/m_i sum_l f_il`` over a client's rows.
@@ -352,12 +353,6 @@ class Loss(ABC):
         floor = np.empty(len(hessian))
         kernels.curvature_floor(hessian, floor)
         return float(floor.min(initial=np.inf))
-
-    def _gram_eigenvalues(self, data: GroupedData) -> Floats:
-        """Eigenvalues of ``scale_i X_i' W_i X_i``, the Hessian of a Gaussian loss, in ascending order, ``(n, d)``."""
-        gram = self._expand_compiled(kernels.GAUSSIAN, data, np.zeros((data.n_clients, data.n_terms)), 2)[2]
-        eigenvalues: Floats = np.maximum(np.linalg.eigvalsh(gram), 0.0)
-        return eigenvalues
 
 
 def _weighted(values: Floats, data: GroupedData) -> Floats:

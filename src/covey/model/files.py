@@ -3,6 +3,10 @@
 If penalties were learned from the likelihood, the folder may also have ``sums.parquet``, the sums of each client. Numbers go
 through Parquet and JSON without loss, so a loaded model predicts the same bits. ``model.json`` has the version of the format
 and checksums of the tables, so that a damaged folder, or files of two models, are detected. Loading executes no code.
+
+A new field of a model goes into ``_document`` and ``_rebuild``, or into ``_tables`` if there is one value for each client or
+cluster. ``_rebuild`` must also read older folders, which lack the field. ``FORMAT`` rises only if earlier versions of covey
+would misread the new folder; they refuse a higher format.
 """
 
 from __future__ import annotations

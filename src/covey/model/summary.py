@@ -27,6 +27,9 @@ class Summary:
     model: Model
     coverage: float = 0.95
 
+    def __post_init__(self) -> None:
+        quantile(self.coverage)  # an error here, not when the summary is printed
+
     def __str__(self) -> str:
         return describe(self.model, self.coverage)
 
@@ -46,9 +49,7 @@ class Summary:
             "message": model.convergence.message,
         }
         if learned is None:
-            penalty = None
-            if model.penalty is not None:
-                penalty = {"gamma": _ends(_gammas(model)), "lam": _ends(model.penalty.lam)}
+            penalty = None if model.penalty is None else {"gamma": _ends(_gammas(model)), "lam": _ends(model.penalty.lam)}
             return {**document, "method": model.spec.learns, "penalty": penalty, "warnings": []}
         components = learned.components
         levels = {"cluster": components.cluster, "client": components.client}
@@ -65,12 +66,6 @@ class Summary:
             "tests": [asdict(test) for test in components.tests],
             "warnings": list(components.notes),
         }
-
-
-def summary(model: Model, coverage: float = 0.95) -> Summary:
-    """The :class:`Summary` of a model."""
-    quantile(coverage)  # an error here, not when the summary is printed
-    return Summary(model, coverage)
 
 
 def _plain(label: Any) -> Any:
@@ -149,28 +144,29 @@ def _gammas(model: Model) -> Floats:
 
 def _test_lines(components: Components) -> Iterator[str]:
     """A sentence for each level that was tested."""
-    questions = {"client": "clients differ", "cluster": "clusters matter"}
     for test in components.tests:
         p = "p < 1e-4" if test.p_value < 1e-4 else f"p = {test.p_value:.2g}"
-        variances = counted(test.parameters, "parameter")
-        yield f"{questions[test.level]}: likelihood ratio {test.statistic:.1f} for {variances}, {p}"
+        statistic = f"likelihood-ratio statistic {test.statistic:.1f} for {counted(test.parameters, 'parameter')}"
+        yield f"variation between {test.level}s: {statistic}, {p}"
 
 
 def _learned_tables(model: Model, coverage: float) -> list[str]:
     """A table of the global coefficients, with intervals and standard deviations at each level, and the shares of variance."""
     components = model.posterior.learned.components
-    levels = {"sd of clusters (se)": components.cluster, "sd of clients (se)": components.client}
+    levels = {"sd between clusters (se)": components.cluster, "sd between clients (se)": components.client}
     levels = {head: level for head, level in levels.items() if level.terms}
     rows = [["", "global", "std. error", f"{100 * coverage:g}% interval", *levels]]
     for row in model.coefficients("global", coverage).iter_rows(named=True):
         interval = f"{row['lower']:.4g} to {row['upper']:.4g}"
         spreads = [_sd(level, row["term"]) for level in levels.values()]
         rows.append([row["term"], f"{row['estimate']:.4g}", f"{row['std_error']:.3g}", interval, *spreads])
-    lines = table(rows, [_first(model), 11, 11, 22, 20, 19])
-    sd = "" if components.residual is None else f" ({model.spec.loss.dispersion_text(components.residual)})"
+    lines = table(rows, [_first(model), 10, 10, 19, 24, 23])
+    s2 = components.residual
+    sd = "" if s2 is None else f" ({model.spec.loss.dispersion_name} {np.sqrt(s2):.4g})"
     shares = zip(("clusters", "clients"), (components.cluster, components.client), components.shares[:2], strict=True)
     parts = [f"{100 * share:.1f}% between {name}" for name, level, share in shares if level.terms]
-    lines.append(f"share of variance: {', '.join(parts)}, {100 * components.shares[2]:.1f}% residual{sd}")
+    residual = f"{100 * components.shares[2]:.1f}% residual{sd}"
+    lines.append(f"share of variance, mean over rows: {', '.join(parts)}, {residual}")
     for name, level in (("clusters", components.cluster), ("clients", components.client)):
         if level.kind == "full" and len(level.terms) > 1 and len(level.covariance) == 1:
             pairs = [(a, b) for a in range(len(level.terms)) for b in range(a)]

@@ -3,11 +3,15 @@
 The paper is "Personalized Federated Learning with Multiple Known Clusters" (Lyu, Hanzely, Kolar 2022, arXiv:2204.13619).
 
 Equation 2.1 (loss), penalised form:       sum_i f_i(theta_i) + sum_j (1 - alpha_j) psi_j(theta) + phi(theta)
-Equation 2.3 (mtl_loss), multi-task form:  sum_i f_i(theta_i) + gamma_i/2 |theta_i - w_j|^2 + sum_j lam_j/2 |w_j - wbar|^2
+Equation 2.3 (mtl_loss), multi-task form:  sum_i ( f_i(theta_i) + gamma_i/2 |theta_i - w_j|^2 ) + sum_j lam_j/2 |w_j - wbar|^2
+
+Here ``psi_j = 1/2 sum_{i in j} gamma_i |theta_i - tbar_j|^2`` and ``phi = 1/2 sum_j alpha_j sum_{i in j} gamma_i |theta_i -
+tbar|^2``, with the averages ``tbar_j`` of clusters and ``tbar`` of all clients (Equation 2.2 (theta_bar_defn)).
 
 Proposition 2.2 (equiv_mtl): with ``alpha_j = lam_j / (lam_j + sum_{i in j} gamma_i)`` both forms have the same minimiser. The
-global average ``tbar`` of Equation 2.2 (theta_bar_defn) is the weighted one; the two definitions in the paper agree only if all
-clusters have the same total penalty.
+global average ``tbar`` is the weighted one; the two definitions in the paper agree only if all clusters have the same total
+penalty. In terms of a mixed model, ``1/gamma`` and ``1/lam`` are the variances of clients about their cluster and of clusters
+about the global model, relative to the residual variance.
 """
 
 from __future__ import annotations
@@ -44,7 +48,7 @@ class Penalty:
     lam : (k,) array
         Penalty of each cluster, in [0, inf].
     cluster_gamma : (k,) array
-        Sum of ``gamma`` over the clients of each cluster, > 0.
+        Sum of ``gamma`` over the clients of each cluster, positive unless the cluster is empty.
     """
 
     gamma: Floats

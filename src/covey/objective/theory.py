@@ -16,6 +16,7 @@ From these follow the formulas below, and those in the files of the algorithms:
     Corollary 3.6 (opt_conv_rate)      best_probabilities
     Lemma A.1 (es), Lemma 4.2 (al2sgd_gradient_oracle_expected_smoothness)    expected_smoothness
     Corollary A.2 (sm)                 noise
+    Theorem 4.3 (al2sgd_conv_rate), Corollary 4.4 (async_al2sgd_plus_opt_conv_rate)    solvers/first_order/al2sgd_plus.py
 
 With one cluster, ``tbar_j = tbar`` and every ``alpha`` gives the same objective. ``alpha`` is then set to 1, so that ``C2 = 0``
 and the algorithm is the one for a single cluster.

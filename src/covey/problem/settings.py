@@ -44,8 +44,8 @@ def setting(default: Any, help: str = "", shell: Any = None) -> Any:
 class Spec:
     """What to fit and how, in plain values.
 
-    The estimators and the commands make a ``Spec`` from their parameters. Federated fits
-    (:func:`covey.federation.simulate.simulate`) take one directly.
+    The estimators and the commands make a ``Spec`` from their parameters. :func:`covey.fit` and :func:`covey.simulate_sites`
+    take one directly.
 
     Parameters
     ----------
@@ -62,7 +62,8 @@ class Spec:
     fit_intercept : bool
         Add an intercept. A formula decides this itself.
     standardize : bool
-        Subtract the mean of each term and divide by its standard deviation, over all rows, before the penalties act.
+        Centre every term that is not constant and divide it by its standard deviation over all rows before penalties act.
+        Coefficients are per standard deviation. Without a constant term nothing is centred.
     gamma : number, sequence or mapping from ids, or None
         Given penalty that pulls clients towards their cluster: one number, or one for each client or each cluster. None learns
         it from the data, unless ``lam`` or ``alpha`` is given; then it is 1.
@@ -71,17 +72,17 @@ class Spec:
     alpha : number, sequence or mapping from ids, or None
         Can replace ``lam``. 0 makes the clusters independent, 1 makes them equal.
     penalty : {"auto", "reml", "ml", "cv"}
-        How penalties are learned: by restricted maximum likelihood, maximum likelihood or cross-validation. ``auto`` takes REML
-        for the Gaussian family and ML for the others.
+        How the variance components are estimated: by restricted maximum likelihood, maximum likelihood or cross-validation.
+        ``auto`` takes REML for the Gaussian family and ML for the others.
     vary : list of terms, mapping from "client" and "cluster" to lists, or None
         The terms whose coefficients vary by group. None means all terms.
     covariance : {"isotropic", "diagonal", "full"}, mapping from "client" and "cluster" to one of them, or None
-        The covariance of the varying coefficients: one variance, one variance for each term (the default), or with
-        correlations.
+        The covariance of the varying coefficients: one variance, one variance for each term, or with correlations. None takes
+        what the bars say, full for ``|`` and diagonal for ``||``; without bars it is diagonal.
     per_cluster : bool
         Learn a separate variance of the clients in each cluster.
     tests : bool
-        Test whether clients differ and whether clusters differ. This takes a further fit for each test.
+        Test the variation between clients and between clusters. This takes a further fit for each test.
     nested : bool or None
         Whether a client id is unique only within its cluster. None lets the formula decide: true for ``cluster/client``.
     reduction : {"sum", "mean"}
@@ -89,7 +90,7 @@ class Spec:
     ridge : float
         Penalty that pulls the coefficients of every client towards zero.
     james_stein : bool
-        Shrink the global coefficients towards zero by an amount that depends on their uncertainty.
+        Multiply the global coefficients by the positive-part James-Stein factor, a number from 0 to 1.
     baseline : {"single-model", "locally-trained", "single-cluster"} or None
         Fit a simpler model for comparison: one model for all rows, one for each client alone, or all clients in one cluster.
     solver : str
@@ -98,7 +99,7 @@ class Spec:
     options : mapping or None
         Options of a randomised algorithm by name, such as ``{"p0": 0.1}``.
     tol : float
-        Newton stops when the gradient norm is below ``tol``. A randomised algorithm stops when the objective is proven to be
+        Newton stops when the gradient norm is below ``tol``. A randomised algorithm stops when the objective is certified to be
         within ``tol`` (relative) of its minimum.
     max_iter : int or None
         The largest number of iterations. None takes the solver's default.
@@ -129,10 +130,10 @@ class Spec:
         None, "A term that varies by group; repeat the option for more. Default: all terms.", list[str] | None
     )
     covariance: str | Mapping[str, str | None] | None = setting(
-        None, "Covariance of varying terms: isotropic, diagonal (default) or full.", str | None
+        None, "Covariance of varying terms: isotropic, diagonal or full. Default: as the bars say, or diagonal.", str | None
     )
     per_cluster: bool = setting(False, "Learn a separate variance of the clients in each cluster.", bool)
-    tests: bool = setting(True, "Test whether clients differ and whether clusters differ.", bool)
+    tests: bool = setting(True, "Test the variation between clients and between clusters.", bool)
     nested: bool | None = setting(None)
     reduction: Literal["sum", "mean"] = setting("sum", "Take the 'sum' or the 'mean' of the loss over a client's rows.", str)
     ridge: float = setting(0.0, "Pull of the coefficients of every client towards zero.", float)
@@ -140,7 +141,7 @@ class Spec:
     baseline: str | None = setting(None, "Fit single-model, locally-trained or single-cluster instead.", str | None)
     solver: str = setting("auto", "One of {choices}.", str)
     options: Mapping[str, Any] | None = setting(None, "Option of {first_order}: p0=0.1; may be repeated.", list[str] | None)
-    tol: float = setting(1e-8, "Stop at this gradient norm (newton) or proven gap (randomised algorithms).", float)
+    tol: float = setting(1e-8, "Stop at this gradient norm (newton) or certified gap (randomised algorithms).", float)
     max_iter: int | None = setting(None, "Largest number of iterations.", int | None)
     seed: int = setting(0, "Seed of random choices.", int)
 

@@ -3,8 +3,9 @@
     @algorithm(place=3, first_order=True, shared=Control, reference=reference, cost=cost)
     def l2gd(network, penalty, *, eta=None, **options) -> Fit: ...
 
-``solve``, the plan, the races and the command line read these declarations, so a new solver is one new file. Names are read
-from the text of the files, so that ``covey --help`` need not import numba. A solver is imported when it is used.
+``solve``, the plan, the races and the command line read these declarations, so a new solver is one new file. The file must be
+in ``direct/`` or ``first_order/``. Names are read from the text of the files, so that ``covey --help`` need not import numba.
+Therefore ``place`` and ``first_order`` must be literals. A solver is imported when it is used.
 """
 
 from __future__ import annotations

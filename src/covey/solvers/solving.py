@@ -1,4 +1,8 @@
-""":func:`solve` for any network and :func:`minimise` for data in memory: the solver of a given name, or the one that fits."""
+"""``solver="auto"`` takes the first direct solver that fits the loss: the sweep for a quadratic loss, Newton for any other.
+
+:func:`solve` runs this solver, or one with a given name, over any network; :func:`minimise` does it for data in memory. The
+order of the solvers is the ``place`` in their declarations (:mod:`.registry`).
+"""
 
 from __future__ import annotations
 

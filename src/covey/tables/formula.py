@@ -1,12 +1,12 @@
 """Parse formulas: from text to terms and bars.
 
 :func:`parse_formula` reads the response, the common terms and the bars of lme4, such as ``(1 + x | state/county)``. A term is a
-product of factors. A factor is a column, a number or an expression. The result can be written as JSON, so a site or a saved
-model evaluates the terms without parsing text again.
+product of factors. A factor is a column, a number or an expression. The result can be written as JSON, so a site evaluates the
+terms without parsing text again. :mod:`covey.tables.design` turns bars into levels.
 
 A formula may come from somebody else, in a message or in a saved model. Therefore every factor is checked when it is built. An
-expression may hold columns, numbers, arithmetic and ``FUNCTIONS`` only, so it cannot run code. A formula may not expand to more
-than ``MOST_TERMS`` terms, so it cannot fill the memory.
+expression may hold columns, numbers, arithmetic and ``FUNCTIONS`` only, so it cannot run code. A formula may have at most
+``MOST_TERMS`` terms, so parsing it cannot fill the memory.
 """
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ def _check_expression(expression: str, text: str) -> None:
             if _is_c(node) and not isinstance(node.args[0], ast.Name):
                 raise FormulaError(f"{_shown(node, text)} must name one column.")
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow) and not _is_small_power(node):
-            raise FormulaError(f"The power {_shown(node, text)} must be of a column, to a number of at most {_HIGHEST_POWER}.")
+            raise FormulaError(f"The power {_shown(node, text)} needs a column, and an exponent of at most {_HIGHEST_POWER}.")
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitXor):
             raise FormulaError(f"{_shown(node, text)} is not supported; write a power with '**'.")
         if isinstance(node, ast.Constant) and not (isinstance(node.value, int | float) and abs(node.value) < 1e300):
@@ -395,7 +395,8 @@ def _read_groups(text: str) -> tuple[str, str, str]:
     found = _GROUPS.fullmatch(text)
     if found is None:
         raise FormulaError(
-            f"The groups {quoted(text)} are not supported; name a column, in ` if it is no plain word, or cluster/client."
+            f"The groups {quoted(text)} are not supported; write one column, or two as in cluster/client, and put a name with "
+            "spaces or signs in backticks."
         )
     outer, sep, inner, more = (part or "" for part in found.groups())
     if more:

@@ -276,14 +276,14 @@ class LevelComponents:
 
 @dataclass(frozen=True)
 class LikelihoodRatio:
-    """A test of the hypothesis that one level's variances are zero (:func:`.likelihood_ratios`).
+    """A test of the hypothesis that one level's variances are zero (:func:`covey.variance.estimate.likelihood_ratios`).
 
     Attributes
     ----------
-    level : "client" (do clients differ within clusters?) or "cluster" (do clusters matter?)
+    level : "client" (variation between the clients of a cluster) or "cluster" (variation between clusters)
     statistic : twice the gain in log-likelihood if the level varies
     parameters : the number of its variances and covariances
-    p_value : allows for zero being on the boundary of the parameter space
+    p_value : approximate; allows for zero being on the boundary of the parameter space
     """
 
     level: str
@@ -306,7 +306,7 @@ class Components:
     rows : the number of rows of positive weight
     notes : sentences on singular covariances and on convergence
     tests : likelihood-ratio tests, one per level that varies
-    shares : the shares of clusters, clients and residual in the variance of an average row's margin
+    shares : the shares of clusters, clients and residual in the variance of a row's margin, as a mean over rows
     """
 
     method: Method

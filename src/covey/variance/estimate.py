@@ -1,17 +1,18 @@
 """Estimate the covariances of clients and clusters, their standard errors, and likelihood-ratio tests of both levels.
 
 :func:`estimate` searches for the optimum of the likelihood, checks it, and turns it into a fit. The Laplace approximation to
-the likelihood of counts and classes can have several optima. So the search also evaluates points far from an optimum, and
-starts again from a point that is better. Standard errors of the parameters come from the curvature of the log-likelihood at the
-optimum. Those of standard deviations follow by the delta method.
+the likelihood of logistic, Poisson and Gamma models can have several optima. So the search also evaluates points far from an
+optimum, and starts again from a point that is better. Standard errors of the parameters come from the curvature of the
+log-likelihood at the optimum. Those of standard deviations follow by the delta method.
 
-:func:`likelihood_ratios` tests the hypothesis that the variances of a level are zero: do clusters matter, do clients differ?
-Zero is on the boundary of the parameter space, so under the null hypothesis the statistic is not chi-squared but
-chi-bar-squared (Self and Liang 1987; Stram and Lee 1994): the squared length of a normal vector after projection on the cone of
-allowed directions. For one variance this halves the usual p-value. For ``p`` variances it is a binomial mixture, and for a full
-covariance the sum of squared positive eigenvalues of a symmetric normal matrix. Estimates of several variances are taken as
-uncorrelated. The length of the vector is independent of its direction. So the p-value is a mean over directions ``u`` of
-chi-squared tails, ``P(chi2_p > t / h(u))``, where ``h`` is the share of the squared length that remains after projection.
+:func:`likelihood_ratios` tests the hypothesis that the variances of a level are zero. Zero is on the boundary of the parameter
+space. The test assumes a large sample, and that the estimates of several variances are uncorrelated, so its p-values are
+approximate. Under the null hypothesis the statistic is then not chi-squared but chi-bar-squared (Self and Liang 1987; Stram and
+Lee 1994): the squared length of a normal vector after projection on the cone of allowed directions. For one variance this
+halves the p-value of a positive statistic. For ``p`` variances it is a binomial mixture of chi-squared distributions, and for a
+full covariance the sum of squared positive eigenvalues of a symmetric normal matrix. The length of the vector is independent of
+its direction. So the p-value is a mean over directions ``u`` of chi-squared tails, ``P(chi2_p > t / h(u))``, where ``h`` is the
+share of the squared length that remains after projection.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from covey.variance.laplace_likelihood import START, LaplaceCriterion
 from covey.variance.linear_likelihood import Criterion, LinearCriterion, cluster_covariances
 from covey.variance.search import CONVERGED, MANY, NEGLIGIBLE, Optimum, approach, minimise, notes_at, resolve_boundary
 
-NOT_FINITE = "The coefficients are not finite; the columns are probably on extreme scales: standardise them."
+NOT_FINITE = "The coefficients are not finite, probably because columns have extreme scales; standardise them."
 _OTHER_STARTS = ((5.0, 5.0), (0.05, 0.05), (20.0, 0.5), (0.5, 20.0))  # sds of clients and clusters, in units of the residual's
 _FAR = 6.0  # the factor by which a level's standard deviations are changed, up and down, to look for better points
 _ROUNDS = 4
@@ -58,7 +59,7 @@ def estimate(
     network : the nodes
     shape : which terms vary at which level, and the form of their covariances
     reml : restricted maximum likelihood, for a linear model; else maximum likelihood
-    thorough : also start from the best fits with one level less; a doubtful optimum has the same effect
+    thorough : also search from the optima of the models without one of the two levels, as if the first optimum were doubtful
     progress : called with the number of evaluations, the criterion and the norm of its gradient
     surveyed : the survey of the same network by an earlier fit, if there was one
 
@@ -114,7 +115,7 @@ def _from_smaller_models(criterion: Criterion, best: Optimum) -> Optimum:
 
 
 def find_optimum(criterion: Criterion) -> Optimum:
-    """As :func:`search`, and a second search from the rows if the sums of a linear model have lost too many digits."""
+    """As :func:`search`. If the sums of a linear model lost too many digits, search again with sums about clients' fits."""
     best = search(criterion)
     return search(criterion) if criterion.change_to_client_fits(best.x) else best
 
@@ -122,7 +123,7 @@ def find_optimum(criterion: Criterion) -> Optimum:
 def search(criterion: Criterion, start: Floats | None = None) -> Optimum:
     """Search for the optimum, from ``start`` or from the usual starting point.
 
-    One start is enough if it leads to a proven optimum and no far point is better. Otherwise the search has other starts.
+    One start is enough if the search converges and no far point is better. Otherwise other starting points are tried.
     """
     best = _search_from(criterion, criterion.start(START, START) if start is None else start)
     for _ in range(_ROUNDS):
@@ -149,9 +150,9 @@ def _search_from(criterion: Criterion, x: Floats) -> Optimum:
 
 
 def _better(best: Optimum, other: Optimum) -> Optimum:
-    """The lower of two points. If both are equally low, the one that is a proven optimum."""
-    proven = other.converged and not best.converged and other.value < best.value + NEGLIGIBLE
-    return other if other.value < best.value - NEGLIGIBLE or proven else best
+    """The lower of two points. If both are equally low, the one where the search converged."""
+    only_other = other.converged and not best.converged and other.value < best.value + NEGLIGIBLE
+    return other if other.value < best.value - NEGLIGIBLE or only_other else best
 
 
 def _better_far_point(criterion: Criterion, best: Optimum) -> Floats | None:
@@ -199,7 +200,7 @@ def finish(criterion: Criterion, best: Optimum) -> tuple[Fit, Learned]:
 
 def _convergence(criterion: Criterion, best: Optimum) -> Convergence:
     count, method = criterion.evaluations, criterion.method
-    message = f"{method} within {best.decrement:.0e} of its optimum after {count} evaluations"
+    message = f"-2 log-likelihood within about {best.decrement:.0e} of a local optimum after {count} evaluations"
     gap = best.decrement if np.isfinite(best.decrement) else None
     norm = float(np.linalg.norm(best.gradient))
     return Convergence(method, best.converged, count, criterion.network.exchanges, best.value, norm, gap, message)
@@ -208,8 +209,8 @@ def _convergence(criterion: Criterion, best: Optimum) -> Convergence:
 def parameter_covariance(best: Optimum, n_variances: int) -> Floats:
     """The covariance of the estimated parameters: twice the inverse of the criterion's Hessian.
 
-    The first ``n_variances`` parameters belong to covariances. In a flat direction among these a variance is held at zero, and
-    the result is 0. A flat direction among the others gets a large variance.
+    The first ``n_variances`` parameters belong to covariances. A flat direction among these is not estimated, because a
+    variance is held at zero, and its result is 0. A flat direction among the others gets a large variance.
     """
     if len(best.x) > MANY:
         return np.zeros_like(best.hessian)
@@ -243,8 +244,7 @@ def _levels(
         where = np.argsort(criterion.order.terms[variation.terms])
         names = tuple(criterion.names(variation.terms[where]))
         levels.append(LevelComponents(names, variation.kind, scale * S[:, where[:, None], where], sd_error[:, where]))
-    client, cluster = levels
-    return client, cluster
+    return levels[0], levels[1]
 
 
 def likelihood_ratios(

@@ -2,10 +2,11 @@
 
 If they are not, :func:`survey` raises an error that says which terms to leave out.
 
-The covariance of the responses is a sum ``V = s2 I + sum_a s_a Z_a Z_a'`` with one matrix for each variance. The variances are
-identifiable if no matrix is a linear combination of the others. Their inner products decide this: ``<Z_a Z_a', Z_b Z_b'>`` is
-the sum over groups of squared entries of ``X'X``, so it comes from sums over clients. Where single clients matter, a node
-checks a property of each client and sends only the number of clients that have it.
+The covariance of the responses is a sum ``V = s2 I + sum_a s_a Z_a Z_a'`` with one matrix for each variance. The variances can
+be identifiable only if these matrices, ``I`` included, are linearly independent. Under REML this is necessary, not sufficient.
+Their inner products decide it: ``<Z_a Z_a', Z_b Z_b'>`` is the sum over groups of squared entries of ``X'X``, so it comes from
+sums over clients. Where single clients matter, a node checks a property of each client and sends only the number of clients
+that have it.
 
     coordinator   sends   the working columns, the terms that vary by client, and (X'X)^-1 of all rows
     node          sends   Evidence: sums over its clients, in all and for each cluster, and numbers of clients
@@ -96,8 +97,11 @@ class Evidence(Reply):
     clearly_not_proportional : the same for the user's columns, to the precision ``_PROPORTIONAL``
     not_determined : (d,) the number of clients whose coefficient of a term the common coefficients do not determine
     residual : the residual of a linear model where clients have separate coefficients
-    n_both_classes, n_repeated : the number of clients with rows of both classes, and with more than one row
-    cluster_ones, cluster_rows : (k,) each cluster's number of rows of class 1, and of all rows
+    n_both_classes : the number of clients whose sum of responses is neither 0 nor their number of rows. For classes these are
+        the clients with rows of both classes; other families do not use it
+    n_repeated : the number of clients with more than one row
+    cluster_ones, cluster_rows : (k,) each cluster's sum of responses (for classes the number of rows of class 1), and its
+        number of rows; only classes use them
     """
 
     cluster_sums: Quadratic
@@ -201,8 +205,8 @@ def check_rank(gram: Floats, terms: Sequence[str]) -> None:
         return
     involved = [terms[a] for a in np.flatnonzero(np.abs(vectors[:, 0]) > 1e-4).tolist()]
     raise DataError(
-        f"The terms {listing(involved, 5)} are linear combinations of each other, so their coefficients are not identifiable; "
-        f"leave out {involved[-1]!r}, or centre columns whose spread is small beside their mean."
+        f"The terms {listing(involved, 5)} are linearly dependent, so their coefficients are not identifiable; leave out "
+        f"{involved[-1]!r}, or centre columns whose spread is small beside their mean."
     )
 
 
@@ -256,8 +260,8 @@ def _refuse_too_few(network: CountingNetwork, evidence: Evidence, shape: Shape, 
         )
     if shape.client_kind == "full" and len(shape.client) > 1 and rows <= len(shape.client) * tree.n_clients:
         raise DataError(
-            f"There are more varying terms than this data can identify: {len(shape.client)} for each of {tree.n_clients} "
-            f"clients with {rows:.0f} rows in all; let fewer vary by client, or set covariance='diagonal'."
+            f"There are {rows:.0f} rows for {len(shape.client) * tree.n_clients} random coefficients of clients, so their full "
+            "covariance is probably not identifiable; let fewer terms vary by client, or set covariance='diagonal'."
         )
 
 
@@ -287,8 +291,8 @@ def _refuse_determined(not_determined: Floats, varying: Sequence[int], terms: Se
     """Global coefficients that determine those of every client or cluster, such as dummies of their names."""
     for term in (terms[a] for a in varying if not not_determined[a]):
         raise DataError(
-            f"The global coefficients already fit every {level} separately, so variation of {term!r} between {level}s is not "
-            f"identifiable; leave the {level}s' names out of the common terms, or {term!r} out of the bar."
+            f"The fixed effects already give every {level} its own coefficient of {term!r}, so its variance between {level}s "
+            f"is not identifiable; leave the {level} column out of the fixed effects, or {term!r} out of the bar."
         )
 
 
@@ -312,8 +316,8 @@ def _refuse_no_residual(evidence: ResidualEvidence, rows: float, total: float, s
     free = rows - evidence.rank - shared
     if total <= 1e-24 * squares or (free > 0 and rest <= 1e-14 * total):
         raise DataError(
-            "The residual variance is zero, because within every client the response is an exact linear function of the terms, "
-            "so no penalty can be estimated; drop the term that equals the response, or set gamma."
+            "The residual variance is zero: the terms fit the response exactly, overall or within every client or cluster, so "
+            "no variance can be estimated; drop the term that equals the response, or set gamma."
         )
 
 
@@ -357,26 +361,22 @@ def _inner_products(evidence: Evidence, terms: Sequence[str], shape: Shape) -> t
 
 def survey(network: Network, shape: Shape, *, check: bool = True) -> Survey:
     """Ask the nodes. With ``check``, raise an error if this data cannot identify the variances."""
+    counting, terms, linear = CountingNetwork(network), network.terms, network.loss.reml
     with threads_of(network):
-        return _survey(CountingNetwork(network), shape, check)
-
-
-def _survey(network: CountingNetwork, shape: Shape, check: bool) -> Survey:
-    loss, terms = network.loss, network.terms
-    columns, totals = choose_columns(network, shape)
-    check_rank(totals.gram, terms)
-    inverse, linear = invert(totals.gram)[0], loss.reml
-    if linear:
-        # About the pooled fit, so that sums of squares are of residuals and lose no digits to a large mean.
-        columns = replace(columns, origin=inverse @ totals.rhs)
-    evidence = network.ask(WeighEvidence(columns, shape.client, inverse))
-    if check:
-        check_identifiable(network, evidence, shape, squares=totals.response_squares if linear else None)
-    if check and loss.two_classes:
-        check_classes(evidence, shape)
-    middle = np.zeros(len(terms)) if linear else pooled(network)
-    constant = _constant_within(evidence, columns, terms)
-    return Survey(network, columns, evidence.cluster_sums, totals.log_weights, middle, constant, totals)
+        columns, totals = choose_columns(counting, shape)
+        check_rank(totals.gram, terms)
+        inverse = invert(totals.gram)[0]
+        if linear:
+            # About the pooled fit, so that sums of squares are of residuals and lose no digits to a large mean.
+            columns = replace(columns, origin=inverse @ totals.rhs)
+        evidence = counting.ask(WeighEvidence(columns, shape.client, inverse))
+        if check:
+            check_identifiable(counting, evidence, shape, squares=totals.response_squares if linear else None)
+        if check and network.loss.two_classes:
+            check_classes(evidence, shape)
+        middle = np.zeros(len(terms)) if linear else pooled(counting)
+        constant = _constant_within(evidence, columns, terms)
+    return Survey(counting, columns, evidence.cluster_sums, totals.log_weights, middle, constant, totals)
 
 
 def _constant_within(evidence: Evidence, columns: WorkingColumns, terms: Sequence[str]) -> Anything:
@@ -401,7 +401,7 @@ def pooled(network: CountingNetwork) -> Floats:
     if runaway.any() and network.loss.curvature[0] == 0.0:
         along = listing(np.array(network.terms)[runaway].tolist(), 3)
         raise DataError(
-            f"The responses are perfectly separated along {along}, so some coefficient has no finite estimate; drop terms, "
-            "merge categories, or give gamma and a ridge."
+            f"The terms {along} separate the responses perfectly, so some coefficient has no finite estimate; drop terms, "
+            "merge categories, or set gamma= and ridge=."
         )
     return top.wbar

@@ -1,4 +1,4 @@
-"""The criterion for counts and classes: the Laplace approximation to the likelihood of a hierarchy, with its gradient.
+"""The criterion for logistic, Poisson and Gamma models: the Laplace approximation to the likelihood, with its gradient.
 
 Given the covariances and the global model ``wbar``, let ``theta, w`` be the mode of the penalised likelihood ``F``, found by
 Newton's method, and ``H_i`` each client's Hessian there. Twice the negative log-likelihood is then, to second order about the
@@ -179,7 +179,7 @@ class SumBends(Message["BendSums"], label="bends", phase="learn"):
 
     def at(self, node: Node) -> BendSums:
         _, marginal, _, lifted = _at_mode(node, self.P)
-        return BendSums(float(marginal.volume.sum()), lifted)
+        return BendSums(float(marginal.log_determinants.sum()), lifted)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 :class:`Criterion` is twice a negative log-likelihood, as a function of one vector of parameters. The vector begins with the
 parameters of the clients' and the clusters' covariances (:class:`.Parameters`). A linear model needs no others: its global
 model and its residual variance are profiled out, as in lme4 (Bates et al. 2015). :mod:`.laplace_likelihood` has the criterion
-for counts and classes.
+for the other families.
 
 The linear hierarchy, with its coefficients integrated out, is
 
@@ -24,9 +24,12 @@ where ``f_i`` is the force ``S_j^-1 (theta_i - w_j)`` that ties a client to its 
 ``w_j``. ``bend`` comes from the determinants and keeps variances small; ``pull`` comes from the sum of squares and makes them
 grow. The gradient in ``S`` is the same one level up.
 
-    IntegrateClients   node          gets    S_j; sends sums over its clients of (C_i, r_i, c_i, log|I + A_i S_j|), by cluster
+    before the search                see :mod:`.identify`
+    IntegrateClients   node          gets    S_j; sends by cluster the sums of C_i, r_i, c_i and rows, and over all its clients
+                                             the sum of log-determinants log|I + A_i S_j|
                        coordinator   solves  w, P, s2
     LikelihoodSlope    node          gets    w, P; sends the sums of bend and of pull
+    FinishLinear       node          gets    S_j, w; keeps its clients' models, sends how many of them are not finite
 
 Several points that do not depend on each other, such as those of a Hessian by differences, take two exchanges together.
 """
@@ -70,17 +73,17 @@ class Evaluation:
     Attributes
     ----------
     value : twice the negative log-likelihood
-    client, cluster : (1 or k, width, width) and (1, d, d), the derivatives in the covariances, ``bend - pull``
-    centre : (d,) the derivative in the global model; (0,) for a linear model, where it is profiled out
+    client_slope, cluster_slope : (1 or k, width, width) and (1, d, d), the derivatives in the covariances, ``bend - pull``
+    global_slope : (d,) the derivative in the global model; (0,) for a linear model, where it is profiled out
     pull : for clients and for clusters, the part of these derivatives that makes variances grow. In a linear model
         ``-pull / dof`` is the derivative of the logarithm of the residual variance
     top : the upper levels
     """
 
     value: float
-    client: Floats
-    cluster: Floats
-    centre: Floats
+    client_slope: Floats
+    cluster_slope: Floats
+    global_slope: Floats
     pull: tuple[Floats, Floats]
     top: UpperPosterior
 
@@ -163,7 +166,8 @@ class Criterion(ABC):
 
     def gradient(self, x: Floats, here: Evaluation) -> Floats:
         """The gradient in ``x``, from the derivatives of an evaluation."""
-        return np.concatenate([self.parameters.gradient(x, here.client, here.cluster), self.global_gradient(here.centre)])
+        covariances = self.parameters.gradient(x, here.client_slope, here.cluster_slope)
+        return np.concatenate([covariances, self.global_gradient(here.global_slope)])
 
     def covariances(self, x: Floats) -> tuple[Floats, Floats]:
         """The covariances of clients and of clusters, in the working order of terms."""
@@ -247,7 +251,7 @@ class IntegrateClients(Message["Integrated"], LearningState, label="integrate cl
             if self.about_client_fits:
                 fits, squares = _client_fits(node, self.order)
                 seen = replace(seen, c=tree.sum_up(0.5 * (squares + np.einsum("ia,ia->i", fits, marginal.r))))
-            parts.append((seen.C, seen.r, seen.c, seen.n, marginal.volume.sum()))
+            parts.append((seen.C, seen.r, seen.c, seen.n, marginal.log_determinants.sum()))
         C, r, c, n, volume = (np.stack(part) for part in zip(*parts, strict=True))
         return Integrated(Quadratic(C, r, c, n), volume)
 
@@ -374,7 +378,7 @@ class LinearCriterion(Criterion):
         sums = ask(IntegrateClients(np.stack([S for S, _ in points]), self.order, self.about_client_fits))
         seen = map(Quadratic, sums.seen.C, sums.seen.r, sums.seen.c, sums.seen.n)
         parts = zip(seen, sums.volume - self.survey.log_weights, points, strict=True)
-        tops = [upper(clusters, float(volume), S[0], self.reml) for clusters, volume, (_, S) in parts]
+        tops = [upper(clusters, float(log_determinants), S[0], self.reml) for clusters, log_determinants, (_, S) in parts]
         slopes = ask(LikelihoodSlope(np.stack([top.w for top in tops]), np.stack([top.P for top in tops])))
         return [_evaluation(top, bend, pull) for top, bend, pull in zip(tops, slopes.bend, slopes.pull, strict=True)]
 
@@ -400,13 +404,13 @@ def _evaluation(top: UpperPosterior, bend: Floats, pull: Floats) -> Evaluation:
     return Evaluation(top.criterion, bend - pull, cluster_bend - cluster_pull, np.empty(0), (pull, cluster_pull), top)
 
 
-def upper(seen: Quadratic, volume: float, S: Floats, reml: bool) -> UpperPosterior:
+def upper(seen: Quadratic, log_determinants: float, S: Floats, reml: bool) -> UpperPosterior:
     """Solve for the upper levels, given the clients' losses as functions of ``w_j``: the coordinator's part of the sweep."""
     d = seen.r.shape[1]
     K = np.eye(d) + seen.C @ S
     solved = np.linalg.solve(K, np.concatenate([seen.C, seen.r[:, :, None]], axis=2))
     D, q = 0.5 * (solved[:, :, :d] + solved[:, :, :d].swapaxes(1, 2)), solved[:, :, d]
-    volume += float(np.linalg.slogdet(K)[1].sum())
+    log_determinants += float(np.linalg.slogdet(K)[1].sum())
     whole, total = D.sum(axis=0), q.sum(axis=0)
     inverse, log_whole = invert(whole)
     wbar = inverse @ total
@@ -415,7 +419,7 @@ def upper(seen: Quadratic, volume: float, S: Floats, reml: bool) -> UpperPosteri
     squares = 2.0 * float(seen.c.sum()) - float(np.einsum("ja,ab,jb->", seen.r, S, q)) - float(wbar @ total)
     dispersion = max(squares, 0.0) / dof
     with np.errstate(divide="ignore"):
-        criterion = dof * (np.log(2 * np.pi * dispersion) + 1.0) + volume + (log_whole if reml else 0.0)
+        criterion = dof * (np.log(2 * np.pi * dispersion) + 1.0) + log_determinants + (log_whole if reml else 0.0)
     force = q - D @ wbar
     P0 = inverse if reml else np.zeros_like(inverse)
     P = cluster_covariances(seen.C, S, P0)

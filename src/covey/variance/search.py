@@ -1,18 +1,21 @@
-"""Search for a minimum of the criterion, and prove that it is one, also if variances are zero.
+"""Search for a minimum of the criterion, and check numerically that it is a local minimum, also if variances are zero.
 
 :func:`approach` takes cheap steps to the neighbourhood of an optimum. They are those of the MM algorithm for variance
 components (Zhou, Hu, Zhou and Lange 2019, J. Comput. Graph. Stat. 28). The criterion's gradient in a covariance ``S`` is
 ``bend - pull`` (:class:`.Evaluation`), both positive semi-definite. A step solves ``T bend T = S pull S`` for the next
-covariance ``T``; a single variance is multiplied by ``sqrt(pull / bend)``. It never raises the criterion of a linear model.
+covariance ``T``; a single variance is multiplied by ``sqrt(pull / bend)``. By the argument of MM algorithms (each step
+minimises an upper bound) a step does not raise the criterion of a linear model, except by rounding.
 
-:func:`minimise` first runs a quasi-Newton method (BFGS), then takes Newton steps with a Hessian from differences of the
-gradient. The function can then fall by about the decrement ``1/2 g'H^-1 g``. It is in units of the function, twice a
-log-likelihood, where a millionth does not matter, so the test of convergence needs no scale. Parameters are first put in units
-of about a standard error each, by a guess at the curvature, so that one step length suits them all.
+:func:`minimise` first runs a quasi-Newton method (BFGS), then takes Newton steps with a Hessian ``H`` from differences of the
+gradient ``g``. The decrement ``1/2 g'H^-1 g`` estimates how far the function can still fall. It has the unit of the function,
+-2 log-likelihood, where a millionth does not matter. So the test of convergence does not depend on the units of the parameters.
+Before the search a guess at the curvature puts each parameter in units of about a standard error. One step length then suits
+all parameters.
 
-:func:`resolve_boundary` treats variances at zero. With ``S = L L'`` every derivative in ``L`` is zero where ``L`` is, so a
-search can stop there by mistake, or end with a tiny variance that is zero but for rounding. So tiny variances are set to zero
-if that costs nothing, and the derivative in ``S`` decides whether the likelihood would rise if they were not zero.
+:func:`resolve_boundary` treats variances at zero. With ``S = L L'`` the derivative in ``L`` is zero wherever ``L`` is zero. So
+a search can stop there although the likelihood would rise. It can also end at a tiny variance that is zero up to rounding.
+Therefore tiny variances are set to zero if that does not raise the criterion. The derivative in ``S`` then shows whether the
+likelihood would rise if they were positive.
 """
 
 from __future__ import annotations
@@ -32,8 +35,8 @@ from covey.variance.linear_likelihood import Criterion, Evaluation
 Function = Callable[[Sequence[Floats]], list[tuple[float, Floats]]]
 """Values and gradients at several points. Across a network several points together cost no more than one."""
 
-# Decrements. At the first the search stops: parameters are within a ten-thousandth of a standard error of the optimum. The
-# second still counts as converged, where rounding allows no better.
+# Limits of the decrement. The search stops below the first: parameters are then about a ten-thousandth of a standard error from
+# the optimum. Below the second it still counts as converged, because rounding may not allow better.
 NEGLIGIBLE, CONVERGED = 1e-8, 1e-6
 _NEAR = 1e-2  # the gradient, in units of standard errors, at which the quasi-Newton run ends
 _STEP = 1e-3  # the step of the differences
@@ -79,7 +82,7 @@ def minimise(function: Function, x: Floats, curvature: Floats, *, progress: Prog
 
 
 def _quasi_newton(function: Function, z: Floats) -> Optimum:
-    """BFGS; for many parameters L-BFGS, without a Hessian, and with a decrement by the curvature of 2 that the units imply."""
+    """BFGS; for many parameters L-BFGS without a Hessian, whose decrement uses the curvature 2 that the units imply."""
     from scipy.optimize import minimize  # slow to import, and only needed here
 
     many = len(z) > MANY
@@ -121,10 +124,10 @@ def _hessian(function: Function, z: Floats, gradient: Floats) -> Floats:
 
 
 def _newton(at: Optimum) -> tuple[Floats, float]:
-    """The Newton step, with absolute values of the curvature so that it descends, and the decrement."""
+    """The Newton step and the decrement. Curvatures count by their absolute values, so that the step descends."""
     values, vectors = np.linalg.eigh(at.hessian)
-    # Along a flat direction (the factor of a singular covariance has some) the gradient is zero too. If it is not, it counts
-    # with a curvature of 1, so that a slope is never taken for an optimum.
+    # The factor of a singular covariance has flat directions, where the gradient is zero too. If the gradient is not zero in a
+    # flat direction, the direction gets the curvature 1, so that a slope is never taken for an optimum.
     floor = 1e-7 * max(float(np.abs(values).max(initial=0.0)), 1e-12)
     slope = vectors.T @ at.gradient
     curve = np.where(np.abs(values) > floor, np.abs(values), 1.0)
@@ -137,7 +140,7 @@ def _newton(at: Optimum) -> tuple[Floats, float]:
 
 
 def _descend(function: Function, at: Optimum, step: Floats) -> Optimum | None:
-    """Halve the step until the function falls, or its gradient if rounding hides the fall."""
+    """Halve the step until the function falls. If it changes by rounding only, until the norm of its gradient falls."""
     noise = 1e-13 * abs(at.value)
     for halving in range(30):
         x = at.x + 0.5**halving * step
@@ -152,7 +155,7 @@ def _descend(function: Function, at: Optimum, step: Floats) -> Optimum | None:
 def approach(criterion: Criterion, x: Floats, steps: int) -> tuple[Floats, Floats]:
     """Take cheap steps from ``x`` while the criterion falls. Returns the last point and a guess at the curvature there.
 
-    There are ``steps`` steps, and up to five times as many while some parameter still more than doubles.
+    It takes ``steps`` steps, and up to ``5 * steps`` as long as each step more than doubles some parameter.
     """
     n = criterion.parameters.n_parameters
     here = criterion.evaluate(x)
@@ -174,11 +177,8 @@ def approach(criterion: Criterion, x: Floats, steps: int) -> tuple[Floats, Float
 
 def _by_level(criterion: Criterion, x: Floats, here: Evaluation) -> list[tuple[Variation, Floats, Floats, Floats]]:
     """For clients and for clusters: the variation, its parameters, ``bend`` and ``pull``."""
-    levels = []
-    for (variation, part), G, pull in zip(criterion.parameters.split(x), (here.client, here.cluster), here.pull, strict=True):
-        pull_here = variation.pick(pull)
-        levels.append((variation, part, variation.pick(G) + pull_here, pull_here))
-    return levels
+    parts = zip(criterion.parameters.split(x), (here.client_slope, here.cluster_slope), here.pull, strict=True)
+    return [(level, part, level.pick(slope) + level.pick(pull), level.pick(pull)) for (level, part), slope, pull in parts]
 
 
 def mm_step(variation: Variation, x: Floats, bend: Floats, pull: Floats) -> Floats:
@@ -299,7 +299,7 @@ def _eigen(variation: Variation, x: Floats) -> tuple[Floats, Floats]:
 def _leave_zero(criterion: Criterion, best: Optimum) -> Floats | None:
     """A point with a little variance in every place where it is zero but the likelihood would rise. None if there is none."""
     here, x, moved = criterion.evaluate(best.x), best.x.copy(), False
-    for (variation, part), slope in zip(criterion.parameters.split(x), (here.client, here.cluster), strict=True):
+    for (variation, part), slope in zip(criterion.parameters.split(x), (here.client_slope, here.cluster_slope), strict=True):
         if variation.q == 0:
             continue
         S = variation.matrices(part)
@@ -343,14 +343,14 @@ def notes_at(criterion: Criterion, best: Optimum) -> list[str]:
             where = f" of cluster {criterion.tree.clusters.tolist()[m]!r}" if variation.count > 1 else ""
             notes.append(f"singular: {_what(terms, is_zero[m])} between {units}{where}")
     if len(notes) > 5:
-        notes = [*notes[:4], f"singular: and {len(notes) - 4} more of this kind"]
+        notes = [*notes[:4], f"singular: {len(notes) - 4} more covariances"]
     if not best.converged:
         left = "the likelihood still rises in some direction"
         if np.isfinite(best.decrement):
             left = f"judging by the curvature, twice the log-likelihood can still rise by {best.decrement:.1e}"
         notes.append(
-            f"the variance components did not converge: {left}; let fewer terms vary, centre and scale the columns, or look "
-            "for clients whose rows are all equal"
+            f"the estimation of the variance components did not converge: {left}; let fewer terms vary, centre and scale the "
+            "columns, or look for clients whose rows are all equal"
         )
     return notes
 

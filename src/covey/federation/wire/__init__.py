@@ -1,1 +1,1 @@
-"""Messages between the coordinator and the sites, their encoding as bytes, and the transport that carries the bytes."""
+"""Messages to a site itself, the encoding of all messages as bytes, and the transport that carries the bytes."""

@@ -10,7 +10,9 @@
 A tag is a keyed hash of a client id. The coordinator draws the key. With secure aggregation a site draws it, and the
 coordinator never sees it: it can see that two tags are equal, but it cannot test guesses of ids.
 
-All other messages go to the node that holds the rows of a site; they are declared beside the solvers that send them.
+All other messages go to the node that holds the rows of a site. They are declared where they are sent: in
+:mod:`covey.nodes.network`; in the solvers, below :mod:`covey.solvers`; in ``columns``, ``identify``, ``linear_likelihood`` and
+``laplace_likelihood`` of :mod:`covey.variance`; and in :mod:`covey.federation.privacy.differential`.
 """
 
 from __future__ import annotations

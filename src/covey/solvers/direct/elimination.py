@@ -97,7 +97,7 @@ class Marginal(NamedTuple):
     """What each parent sees of its children, the sum of their ``log|I + A S|``, and the ``C`` and ``r`` of each child."""
 
     seen: Quadratic
-    volume: Floats
+    log_determinants: Floats
     C: Floats
     r: Floats
 
@@ -111,9 +111,9 @@ def marginalise(children: Quadratic, spread: Spread, ptr: Ints) -> Marginal:
 def _eliminated(children: Quadratic, spread: Spread, ptr: Ints, each_C: Floats, each_r: Floats) -> tuple[Quadratic, Floats]:
     blocks, d = Blocks.of(ptr), children.r.shape[1]
     C, r, c, n = np.zeros((blocks.count, d, d)), np.zeros((blocks.count, d)), children.c.copy(), children.n
-    volume = np.zeros(len(c))
+    log_determinants = np.zeros(len(c))
     kernels.eliminate(
-        children.C, children.r, spread.scale, spread.shape, spread.width, blocks.ptr, C, r, c, volume, each_C, each_r
+        children.C, children.r, spread.scale, spread.shape, spread.width, blocks.ptr, C, r, c, log_determinants, each_C, each_r
     )  # fmt: skip
     detached = np.flatnonzero(spread.detached)
     if len(detached):
@@ -123,7 +123,7 @@ def _eliminated(children: Quadratic, spread: Spread, ptr: Ints, each_C: Floats, 
         n[detached] -= np.linalg.matrix_rank(A, hermitian=True)
     by_parent = blocks.of_parent
     seen = Quadratic(segment_sum(C, by_parent), segment_sum(r, by_parent), segment_sum(c, ptr), segment_sum(n, ptr))
-    return seen, segment_sum(volume, ptr)
+    return seen, segment_sum(log_determinants, ptr)
 
 
 def descend(A: Floats, b: Floats, spread: Spread, parent: Ints, x: Floats) -> tuple[Floats, Floats]:

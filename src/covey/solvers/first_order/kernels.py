@@ -127,7 +127,7 @@ def l2gd_move(
     d = theta.shape[1]
     for block in prange(len(owner)):
         j, first, last = owner[block], blocks[block], blocks[block + 1]
-        for i in range(first, last):
+        for i in range(first, last):  # lines 7 and 13: the step towards averages
             for a in range(d):
                 out[i, a] = theta[i, a] - gamma[i] * (strength[j] * theta[i, a] - force[j, a])
         if steps[j] > 0:
