@@ -181,6 +181,7 @@ def test_a_journal_of_another_run_is_refused(tmp_path):
         fit(sites, ASKED, Killing(sites, 5), journal=journal)
     with pytest.raises(FederationError, match=r"of another run .other spec.; delete it"):
         fit(sites, replace(ASKED, gamma=3.0), journal=journal)
+    assert journal.exists()
     journal.write_bytes(b"something else")
     with pytest.raises(FederationError, match="cannot be read; delete it"):
         fit(sites, ASKED, journal=journal)
@@ -440,6 +441,18 @@ def test_a_site_that_is_lost_at_the_end(tmp_path):
     assert (outcome.roster, dict(outcome.without), list(outcome.missed)) == (("s0", "s1", "s2", "s3"), {}, ["s1"])
     assert_bits(outcome, whole())
     assert not journal.exists()
+
+
+def test_a_journal_of_another_run_is_not_deleted(tmp_path):
+    """The run was killed in the set-up; the same command with other categories is another run."""
+    journal, sites = tmp_path / "run.journal", sites_of(by_turns(FRAME, 4))
+    with pytest.raises(Killed):
+        fit(sites, ASKED, Killing(sites, 2, sent=False), journal=journal)
+    before = journal.read_bytes()
+    other = RunSettings(categories={"z": ["z2", "z1", "z0"]})
+    with pytest.raises(FederationError, match="is of another run"):
+        fit(sites, ASKED, settings=other, journal=journal)
+    assert journal.read_bytes() == before
 
 
 def test_a_refused_run_leaves_no_journal(tmp_path):

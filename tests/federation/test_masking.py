@@ -16,7 +16,7 @@ from scipy import stats
 
 from covey.errors import CoveyError
 from covey.exact import Exact
-from covey.federation.privacy.masking import Keys, check_roster, mask, open_sealed, pair_secret, seal, unmask
+from covey.federation.privacy.masking import Keys, check_keys, check_roster, mask, open_sealed, pair_secret, seal, unmask
 from covey.kernels import TOO_LARGE
 
 SITES = ["a", "bern", "c", "Delft", "\u00e9vora", "f"]
@@ -175,8 +175,20 @@ def test_a_secret_is_shared_by_two_and_belongs_to_one_run():
     all_of_them = {pair_secret(*pair, run) for pair in ((a, b.public), (a, c.public), (b, c.public)) for run in ("run", "run2")}
     assert len(all_of_them) == 6
     for bad in (b"", bytes(31), bytes(32)):  # the last is a point of small order: every secret with it would be zero
-        with pytest.raises(CoveyError, match=r"is not a site's public key"):
-            pair_secret(a, bad, "run")
+        with pytest.raises(CoveyError, match=rf"public key of site 'bern' is not valid \({len(bad)} bytes, expected 32\)"):
+            pair_secret(a, bad, "run", ("a", "bern"))
+
+
+def test_two_sites_with_the_same_key_are_refused_and_do_not_get_the_same_secret():
+    """Else a third site, between them in the order of names, would add and subtract the same stream."""
+    public = {name: keys.public for name, keys in keys_of(SITES[:3]).items()}
+    check_keys(public)
+    with pytest.raises(CoveyError, match=r"Sites 'a' and 'c' have the same public key.*--home"):
+        check_keys({**public, "c": public["a"]})
+    a, b = keys_of(SITES[:2]).values()
+    one, two = (pair_secret(b, a.public, "run", ("bern", name)) for name in ("a", "c"))
+    assert one != two
+    assert one == pair_secret(a, b.public, "run", ("a", "bern"))
 
 
 @given(st.binary(max_size=100), st.text(max_size=20))

@@ -86,7 +86,10 @@ class SetUp:
             joined, totals = self._join(agreed, salts)
         check_tags(_tags(joined))
         for site, hashes in joined.items():
-            if hashes.pairs is not None:
+            if agreed.listed and hashes.pairs is None:
+                needed = "no tags of clusters and clients, which the operator's list needs"
+                raise FederationError(f"Site {site!r} sent {needed}; install the same covey there.")
+            if agreed.listed:
                 nested, salt = bool(problem.spec.nested), exchanges.journal.head["salt"]
                 settings.members.check_clients(site, hashes.pairs, nested, salt)
         return self._agreement(problem, agreed, totals)
@@ -108,11 +111,11 @@ class SetUp:
 
     def _sealed_salts(self, agreed: Agree) -> dict[str, str]:
         """Under masks one site draws the key of the tags; by site, the name of that site and the sealed key."""
-        maker = self._exchanges.roster[0]
+        drawing_site = self._exchanges.roster[0]
         reply = self._exchanges.ask(
-            DrawSalt(agreed.keys), lambda replies: _checked(replies, SealedSalts), sites=(maker,), changes=False
+            DrawSalt(agreed.keys), lambda replies: _checked(replies, SealedSalts), sites=(drawing_site,), changes=False
         )
-        return {site: f"{maker}:{text}" for site, text in reply[maker].sealed.items()}
+        return {site: f"{drawing_site}:{text}" for site, text in reply[drawing_site].sealed.items()}
 
     def _join(self, agreed: Agree, salts: Mapping[str, str]) -> tuple[dict[str, Joined], SiteTotals]:
         """Send every site the agreed problem; the hashes of each site, and the totals."""

@@ -27,6 +27,10 @@ class Halted(FederationError):  # noqa: N818 - an event
     """The run cannot go on now. When the cause is removed, it can continue from its journal, which is kept."""
 
 
+class ForeignJournal(Halted):
+    """The journal belongs to another run; covey does not delete it."""
+
+
 @dataclass(frozen=True)
 class Exchange(Record):
     """The purpose and the cost of one exchange.
@@ -108,9 +112,11 @@ class Journal:
         self._read += 1
         self._append(entry)
 
-    def foreign(self, what: str) -> Halted:
+    def foreign(self, what: str) -> ForeignJournal:
         """The error for a journal of another run."""
-        return Halted(f"The journal {str(self.path)!r} is of another run (other {what}); delete it, or write elsewhere.")
+        return ForeignJournal(
+            f"The journal {str(self.path)!r} is of another run (other {what}); delete it, or write elsewhere."
+        )
 
     def close(self, *, done: bool) -> None:
         """Stop writing, and delete the file if it is no longer needed."""

@@ -12,7 +12,7 @@ from covey import __version__
 from covey.errors import CoveyError, FederationError, ModelError, one_of
 from covey.federation.operator.coordinator import Federation
 from covey.federation.operator.exchanges import Exchanges, SiteLost
-from covey.federation.operator.journal import Exchange, Halted, Journal
+from covey.federation.operator.journal import Exchange, ForeignJournal, Halted, Journal
 from covey.federation.operator.report import report
 from covey.federation.operator.settings import RunSettings, check_categories, check_settings, named, run_settings_of, spec_of
 from covey.federation.privacy.differential import check_spec, fit_privately, promised, statement
@@ -115,7 +115,7 @@ def run_fit(
         raise KeyboardInterrupt(f"Interrupted; the run has stopped.{_close_unfinished(book)}") from None
     except BaseException as problem:
         # The journal of a run that would fail in the same way again is only in the way.
-        mistake = isinstance(problem, CoveyError) and not isinstance(problem, ModelError)
+        mistake = isinstance(problem, CoveyError) and not isinstance(problem, ModelError | ForeignJournal)
         book.close(done=mistake and not (book.begun and isinstance(problem, Halted)))
         raise
     book.close(done=True)

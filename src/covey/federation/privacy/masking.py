@@ -67,16 +67,35 @@ class Keys:
         return cls(private.private_bytes_raw(), private.public_key().public_bytes_raw())
 
 
-def pair_secret(own: Keys, other_public: bytes, run: str) -> bytes:
-    """The secret of two sites in one run, 32 bytes, the same from either side."""
+def check_keys(keys: Mapping[str, bytes]) -> None:
+    """Refuse a public key that two sites have: a third site would add and subtract the same stream, and so send its sums bare.
+
+    >>> check_keys({"a": bytes(32), "c": bytes(32)})
+    Traceback (most recent call last):
+    covey.errors.FederationError: Sites 'a' and 'c' have the same public key, so their masks would not hide ...
+    """
+    owner: dict[bytes, str] = {}
+    for site, key in keys.items():
+        if key in owner:
+            same = (
+                f"Sites {owner[key]!r} and {site!r} have the same public key, so their masks would not hide the sums of other"
+            )
+            raise FederationError(f"{same} sites; give each site its own --home and start a new run.")
+        owner[key] = site
+
+
+def pair_secret(own: Keys, other_public: bytes, run: str, sites: tuple[str, str] = ("", "")) -> bytes:
+    """The secret of two sites in one run, 32 bytes, the same from either side; ``sites`` names this site and the other."""
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
     try:
         shared = X25519PrivateKey.from_private_bytes(own.private).exchange(X25519PublicKey.from_public_bytes(other_public))
     except ValueError:  # a wrong length, or a point with which every secret would be the same
-        raise FederationError(f"{other_public.hex()!r} is not a site's public key; fetch it from its site again.") from None
-    first, second = sorted((own.public, other_public))
-    return _derive(shared, b"pair", first, second, run.encode())
+        size = f"{len(other_public)} bytes, expected {KEY_BYTES}"
+        raise FederationError(f"The public key of site {sites[1]!r} is not valid ({size}); start a new run.") from None
+    # With the names in it, two sites with the same key do not get the same secret.
+    pair = (part for end in sorted(zip(sites, (own.public, other_public), strict=True)) for part in (end[0].encode(), end[1]))
+    return _derive(shared, b"pair", *pair, run.encode())
 
 
 def mask(values: Exact, own: str, secrets: Mapping[str, bytes], epoch: int, exchange: int, question: bytes = b"") -> Exact:

@@ -25,7 +25,7 @@ import covey.fitting.fit  # noqa: F401 - registers the messages of the likelihoo
 from covey import __version__
 from covey.errors import CoveyError, FederationError, did_you_mean, whole
 from covey.federation.privacy.differential import Draw
-from covey.federation.privacy.masking import Keys, check_roster, mask, open_sealed, pair_secret, seal
+from covey.federation.privacy.masking import Keys, check_keys, check_roster, mask, open_sealed, pair_secret, seal
 from covey.federation.site.policy import MINIMUM, Budget, Policy, check_model_folder, releases_sums
 from covey.federation.site.state import RunStore, SiteRun, locked
 from covey.federation.site.table import check_design, grouped, joined, profile_of, rows_digest, totals
@@ -131,7 +131,7 @@ class Site:
         if hello.version != __version__:
             raise FederationError(f"This site runs covey {__version__}, the coordinator {hello.version}; install the same.")
         self.budget.admit(hello.private, asked.run, asked.epoch)
-        draft = Problem.from_json(hello.problem)
+        draft = _read_problem(hello.problem)
         self.policy.check_problem(draft)
         check_model_folder(self.models)  # before the fit, not after it
         if self.policy.secure and not hello.secure:
@@ -145,6 +145,8 @@ class Site:
 
     def _draw_salt(self, asked: Envelope, wanted: DrawSalt) -> SealedSalts:
         run = self._runs.load(asked.run)
+        if not run.key:
+            raise FederationError("This site has no key for this run; start a new run.")
         run = replace(run, salt=run.salt or secrets.token_hex(16))
         self._runs.save(asked.run, run)
         return _sealed_salts(self.name, asked.run, run, wanted.keys)
@@ -153,7 +155,7 @@ class Site:
         if self.name not in agreed.roster:
             raise FederationError(f"Site {self.name!r} is not on the roster of this run.")
         self.budget.admit(agreed.private, asked.run, asked.epoch)
-        problem = Problem.from_json(agreed.problem)
+        problem = _read_problem(agreed.problem)
         self.policy.check_problem(problem)
         check_design(problem)
         if (run.key or self.policy.secure) and not agreed.keys:
@@ -217,6 +219,17 @@ class Site:
 
     def _new_node(self, data: GroupedData, problem: Problem) -> Node:
         return Node(data, problem.loss, np.ones(data.n_clients), draw=self.draw)
+
+
+def _read_problem(plain: Mapping[str, Any]) -> Problem:
+    """The problem of a message, whose settings and formula are checked."""
+    try:
+        return Problem.from_json(plain)
+    except CoveyError:
+        raise
+    except Exception:
+        fix = "use the same version of covey everywhere and start a new run"
+        raise FederationError(f"The problem in this message cannot be read; {fix}.") from None
 
 
 def open_site(name: str, settings: Mapping[str, Any]) -> Site:
@@ -306,16 +319,19 @@ def _sealed_salts(site: str, name: str, run: SiteRun, keys: Mapping[str, str]) -
 
 def _join_masked_run(site: str, name: str, run: SiteRun, agreed: Agree) -> SiteRun:
     """Check the agreed keys and roster; the run with the key of the tags."""
+    check_keys({other: bytes.fromhex(key) for other, key in agreed.keys.items()})
     if agreed.keys.get(site) != _public_key(run):
         raise FederationError(f"Site {site!r} no longer has its key of this run; start a new run.")
     if set(agreed.keys) != set(agreed.roster):
         raise FederationError("The keys that came with the roster are not those of its sites; start a new run.")
     check_roster(run.rosters, agreed.roster)
-    if not agreed.salt or run.salt:
+    if run.salt:
         return run
-    maker, _, text = agreed.salt.rpartition(":")
+    if not agreed.salt:
+        raise FederationError("This run is masked, but no key for the client tags arrived; start a new run.")
+    drawing_site, _, text = agreed.salt.rpartition(":")
     shared = _secrets(site, name, run, agreed.keys)
-    return replace(run, salt=open_sealed(shared[maker], bytes.fromhex(text), f"salt for {site}").hex())
+    return replace(run, salt=open_sealed(shared[drawing_site], bytes.fromhex(text), f"salt for {site}").hex())
 
 
 def _masked(site: str, asked: Envelope, run: SiteRun, reply: Any) -> Any:
@@ -334,7 +350,8 @@ def _masked(site: str, asked: Envelope, run: SiteRun, reply: Any) -> Any:
 def _secrets(site: str, name: str, run: SiteRun, keys: Mapping[str, str]) -> dict[str, bytes]:
     """The secret that this site shares with each other site in a run."""
     own = Keys.fresh(bytes.fromhex(run.key))
-    return {other: pair_secret(own, bytes.fromhex(key), name) for other, key in keys.items() if other != site}
+    others = {other: bytes.fromhex(key) for other, key in keys.items() if other != site}
+    return {other: pair_secret(own, key, name, (site, other)) for other, key in others.items()}
 
 
 def _without_bounds(reply: Any) -> Any:
