@@ -20,7 +20,7 @@ from covey.cli.federate import RunOptions
 from covey.datasets import load_radon
 from covey.errors import CoveyError, DataError, FederationError
 from covey.federation.operator.journal import _complete
-from covey.federation.operator.report import costs, who
+from covey.federation.operator.report import costs, site_lines
 from covey.federation.operator.settings import DEFAULTS, Members, RunSettings
 from covey.federation.simulate import simulate_sites
 from covey.federation.wire.messages import Privacy
@@ -106,10 +106,10 @@ def test_steps_that_only_measure_the_problem_are_not_those_of_the_fit():
 
 
 def test_the_report_names_sites_that_got_no_models():
-    run = replace(outcome(SOLVERS["sweep"]), missed={"site2": "did not answer (gone)"})
-    assert who(run) == [
+    run = replace(outcome(SOLVERS["sweep"]), missed={"site2": "it is not connected"})
+    assert site_lines(run) == [
         "Sites: site1, site2, site3",
-        "site2 took part, but did not answer (gone) at the end: it has no models of its clients from this fit",
+        "site2 took part, but was lost at the end (it is not connected): it has no models of its clients from this fit",
     ]
 
 
@@ -136,7 +136,7 @@ def test_an_interrupt_says_what_is_kept_and_the_same_command_goes_on(folder):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, b"")
-    kept = r"covey: Interrupted; the run has stopped\. \d+ exchanges are kept in 'fit/journal': run the same again\.\n"
+    kept = r"covey: Interrupted; the run has stopped\. \d+ exchanges are kept in 'fit/journal'; run the same command again.*\n"
     assert re.fullmatch(kept, err.decode())
     begun = decode(_complete(journal.read_bytes())[0])["run"]
     typed(*LONG, cwd=folder)

@@ -79,9 +79,7 @@ def test_an_unusable_reply_is_asked_for_again(act, secure):
 def test_a_lost_site_stops_the_run_which_continues_when_it_is_back(tmp_path):
     sites, journal = sites_of(by_turns(FRAME, 4)), tmp_path / "run.journal"
     away = FaultyTransport(sites, when("s2", 3, lambda *_: GONE, times=99))
-    with pytest.raises(
-        FederationError, match=r"Lost site .s2. did not answer .gone: it is not connected.; the run has stopped"
-    ):
+    with pytest.raises(FederationError, match=r"Site 's2' is lost: it is not connected; the run has stopped"):
         fit(sites, ASKED, away, journal=journal)
     back = FaultyTransport(sites)
     outcome = fit(sites, ASKED, back, journal=journal)
@@ -96,7 +94,7 @@ def test_a_run_continues_without_a_lost_site_and_reports_it():
     away = FaultyTransport(sites, lambda site, message, reply: GONE if site == "s2" and asked(message).exchange >= 3 else reply)
     outcome = fit(sites, ASKED, away, on_loss="continue")
     assert outcome.roster == ("s0", "s1", "s3")
-    assert outcome.without == {"s2": "did not answer (gone: it is not connected)"}
+    assert outcome.without == {"s2": "it is not connected"}
     left = FRAME.filter(~FRAME["client"].is_in(parts["s2"]["client"].to_list()))
     assert_same(outcome, {name: site for name, site in sites.items() if name != "s2"}, in_memory(left, ASKED))
     assert int(outcome.model.clients_of_cluster.sum()) == left["client"].n_unique()
@@ -282,7 +280,7 @@ def test_replies_that_cannot_be_added_make_their_site_lost(spoil, why):
         return encode(replace(read, body=spoil(read.body)))
 
     sites = sites_of(by_turns(FRAME, 4))
-    with pytest.raises(FederationError, match=f"Lost site 's1' .*{why}"):
+    with pytest.raises(FederationError, match=f"Site 's1' is lost.*{why}"):
         fit(sites, ASKED, FaultyTransport(sites, when("s1", 2, act, times=99)))
     parts = by_turns(FRAME, 4)
     sites = sites_of(parts)
@@ -383,14 +381,14 @@ def test_under_masks_a_site_with_numbers_that_are_not_finite_is_named(family):
         return encode(replace(read, body=(skeleton, replace(numbers, size=size))))
 
     sites = sites_of(by_turns(frame, 4))
-    with pytest.raises(FederationError, match="Lost site 's1' sent a number that is not finite"):
+    with pytest.raises(FederationError, match="Site 's1' is lost: it sent a number that is not finite"):
         fit(sites, given, FaultyTransport(sites, when("s1", 1, act, times=99)), RunSettings(secure=True))
 
     def other(_, reply):
         return encode(replace(decode(reply), body=3))
 
     sites = sites_of(by_turns(frame, 4))
-    with pytest.raises(FederationError, match="Lost site 's1' sent a masked reply that cannot be read"):
+    with pytest.raises(FederationError, match="Site 's1' is lost: it sent a masked reply that cannot be read"):
         fit(sites, given, FaultyTransport(sites, when("s1", 1, other, times=99)), RunSettings(secure=True))
 
 
@@ -400,7 +398,9 @@ def test_of_two_sites_with_different_replies_both_are_lost():
         return encode(replace(read, body=replace(read.body, force=read.body.force[:2])))
 
     sites = sites_of(by_turns(FRAME, 2))
-    with pytest.raises(FederationError, match=r"Lost sites 's0' sent a reply of another form .* 's1' sent a reply"):
+    with pytest.raises(
+        FederationError, match=r"Site 's0' is lost: it sent a reply of another form .* Site 's1' is lost: it sent a reply"
+    ):
         fit(sites, ASKED, FaultyTransport(sites, when("s0", 2, act, times=99)))
 
 
@@ -429,7 +429,7 @@ def test_a_site_that_is_lost_at_the_end(tmp_path):
         return GONE if site == "s1" and kind(asked(message)) == "deliver" else reply
 
     sites = sites_of(by_turns(FRAME, 4))
-    with pytest.raises(FederationError, match=r"Lost site 's1' .* exchanges are kept"):
+    with pytest.raises(FederationError, match=r"Site 's1' is lost.* exchanges are kept"):
         fit(sites, ASKED, FaultyTransport(sites, gone), journal=journal, out=out)
     assert (out / "model.json").exists()
     again = FaultyTransport(sites)
@@ -465,7 +465,7 @@ def test_a_refused_run_leaves_no_journal(tmp_path):
     with pytest.raises(CoveyError, match="There is no column"):
         fit(sites_of(parts), replace(ASKED, formula="y ~ xx"), journal=journal)
     sites = sites_of(parts)
-    with pytest.raises(FederationError, match=r"Lost site 's1' .*the run has stopped\.$"):
+    with pytest.raises(FederationError, match=r"Site 's1' is lost.*the run has stopped\.$"):
         fit(sites, ASKED, FaultyTransport(sites, lambda site, *_: GONE if site == "s1" else _[1]), journal=journal)
     assert_bits(fit(sites_of(parts), ASKED, journal=journal), whole())
 

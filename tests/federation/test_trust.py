@@ -65,6 +65,17 @@ def test_values_that_few_clients_have_are_not_sent(asked):
     assert str(FRAME["x"][5]).encode() not in reply
 
 
+def test_the_minimum_of_categories_holds_without_a_hello():
+    """A dishonest coordinator: it asks for a category of one client in the agreement only."""
+    rare = FRAME.with_columns(z=pl.when(pl.col("client") == "c0").then(pl.lit("rare")).otherwise(pl.col("z")))
+    sites = sites_of({"s": rare})
+    carrier = FaultyTransport(sites)
+    fit(sites, spec(), carrier)
+    agree = next(message for _, message in carrier.messages if kind(decode(message)) == "agree")
+    reply = decode(sites_of({"s": rare}, minimum=2)["s"].answer(agree))
+    assert "Column 'z' has a value that fewer than 2 clients here have" in reply.body.sentence
+
+
 def test_a_site_answers_about_its_own_columns_and_clients_only():
     own = {"client": "client", "columns": ["y", "x", "z", "cluster"]}
     assert kind(greeted(spec(), **own)) == "reply"
@@ -72,7 +83,10 @@ def test_a_site_answers_about_its_own_columns_and_clients_only():
         (spec(weights="weight"), "does not answer about column 'weight'"),
         (spec(formula="y ~ exp(x)"), "columns as they are, not about 'exp(x)'"),
         (spec(formula="log(weight) ~ x"), "columns as they are"),
-        (spec(client="cluster", cluster=None), "clients of this site are in column 'client', not 'cluster'"),
+        (
+            spec(client="cluster", cluster=None),
+            "clients of this site are in column 'client', not 'cluster'; start the run with --client client",
+        ),
     ):
         assert why in greeted(asked, **own).body.sentence
     assert "under masks only" in greeted(spec(), secure=True).body.sentence
@@ -220,7 +234,7 @@ def test_a_problem_that_cannot_be_read_is_refused_for_good(problem):
     (site,) = sites_of({"s": FRAME}).values()
     reply = decode(site.answer(encode(Envelope("run", 0, 0, Hello(__version__, problem)))))
     assert reply.body.reason == "data"  # the coordinator does not ask again
-    assert "problem in this message cannot be read; use the same version of covey" in reply.body.sentence
+    assert "problem in this message cannot be read; install the same version of covey" in reply.body.sentence
 
 
 def test_a_site_that_sends_no_tags_of_pairs_is_refused_if_the_operator_lists_clients(tmp_path):
