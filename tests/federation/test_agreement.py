@@ -135,7 +135,7 @@ def test_classes_are_agreed_and_there_are_two(tmp_path):
     outcome = fit(sites_of(parts), spec("bernoulli"))
     assert outcome.model.classes.tolist() == ["no", "yes"]
     parts["s2"] = parts["s2"].with_columns(y=pl.lit("perhaps"))
-    refused(parts, r"responses have 3 classes, 'no', 'perhaps', 'yes'", asked=spec("bernoulli"))
+    refused(parts, r"responses of the sites have 3 classes, 'no', 'perhaps', 'yes'", asked=spec("bernoulli"))
     refused(
         {name: part.with_columns(y=pl.lit("no")) for name, part in parts.items()}, "one class only", asked=spec("bernoulli")
     )

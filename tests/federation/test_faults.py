@@ -238,7 +238,7 @@ def test_a_site_that_lost_its_state_and_has_another_table_is_refused(change, exc
 
     forgot: list[None] = []
     carrier = FaultyTransport(sites, forget)
-    with pytest.raises(FederationError, match=r"Site 's1'.* (table has changed since|a cluster that it had not)"):
+    with pytest.raises(FederationError, match=r"Site 's1'.* (table has changed since|a cluster that it did not have)"):
         fit(sites, ASKED, carrier, RunSettings(retries=2))
     assert forgot
 

@@ -266,7 +266,7 @@ def test_ten_thousand_values_among_ten_sites_take_milliseconds():
 def test_without_cryptography_one_sentence_says_what_to_install(monkeypatch):
     """Every run with masks makes its keys first."""
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.asymmetric.x25519", None)
-    with pytest.raises(CoveyError, match=r"pip install 'covey\[flower\]'\.$"):
+    with pytest.raises(CoveyError, match=r"pip install '\.\[flower\]'\.$"):
         Keys.fresh()
 
 

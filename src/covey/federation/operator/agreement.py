@@ -245,8 +245,8 @@ def check_tags(tags: Mapping[str, Anything]) -> None:
         one, two = sorted(same[0])
         both = len({tuple(tag) for tag in tags[one].tolist()} & {tuple(tag) for tag in tags[two].tolist()})
         many = f"{both} clients" if both > 1 else "A client"
-        same = f"{many} with the same id at sites {one!r} and {two!r}, but a client belongs to one site"
-        raise FederationError(f"{same}; give the clients of each site ids of their own, or remove the copy.")
+        what = f"{many} with the same id at sites {one!r} and {two!r}, but a client belongs to one site"
+        raise FederationError(f"{what}; give the clients of each site ids of their own, or remove the copy.")
 
 
 def _check_kinds(profiles: Mapping[str, Profile]) -> None:

@@ -70,7 +70,7 @@ class Members:
             rows = f"rows of cluster {foreign[0]!r}, but the operator's list gives it {listed}"
             raise FederationError(f"Site {site!r} has {rows}; correct the cluster column there, or the list.")
 
-    def check_clients(self, site: str, pairs: Anything, nested: bool, salt: str) -> None:
+    def check_clients(self, site: str, pairs: Anything | None, nested: bool, salt: str) -> None:
         """Refuse pairs of cluster and client, given by their tags, that are not listed for a site, and a site without tags."""
         if pairs is None:
             needed = "no tags of clusters and clients, which the operator's list needs"
