@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any
 
+INSTALL_FLOWER = "in the folder of covey: pip install '.[flower]'"
+
 
 class CoveyError(ValueError):
     """A mistake that the caller can correct; the base class of all errors of covey."""
@@ -99,7 +101,7 @@ def number(
     below: float = math.inf,
     kind: type = Real,
 ) -> float:
-    """Return a parameter that is a finite number in range; booleans are not numbers.
+    """Return a parameter that is a finite number in range; booleans are not numbers. A name with a space is printed as it is.
 
     >>> number("timeout", -1, above=0)
     Traceback (most recent call last):
@@ -110,7 +112,8 @@ def number(
     bounds = {">=": least, ">": above, "<": below}
     limits = " and ".join(f"{sign} {limit:.16g}" for sign, limit in bounds.items() if math.isfinite(limit))
     required = f"{'whole ' * (kind is Integral)}number {limits}".rstrip()
-    raise SolverError(f"The {name!r} parameter must be a {required}. Got {_shown(value)} instead.")
+    what = name if " " in name else f"{name!r} parameter"
+    raise SolverError(f"The {what} must be a {required}. Got {_shown(value)} instead.")
 
 
 def whole(name: str, value: Any, *, least: int = 0, below: float = math.inf) -> int:

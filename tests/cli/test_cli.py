@@ -120,7 +120,7 @@ def test_demo(tmp_path):
     again = json.loads(run("demo", "--json", cwd=tmp_path).stdout)
     assert again["held_out"]["errors"] == pytest.approx(errors, abs=1e-4)
     assert again["federated"]["difference"] < 1e-10
-    assert "across 3 sites that keep their rows: coefficients of all clients, clusters and the whole agree" in done.stdout
+    assert "across 3 sites that keep their rows: coefficients of clients, clusters and the global model agree" in done.stdout
     assert re.search(r"^in all +\d+ +3 +\S+ kB +\S+ kB", done.stdout, re.M)
 
 

@@ -20,7 +20,7 @@ from covey.cli.federate import RunOptions
 from covey.datasets import load_radon
 from covey.errors import CoveyError, DataError, FederationError
 from covey.federation.operator.journal import _complete
-from covey.federation.operator.report import costs, who
+from covey.federation.operator.report import costs, site_lines
 from covey.federation.operator.settings import DEFAULTS, Members, RunSettings
 from covey.federation.simulate import simulate_sites
 from covey.federation.wire.messages import Privacy
@@ -106,10 +106,10 @@ def test_steps_that_only_measure_the_problem_are_not_those_of_the_fit():
 
 
 def test_the_report_names_sites_that_got_no_models():
-    run = replace(outcome(SOLVERS["sweep"]), missed={"site2": "did not answer (gone)"})
-    assert who(run) == [
+    run = replace(outcome(SOLVERS["sweep"]), missed={"site2": "it is not connected"})
+    assert site_lines(run) == [
         "Sites: site1, site2, site3",
-        "site2 took part, but did not answer (gone) at the end: it has no models of its clients from this fit",
+        "site2 took part, but was lost at the end (it is not connected): it has no models of its clients from this fit",
     ]
 
 
@@ -136,7 +136,7 @@ def test_an_interrupt_says_what_is_kept_and_the_same_command_goes_on(folder):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, b"")
-    kept = r"covey: Interrupted; the run has stopped\. \d+ exchanges are kept in 'fit/journal': run the same again\.\n"
+    kept = r"covey: Interrupted; the run has stopped\. \d+ exchanges are kept in 'fit/journal'; run the same command again.*\n"
     assert re.fullmatch(kept, err.decode())
     begun = decode(_complete(journal.read_bytes())[0])["run"]
     typed(*LONG, cwd=folder)
@@ -220,7 +220,7 @@ def test_a_site_needs_a_name_that_can_be_a_folder(name):
 def test_a_listed_site_that_is_not_there_is_noticed():
     states = frozenset(HOMES["state"])
     listed = Members(dict.fromkeys(("site1", "site2", "site3", "west"), states))
-    with pytest.raises(FederationError, match="The list of members has the site 'west', which is not one of 'site1'"):
+    with pytest.raises(FederationError, match=r"list of members has site 'west', which is not in 'site1', .*correct it"):
         outcome(SOLVERS["sweep"], settings=RunSettings(members=listed))
 
 

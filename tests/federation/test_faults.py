@@ -79,9 +79,7 @@ def test_an_unusable_reply_is_asked_for_again(act, secure):
 def test_a_lost_site_stops_the_run_which_continues_when_it_is_back(tmp_path):
     sites, journal = sites_of(by_turns(FRAME, 4)), tmp_path / "run.journal"
     away = FaultyTransport(sites, when("s2", 3, lambda *_: GONE, times=99))
-    with pytest.raises(
-        FederationError, match=r"Lost site .s2. did not answer .gone: it is not connected.; the run has stopped"
-    ):
+    with pytest.raises(FederationError, match=r"Site 's2' is lost: it is not connected; the run has stopped"):
         fit(sites, ASKED, away, journal=journal)
     back = FaultyTransport(sites)
     outcome = fit(sites, ASKED, back, journal=journal)
@@ -96,7 +94,7 @@ def test_a_run_continues_without_a_lost_site_and_reports_it():
     away = FaultyTransport(sites, lambda site, message, reply: GONE if site == "s2" and asked(message).exchange >= 3 else reply)
     outcome = fit(sites, ASKED, away, on_loss="continue")
     assert outcome.roster == ("s0", "s1", "s3")
-    assert outcome.without == {"s2": "did not answer (gone: it is not connected)"}
+    assert outcome.without == {"s2": "it is not connected"}
     left = FRAME.filter(~FRAME["client"].is_in(parts["s2"]["client"].to_list()))
     assert_same(outcome, {name: site for name, site in sites.items() if name != "s2"}, in_memory(left, ASKED))
     assert int(outcome.model.clients_of_cluster.sum()) == left["client"].n_unique()
@@ -181,6 +179,7 @@ def test_a_journal_of_another_run_is_refused(tmp_path):
         fit(sites, ASKED, Killing(sites, 5), journal=journal)
     with pytest.raises(FederationError, match=r"of another run .other spec.; delete it"):
         fit(sites, replace(ASKED, gamma=3.0), journal=journal)
+    assert journal.exists()
     journal.write_bytes(b"something else")
     with pytest.raises(FederationError, match="cannot be read; delete it"):
         fit(sites, ASKED, journal=journal)
@@ -239,7 +238,7 @@ def test_a_site_that_lost_its_state_and_has_another_table_is_refused(change, exc
 
     forgot: list[None] = []
     carrier = FaultyTransport(sites, forget)
-    with pytest.raises(FederationError, match=r"Site 's1'.* (table has changed since|a cluster that it had not)"):
+    with pytest.raises(FederationError, match=r"Site 's1'.* (table has changed since|a cluster that it did not have)"):
         fit(sites, ASKED, carrier, RunSettings(retries=2))
     assert forgot
 
@@ -281,7 +280,7 @@ def test_replies_that_cannot_be_added_make_their_site_lost(spoil, why):
         return encode(replace(read, body=spoil(read.body)))
 
     sites = sites_of(by_turns(FRAME, 4))
-    with pytest.raises(FederationError, match=f"Lost site 's1' .*{why}"):
+    with pytest.raises(FederationError, match=f"Site 's1' is lost.*{why}"):
         fit(sites, ASKED, FaultyTransport(sites, when("s1", 2, act, times=99)))
     parts = by_turns(FRAME, 4)
     sites = sites_of(parts)
@@ -382,14 +381,14 @@ def test_under_masks_a_site_with_numbers_that_are_not_finite_is_named(family):
         return encode(replace(read, body=(skeleton, replace(numbers, size=size))))
 
     sites = sites_of(by_turns(frame, 4))
-    with pytest.raises(FederationError, match="Lost site 's1' sent a number that is not finite"):
+    with pytest.raises(FederationError, match="Site 's1' is lost: it sent a number that is not finite"):
         fit(sites, given, FaultyTransport(sites, when("s1", 1, act, times=99)), RunSettings(secure=True))
 
     def other(_, reply):
         return encode(replace(decode(reply), body=3))
 
     sites = sites_of(by_turns(frame, 4))
-    with pytest.raises(FederationError, match="Lost site 's1' sent a masked reply that cannot be read"):
+    with pytest.raises(FederationError, match="Site 's1' is lost: it sent a masked reply that cannot be read"):
         fit(sites, given, FaultyTransport(sites, when("s1", 1, other, times=99)), RunSettings(secure=True))
 
 
@@ -399,7 +398,9 @@ def test_of_two_sites_with_different_replies_both_are_lost():
         return encode(replace(read, body=replace(read.body, force=read.body.force[:2])))
 
     sites = sites_of(by_turns(FRAME, 2))
-    with pytest.raises(FederationError, match=r"Lost sites 's0' sent a reply of another form .* 's1' sent a reply"):
+    with pytest.raises(
+        FederationError, match=r"Site 's0' is lost: it sent a reply of another form .* Site 's1' is lost: it sent a reply"
+    ):
         fit(sites, ASKED, FaultyTransport(sites, when("s0", 2, act, times=99)))
 
 
@@ -428,7 +429,7 @@ def test_a_site_that_is_lost_at_the_end(tmp_path):
         return GONE if site == "s1" and kind(asked(message)) == "deliver" else reply
 
     sites = sites_of(by_turns(FRAME, 4))
-    with pytest.raises(FederationError, match=r"Lost site 's1' .* exchanges are kept"):
+    with pytest.raises(FederationError, match=r"Site 's1' is lost.* exchanges are kept"):
         fit(sites, ASKED, FaultyTransport(sites, gone), journal=journal, out=out)
     assert (out / "model.json").exists()
     again = FaultyTransport(sites)
@@ -442,6 +443,18 @@ def test_a_site_that_is_lost_at_the_end(tmp_path):
     assert not journal.exists()
 
 
+def test_a_journal_of_another_run_is_not_deleted(tmp_path):
+    """The run was killed in the set-up; the same command with other categories is another run."""
+    journal, sites = tmp_path / "run.journal", sites_of(by_turns(FRAME, 4))
+    with pytest.raises(Killed):
+        fit(sites, ASKED, Killing(sites, 2, sent=False), journal=journal)
+    before = journal.read_bytes()
+    other = RunSettings(categories={"z": ["z2", "z1", "z0"]})
+    with pytest.raises(FederationError, match="is of another run"):
+        fit(sites, ASKED, settings=other, journal=journal)
+    assert journal.read_bytes() == before
+
+
 def test_a_refused_run_leaves_no_journal(tmp_path):
     """After an error that would occur again nothing is kept: the same command starts a new run with a corrected table."""
     journal, parts = tmp_path / "journal", by_turns(FRAME, 4)
@@ -452,7 +465,7 @@ def test_a_refused_run_leaves_no_journal(tmp_path):
     with pytest.raises(CoveyError, match="There is no column"):
         fit(sites_of(parts), replace(ASKED, formula="y ~ xx"), journal=journal)
     sites = sites_of(parts)
-    with pytest.raises(FederationError, match=r"Lost site 's1' .*the run has stopped\.$"):
+    with pytest.raises(FederationError, match=r"Site 's1' is lost.*the run has stopped\.$"):
         fit(sites, ASKED, FaultyTransport(sites, lambda site, *_: GONE if site == "s1" else _[1]), journal=journal)
     assert_bits(fit(sites_of(parts), ASKED, journal=journal), whole())
 

@@ -16,7 +16,7 @@ from scipy import stats
 
 from covey.errors import CoveyError
 from covey.exact import Exact
-from covey.federation.privacy.masking import Keys, check_roster, mask, open_sealed, pair_secret, seal, unmask
+from covey.federation.privacy.masking import Keys, check_keys, check_roster, mask, open_sealed, pair_secret, seal, unmask
 from covey.kernels import TOO_LARGE
 
 SITES = ["a", "bern", "c", "Delft", "\u00e9vora", "f"]
@@ -142,9 +142,9 @@ def test_a_masked_total_never_wraps_around(m, share):
 def test_a_total_needs_the_whole_roster_and_nobody_else():
     names = ["a", "bern", "c"]
     replies = send({name: Exact.of([1.0]) for name in names}, names)
-    with pytest.raises(CoveyError, match=r"cancel only over the whole roster; .*missing or not on it: 'bern'"):
+    with pytest.raises(CoveyError, match=r"cancel only over the whole roster .*missing: 'bern'; not on the roster: none"):
         unmask({"a": replies["a"], "c": replies["c"]}, names)
-    with pytest.raises(CoveyError, match=r"cancel only over the whole roster; .*missing or not on it: 'c'"):
+    with pytest.raises(CoveyError, match=r"cancel only over the whole roster .*missing: none; not on the roster: 'c'"):
         unmask(replies, ["a", "bern"])
     with pytest.raises(ValueError, match="same shape"):
         unmask({**replies, "c": Exact.zeros(2)}, names)
@@ -175,8 +175,20 @@ def test_a_secret_is_shared_by_two_and_belongs_to_one_run():
     all_of_them = {pair_secret(*pair, run) for pair in ((a, b.public), (a, c.public), (b, c.public)) for run in ("run", "run2")}
     assert len(all_of_them) == 6
     for bad in (b"", bytes(31), bytes(32)):  # the last is a point of small order: every secret with it would be zero
-        with pytest.raises(CoveyError, match=r"is not a site's public key"):
-            pair_secret(a, bad, "run")
+        with pytest.raises(CoveyError, match=rf"public key of site 'bern' is not valid \({len(bad)} bytes, expected 32\)"):
+            pair_secret(a, bad, "run", ("a", "bern"))
+
+
+def test_two_sites_with_the_same_key_are_refused_and_do_not_get_the_same_secret():
+    """Else a third site, between them in the order of names, would add and subtract the same stream."""
+    public = {name: keys.public for name, keys in keys_of(SITES[:3]).items()}
+    check_keys(public)
+    with pytest.raises(CoveyError, match=r"Sites 'a' and 'c' have the same public key.*--home"):
+        check_keys({**public, "c": public["a"]})
+    a, b = keys_of(SITES[:2]).values()
+    one, two = (pair_secret(b, a.public, "run", ("bern", name)) for name in ("a", "c"))
+    assert one != two
+    assert one == pair_secret(a, b.public, "run", ("a", "bern"))
 
 
 @given(st.binary(max_size=100), st.text(max_size=20))
@@ -254,7 +266,7 @@ def test_ten_thousand_values_among_ten_sites_take_milliseconds():
 def test_without_cryptography_one_sentence_says_what_to_install(monkeypatch):
     """Every run with masks makes its keys first."""
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.asymmetric.x25519", None)
-    with pytest.raises(CoveyError, match=r"pip install 'covey\[flower\]'\.$"):
+    with pytest.raises(CoveyError, match=r"pip install '\.\[flower\]'\.$"):
         Keys.fresh()
 
 

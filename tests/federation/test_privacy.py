@@ -408,5 +408,5 @@ def test_a_nodes_settings_are_its_limits(tmp_path):
     budget = open_site("s", given).budget
     assert (budget.run, budget.total, budget.delta) == (2.0, 5.0, 1e-7)
     assert budget.file == tmp_path / "privacy.json"
-    with pytest.raises(CoveyError, match=r"'epsilon'.* > 0. Got -1"):
+    with pytest.raises(CoveyError, match=r"--epsilon .* > 0. Got -1"):
         open_site("s", {**given, "epsilon": -1})

@@ -237,7 +237,7 @@ def test_sites_are_a_network_like_any_other():
     sites = sites_of(by_turns(frame, 3))
     carrier = FaultyTransport(sites)
     about = {"run": "aa", "salt": "00" * 16}
-    exchanges = Exchanges(carrier, tuple(sites), Journal(None, {}, about), RunSettings())
+    exchanges = Exchanges(carrier, tuple(sorted(sites)), Journal(None, {}, about), RunSettings())
     federation = Federation(exchanges, resolve(asked), RunSettings())
     federation.open()
     before = len(carrier.messages)

@@ -18,8 +18,8 @@ from covey.federation.operator.settings import (
     RunSettings,
     categories_of,
     check_settings,
+    checked_settings,
     expected_of,
-    named,
     run_settings_of,
     spec_of,
 )
@@ -69,8 +69,8 @@ def test_mistakes_are_refused_in_a_sentence(setting, facts):
 
 def test_settings_that_are_right_reach_the_run():
     given = {**GIVEN, "on-loss": "", "timeout": 5, "retries": 0, "pause": 0, "secure": True, "james-stein": False, "sites": "2"}
-    assert named(given)["james_stein"] is False
-    assert "on_loss" not in named(given)
+    assert checked_settings(given)["james_stein"] is False
+    assert "on_loss" not in checked_settings(given)
     terms = run_settings_of(given)
     assert (terms.timeout, terms.retries, terms.pause, terms.secure) == (5, 0, 0, True)
     assert check_settings({**given, "wait": 7}) == (2, 7.0)
@@ -82,7 +82,7 @@ def test_the_defaults_are_in_one_place():
     """The defaults are those of RunSettings, except for the pause; empty settings of the app take the same."""
     app = tomllib.loads((APP / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
     assert {name: app[name] for name in DEFAULTS} == dict.fromkeys(DEFAULTS, "")
-    assert named({name: "" for name in app if name not in ("insecure", "settings")}) == {}
+    assert checked_settings({name: "" for name in app if name not in ("insecure", "settings")}) == {}
     for name in set(app) - {"insecure", "settings"}:
         assert name.replace("-", "_") in {*RUN_OPTIONS, *(each.name for each in fields(Spec))}
     terms = run_settings_of(GIVEN)

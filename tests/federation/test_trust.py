@@ -15,7 +15,7 @@ from covey.federation.operator.settings import Members, RunSettings
 from covey.federation.site.policy import Policy
 from covey.federation.site.site import Site, open_site
 from covey.federation.wire.codec import Envelope
-from covey.federation.wire.messages import Hello
+from covey.federation.wire.messages import DrawSalt, Hello
 from covey.federation.wire.transport import InProcess
 from covey.nodes.network import Batch, Snapshot
 from covey.problem.problem import resolve
@@ -65,6 +65,17 @@ def test_values_that_few_clients_have_are_not_sent(asked):
     assert str(FRAME["x"][5]).encode() not in reply
 
 
+def test_the_minimum_of_categories_holds_without_a_hello():
+    """A dishonest coordinator: it asks for a category of one client in the agreement only."""
+    rare = FRAME.with_columns(z=pl.when(pl.col("client") == "c0").then(pl.lit("rare")).otherwise(pl.col("z")))
+    sites = sites_of({"s": rare})
+    carrier = FaultyTransport(sites)
+    fit(sites, spec(), carrier)
+    agree = next(message for _, message in carrier.messages if kind(decode(message)) == "agree")
+    reply = decode(sites_of({"s": rare}, minimum=2)["s"].answer(agree))
+    assert "Column 'z' has a value that fewer than 2 clients here have" in reply.body.sentence
+
+
 def test_a_site_answers_about_its_own_columns_and_clients_only():
     own = {"client": "client", "columns": ["y", "x", "z", "cluster"]}
     assert kind(greeted(spec(), **own)) == "reply"
@@ -72,7 +83,10 @@ def test_a_site_answers_about_its_own_columns_and_clients_only():
         (spec(weights="weight"), "does not answer about column 'weight'"),
         (spec(formula="y ~ exp(x)"), "columns as they are, not about 'exp(x)'"),
         (spec(formula="log(weight) ~ x"), "columns as they are"),
-        (spec(client="cluster", cluster=None), "clients of this site are in column 'client', not 'cluster'"),
+        (
+            spec(client="cluster", cluster=None),
+            "clients of this site are in column 'client', not 'cluster'; start the run with --client client",
+        ),
     ):
         assert why in greeted(asked, **own).body.sentence
     assert "under masks only" in greeted(spec(), secure=True).body.sentence
@@ -171,6 +185,73 @@ def test_a_run_with_masks_does_not_continue_without_them():
 
         with pytest.raises(CoveyError, match=r"masks|keys"):
             fit(sites, spec(), FaultyTransport(sites, cheat), RunSettings(secure=True, retries=0))
+
+
+class Changed(InProcess):
+    """A dishonest coordinator: ``change`` returns another body for a message of one kind to one site."""
+
+    def __init__(self, sites, site, of, change):
+        super().__init__(sites)
+        self.changed, self.of, self.change, self.replies = site, of, change, {}
+
+    def exchange(self, messages, timeout):
+        for site, message in messages.items():
+            read = decode(message)
+            if site == self.changed and kind(read) == self.of:
+                messages = {**messages, site: encode(replace(read, body=self.change(read.body)))}
+        replies = super().exchange(messages, timeout)
+        self.replies |= {(site, kind(decode(messages[site]))): decode(reply) for site, reply in replies.items()}
+        return replies
+
+
+def test_a_third_site_does_not_send_its_sums_if_two_sites_have_the_same_key():
+    sites = sites_of(by_turns(FRAME, 3))
+
+    def same(body):
+        return replace(body, keys={**body.keys, "s2": body.keys["s0"].upper()})
+
+    carrier = Changed(sites, "s1", "agree", same)
+    with pytest.raises(FederationError, match=r"Site 's1': Sites 's0' and 's2' have the same public key.*--home"):
+        fit(sites, spec(), carrier, RunSettings(secure=True, retries=0))
+    assert kind(carrier.replies["s1", "agree"]) == "refusal"
+
+
+def test_client_ids_are_not_hashed_without_a_key_in_a_masked_run():
+    sites = sites_of(by_turns(FRAME, 3))
+    carrier = Changed(sites, "s1", "agree", lambda body: replace(body, salt=""))
+    with pytest.raises(FederationError, match=r"Site 's1': .*no key for the client tags arrived; start a new run"):
+        fit(sites, spec(), carrier, RunSettings(secure=True, retries=0))
+
+
+def test_a_site_without_a_key_draws_no_salt():
+    (site,) = sites_of({"s": FRAME}).values()
+    reply = decode(site.answer(encode(Envelope("run", 0, 0, DrawSalt({"other": "00" * 32})))))
+    assert (reply.body.reason, reply.body.sentence) == ("data", "This site has no key for this run; start a new run.")
+
+
+@pytest.mark.parametrize("problem", [{}, {"spec": 3}, {**resolve(spec()).to_json(), "formula": {"common": 1}}])
+def test_a_problem_that_cannot_be_read_is_refused_for_good(problem):
+    (site,) = sites_of({"s": FRAME}).values()
+    reply = decode(site.answer(encode(Envelope("run", 0, 0, Hello(__version__, problem)))))
+    assert reply.body.reason == "data"  # the coordinator does not ask again
+    assert "problem in this message cannot be read; install the same version of covey" in reply.body.sentence
+
+
+def test_a_site_that_sends_no_tags_of_pairs_is_refused_if_the_operator_lists_clients(tmp_path):
+    parts = by_turns(FRAME, 3)
+    listed = [part.select(pl.lit(name).alias("site"), "cluster", "client").unique() for name, part in parts.items()]
+    pl.concat(listed).write_parquet(tmp_path / "members.parquet")
+    sites, terms = sites_of(parts), RunSettings(members=Members.read(tmp_path / "members.parquet"))
+
+    def without(site, message, reply):
+        read = decode(reply)
+        if site != "s1" or kind(decode(message)) != "agree":
+            return reply
+        return encode(replace(read, body=(replace(read.body[0], pairs=None), read.body[1])))
+
+    fit(sites_of(parts), spec(), settings=terms)
+    with pytest.raises(FederationError, match=r"Site 's1' sent no tags of clusters and clients.*install the same covey"):
+        fit(sites, spec(), FaultyTransport(sites, without), terms)
 
 
 def test_a_cluster_that_one_site_has_alone_cannot_be_masked():

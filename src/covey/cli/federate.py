@@ -18,31 +18,33 @@ class RunOptions:
 
     simulate: Annotated[int | None, typer.Option(help="Split the clients among this many sites on this machine.")] = None
     by: Annotated[str | None, typer.Option(help="To simulate: the column with the site of each row.")] = None
-    minimum: Annotated[int | None, typer.Option(help="To simulate: the least number of clients in each sum (1).")] = None
+    minimum: Annotated[int | None, typer.Option(help="To simulate: least clients in each cluster and category (1).")] = None
     link: Annotated[str | None, typer.Option(help="To deploy: the link, as Flower's config.toml names it.")] = None
-    sites: Annotated[str | None, typer.Option(help="To deploy: the number of sites, or their names: a,b,c.")] = None
+    sites: Annotated[str | None, typer.Option(help="To deploy: the least number of sites, or their names: a,b,c.")] = None
     wait: Annotated[float | None, typer.Option(help="To deploy: seconds to wait for sites to connect (60).")] = None
     pause: Annotated[
         float | None, typer.Option(help="To deploy: seconds before a message is sent again, for a site to come back (20).")
     ] = None
     insecure: Annotated[bool, typer.Option("--insecure", help="To deploy on a link without keys and TLS.")] = False
     members: Annotated[
-        Path | None, typer.Option(help="Allow-list of clusters (and clients) by site: a table with site, cluster, client.")
+        Path | None, typer.Option(help="Allow-list: a table with the columns site, cluster and, optionally, client.")
     ] = None
-    secure: Annotated[bool, typer.Option("--secure", help="Mask the sums: the coordinator sees only totals.")] = False
+    secure: Annotated[
+        bool, typer.Option("--secure", help="Mask the sums: a coordinator that follows the protocol sees only their totals.")
+    ] = False
     epsilon: Annotated[float | None, typer.Option(help="Differential privacy for every client; needs --gamma and --lam.")] = (
         None
     )
-    delta: Annotated[float | None, typer.Option(help="With --epsilon: the probability that it does not hold (1e-6).")] = None
+    delta: Annotated[float | None, typer.Option(help="With --epsilon: the probability that its bound fails (1e-6).")] = None
     clip: Annotated[float | None, typer.Option(help="With --epsilon: the most a client adds to a sum (1).")] = None
     rounds: Annotated[int | None, typer.Option(help="With --epsilon: how often sums are sent (2; 3 for classes, counts).")] = (
         None
     )
-    categories: Annotated[str | None, typer.Option(help='What columns may hold, as JSON: \'{"zone": ["a", "b"]}\'.')] = None
+    categories: Annotated[str | None, typer.Option(help='Allowed values of columns, as JSON: \'{"zone": ["a", "b"]}\'.')] = None
     timeout: Annotated[float | None, typer.Option(help="Seconds to wait for a site's reply (600).")] = None
     retries: Annotated[int | None, typer.Option(help="How often a message without reply is sent again (2).")] = None
     on_loss: Annotated[str, typer.Option(help="When a site is lost: stop, or continue without it.")] = "stop"
-    out: Annotated[Path | None, typer.Option(help="Folder for the models of clusters and of the whole.")] = None
+    out: Annotated[Path | None, typer.Option(help="Folder for the models of the clusters and the global model.")] = None
 
     @property
     def deployed(self) -> bool:
@@ -163,5 +165,5 @@ def _simulate(data: str, settings: dict[str, Any], options: RunOptions, as_json:
     screen = console()
     screen.print(report(run.outcome), markup=False)
     if out is not None:
-        screen.print(f"\nmodels of clusters and of the whole  {out / 'operator'}", markup=False)
+        screen.print(f"\nmodels of clusters and global model  {out / 'operator'}", markup=False)
         screen.print(f"models of each site's clients        {out / 'sites'}", markup=False)

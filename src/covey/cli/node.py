@@ -13,11 +13,11 @@ def link(
     key: Annotated[Path | None, typer.Option(help="Its private key.")] = None,
     ca: Annotated[Path | None, typer.Option(help="The certificate of its issuer, if it is not self-signed.")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="No TLS and no keys: on one machine, to try it.")] = False,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all network interfaces.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
     database: Annotated[Path, typer.Option(help="File that keeps the registered sites and the runs.")] = Path("link.db"),
     isolated: Annotated[
-        bool, typer.Option("--isolated", help="Leave the coordinator to a flower-superexec of its own, to survive a restart.")
+        bool, typer.Option("--isolated", help="A separate flower-superexec starts the coordinator; runs survive a restart.")
     ] = False,
 ) -> None:
     """Start the link that sites connect to; it carries messages, and starts the coordinator of each run.
@@ -39,16 +39,18 @@ def node(
     ca: Annotated[Path | None, typer.Option(help="The link's certificate, from the operator.")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="No TLS and no keys: on one machine, to try it.")] = False,
     site: Annotated[str | None, typer.Option(help="The site's name; needed with --insecure, else checked.")] = None,
-    minimum: Annotated[int | None, typer.Option(help="Send no sum over fewer clients than this (3).")] = None,
+    minimum: Annotated[
+        int | None, typer.Option(help="Least number of clients of each cluster and each category; else runs are refused (3).")
+    ] = None,
     client: Annotated[str | None, typer.Option(help="Column of the clients; fits with another are refused.")] = None,
     columns: Annotated[str | None, typer.Option(help="Allow-list of columns, separated by commas; no expressions.")] = None,
     secure: Annotated[bool, typer.Option("--secure", help="Send masked sums only.")] = False,
     epsilon: Annotated[
         float | None, typer.Option(help="Answer only with differential privacy, up to this epsilon in one run.")
     ] = None,
-    epsilon_total: Annotated[float | None, typer.Option(help="The limit for all runs together.")] = None,
-    delta: Annotated[float | None, typer.Option(help="With --epsilon: the probability that it does not hold (1e-6).")] = None,
-    port: Annotated[int | None, typer.Option(help="Port of this machine for the node's own processes; a free one.")] = None,
+    epsilon_total: Annotated[float | None, typer.Option(help="The largest epsilon of all runs together.")] = None,
+    delta: Annotated[float | None, typer.Option(help="The delta at which these limits are measured (1e-6).")] = None,
+    port: Annotated[int | None, typer.Option(help="Port on this machine for the node's processes; else a free port.")] = None,
 ) -> None:
     """Connect a site to a link, and answer the operator's fits from the site's own table until stopped.
 

@@ -21,14 +21,14 @@ def plan(
         float, typer.Option(help="Accuracy to reach: share of the squared distance to the minimiser that may remain.")
     ] = 1e-6,
     latency: Annotated[float, typer.Option(help="Seconds that a message takes, one way.")] = 0.05,
-    bandwidth: Annotated[float, typer.Option(help="Megabytes per second of each link.")] = 10.0,
+    bandwidth: Annotated[float, typer.Option(help="Megabytes per second of each connection.")] = 10.0,
     figure: Annotated[
         Path | None, typer.Option(help="Run all solvers here, and draw their gap against exchanges: .png, .pdf or .svg.")
     ] = None,
     max_iter: Annotated[int, typer.Option(help="Largest number of iterations of a solver in the figure.")] = 20_000,
     as_json: AsJson = False,
 ) -> None:
-    """Estimate iterations, exchanges on each link, bytes and time of every solver; the cheapest is marked.
+    """Estimate iterations, exchanges on each connection, bytes and time of every solver; the cheapest is marked.
 
     [bold]Example[/bold]   covey plan homes.parquet "log_radon ~ floor" --client county --cluster state --latency 0.05
     """

@@ -48,7 +48,7 @@ class SimulatedRun:
             node = self.sites[name].node(self.outcome.run)
             place = lookup(node.data.hierarchy.client_ids, model.hierarchy.client_ids, "client")
             if (place < 0).any():
-                raise DataError("The model has not the same clients as the sites; fit it to the same rows.")
+                raise DataError(f"The model does not have all clients of site {name!r}; fit it to the same rows.")
             apart.append(np.abs(node.coefficients() - model.theta[place]).max())
         return float(max(apart))
 
@@ -80,7 +80,8 @@ def simulate_sites(
     settings : RunSettings, optional
         Settings of the run: timeout and retries, masks, allow-list, differential privacy.
     minimum : int
-        The least number of clients in each sum that a site sends.
+        The least number of clients of each cluster and each category at a site, not of combinations of these. A site with
+        fewer refuses the run, which then ends.
     models : Path, optional
         Folder in which each site writes the models of its clients.
     journal : Path, optional
@@ -114,7 +115,7 @@ def simulate_sites(
     parts = split_among_sites(table, draft.spec, sites)
     absent = [name for name in settings.members.sites if name not in parts]
     if absent:
-        raise FederationError(f"The list of members has the site {absent[0]!r}, which is not one of {listing(parts, 5)}.")
+        raise FederationError(f"The list of members has site {absent[0]!r}, which is not in {listing(parts, 5)}; correct it.")
     simulated = {
         name: Site(
             name,

@@ -101,7 +101,7 @@ def plan(
     latency : float, optional
         Seconds that a message takes one way. The default is 0.05.
     bandwidth : float, optional
-        Megabytes per second of each link. The default is 10.
+        Megabytes per second of each connection. The default is 10.
     **settings
         Fields of :class:`Spec`, as for the estimators: gamma, lam, alpha, reduction, ridge, weights, ...
 

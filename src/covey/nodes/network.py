@@ -78,7 +78,8 @@ class Node:
         """Return the state of a class that an earlier message stored."""
         found = self.find(kind)
         if found is None:
-            raise SolverError(f"This node has no {kind.__name__}: a message arrived before the first message of its algorithm.")
+            early = "a message arrived before the first message of its algorithm; start a new run"
+            raise SolverError(f"This node has no {kind.__name__}: {early}.")
         return found
 
     def find(self, kind: type[S]) -> S | None:

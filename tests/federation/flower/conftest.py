@@ -15,7 +15,7 @@ collect_ignore = ["standin", "replaying"]  # for processes of a deployment, not 
 
 def needs_programs(*programs):
     if find_spec("flwr") is None:
-        pytest.skip("needs Flower: pip install 'covey[flower]'")
+        pytest.skip("needs Flower: pip install '.[flower]'")
     for program in programs:
         if shutil.which(program) is None:
             pytest.skip(f"needs {program}")

@@ -49,7 +49,7 @@ def test_a_fit_on_ray_is_the_fit_in_memory(tmp_path, monkeypatch, solver):
         (tmp_path / "said.json").write_text(json.dumps(said))
 
     run_simulation(app, site_app(by_number), 3, backend_config={"client_resources": {"num_cpus": 1, "num_gpus": 0.0}})
-    assert "model of clusters and of the whole" in (tmp_path / "said.json").read_text()
+    assert "models of the clusters and the global model" in (tmp_path / "said.json").read_text()
     expected = fit_table(homes, spec)
     own, _ = persist.load_model(tmp_path / "fit")
     close = np.testing.assert_array_equal if solver == "l2gd" else lambda a, b: np.testing.assert_allclose(a, b, atol=1e-10)

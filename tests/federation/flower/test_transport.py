@@ -31,10 +31,10 @@ def test_messages_go_and_come_back(two):
     (first, second), seconds = exchanges(two, *script)
     print(f"seconds per exchange with two nodes: {seconds}")
     assert first["north"].startswith("north: 1, by process")
-    assert first["west"] == ["gone", "it is not connected"]
+    assert first["west"] == ["gone", "it is not connected; start covey node there"]
     answer = json.loads(first["south"])
     assert answer == {"data": str(two.folder / "south.csv"), "home": str(two.folder / "south")}
-    assert second["north"] == ["refused", "it broke on ValueError; see the log at the site"]
+    assert second["north"] == ["refused", "it failed with ValueError; see the log at the site"]
     assert second["south"].startswith("south: 3")
     assert "a secret value in" in two.log("north")
     assert "a secret value" not in two.log("link")
@@ -124,7 +124,7 @@ def test_unregistered_nodes_are_refused(tmp_path):
         assert deployment.processes["plain"].poll() is None, "it tries on, in vain"
     assert only["north"].startswith("north: 1")
     assert only["south"] == ["refused", "it was started as 'north' but is registered as 'south'; start it with --site south"]
-    assert only["stranger"] == only["plain"] == ["gone", "it is not connected"]
+    assert only["stranger"] == only["plain"] == ["gone", "it is not connected; start covey node there"]
 
 
 def test_an_insecure_link_asks_nodes_for_their_names(tmp_path):

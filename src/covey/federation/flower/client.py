@@ -37,7 +37,7 @@ def site_app(settings: Callable[[Context], Mapping[str, Any]]) -> ClientApp:
         return _reply(message, _answer(str(record["site"]), record["message"], dict(settings(context))))
 
     @of_site.query("covey")
-    def who(message: Message, context: Context) -> Message:
+    def site_name(message: Message, context: Context) -> Message:
         # The name that the node was started with, for a link on which the operator registers no names.
         return _reply(message, {"site": str(settings(context).get("site", ""))})
 
@@ -58,7 +58,7 @@ def _answer(name: str, encoded: Any, settings: dict[str, Any]) -> dict[str, Any]
     except Exception as problem:
         expected = isinstance(problem, CoveyError)
         logging.getLogger("flwr").error("covey: %s", problem, exc_info=None if expected else problem)
-        what = "could not open its data" if expected else f"broke on {type(problem).__name__}"
+        what = "could not open its data" if expected else f"failed with {type(problem).__name__}"
         return {"refusal": f"it {what}; see the log at the site"}
 
 

@@ -1,7 +1,8 @@
-"""The processes of a deployment: the link, a node, a run. Each is one of Flower's own commands with its options set right.
+"""The processes of a deployment: the link, a node, a run. Each is one of Flower's own commands with the options that it needs.
 
 Flower's programs look for one another on the PATH and keep files in a folder of their own, so both are set here: the programs
-of this environment come first, and every node has its own folder. Nothing is installed at run time and nothing phones home.
+of this environment come first, and every node has its own folder. Nothing is installed at run time, and Flower's telemetry and
+update check are off.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from covey.errors import FederationError
+from covey.errors import INSTALL_FLOWER, FederationError
 
 APP = Path(__file__).parent / "app"
 
@@ -107,7 +108,7 @@ def deploy(settings: Mapping[str, Any], link: str) -> int:
     program = _program("flwr")
     paths = {name: str(Path(settings[name]).resolve()) for name in ("out", "members") if settings.get(name) is not None}
     given = {name: value for name, value in {**settings, **paths}.items() if value is not None}
-    story = _Story()
+    log = _RunLog()
     with tempfile.TemporaryDirectory() as folder:
         config, report = Path(folder) / "run.toml", Path(folder) / "report.json"
         config.write_text(_toml(run_config({**given, "report": str(report)})), encoding="utf-8")
@@ -117,26 +118,26 @@ def deploy(settings: Mapping[str, Any], link: str) -> int:
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
             try:
                 for line in process.stdout or ():
-                    story.hear(line.rstrip("\n"))
+                    log.read_line(line.rstrip("\n"))
             except KeyboardInterrupt:
-                if story.run is not None:
-                    subprocess.run([program, "stop", story.run, link], env=_environment(), stdout=sys.stderr, check=False)
-                kept = " Its exchanges are kept beside --out: run the same again to go on." if "out" in given else ""
+                if log.run is not None:
+                    subprocess.run([program, "stop", log.run, link], env=_environment(), stdout=sys.stderr, check=False)
+                kept = " Its exchanges are kept beside --out; run the same command again to continue." if "out" in given else ""
                 raise KeyboardInterrupt(f"Interrupted; the run has stopped.{kept}") from None
         left = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
-    if story.run is None:
-        raise _not_taken(link, " ".join(" ".join(story.unsaid).split()))
+    if log.run is None:
+        raise _not_taken(link, " ".join(" ".join(log.before_start).split()))
     if "mistake" in left:
         raise FederationError(left["mistake"])
     if "text" in left:
         print(left["text"])
-    for line in story.failure:
+    for line in log.failure:
         print(line, file=sys.stderr)
-    command = [program, "list", link, "--run-id", story.run, "--format", "json"]
+    command = [program, "list", link, "--run-id", log.run, "--format", "json"]
     listed = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=False).stdout
     if '"finished:' not in listed:
-        again = f"when it is back, 'flwr log {story.run} {link}' shows whether it goes on; if not, run the same again."
-        raise FederationError(f"The link {link!r} went away in the middle of run {story.run}; {again}")
+        again = f"when it is back, 'flwr log {log.run} {link}' shows whether it continues; if not, run the same command again."
+        raise FederationError(f"The link {link!r} went away in the middle of run {log.run}; {again}")
     return 0 if '"finished:completed"' in listed else 2
 
 
@@ -153,19 +154,19 @@ def run_config(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass
-class _Story:
-    """What a run says, line by line: progress to stderr, anything else to stdout, Flower's chatter to nobody."""
+class _RunLog:
+    """The log of a run, line by line: progress goes to stderr, other lines to stdout; Flower's own lines are dropped."""
 
     run: str | None = None
-    unsaid: list[str] = field(default_factory=list)  # what was said before the run had started, or why it did not
-    failure: list[str] = field(default_factory=list)  # from where Flower says that the coordinator raised something
+    before_start: list[str] = field(default_factory=list)  # lines before the run has started, or why it did not
+    failure: list[str] = field(default_factory=list)  # lines from Flower's report of an exception of the coordinator
 
-    def hear(self, line: str) -> None:
+    def read_line(self, line: str) -> None:
         started = _STARTED.search(line)
         if started:
             self.run = started[1]
         elif self.run is None:
-            self.unsaid.append(line.strip("\u2500\u2502\u256d\u256e\u2570\u256f "))  # Flower draws a box around errors
+            self.before_start.append(line.strip("\u2500\u2502\u256d\u256e\u2570\u256f "))  # Flower draws a box around errors
         elif self.failure or _BROKEN.search(line):
             self.failure.append(line)
         elif not _CHATTER.match(line):
@@ -176,14 +177,12 @@ def _not_taken(link: str, said: str) -> FederationError:
     """Why Flower did not start a run, in our words where we know it."""
     config = Path(os.environ.get("FLWR_HOME", "~/.flwr")) / "config.toml"
     if f"'{link}' not found" in said:
-        return FederationError(
-            f"There is no link {link!r} in {config}; add [superlink.{link}] with its address and root-certificates."
-        )
-    if "unavailable" in said:
-        return FederationError(
-            f"The link {link!r} does not answer; check that it runs, and its address and certificate in {config}."
-        )
-    return FederationError(f"The link {link!r} did not take the run: {said[-150:].rstrip('.')}.")
+        why = f"There is no link {link!r} in {config}; add [superlink.{link}] with its address and root-certificates."
+    elif "unavailable" in said:
+        why = f"The link {link!r} does not answer; check that it runs, and its address and certificate in {config}."
+    else:
+        why = f"The link {link!r} did not take the run: {said[-150:].rstrip('.')}. Correct this and run the same command again."
+    return FederationError(why)
 
 
 def _toml(values: Mapping[str, Any]) -> str:
@@ -205,7 +204,7 @@ def _environment() -> dict[str, str]:
 def _program(name: str) -> str:
     path = Path(sys.executable).with_name(name)
     if find_spec("flwr") is None or not path.exists():
-        raise FederationError("Federation across machines needs Flower; pip install 'covey[flower]'.")
+        raise FederationError(f"Federation across machines needs Flower; {INSTALL_FLOWER}.")
     return str(path)
 
 

@@ -13,26 +13,26 @@ from collections.abc import Mapping
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
-from covey.errors import FederationError, listing
+from covey.errors import INSTALL_FLOWER, FederationError, listing
 from covey.federation.wire.transport import Failure, Reason
 
 ASK, WHO = "train.covey", "query.covey"  # Flower's types of our messages: for the site, for its node
 RECORD = "covey"  # name of our record in a Flower message
 
 _PAUSE = 0.2  # seconds between looks for replies; Flower's own loop sleeps 3
-_MARGIN = (
-    10.0  # seconds that a message outlives the timeout, so that covey reports a late reply before Flower drops the message
-)
+# seconds that a message outlives the timeout, so that covey reports a late reply before Flower drops the message
+_MARGIN = 10.0
 _PATIENCE_FOR_NAMES = 120.0  # seconds; an idle node looks for messages every 3 seconds and starts a process for each
 
+_AWAY = "it is not connected; start covey node there"
 _REASONS: dict[int, tuple[Reason, str]] = {
-    1: ("failed", "covey could not be loaded there; install covey[flower] at the site"),
-    2: ("failed", "it broke while answering; see the log at the site"),
-    3: ("gone", "it is not connected"),
-    4: ("late", "its reply has expired"),
-    5: ("gone", "its node has stopped"),
-    7: ("refused", "its node does not trust the app of this run"),
-    8: ("failed", "its process was ended while it answered"),
+    1: ("failed", f"covey could not be loaded there; {INSTALL_FLOWER}"),
+    2: ("failed", "it failed while it answered; see the log at the site"),
+    3: ("gone", _AWAY),
+    4: ("late", "its reply has expired; give a longer --timeout"),
+    5: ("gone", "its node has stopped; start covey node there again"),
+    7: ("refused", "its node does not trust the app of this run; start it with covey node, without --trusted-entities"),
+    8: ("failed", "its process was ended while it answered; see the log at the site"),
 }
 
 
@@ -58,16 +58,11 @@ class FlowerTransport:
 
     def exchange(self, messages: Mapping[str, bytes], timeout: float) -> dict[str, bytes | Failure]:
         nodes = self._nodes()
-        replies: dict[str, bytes | Failure] = {name: Failure("gone", "it is not connected") for name in messages}
+        replies: dict[str, bytes | Failure] = {name: Failure("gone", _AWAY) for name in messages}
+        records = {name: ConfigRecord({"message": messages[name], "site": name}) for name in messages if name in nodes}
         carried = {
-            name: Message(
-                RecordDict({RECORD: ConfigRecord({"message": message, "site": name})}),
-                dst_node_id=nodes[name],
-                message_type=ASK,
-                ttl=timeout + _MARGIN,
-            )
-            for name, message in messages.items()
-            if name in nodes
+            name: Message(RecordDict({RECORD: record}), dst_node_id=nodes[name], message_type=ASK, ttl=timeout + _MARGIN)
+            for name, record in records.items()
         }
         answers = self._carry(carried, timeout)
         return replies | {name: _read(reply, timeout) for name, reply in answers.items()}
@@ -79,7 +74,9 @@ class FlowerTransport:
             return _by_name(self._ask([info.node_id for info in infos]))
         nameless = [info.node_id for info in infos if not info.name]
         if nameless:
-            raise FederationError(f"Node {nameless[0]} was registered without a name; register its key again with --name.")
+            why = f"Node {nameless[0]} is connected but was registered without a name"
+            fix = "unregister it and register its key with --name, or give --insecure if this link has no keys"
+            raise FederationError(f"{why}; {fix}.")
         return _by_name({info.node_id: info.name for info in infos})
 
     def _ask(self, nodes: list[int]) -> dict[int, str]:
@@ -128,4 +125,4 @@ def _read(reply: Message | None, timeout: float) -> bytes | Failure:
     encoded, refusal = record.get("message"), record.get("refusal")
     if isinstance(encoded, bytes):
         return encoded
-    return Failure("refused", str(refusal)) if refusal else Failure("failed", "its reply is empty")
+    return Failure("refused", str(refusal)) if refusal else Failure("failed", "its reply is empty; see the log at the site")

@@ -20,7 +20,7 @@ from covey.federation.operator.journal import Halted
 from covey.federation.operator.settings import RunSettings
 from covey.federation.privacy.differential import check_delta
 from covey.federation.privacy.masking import check_roster
-from covey.federation.wire.codec import ids_from_json, ids_to_json, in_order
+from covey.federation.wire.codec import SAME_VERSION, ids_from_json, ids_to_json, in_order
 from covey.federation.wire.messages import Agree, DrawSalt, Hello, Joined, Profile, SealedSalts, SiteTotals, formula_of
 from covey.problem.problem import Classes, Problem, Schema
 from covey.tables.scaling import Scale
@@ -85,10 +85,9 @@ class SetUp:
             exchanges.begin_epoch()
             joined, totals = self._join(agreed, salts)
         check_tags(_tags(joined))
-        for site, hashes in joined.items():
-            if hashes.pairs is not None:
-                nested, salt = bool(problem.spec.nested), exchanges.journal.head["salt"]
-                settings.members.check_clients(site, hashes.pairs, nested, salt)
+        for site in joined if agreed.listed else ():
+            nested, salt = bool(problem.spec.nested), exchanges.journal.head["salt"]
+            settings.members.check_clients(site, joined[site].pairs, nested, salt)
         return self._agreement(problem, agreed, totals)
 
     def check_left(self, left: tuple[str, ...]) -> None:
@@ -108,11 +107,11 @@ class SetUp:
 
     def _sealed_salts(self, agreed: Agree) -> dict[str, str]:
         """Under masks one site draws the key of the tags; by site, the name of that site and the sealed key."""
-        maker = self._exchanges.roster[0]
+        drawing_site = self._exchanges.roster[0]
         reply = self._exchanges.ask(
-            DrawSalt(agreed.keys), lambda replies: _checked(replies, SealedSalts), sites=(maker,), changes=False
+            DrawSalt(agreed.keys), lambda replies: _checked(replies, SealedSalts), sites=(drawing_site,), changes=False
         )
-        return {site: f"{maker}:{text}" for site, text in reply[maker].sealed.items()}
+        return {site: f"{drawing_site}:{text}" for site, text in reply[drawing_site].sealed.items()}
 
     def _join(self, agreed: Agree, salts: Mapping[str, str]) -> tuple[dict[str, Joined], SiteTotals]:
         """Send every site the agreed problem; the hashes of each site, and the totals."""
@@ -153,19 +152,19 @@ def _checked(replies: dict[str, Any], kind: type) -> dict[str, Any]:
     """Replies, each of which is of this kind."""
     for site, body in replies.items():
         if not isinstance(body, kind):
-            raise SiteLost({site: f"sent a {type(body).__name__} in place of a {kind.__name__}, before the fit"})
+            raise SiteLost({site: f"it sent a {type(body).__name__} in place of a {kind.__name__}{SAME_VERSION}"})
     return replies
 
 
 def _check_announced(site: str, agreed: Agree, profile: Profile, found: SiteTotals) -> None:
     """Refuse clients in clusters that are not in the profile of a site, and so were not checked against the allow-list."""
     if found.clients.shape != (len(agreed.clusters),):
-        raise SiteLost({site: "joined with sums of another shape"})
+        raise SiteLost({site: f"it joined with sums of another shape{SAME_VERSION}"})
     announced = set(profile.clusters)
     for at in np.flatnonzero(found.clients).tolist():
         if agreed.clusters[at] not in announced:
-            cluster = agreed.clusters[at]
-            raise Halted(f"Site {site!r} has clients of cluster {cluster!r}, which it did not name; start a new run.")
+            unnamed = f"clients of cluster {agreed.clusters[at]!r}, which it did not name in its first reply"
+            raise Halted(f"Site {site!r} has {unnamed}; do not change its table during a run, and start a new run.")
 
 
 # What the sites have in common
@@ -179,20 +178,17 @@ def _common_problem(profiles: Mapping[str, Profile], draft: Problem, settings: R
     categories, private = settings.categories or {}, settings.private
     for site, profile in profiles.items():
         if profile.version != __version__:
-            raise FederationError(f"Site {site!r} has covey {profile.version}, the coordinator {__version__}; use one version.")
+            raise FederationError(f"Site {site!r} has covey {profile.version}, the coordinator {__version__}{SAME_VERSION}.")
         settings.members.check_clusters(site, profile.clusters)
     _check_kinds(profiles)
     spec, (_, response) = draft.spec, formula_of(draft)
     first, two_classes = next(iter(profiles.values())), draft.loss.two_classes
     columns = tuple(first.kinds)
     factors = [name for name in columns if first.kinds[name] == "categories"]
-    if private is not None:
-        for name in [response] * two_classes + factors:
-            if name not in categories:
-                example = "{" + f'"{name}": ["...", "..."]' + "}"
-                raise FederationError(
-                    f"A private run needs a list of all values of column {name!r}; give categories {example}."
-                )
+    unlisted = [name for name in [response] * two_classes + factors if name not in categories]
+    if private is not None and unlisted:
+        why = f"A private run needs a list of all values of column {unlisted[0]!r}, since those that occur reveal something"
+        raise FederationError(f"{why} about rows; give --categories '" + "{" + f'"{unlisted[0]}": ["...", "..."]' + "}'.")
     levels = {name: _levels(name, profiles, categories) for name in factors}
     classes = None
     if two_classes:
@@ -224,7 +220,8 @@ def check_spread(profiles: Mapping[str, Profile]) -> None:
     if alone:
         what, value, site = alone[0]
         many = f"{sum(other[0] == what for other in alone)} of {sum(other[0] == what for other in found)} {what}"
-        raise FederationError(f"{many} are at one site only, such as {value!r} at {site!r}: masks hide nothing; omit --secure.")
+        why = f"such as {value!r} at {site!r}: there the total is the sum of that site, and masks hide nothing"
+        raise FederationError(f"{many} are at one site only, {why}; choose groups that sites share, or leave out --secure.")
 
 
 def _tags(joined: Mapping[str, Joined]) -> dict[str, Anything]:
@@ -248,7 +245,8 @@ def check_tags(tags: Mapping[str, Anything]) -> None:
         one, two = sorted(same[0])
         both = len({tuple(tag) for tag in tags[one].tolist()} & {tuple(tag) for tag in tags[two].tolist()})
         many = f"{both} clients" if both > 1 else "A client"
-        raise FederationError(f"{many} with the same id at sites {one!r} and {two!r}; give them different ids, or remove one.")
+        what = f"{many} with the same id at sites {one!r} and {two!r}, but a client belongs to one site"
+        raise FederationError(f"{what}; give the clients of each site ids of their own, or remove the copy.")
 
 
 def _check_kinds(profiles: Mapping[str, Profile]) -> None:
@@ -276,10 +274,8 @@ def _levels(name: str, profiles: Mapping[str, Profile], categories: Mapping[str,
         for site, order in orders.items():
             odd = sorted(set(order) - set(listed), key=repr)
             if odd:
-                allowed = f"the operator's list {listing(listed, 5)}; correct it, or add it"
-                raise FederationError(
-                    f"At site {site!r} column {name!r} has the category {odd[0]!r}, which is not in {allowed}."
-                )
+                wrong = f"At site {site!r} column {name!r} has the category {odd[0]!r}, which is not in the operator's list"
+                raise FederationError(f"{wrong} {listing(listed, 5)}; correct it there, or add it to the list.")
         return listed
     if all(order == in_order(order) for order in orders.values()):
         return in_order(set().union(*orders.values()))
@@ -302,5 +298,6 @@ def _classes(profiles: Mapping[str, Profile]) -> tuple[Any, ...]:
     if len(found) > 2:
         usual = max((profile.classes or () for profile in profiles.values()), key=[p.classes for p in profiles.values()].count)
         odd = next((site for site, profile in profiles.items() if not set(profile.classes or ()) <= set(usual)), "?")
-        raise FederationError(f"The responses have {len(found)} classes, {listing(found, 5)}, not two; look at site {odd!r}.")
+        many = f"The responses of the sites have {len(found)} classes, {listing(found, 5)}, but two at most are possible"
+        raise FederationError(f"{many}; look at site {odd!r} first.")
     return tuple(found)

@@ -28,7 +28,7 @@ from covey.exact import Exact
 from covey.federation.operator.journal import Entry, Exchange, Halted, Journal
 from covey.federation.operator.settings import RunSettings
 from covey.federation.privacy.masking import unmask
-from covey.federation.wire.codec import Envelope, Refusal, join
+from covey.federation.wire.codec import SAME_VERSION, Envelope, Refusal, join
 from covey.federation.wire.messages import Agree
 from covey.federation.wire.transport import Failure, Transport
 from covey.nodes.network import Batch, Message, Phase
@@ -43,8 +43,7 @@ class SiteLost(FederationError):  # noqa: N818 - an event
 
     def __init__(self, sites: Mapping[str, str], *, in_journal: bool = False) -> None:
         self.sites, self.in_journal = dict(sites), in_journal
-        why = "; ".join(f"{site!r} {reason}" for site, reason in self.sites.items())
-        super().__init__(f"Lost {'site' if len(self.sites) == 1 else 'sites'} {why}.")
+        super().__init__("; ".join(f"Site {site!r} is lost: {reason}" for site, reason in self.sites.items()) + ".")
 
 
 @dataclass
@@ -54,7 +53,7 @@ class Exchanges:
     Parameters
     ----------
     transport : connection to the sites
-    roster : sites that take part
+    roster : sites that take part, sorted
     journal : where exchanges are written
     settings : how long to wait for a reply, and how often to ask again
     say : called with a line about the current step
@@ -62,7 +61,7 @@ class Exchanges:
     Attributes
     ----------
     made : all exchanges, with their costs
-    epoch : how often the run has started again
+    epoch : number of the current start of the run, from 0
     """
 
     transport: Transport
@@ -72,9 +71,6 @@ class Exchanges:
     say: Callable[[str], None] = lambda _: None
     made: list[Exchange] = field(default_factory=list)
     epoch: int = -1
-
-    def __post_init__(self) -> None:
-        self.roster = tuple(sorted(self.roster))
 
     def begin_epoch(self) -> None:
         self.epoch += 1
@@ -183,7 +179,8 @@ class Exchanges:
                 _check_final(site, found)
                 break  # the site is asked again, and lost if that does not help
             if isinstance(asked.body, Agree) and found.body != decode(entry.total)[0][site].rows:
-                raise Halted(f"Site {site!r} has lost its state, and its table has changed since; delete the journal.")
+                changed = f"Site {site!r} has lost its state of the run, and its table has changed since"
+                raise Halted(f"{changed}; put the table back, or delete the journal to start a new run.")
 
 
 # Replies
@@ -195,7 +192,7 @@ class Unusable:
 
     Attributes
     ----------
-    why : the reason, in words that follow the name of the site
+    why : the reason, as a clause about the site: "it sent no reply"
     last_exchange : the last exchange of a site that has lost its state; else None
     final : whether it is useless to ask again
     """
@@ -214,25 +211,25 @@ def _check_final(site: str, problem: Unusable) -> None:
 def read_reply(message: bytes, reply: bytes | Failure | None) -> Envelope | Unusable:
     """The reply to a message, or why it cannot be used."""
     if reply is None:
-        return Unusable("sent no reply")
+        return Unusable("it sent no reply; see the log at the site")
     if isinstance(reply, Failure):
-        return Unusable(f"did not answer ({reply.reason}: {reply.detail})")
+        return Unusable(reply.detail)
     try:
         found = decode(reply)
     except RecordError as problem:
-        return Unusable(f"sent bytes that cannot be read ({problem})")
+        return Unusable(f"it sent bytes that cannot be read ({problem}){SAME_VERSION}")
     if not isinstance(found, Envelope):
-        return Unusable("sent bytes that are not a reply")
+        return Unusable(f"it sent bytes that are not a reply{SAME_VERSION}")
     if isinstance(found.body, Refusal):
         refusal = found.body
         return {
-            "behind": Unusable("has lost its state of the run", last_exchange=refusal.exchange),
-            "stale": Unusable(f"is ahead of the coordinator ({refusal.sentence}); start a new run"),
-            "broken": Unusable(f"failed while it answered ({refusal.sentence})"),
+            "behind": Unusable("it has lost its state of the run; keep its --home folder", last_exchange=refusal.exchange),
+            "stale": Unusable(f"it is ahead of the coordinator ({refusal.sentence}); start a new run"),
+            "broken": Unusable(f"it failed while it answered ({refusal.sentence}); see the log at the site"),
         }.get(refusal.reason, Unusable(refusal.sentence, final=True))
     asked = decode(message)
     if (found.run, found.epoch, found.exchange) != (asked.run, asked.epoch, asked.exchange):
-        return Unusable(f"answered another message (exchange {found.exchange} of epoch {found.epoch})")
+        return Unusable(f"it answered exchange {found.exchange} of epoch {found.epoch} instead; run only one node of this name")
     return found
 
 
@@ -246,7 +243,7 @@ def total_of(replies: Mapping[str, Any], roster: Collection[str], *, secure: boo
     skeleton = next(iter(replies.values()))[0]
     reply, ones = join(skeleton, unmask({site: body[1] for site, body in replies.items()}, roster))
     if ones != len(replies):
-        raise FederationError("The masks of the sites do not cancel; start a new run.")
+        raise FederationError(f"The masks of the sites do not cancel{SAME_VERSION} and start a new run.")
     return reply
 
 
@@ -265,10 +262,10 @@ def _check_alike(replies: Mapping[str, Any]) -> None:
     """Refuse a reply with a number that is not finite, or of another form than the others."""
     for site, reply in replies.items():
         if _has_nonfinite(reply):
-            raise SiteLost({site: "sent a number that is not finite; look there at columns with very large values"})
+            raise SiteLost({site: "it sent a number that is not finite; look there at columns with very large values"})
     odd = unlike_most({site: outline(reply) for site, reply in replies.items()})
     if odd:
-        raise SiteLost(dict.fromkeys(odd, "sent a reply of another form or shape than the other sites"))
+        raise SiteLost(dict.fromkeys(odd, f"it sent a reply of another form or shape than the other sites{SAME_VERSION}"))
 
 
 def _visible_part(site: str, masked: Any) -> Any:
@@ -277,7 +274,7 @@ def _visible_part(site: str, masked: Any) -> Any:
         skeleton, numbers = masked
         return join(skeleton, Exact(np.zeros_like(numbers.limbs), numbers.size))
     except (RecordError, AttributeError, KeyError, OverflowError, TypeError, ValueError):
-        raise SiteLost({site: "sent a masked reply that cannot be read"}) from None
+        raise SiteLost({site: f"it sent a masked reply that cannot be read{SAME_VERSION}"}) from None
 
 
 def _has_nonfinite(value: Any) -> bool:

@@ -24,7 +24,11 @@ _LENGTH, _CHECKSUM = 8, 16  # bytes before each record
 
 
 class Halted(FederationError):  # noqa: N818 - an event
-    """The run cannot go on now. When the cause is removed, it can continue from its journal, which is kept."""
+    """The run cannot continue now. If the fit has begun, its journal is kept, and the same command continues from it later."""
+
+
+class ForeignJournal(Halted):
+    """The journal belongs to another run; covey does not delete it."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +112,10 @@ class Journal:
         self._read += 1
         self._append(entry)
 
-    def foreign(self, what: str) -> Halted:
+    def foreign(self, what: str) -> ForeignJournal:
         """The error for a journal of another run."""
-        return Halted(f"The journal {str(self.path)!r} is of another run (other {what}); delete it, or write elsewhere.")
+        fix = "delete it to start a new run, or give another --out"
+        return ForeignJournal(f"The journal {str(self.path)!r} is of another run (other {what}); {fix}.")
 
     def close(self, *, done: bool) -> None:
         """Stop writing, and delete the file if it is no longer needed."""
@@ -140,7 +145,7 @@ class Journal:
             if not all(isinstance(entry, Entry) for entry in self.entries):
                 raise RecordError("It holds another record.")
         except (IndexError, TypeError, ValueError):
-            raise FederationError(f"The journal {str(path)!r} cannot be read; delete it to start anew.") from None
+            raise FederationError(f"The journal {str(path)!r} cannot be read; delete it to start a new run.") from None
         other = [name for name, value in about.items() if self.head.get(name) != value]
         if other:
             raise self.foreign(other[0])

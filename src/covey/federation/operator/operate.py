@@ -12,10 +12,10 @@ from covey import __version__
 from covey.errors import CoveyError, FederationError, ModelError, one_of
 from covey.federation.operator.coordinator import Federation
 from covey.federation.operator.exchanges import Exchanges, SiteLost
-from covey.federation.operator.journal import Exchange, Halted, Journal
+from covey.federation.operator.journal import Exchange, ForeignJournal, Halted, Journal
 from covey.federation.operator.report import report
-from covey.federation.operator.settings import RunSettings, check_categories, check_settings, named, run_settings_of, spec_of
-from covey.federation.privacy.differential import check_spec, fit_privately, promised, statement
+from covey.federation.operator.settings import RunSettings, check_settings, checked_settings, run_settings_of, spec_of
+from covey.federation.privacy.differential import check_spec, fit_privately, privacy_statement, with_privacy_message
 from covey.federation.wire.messages import Deliver
 from covey.federation.wire.transport import Transport, wait_for_sites
 from covey.fitting.fit import check_elsewhere, check_solver, fit, model_without_clients
@@ -89,9 +89,10 @@ def run_fit(
     """
     check_solver(draft.spec)
     check_elsewhere(draft.spec)
-    check_categories(settings.categories, draft)
+    settings.check_categories(draft)
     if settings.secure and settings.members.clients:
-        raise FederationError("Under masks the coordinator cannot check clients' ids: leave the column client out of its list.")
+        why = "Under masks the coordinator cannot check clients' ids against the operator's list"
+        raise FederationError(f"{why}; leave the column client out of the list, or leave out --secure.")
     if on_loss not in ON_LOSS:
         raise one_of("on_loss", on_loss, ON_LOSS)
     if settings.private is not None:
@@ -99,28 +100,27 @@ def run_fit(
     about: dict[str, Any] = {"covey": __version__, "spec": draft.spec.to_json(), "roster": tuple(sorted(roster))}
     about |= {"secure": settings.secure, "private": settings.private}
     # Drawn for each run: a name that is never used twice, and the key of the client tags.
-    book = Journal(journal, about, {"run": secrets.token_hex(8), "salt": secrets.token_hex(16)})
-    exchanges, without = Exchanges(transport, tuple(roster), book, settings, say), dict[str, str]()
+    run_journal = Journal(journal, about, {"run": secrets.token_hex(8), "salt": secrets.token_hex(16)})
+    exchanges, without = Exchanges(transport, about["roster"], run_journal, settings, say), dict[str, str]()
     federation = Federation(exchanges, draft, settings)
     try:
         model = _fit_with_sites_left(federation, on_loss, without)
-        private = _privacy_statement(federation)
-        about_run = {"run": book.head["run"], "sites": list(exchanges.roster), "without": without, "privacy": private}
+        private, run = _privacy_of_run(federation), run_journal.head["run"]
+        about_run = {"run": run, "sites": list(exchanges.roster), "without": without, "privacy": private}
         if out is not None:
             save_model(model, out, extra={"federation": about_run})
         missed = _deliver(federation, model, about_run, on_loss)
     except SiteLost as lost:
-        raise FederationError(f"{str(lost).rstrip('.')}; the run has stopped.{_close_unfinished(book)}") from None
+        raise FederationError(f"{str(lost).rstrip('.')}; the run has stopped.{_close_unfinished(run_journal)}") from None
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"Interrupted; the run has stopped.{_close_unfinished(book)}") from None
+        raise KeyboardInterrupt(f"Interrupted; the run has stopped.{_close_unfinished(run_journal)}") from None
     except BaseException as problem:
         # The journal of a run that would fail in the same way again is only in the way.
-        mistake = isinstance(problem, CoveyError) and not isinstance(problem, ModelError)
-        book.close(done=mistake and not (book.begun and isinstance(problem, Halted)))
+        mistake = isinstance(problem, CoveyError) and not isinstance(problem, ModelError | ForeignJournal)
+        run_journal.close(done=mistake and not (run_journal.begun and isinstance(problem, Halted)))
         raise
-    book.close(done=True)
-    made, run = tuple(exchanges.made), book.head["run"]
-    return Outcome(model, made, exchanges.roster, without, missed, run, private)
+    run_journal.close(done=True)
+    return Outcome(model, tuple(exchanges.made), exchanges.roster, without, missed, run, private)
 
 
 def _fit_with_sites_left(federation: Federation, on_loss: OnLoss, without: dict[str, str]) -> Model:
@@ -134,24 +134,24 @@ def _fit_with_sites_left(federation: Federation, on_loss: OnLoss, without: dict[
             federation.leave_out(lost)
             without |= lost.sites
             if not federation.exchanges.roster:
-                raise Halted(f"No site is left: {lost}") from None
+                raise Halted(f"No site is left: {lost} Start the nodes and run the same command again.") from None
 
 
 def _fit(federation: Federation) -> Model:
     federation.open()
     problem, totals, private = federation.agreement.problem, federation.agreement.totals, federation.settings.private
     elsewhere = Elsewhere(federation.exchanges.roster, totals.clients, totals.rows)
-    stated = _privacy_statement(federation)
+    stated = _privacy_of_run(federation)
     if private is None or stated is None:
         return fit(federation, problem, elsewhere=elsewhere)
-    fitted = promised(fit_privately(federation, problem.spec, private), stated)
+    fitted = with_privacy_message(fit_privately(federation, problem.spec, private), stated)
     return model_without_clients(problem, fitted, federation.tree, elsewhere)
 
 
-def _privacy_statement(federation: Federation) -> dict[str, Any] | None:
+def _privacy_of_run(federation: Federation) -> dict[str, Any] | None:
     """Epsilon and delta of a private fit, over all its starts."""
     private, delta = federation.settings.private, federation.settings.delta
-    return None if private is None else statement(private, delta, federation.exchanges.epoch + 1)
+    return None if private is None else privacy_statement(private, delta, federation.exchanges.epoch + 1)
 
 
 def _deliver(federation: Federation, model: Model, about: Mapping[str, Any], on_loss: OnLoss) -> dict[str, str]:
@@ -167,17 +167,17 @@ def _deliver(federation: Federation, model: Model, about: Mapping[str, Any], on_
     return {}
 
 
-def _close_unfinished(book: Journal) -> str:
+def _close_unfinished(journal: Journal) -> str:
     """Close the journal of a run that stopped, and say what it holds; before the fit it holds nothing worth keeping."""
-    book.close(done=not book.begun)
-    kept = f" {len(book.entries)} exchanges are kept in {str(book.path)!r}: run the same again."
-    return kept if book.begun and book.path is not None else ""
+    journal.close(done=not journal.begun)
+    kept = f" {len(journal.entries)} exchanges are kept in {str(journal.path)!r}; run the same command again to continue."
+    return kept if journal.begun and journal.path is not None else ""
 
 
 def operate(transport: Transport, settings: Mapping[str, Any], say: Callable[[str], None]) -> str:
     """Wait for the sites, run a fit with settings of a command line or of Flower, and return the text to print at its end."""
     expected, patience = check_settings(settings)
-    given, run = named(settings), run_settings_of(settings)
+    given, run = checked_settings(settings), run_settings_of(settings)
     out = Path(str(given["out"])) if "out" in given else None
     if out is not None:
         check_target(out)
@@ -187,4 +187,4 @@ def operate(transport: Transport, settings: Mapping[str, Any], say: Callable[[st
     draft = resolve(spec_of(settings))
     outcome = run_fit(transport, roster, draft, run, journal=journal, out=out, on_loss=on_loss, say=say)
     text = report(outcome)
-    return text if out is None else f"{text}\n\nmodel of clusters and of the whole written to {out}"
+    return text if out is None else f"{text}\n\nmodels of the clusters and the global model written to {out}"

@@ -25,7 +25,7 @@ from covey.tree.hierarchy import as_labels
 
 @dataclass(frozen=True)
 class Members:
-    """The operator's allow-list: which clusters and clients each site may contribute; empty, if there is no list.
+    """The operator's allow-list: which clusters and clients each site may contribute. It is empty if there is no list.
 
     Without a list, a site may contribute everything that no other site has.
 
@@ -70,8 +70,11 @@ class Members:
             rows = f"rows of cluster {foreign[0]!r}, but the operator's list gives it {listed}"
             raise FederationError(f"Site {site!r} has {rows}; correct the cluster column there, or the list.")
 
-    def check_clients(self, site: str, pairs: Anything, nested: bool, salt: str) -> None:
-        """Refuse pairs of cluster and client, given by their tags, that are not listed for a site."""
+    def check_clients(self, site: str, pairs: Anything | None, nested: bool, salt: str) -> None:
+        """Refuse pairs of cluster and client, given by their tags, that are not listed for a site, and a site without tags."""
+        if pairs is None:
+            needed = "no tags of clusters and clients, which the operator's list needs"
+            raise FederationError(f"Site {site!r} sent {needed}; install the same covey there.")
         found = {tuple(pair) for pair in pairs.tolist()}
         unknown = len(found - self._tags(site, nested, salt))
         if not unknown:
@@ -102,10 +105,10 @@ class RunSettings:
     ----------
     timeout : seconds to wait for a reply
     retries : how often a message is sent again, each time after ``pause`` seconds
-    secure : whether sums are masked, so that the coordinator sees totals only
+    secure : whether sums are masked: a coordinator that follows the protocol sees only their totals
     categories : allowed categories by column
     members : allow-list of clusters and clients by site
-    private, delta : differential privacy of the fit, if any, and the probability that it fails
+    private, delta : differential privacy of the fit, if any, and the probability with which its bound may fail
     """
 
     timeout: float = 600.0
@@ -116,6 +119,16 @@ class RunSettings:
     members: Members = field(default_factory=Members)
     private: Privacy | None = None
     delta: float = DELTA
+
+    def check_categories(self, draft: Problem) -> None:
+        """Refuse categories of a column that is not in the formula."""
+        factors = [] if draft.formula is None else draft.formula.factors
+        words = [[each.expression] if each.kind == "lookup" else re.findall(r"[^\W\d]\w*", each.expression) for each in factors]
+        columns = [name for found in words for name in found]
+        for name in self.categories or {}:
+            if name not in columns:
+                meant = did_you_mean(name, columns)
+                raise FederationError(f"The column {name!r} of 'categories' is not in the formula; {meant}")
 
 
 DEFAULTS: dict[str, Any] = {"timeout": RunSettings.timeout, "retries": RunSettings.retries, "pause": 20.0, "wait": 60.0}
@@ -135,16 +148,16 @@ def check_settings(settings: Mapping[str, Any]) -> tuple[tuple[str, ...] | int, 
     (tuple of str or int, float)
         The names or the number of the expected sites, and how many seconds to wait for them.
     """
-    given, run, draft = named(settings), run_settings_of(settings), resolve(spec_of(settings))
+    given, run, draft = checked_settings(settings), run_settings_of(settings), resolve(spec_of(settings))
     check_solver(draft.spec)
-    check_categories(run.categories, draft)
+    run.check_categories(draft)
     return expected_of(given, run.members), float(given.get("wait", DEFAULTS["wait"]))
 
 
-def named(settings: Mapping[str, Any]) -> dict[str, Any]:
+def checked_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by name, without empty ones; an unknown name or a value out of range is refused.
 
-    >>> named({"formula": "y ~ x", "on-loss": "continue", "seed": ""})
+    >>> checked_settings({"formula": "y ~ x", "on-loss": "continue", "seed": ""})
     {'formula': 'y ~ x', 'on_loss': 'continue'}
     """
     given = {name.replace("-", "_"): value for name, value in settings.items() if not _is_empty(value)}
@@ -154,10 +167,10 @@ def named(settings: Mapping[str, Any]) -> dict[str, Any]:
     for name in _BOOLEAN:
         if not isinstance(given.get(name, False), bool):
             raise FederationError(f"The setting {name!r} must be true or false. Got {given[name]!r} instead.")
-    number("timeout", given.get("timeout", DEFAULTS["timeout"]), above=0)
-    number("pause", given.get("pause", DEFAULTS["pause"]), least=0)
-    number("wait", given.get("wait", DEFAULTS["wait"]), least=0)
-    whole("retries", given.get("retries", DEFAULTS["retries"]))
+    number("setting 'timeout', in seconds,", given.get("timeout", DEFAULTS["timeout"]), above=0)
+    for name in ("pause", "wait"):
+        number(f"setting {name!r}, in seconds,", given.get(name, DEFAULTS[name]), least=0)
+    whole("setting 'retries'", given.get("retries", DEFAULTS["retries"]))
     return given
 
 
@@ -167,7 +180,7 @@ def _is_empty(value: Any) -> bool:
 
 def spec_of(settings: Mapping[str, Any]) -> Spec:
     """The specification of the model among the settings."""
-    chosen = {name: value for name, value in named(settings).items() if name in _SPEC}
+    chosen = {name: value for name, value in checked_settings(settings).items() if name in _SPEC}
     if isinstance(chosen.get("vary"), str):
         chosen["vary"] = [term.strip() for term in chosen["vary"].split(",")]
     return Spec(**chosen)
@@ -175,7 +188,7 @@ def spec_of(settings: Mapping[str, Any]) -> Spec:
 
 def run_settings_of(settings: Mapping[str, Any]) -> RunSettings:
     """The settings of the run among the settings."""
-    given = named(settings)
+    given = checked_settings(settings)
     timeout, retries, pause = (given.get(name, DEFAULTS[name]) for name in ("timeout", "retries", "pause"))
     categories, members = categories_of(given), Members.read(given.get("members"))
     private, delta = privacy_of(given, str(given.get("family", "gaussian")))
@@ -195,16 +208,6 @@ def categories_of(settings: Mapping[str, Any]) -> Mapping[str, Any] | None:
         example = '{"zone": ["a", "b"]}'
         raise FederationError(f"The 'categories' must be lists by column, as {example}. Got {str(given)[:80]!r} instead.")
     return found
-
-
-def check_categories(categories: Mapping[str, Any] | None, draft: Problem) -> None:
-    """Refuse categories of a column that is not in the formula."""
-    factors = [] if draft.formula is None else draft.formula.factors
-    words = [[each.expression] if each.kind == "lookup" else re.findall(r"[^\W\d]\w*", each.expression) for each in factors]
-    columns = [name for found in words for name in found]
-    for name in categories or {}:
-        if name not in columns:
-            raise FederationError(f"The column {name!r} of 'categories' is not in the formula; {did_you_mean(name, columns)}")
 
 
 def expected_of(settings: Mapping[str, Any], members: Members) -> tuple[str, ...] | int:

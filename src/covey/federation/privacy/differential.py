@@ -23,8 +23,9 @@ Gaussian loss the envelopes are quadratic, and one round finds the minimum. A se
 noise: it begins nearer, so that less is clipped and errors of ``C_i`` matter less.
 
 Sums are whole multiples of ``2^-36 clip``: contributions are truncated to them, and noise is rounded to them. What is sent is
-then the rounding of a true Gaussian mechanism on integers. It does not have the last digits of floating-point numbers, which
-could reveal the addends (Mironov 2012). Noise comes from the system's randomness, not from the seed of the run.
+then the rounding of a Gaussian mechanism on integers, as exactly as floating-point numbers give the quantiles of the normal
+distribution. It does not have the last digits of floating-point numbers, which could reveal the addends (Mironov 2012). Noise
+comes from the system's randomness, not from the seed of the run.
 
 **The accounting.** A release is a Gaussian mechanism of sensitivity ``clip`` and standard deviation ``noise * clip``. Adaptive
 releases with noise ``z_1, z_2, ...`` cost as much as one release with ``1/z^2 = sum 1/z_t^2``. Its epsilon for a ``delta`` is
@@ -54,7 +55,7 @@ import numpy as np
 from scipy.special import ndtri
 
 from covey._typing import Floats, Ints
-from covey.errors import PenaltyError, SolverError, number
+from covey.errors import INSTALL_FLOWER, PenaltyError, SolverError, number
 from covey.federation.wire.messages import Privacy
 from covey.losses import FAMILIES, Gaussian
 from covey.model.model import Fitted
@@ -147,8 +148,7 @@ def _lengths(node: Node, theta: Floats, target: Floats, step: Floats, decrease: 
     def value(at: Floats) -> Floats:
         with np.errstate(over="ignore", invalid="ignore"):
             tied = 0.5 * node.gamma * ((at - target) ** 2).sum(axis=1)
-            found: Floats = node.loss.value(node.data, at) + tied
-            return found
+            return np.asarray(node.loss.value(node.data, at) + tied)
 
     length, now = np.ones(len(theta)), value(theta)
     slack = 1e-14 * (1.0 + np.abs(now))
@@ -173,9 +173,8 @@ def node_contributions(node: Node, w: Floats) -> Floats:
     """Contributions of the clients to the sums, ``(n, d(d+1)/2 + d)``: ``C_i / gamma`` as a vector, and ``theta_i - w``."""
     H = node_settle(node, w)
     tree, nothing = node.data.hierarchy, np.zeros(len(H))
-    own = marginalise(
-        Quadratic(H, np.zeros(H.shape[:2]), nothing, nothing), Spread.of_penalty(node.gamma, H.shape[1]), tree.cluster_ptr
-    )
+    expanded = Quadratic(H, np.zeros(H.shape[:2]), nothing, nothing)
+    own = marginalise(expanded, Spread.of_penalty(node.gamma, H.shape[1]), tree.cluster_ptr)
     return np.hstack([flat(own.C / node.gamma[:, None, None]), node.coefficients() - tree.down(w)])
 
 
@@ -189,8 +188,7 @@ def clipped(v: Floats, clip: float) -> Ints:
         length = largest / clip * norm
     # Slightly below the clip, so that rounding cannot bring a contribution above it.
     length = np.minimum(length, 1 - 1e-12)
-    whole: Ints = np.trunc(shape / np.where(norm > 0, norm, 1.0) * (length * _UNITS)).astype(np.int64)
-    return whole
+    return np.asarray(np.trunc(shape / np.where(norm > 0, norm, 1.0) * (length * _UNITS)).astype(np.int64))
 
 
 def summed(units: Ints, ptr: Ints) -> Ints:
@@ -282,9 +280,7 @@ def plausible(C: Floats, sizes: Ints, sd: Floats) -> Floats:
     """
     values, vectors = np.linalg.eigh(C)
     low = np.minimum(sd * np.sqrt(C.shape[1]), sizes)[:, None]
-    kept = np.clip(values, low, sizes[:, None])
-    fixed: Floats = np.einsum("jab,jb,jcb->jac", vectors, kept, vectors)
-    return fixed
+    return np.asarray(np.einsum("jab,jb,jcb->jac", vectors, np.clip(values, low, sizes[:, None]), vectors))
 
 
 def cluster_gammas(network: Network, penalty: Penalty) -> Floats:
@@ -328,12 +324,11 @@ def noise_for(target: float, releases: int, delta: float = DELTA) -> float:
 
 def _accounting(delta: float) -> Any:
     """The package with the formulas, for a delta that they are valid for."""
-    if number("delta", delta, above=0) >= 1:
-        raise SolverError(f"The 'delta' parameter must be a number < 1. Got {delta!r} instead.")
+    number("delta", delta, above=0, below=1)
     try:
         import dp_accounting
     except ImportError:
-        raise SolverError("epsilon needs the package 'dp-accounting'; install it with: pip install 'covey[flower]'.") from None
+        raise SolverError(f"epsilon needs the package 'dp-accounting'; {INSTALL_FLOWER}.") from None
     return dp_accounting
 
 
@@ -363,15 +358,15 @@ def check_spec(spec: Spec) -> None:
     if spec.standardize:
         raise SolverError("Differential privacy does not go with standardize=True, whose sums have no noise; scale columns.")
     if spec.james_stein:
-        raise SolverError("Differential privacy does not go with james_stein=True; leave it out.")
+        why = "which needs an estimate of the noise that a private run does not have"
+        raise SolverError(f"Differential privacy does not go with james_stein=True, {why}; leave it out.")
 
 
 def check_delta(delta: float, clients: int) -> None:
     """Refuse a delta that would allow to publish the rows of one client."""
     if delta * clients >= 1:
-        raise SolverError(
-            f"A delta of {delta:g} allows the rows of one of {clients} clients to be shown; give one below 1/{clients}."
-        )
+        why = f"A delta of {delta:g} for {clients} clients promises too little: it allows to show the rows of one client"
+        raise SolverError(f"{why}; give one well below 1/{clients}.")
 
 
 def fit_privately(network: Network, spec: Spec, privacy: Privacy) -> Fitted:
@@ -381,19 +376,17 @@ def fit_privately(network: Network, spec: Spec, privacy: Privacy) -> Fitted:
     return Fitted(private_across(network, penalty, privacy), penalty)
 
 
-def statement(privacy: Privacy, delta: float, starts: int = 1) -> dict[str, Any]:
+def privacy_statement(privacy: Privacy, delta: float, starts: int = 1) -> dict[str, Any]:
     """Epsilon and delta of a fit; ``starts`` is how often it began, since each start may have released all its rounds."""
     releases = starts * privacy.rounds
     cost = spent([(privacy.noise, releases)], delta)
     return {"epsilon": cost, "delta": delta, "clip": privacy.clip, "noise": privacy.noise, "releases": releases}
 
 
-def promised(fitted: Fitted, stated: Mapping[str, Any]) -> Fitted:
+def with_privacy_message(fitted: Fitted, stated: Mapping[str, Any]) -> Fitted:
     """A fit whose convergence message states its privacy."""
     many = counted(stated["releases"], "release")
-    words = (
-        f"differential privacy: (epsilon, delta) = ({stated['epsilon']:.4g}, {stated['delta']:.4g}) for every client, "
-        f"clip {stated['clip']:.4g}, noise {stated['noise']:.4g}, {many}"
-    )
-    end = fitted.fit.convergence
-    return replace(fitted, fit=replace(fitted.fit, convergence=replace(end, message=f"{end.message}; {words}")))
+    bound = f"(epsilon, delta) = ({stated['epsilon']:.4g}, {stated['delta']:.4g}) for every client"
+    end, how = fitted.fit.convergence, f"clip {stated['clip']:.4g}, noise {stated['noise']:.4g}, {many}"
+    end = replace(end, message=f"{end.message}; differential privacy: {bound}, {how}")
+    return replace(fitted, fit=replace(fitted.fit, convergence=end))

@@ -1,21 +1,25 @@
-"""Secure aggregation by pairwise masks: the coordinator adds up what the sites send, and learns only the total.
+"""Secure aggregation by pairwise masks, against an honest-but-curious coordinator that colludes with no site.
+
+Such a coordinator follows the protocol and reads all that it gets. It adds up what the sites send, and learns only the total.
 
 Each pair of sites agrees on a secret (X25519, then HKDF-SHA256). For every exchange it draws from the secret a stream of
 uniform integers modulo ``2^576`` (ChaCha20). One of the two sites adds the stream to its exact sums, the other subtracts it
 (Bonawitz and others, "Practical secure aggregation", 2017, without their recovery of lost masks). Over the whole roster the
-streams cancel exactly. The masked sums of any smaller set of sites are uniform noise.
+streams cancel exactly. Without the secrets of the pairs, the masked sums of a smaller set of sites cannot be distinguished from
+uniform noise.
 
-The masks protect the sums of each site against everybody who reads the network, and against a coordinator that follows the
-protocol, even if it reads everything, as long as it shares no secrets with a site. What they do not hide:
+The masks protect the sums of each site against such a coordinator, and against everybody who reads the network. What they do
+not hide:
 
-- A total is a total. With two sites, each knows the other's sums by subtraction. A coordinator that works with all sites but
-  one knows the sums of that one. Rosters of two are allowed: the coordinator alone still learns only the total.
+- A total is a total. With two sites, each can subtract its own part from what it learns of the totals; the models that it gets
+  are functions of them. A coordinator that colludes with all sites but one can compute the sums of that one. Rosters of two
+  are allowed: the coordinator alone still learns only the total.
 - Public keys travel through the coordinator. One that cheats could replace them by its own and read everything.
 - The shape of a reply, and which of its values are not finite or, with ``n`` limbs, ``2^(32 n - 2)`` or more.
 
-A stream hides one reply only. It depends on the run, the epoch, the exchange, the roster and the question, so that different
-sums get different streams. A site that is asked the same again sends the same bytes. The caller must ensure that the name of a
-run is never used again, and that the same question in the same exchange has the same answer.
+A stream hides one reply only. It depends on the two sites, the run, the epoch, the exchange, the roster and the question, so
+that different sums get different streams. A site that is asked the same again sends the same bytes. The caller must ensure that
+the name of a run is never used again, and that the same question in the same exchange has the same answer.
 
 Masks are never revealed. When a site drops out, the exchange is repeated; or the fit starts again, as another epoch with a
 smaller roster, if :func:`check_roster` allows it: no combination of totals may equal the sums of one site.
@@ -23,15 +27,15 @@ smaller roster, if :func:`check_roster` allows it: no combination of totals may 
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 
 import numpy as np
 
-from covey.errors import FederationError, listing
+from covey.errors import INSTALL_FLOWER, FederationError, listing
 from covey.exact import Exact
 from covey.kernels import TOO_LARGE
 
@@ -61,22 +65,37 @@ class Keys:
         try:
             from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
         except ImportError:
-            raise FederationError("Masks need the package 'cryptography'; pip install 'covey[flower]'.") from None
+            raise FederationError(f"Masks need the package 'cryptography'; {INSTALL_FLOWER}.") from None
 
         private = X25519PrivateKey.generate() if secret is None else X25519PrivateKey.from_private_bytes(secret)
         return cls(private.private_bytes_raw(), private.public_key().public_bytes_raw())
 
 
-def pair_secret(own: Keys, other_public: bytes, run: str) -> bytes:
-    """The secret of two sites in one run, 32 bytes, the same from either side."""
+def check_keys(keys: Mapping[str, bytes]) -> None:
+    """Refuse a public key that two sites have: a third site would add and subtract the same stream, and so send its sums bare.
+
+    >>> check_keys({"a": bytes(32), "c": bytes(32)})
+    Traceback (most recent call last):
+    covey.errors.FederationError: Sites 'a' and 'c' have the same public key, so their masks would not hide ...
+    """
+    for one, two in combinations(sorted(keys), 2):
+        if keys[one] == keys[two]:
+            same = f"Sites {one!r} and {two!r} have the same public key, so their masks would not hide the sums of other sites"
+            raise FederationError(f"{same}; give each site its own --home and start a new run.")
+
+
+def pair_secret(own: Keys, other_public: bytes, run: str, sites: tuple[str, str] = ("", "")) -> bytes:
+    """The secret of two sites in one run, 32 bytes, the same from either side; ``sites`` names this site and the other."""
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
     try:
         shared = X25519PrivateKey.from_private_bytes(own.private).exchange(X25519PublicKey.from_public_bytes(other_public))
     except ValueError:  # a wrong length, or a point with which every secret would be the same
-        raise FederationError(f"{other_public.hex()!r} is not a site's public key; fetch it from its site again.") from None
-    first, second = sorted((own.public, other_public))
-    return _derive(shared, b"pair", first, second, run.encode())
+        size = f"{len(other_public)} bytes, expected {KEY_BYTES}"
+        raise FederationError(f"The public key of site {sites[1]!r} is not valid ({size}); start a new run.") from None
+    # With the names in it, two sites with the same key do not get the same secret.
+    first, second = sorted([(sites[0].encode(), own.public), (sites[1].encode(), other_public)])
+    return _derive(shared, b"pair", *first, *second, run.encode())
 
 
 def mask(values: Exact, own: str, secrets: Mapping[str, bytes], epoch: int, exchange: int, question: bytes = b"") -> Exact:
@@ -102,7 +121,7 @@ def mask(values: Exact, own: str, secrets: Mapping[str, bytes], epoch: int, exch
     roster = sorted({own, *secrets})
     if own in secrets or len(roster) < MINIMUM_SITES:
         raise FederationError(f"Site {own!r} needs another site to mask its sums with; masks take two sites or more.")
-    about = (_number(epoch), _number(exchange), _names(roster), question)
+    about = (_number(epoch), _number(exchange), *(name.encode() for name in roster), question)
     # Each site may use its share of the range: its size can then be hidden, and the total still cannot wrap around.
     size = np.where(values.size < TOO_LARGE // len(roster), 0, TOO_LARGE)
     masked = Exact(values.limbs, size)
@@ -115,8 +134,9 @@ def mask(values: Exact, own: str, secrets: Mapping[str, bytes], epoch: int, exch
 def unmask(masked: Mapping[str, Exact], roster: Collection[str]) -> Exact:
     """The total of the masked sums of all sites of the roster, which have the same shape."""
     if set(masked) != set(roster):
-        odd = listing(sorted(set(masked) ^ set(roster)))
-        raise FederationError(f"Masks cancel only over the whole roster; these sites are missing or not on it: {odd}.")
+        missing, others = (listing(sorted(odd)) or "none" for odd in (set(roster) - set(masked), set(masked) - set(roster)))
+        wrong = f"Masks cancel only over the whole roster (missing: {missing}; not on the roster: {others})"
+        raise FederationError(f"{wrong}; ask all sites of the roster again, and no others.")
     limbs = np.stack([masked[site].limbs for site in sorted(roster)])
     return Exact(limbs, np.stack([masked[site].size for site in sorted(roster)])).sum()
 
@@ -146,8 +166,8 @@ def open_sealed(key: bytes, sealed: bytes, context: str) -> bytes:
         cipher = ChaCha20Poly1305(_derive(key, b"seal", context.encode()))
         return cipher.decrypt(sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:], None)
     except (InvalidTag, ValueError):  # ValueError: cut off within the nonce
-        what = f"The sealed text ({context[:80]!r}) cannot be opened"
-        raise FederationError(f"{what}: it was changed, or sealed with another key; start a new run.") from None
+        why = f"The sealed text ({context[:80]!r}) cannot be opened: it was changed on the way, or sealed with another key"
+        raise FederationError(f"{why}; start a new run, in which the sites make new keys.") from None
 
 
 def check_roster(history: Sequence[Collection[str]], roster: Collection[str]) -> None:
@@ -159,7 +179,7 @@ def check_roster(history: Sequence[Collection[str]], roster: Collection[str]) ->
     >>> check_roster(["abcd"], ["a", "b"])
     >>> check_roster(["abcd"], ["a", "b", "c"])
     Traceback (most recent call last):
-    covey.errors.FederationError: Without 'd' the totals would show its part by difference to an earlier epoch; wait for it.
+    covey.errors.FederationError: Without 'd' the totals would show its part by difference to an earlier epoch; wait for it...
     """
     if len(set(roster)) < MINIMUM_SITES or len(set(roster)) < len(roster):
         raise FederationError(f"A fit under masks takes two different sites or more. Got {listing(roster)}.")
@@ -171,13 +191,11 @@ def check_roster(history: Sequence[Collection[str]], roster: Collection[str]) ->
         present.setdefault(tuple(site in total for total in totals), []).append(site)
     alone = [sites[0] for sites in present.values() if len(sites) == 1]
     if gone := [site for site in alone if site not in roster]:
-        raise FederationError(
-            f"Without {gone[0]!r} the totals would show its part by difference to an earlier epoch; wait for it."
-        )
+        why = f"Without {gone[0]!r} the totals would show its part by difference to an earlier epoch"
+        raise FederationError(f"{why}; wait for it, or also leave out another site that dropped out with it.")
     if alone:
-        raise FederationError(
-            f"The totals of all epochs together would show the part of {alone[0]!r}; wait for the lost sites."
-        )
+        why = f"The totals of all epochs together would show the part of {alone[0]!r}"
+        raise FederationError(f"{why}; take the roster of an earlier epoch, or wait for the missing sites.")
 
 
 def _stream(key: bytes, shape: tuple[int, ...]) -> Exact:
@@ -201,7 +219,3 @@ def _derive(secret: bytes, purpose: bytes, *about: bytes) -> bytes:
 
 def _number(n: int) -> bytes:
     return n.to_bytes(8, "little")
-
-
-def _names(roster: Sequence[str]) -> bytes:
-    return hashlib.sha256(b"".join(_number(len(name.encode())) + name.encode() for name in roster)).digest()

@@ -1,4 +1,4 @@
-"""What a site allows: which columns a fit may use, how few clients a sum may have, and how much privacy may be spent.
+"""What a site allows: which columns a fit may use, how few clients a group may have, and how much privacy may be spent.
 
 A site counts by itself what its private runs have cost, and does not rely on the coordinator for it:
 
@@ -21,6 +21,7 @@ import numpy as np
 from covey.errors import CoveyError, FederationError, FormulaError, ModelError, PenaltyError, SolverError, listing, number
 from covey.federation.privacy.differential import DELTA, PlaceClients, ReleaseSums, spent
 from covey.federation.site.state import locked, write_file
+from covey.federation.wire.codec import SAME_VERSION
 from covey.federation.wire.messages import Privacy, formula_of
 from covey.model.files import check_target
 from covey.nodes.network import Batch, Message, SetGamma
@@ -39,7 +40,8 @@ class Policy:
 
     Parameters
     ----------
-    minimum : least number of clients in each sum that leaves the site
+    minimum : least number of clients of each cluster and each category at the site, not of combinations of these; else the
+        site refuses the run, which then ends
     client : column of its clients; None for any
     columns : allow-list of columns, to be used as they are and not in expressions; None for any
     secure : whether it sends masked sums only
@@ -56,12 +58,14 @@ class Policy:
         """Refuse columns that are not on the allow-list, and another client column."""
         spec, (formula, _) = problem.spec, formula_of(problem)
         if self.client is not None and spec.client != self.client:
-            raise FederationError(f"The clients of this site are in column {self.client!r}, not {spec.client!r}.")
+            clients = f"The clients of this site are in column {self.client!r}, not {spec.client!r}"
+            raise FederationError(f"{clients}; start the run with --client {self.client}.")
         if self.columns is None:
             return
         for factor in formula.factors:
             if factor.kind != "lookup":  # an expression could select single rows
-                raise FederationError(f"This site answers about columns as they are, not about {factor.expression!r}.")
+                asked = f"not about {factor.expression!r}; leave it out"
+                raise FederationError(f"This site answers about columns as they are, {asked}.")
         named = {factor.expression for factor in formula.factors}
         named |= {name for name in (spec.client, spec.cluster, spec.weights, spec.offset) if name is not None}
         foreign = sorted(named - {*self.columns, self.client})
@@ -73,8 +77,8 @@ class Policy:
         sizes = data.hierarchy.sizes
         few = np.flatnonzero((sizes > 0) & (sizes < self.minimum))
         if len(few):
-            cluster = f"{data.hierarchy.cluster_ids[int(few[0])]!r} has fewer than {self.minimum} clients here"
-            raise FederationError(f"The cluster {cluster}; lower the site's minimum, or leave the cluster out.")
+            cluster = f"The cluster {data.hierarchy.cluster_ids[int(few[0])]!r} has fewer than {self.minimum} clients here"
+            raise FederationError(f"{cluster}, the least that this site allows; lower its --minimum, or leave the cluster out.")
 
     def public_sentence(self, problem: CoveyError, home: Path | None) -> str:
         """The sentence about an error that may leave the site; one that names clients or values goes to the site's log only."""
@@ -118,8 +122,8 @@ class Budget:
     @classmethod
     def of(cls, settings: Mapping[str, Any], home: Path) -> Budget:
         """From the settings ``epsilon``, ``epsilon_total`` and ``delta`` of a node."""
-        given = {name: settings.get(name) for name in ("epsilon", "epsilon_total", "delta")}
-        limits = {name: number(name, value, above=0) for name, value in given.items() if value not in (None, "")}
+        given = {name: settings[name] for name in ("epsilon", "epsilon_total", "delta") if settings.get(name) not in (None, "")}
+        limits = {name: number(f"option --{name}".replace("_", "-"), value, above=0) for name, value in given.items()}
         return cls(limits.get("epsilon"), limits.get("epsilon_total"), limits.get("delta", DELTA), home / "privacy.json")
 
     def admit(self, privacy: Privacy | None, run: str, epoch: int) -> None:
@@ -139,9 +143,8 @@ class Budget:
             releases = self._read()
             entry = releases.setdefault(f"{run}.{epoch}", {"noise": privacy.noise, "exchanges": []})
             if again and entry.get("rows") != rows:
-                raise FederationError(
-                    "This site has lost its state of a private run, or its table has changed; start a new run."
-                )
+                lost = "This site has lost its state of a private run, or its table has changed since"
+                raise FederationError(f"{lost}; put both back, or start a new run.")
             entry["rows"] = rows
             self._write(releases)
 
@@ -152,7 +155,8 @@ class Budget:
             entry = releases.setdefault(f"{run}.{epoch}", {"noise": privacy.noise, "exchanges": []})
             entry["noise"] = min(entry["noise"], privacy.noise)  # of two agreements, the one that costs more
             if exchange in entry["exchanges"]:
-                raise FederationError(f"This site has answered exchange {exchange} before and lost its reply; start a new run.")
+                lost = f"This site has answered exchange {exchange} before and lost its reply"
+                raise FederationError(f"{lost}; it does not draw noise twice: start a new run.")
             if len(entry["exchanges"]) >= privacy.rounds:
                 raise FederationError(f"This site agreed to {privacy.rounds} releases and has made them; start a new run.")
             entry["exchanges"].append(exchange)
@@ -172,7 +176,7 @@ class Budget:
         for what, most, made in (("for one run", self.run, of_run), ("for all runs", self.total, releases)):
             if most is not None and (cost := self._cost(made)) > most:
                 limit = f"to {cost:.4g} (delta {self.delta:g}), but it allows {most:g} at most"
-                raise FederationError(f"This would bring the site's epsilon {what} {limit}; start the run with less epsilon.")
+                raise FederationError(f"This would bring the site's epsilon {what} {limit}; give a smaller --epsilon.")
 
     def _locked(self) -> AbstractContextManager[None]:
         """Two runs at once must not both add to the same count."""
@@ -196,15 +200,15 @@ class Budget:
             write_file(self.file, json.dumps(document, indent=2).encode())
 
 
-def releases_sums(message: Message[Any], privacy: Privacy | None) -> bool:
-    """Whether a message asks for sums with noise; a private run refuses messages that it does not need."""
+def check_private_message(message: Message[Any], privacy: Privacy | None) -> bool:
+    """Refuse messages that a private run does not need; return whether this one asks for sums with noise."""
     if privacy is None or isinstance(message, SetGamma | PlaceClients):
         return False
     if isinstance(message, Batch):
-        released = [releases_sums(part, privacy) for part in message.messages]  # checks every part
+        released = [check_private_message(part, privacy) for part in message.messages]  # checks every part
         return any(released)
     if not isinstance(message, ReleaseSums):
-        raise FederationError(f"This run is private: a site does not answer {message.label!r} in it.")
+        raise FederationError(f"This run is private: a site does not answer {message.label!r} in it{SAME_VERSION}.")
     if (message.noise, message.clip) != (privacy.noise, privacy.clip):
         asked, agreed = (f"noise {each.noise:g} and clip {each.clip:g}" for each in (message, privacy))
         raise FederationError(f"The message asks for {asked}, but the sites agreed on {agreed}; start a new run.")

@@ -25,11 +25,11 @@ import covey.fitting.fit  # noqa: F401 - registers the messages of the likelihoo
 from covey import __version__
 from covey.errors import CoveyError, FederationError, did_you_mean, whole
 from covey.federation.privacy.differential import Draw
-from covey.federation.privacy.masking import Keys, check_roster, mask, open_sealed, pair_secret, seal
-from covey.federation.site.policy import MINIMUM, Budget, Policy, check_model_folder, releases_sums
+from covey.federation.privacy.masking import Keys, check_keys, check_roster, mask, open_sealed, pair_secret, seal
+from covey.federation.site.policy import MINIMUM, Budget, Policy, check_model_folder, check_private_message
 from covey.federation.site.state import RunStore, SiteRun, locked
-from covey.federation.site.table import check_design, grouped, joined, profile_of, rows_digest, totals
-from covey.federation.wire.codec import Envelope, Refusal, split
+from covey.federation.site.table import check_design, check_shared, grouped, joined, profile_of, rows_digest, totals
+from covey.federation.wire.codec import SAME_VERSION, Envelope, Refusal, split
 from covey.federation.wire.messages import Agree, Deliver, DrawSalt, Hello, Joined, Profile, SealedSalts, SiteMessage
 from covey.model.files import save_model
 from covey.model.model import Fitted, Model, assemble
@@ -88,7 +88,7 @@ class Site:
         try:
             asked = decode(message)
             if not isinstance(asked, Envelope):
-                raise FederationError("These bytes are not the envelope of a message from a coordinator.")
+                raise FederationError(f"These bytes are not the envelope of a message from a coordinator{SAME_VERSION}.")
             _check_message(asked.body)
             with locked(self.home):
                 return self._answer(asked, message)
@@ -131,7 +131,7 @@ class Site:
         if hello.version != __version__:
             raise FederationError(f"This site runs covey {__version__}, the coordinator {hello.version}; install the same.")
         self.budget.admit(hello.private, asked.run, asked.epoch)
-        draft = Problem.from_json(hello.problem)
+        draft = _read_problem(hello.problem)
         self.policy.check_problem(draft)
         check_model_folder(self.models)  # before the fit, not after it
         if self.policy.secure and not hello.secure:
@@ -144,23 +144,30 @@ class Site:
         return profile_of(self.read(draft.spec), draft, key, self.policy.minimum, private=hello.private is not None)
 
     def _draw_salt(self, asked: Envelope, wanted: DrawSalt) -> SealedSalts:
+        """Draw the key of the tags, once for each run, and seal it for each other site."""
         run = self._runs.load(asked.run)
+        if not run.key:
+            raise FederationError("This site has no key for this run; start a new run.")
         run = replace(run, salt=run.salt or secrets.token_hex(16))
         self._runs.save(asked.run, run)
-        return _sealed_salts(self.name, asked.run, run, wanted.keys)
+        shared, salt = _secrets(self.name, asked.run, run, wanted.keys), bytes.fromhex(run.salt)
+        return SealedSalts({other: seal(key, salt, f"salt for {other}").hex() for other, key in shared.items()})
 
     def _join(self, asked: Envelope, agreed: Agree, run: SiteRun) -> tuple[SiteRun, Any]:
         if self.name not in agreed.roster:
-            raise FederationError(f"Site {self.name!r} is not on the roster of this run.")
+            fix = "add it to --sites and start a new run, or stop its node"
+            raise FederationError(f"Site {self.name!r} is not on the roster of this run; {fix}.")
         self.budget.admit(agreed.private, asked.run, asked.epoch)
-        problem = Problem.from_json(agreed.problem)
+        problem = _read_problem(agreed.problem)
         self.policy.check_problem(problem)
-        check_design(problem)
+        design = check_design(problem)
         if (run.key or self.policy.secure) and not agreed.keys:
             raise FederationError("This run began under masks, and goes on under masks or not at all; start a new run.")
         if agreed.keys:
             run = _join_masked_run(self.name, asked.run, run, agreed)
-        data = grouped(self.read(problem.spec), problem, agreed.cluster_ids())
+        table = self.read(problem.spec)
+        check_shared(table, problem.spec, design.levels, self.policy.minimum)  # a coordinator may have asked less in its hello
+        data = grouped(table, problem, agreed.cluster_ids())
         self.policy.check_clusters(data)
         run = replace(run, agreed=agreed, rows=rows_digest(data), node=None, rosters=(*run.rosters, agreed.roster))
         if agreed.private is not None:
@@ -176,7 +183,7 @@ class Site:
         """Let the node answer a message; if that fails, the node stays as it was."""
         node, _ = self._open(asked.run, run)
         private = None if run.agreed is None else run.agreed.private
-        noisy = releases_sums(asked.body, private)
+        noisy = check_private_message(asked.body, private)
         data, before = node.data, node.snapshot()
         try:
             with threads_for(node.data), np.errstate(over="ignore", invalid="ignore"):
@@ -201,7 +208,7 @@ class Site:
     def _open(self, name: str, run: SiteRun) -> tuple[Node, Problem]:
         """The node and the problem of a run; after a restart from the table and the saved state."""
         if run.agreed is None:
-            raise FederationError("This site has not joined the run.")
+            raise FederationError("This site has not joined the run; start a new run.")
         if name not in self._nodes:
             problem = Problem.from_json(run.agreed.problem)
             data = grouped(self.read(problem.spec), problem, run.agreed.cluster_ids())
@@ -217,6 +224,16 @@ class Site:
 
     def _new_node(self, data: GroupedData, problem: Problem) -> Node:
         return Node(data, problem.loss, np.ones(data.n_clients), draw=self.draw)
+
+
+def _read_problem(plain: Mapping[str, Any]) -> Problem:
+    """The problem of a message, whose settings and formula are checked."""
+    try:
+        return Problem.from_json(plain)
+    except CoveyError:
+        raise
+    except Exception:
+        raise FederationError(f"The problem in this message cannot be read{SAME_VERSION} and start a new run.") from None
 
 
 def open_site(name: str, settings: Mapping[str, Any]) -> Site:
@@ -236,7 +253,7 @@ def open_site(name: str, settings: Mapping[str, Any]) -> Site:
             raise FederationError(f"Site {name!r} has no setting {needed!r}; start its node with {needed}=... .")
     path, home = str(settings["data"]), Path(str(settings["home"]))
     minimum, secure = settings.get("minimum", MINIMUM), settings.get("secure", False)
-    whole("minimum", minimum, least=1)
+    whole(f"'minimum' of site {name!r}", minimum, least=1)
     if not isinstance(secure, bool):
         raise FederationError(f"The 'secure' of site {name!r} must be true or false. Got {secure!r} instead.")
     columns = [column.strip() for column in str(settings["columns"]).split(",")] if settings.get("columns") else None
@@ -255,9 +272,8 @@ def _site_model(node: Node, problem: Problem, delivered: Deliver) -> Model:
         learned = node_learned(node, components, np.array(upper["covariance"]), upper_levels)
     scale = node.find(Scale)
     fit = Fit(node.coefficients(), delivered.w, delivered.wbar, Convergence(**delivered.convergence))
-    return assemble(
-        problem if scale is None else problem.scaled(scale), Fitted(fit, penalty, learned), tree, data.rows_per_client
-    )
+    scaled = problem if scale is None else problem.scaled(scale)
+    return assemble(scaled, Fitted(fit, penalty, learned), tree, data.rows_per_client)
 
 
 def _check_message(body: Any) -> None:
@@ -265,7 +281,7 @@ def _check_message(body: Any) -> None:
     parts = body.messages if isinstance(body, Batch) else (body,)
     for part in parts:
         if not isinstance(part, Message) or isinstance(part, Batch) or (isinstance(part, SiteMessage) and part is not body):
-            raise FederationError(f"A site does not answer {type(part).__name__!r}: it is not a message to it.")
+            raise FederationError(f"A site does not answer {type(part).__name__!r}: it is not a message{SAME_VERSION}.")
 
 
 def _receipt(reply: Any) -> str | None:
@@ -298,24 +314,21 @@ def _public_key(run: SiteRun) -> str:
     return Keys.fresh(bytes.fromhex(run.key)).public.hex() if run.key else ""
 
 
-def _sealed_salts(site: str, name: str, run: SiteRun, keys: Mapping[str, str]) -> SealedSalts:
-    """The key of the tags, sealed for each other site."""
-    shared = _secrets(site, name, run, keys)
-    return SealedSalts({other: seal(key, bytes.fromhex(run.salt), f"salt for {other}").hex() for other, key in shared.items()})
-
-
 def _join_masked_run(site: str, name: str, run: SiteRun, agreed: Agree) -> SiteRun:
     """Check the agreed keys and roster; the run with the key of the tags."""
+    check_keys({other: bytes.fromhex(key) for other, key in agreed.keys.items()})
     if agreed.keys.get(site) != _public_key(run):
         raise FederationError(f"Site {site!r} no longer has its key of this run; start a new run.")
     if set(agreed.keys) != set(agreed.roster):
         raise FederationError("The keys that came with the roster are not those of its sites; start a new run.")
     check_roster(run.rosters, agreed.roster)
-    if not agreed.salt or run.salt:
+    if run.salt:
         return run
-    maker, _, text = agreed.salt.rpartition(":")
+    if not agreed.salt:
+        raise FederationError("This run is masked, but no key for the client tags arrived; start a new run.")
+    drawing_site, _, text = agreed.salt.rpartition(":")
     shared = _secrets(site, name, run, agreed.keys)
-    return replace(run, salt=open_sealed(shared[maker], bytes.fromhex(text), f"salt for {site}").hex())
+    return replace(run, salt=open_sealed(shared[drawing_site], bytes.fromhex(text), f"salt for {site}").hex())
 
 
 def _masked(site: str, asked: Envelope, run: SiteRun, reply: Any) -> Any:
@@ -334,7 +347,8 @@ def _masked(site: str, asked: Envelope, run: SiteRun, reply: Any) -> Any:
 def _secrets(site: str, name: str, run: SiteRun, keys: Mapping[str, str]) -> dict[str, bytes]:
     """The secret that this site shares with each other site in a run."""
     own = Keys.fresh(bytes.fromhex(run.key))
-    return {other: pair_secret(own, bytes.fromhex(key), name) for other, key in keys.items() if other != site}
+    others = {other: bytes.fromhex(key) for other, key in keys.items() if other != site}
+    return {other: pair_secret(own, key, name, (site, other)) for other, key in others.items()}
 
 
 def _without_bounds(reply: Any) -> Any:

@@ -62,7 +62,7 @@ class RunStore:
             file = None if self.home is None else self.home / "runs" / f"{name}.state"
             found = decode(file.read_bytes()) if file is not None and file.exists() else SiteRun()
             if not isinstance(found, SiteRun):
-                raise FederationError(f"The site's file {name!r} of this run is damaged; start a new run.")
+                raise FederationError(f"The site's file runs/{name}.state is damaged; start a new run.")
             self._runs[name] = found
         return self._runs[name]
 

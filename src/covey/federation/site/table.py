@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from covey.errors import DataError, FederationError, FormulaError
 from covey.exact import Exact, segment_sum
 from covey.federation.wire.codec import client_tags, ids_to_json, in_order, keyed_hash
 from covey.federation.wire.messages import Agree, Joined, Profile, SiteTotals, formula_of
-from covey.problem.problem import Problem, as_frame, encode_known, series_values
+from covey.problem.problem import Problem, Spec, as_frame, encode_known, series_values
 from covey.records import digest
 from covey.tables.design import Formula, column, compose, inspect, numeric, repeats, response
 from covey.tables.rows import GroupedData
@@ -30,10 +30,10 @@ def profile_of(table: Any, draft: Problem, key: str = "", minimum: int = 1, *, p
     """
     frame, spec, (formula, lhs) = as_frame(table), draft.spec, formula_of(draft)
     if len(frame) == 0:
-        raise DataError("The table has no rows.")
+        raise DataError("The table has no rows; start the node with a table that has some.")
     columns, levels = inspect(formula.common, frame)
     if lhs in columns:
-        raise FormulaError(f"The response {lhs!r} is also on the right of '~'; a model that knows the answer is of no use.")
+        raise FormulaError(f"The response {lhs!r} is also on the right of '~'; leave it out there.")
     y = series_values(response(formula, frame))
     classes = _classes_of(y) if draft.loss.two_classes else None
     clusters, _ = encode(column(frame, spec.cluster), "cluster") if spec.cluster else (pl.Series(["all"]), None)
@@ -42,12 +42,10 @@ def profile_of(table: Any, draft: Problem, key: str = "", minimum: int = 1, *, p
     # Booleans count as numbers.
     text = y.dtype.kind not in "biuf" and any(isinstance(value, str) for value in y.tolist())
     ids = {"client": kind(client), "cluster": kind(clusters), "response": "text" if text else "numbers"}
-    for name in (spec.weights, spec.offset):
-        if name is not None:
-            numeric(frame, name)
+    for name in filter(None, (spec.weights, spec.offset)):
+        numeric(frame, name)
     repeated = bool(spec.nested) and repeats(column(frame, spec.cluster), column(frame, spec.client))
-    for name in [name for name in (spec.cluster, *levels) if name is not None]:
-        _check_shared(column(frame, name).to_list(), client, minimum, name)
+    check_shared(table, spec, [*filter(None, (spec.cluster, *levels))], minimum)
     if classes is not None and len(client) == len(y):
         classes = tuple(value for value in classes if client.filter(pl.Series(y == value)).n_unique() >= minimum)
     sent = {} if private else {name: tuple(values) for name, values in levels.items()}
@@ -59,33 +57,36 @@ def _classes_of(y: Anything) -> tuple[Any, ...]:
     """The classes of a binary response."""
     missing = np.array([is_missing(value) for value in y.tolist()])
     if missing.any():
-        row = int(missing.argmax())
-        raise DataError(f"The response is missing (NaN) in row {row}; fill the value or leave the row out.")
+        raise DataError(f"The response is missing (NaN) in row {int(missing.argmax())}; fill the value or leave the row out.")
     distinct = set(y.tolist())
     if not all(isinstance(value, str | int | float) for value in distinct):
         raise FederationError("Classes of a response across sites are text, numbers or booleans; convert the column.")
     if len(distinct) > 2:
-        raise FederationError(f"The response has {len(distinct)} classes here, where the bernoulli family has two.")
+        many = f"The response has {len(distinct)} classes here, where the bernoulli family has two"
+        raise FederationError(f"{many}; merge classes, or choose another --family.")
     return tuple(in_order(distinct))
 
 
-def _check_shared(values: Sequence[Any], client: pl.Series, minimum: int, name: str) -> None:
-    """Refuse a column whose values are sent, if fewer clients than the minimum have one of them."""
-    if minimum <= 1 or len(client) != len(values):
-        return
-    clients = pl.DataFrame({"value": values, "client": client}).group_by("value").agg(pl.col("client").n_unique())["client"]
-    if min(clients.to_list()) < minimum:
-        fix = "merge such values, lower the site's minimum, or leave their rows out"
-        raise FederationError(f"Column {name!r} has a value that fewer than {minimum} clients here have; {fix}.")
+def check_shared(table: Any, spec: Spec, names: Iterable[str], minimum: int) -> None:
+    """Refuse a column of clusters or categories, if fewer clients than the minimum have one of its values."""
+    frame = as_frame(table)
+    for name in names if minimum > 1 and spec.client is not None else ():
+        shared = pl.DataFrame(
+            {"value": column(frame, name).to_list(), "client": as_labels(column(frame, spec.client), "client")}
+        )
+        if min(shared.group_by("value").agg(pl.col("client").n_unique())["client"].to_list()) < minimum:
+            rare = f"Column {name!r} has a value that fewer than {minimum} clients here have"
+            raise FederationError(f"{rare}; merge such values, lower this site's --minimum, or leave their rows out.")
 
 
-def check_design(problem: Problem) -> None:
+def check_design(problem: Problem) -> Formula:
     """Refuse an agreed design that does not belong to the formula: the design says which columns are read, and how."""
     formula, _ = formula_of(problem)
     design = problem.design
     if not isinstance(design, Formula) or Formula.of(formula.common, design.columns, design.levels).terms != design.terms:
         text = problem.spec.formula
         raise FederationError(f"The design that was agreed on is not that of the formula {text!r}; start a new run.")
+    return design
 
 
 def grouped(table: Any, problem: Problem, clusters: pl.Series) -> GroupedData:
@@ -107,7 +108,8 @@ def grouped(table: Any, problem: Problem, clusters: pl.Series) -> GroupedData:
     tree = data.hierarchy
     place = lookup(tree.cluster_ids, clusters, "cluster")
     if (place < 0).any():
-        raise FederationError("The table has a cluster that it had not when the run began; put it back, or start a new run.")
+        new = "The table has a cluster that it did not have when the run began"
+        raise FederationError(f"{new}; put the old table back, or start a new run.")
     sizes = np.zeros(len(clusters), dtype=np.int64)
     sizes[place] = tree.sizes
     whole = Hierarchy(np.concatenate([[0], np.cumsum(sizes)]), tree.client_ids, clusters)

@@ -20,6 +20,7 @@ from covey.errors import FederationError
 from covey.exact import WIDE, Exact
 from covey.records import Record, RecordError, build, names
 
+SAME_VERSION = "; install the same version of covey everywhere"  # the fix in errors about unreadable messages
 _ID_TYPES: dict[str, Any] = {
     "integers": pl.Int64,
     "text": pl.String,
@@ -36,7 +37,7 @@ class Envelope(Record):
     Attributes
     ----------
     run : name of the run
-    epoch : how often the run has started; it starts again when it goes on with fewer sites
+    epoch : number of the start of the run, from 0; it starts again when it continues with fewer sites
     exchange : number of the exchange in its epoch; only exchanges that change nodes count
     body : a :class:`~covey.nodes.network.Message` to a site; to the coordinator the reply, or a :class:`Refusal`
     mute : whether the site is to send a receipt only; a site that repeats exchanges after a loss sends no sum twice

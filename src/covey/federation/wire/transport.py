@@ -92,5 +92,6 @@ def wait_for_sites(
             say(f"waiting for {missing}; connected: {listing(here) or 'none'}")
             before = here
         if time.monotonic() - start >= patience:
-            raise FederationError(f"Not connected after {patience:g} seconds: {missing}; start covey node there.")
+            late = f"Not connected after {patience:g} seconds: {missing}"
+            raise FederationError(f"{late}; start covey node there, or change --sites.")
         time.sleep(1.0)

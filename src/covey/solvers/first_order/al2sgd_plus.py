@@ -198,7 +198,7 @@ class KatyushaBegin(Message[None], label="al2sgd_plus begin", reply=False):
 
 @dataclass(frozen=True)
 class KatyushaMove(Message[ClusterSums], label="al2sgd_plus move"):
-    """Finish the iteration that waited for averages, take local iterations, reply with sums of ``theta`` or of a new anchor."""
+    """Finish the iteration that needed averages, take local iterations, and reply with sums of ``theta`` or of a new anchor."""
 
     move: Move
 

@@ -203,7 +203,7 @@ def _ranks(node: Node) -> Ints:
 
 
 def next_pull(top: Centres, shares: Shares, rate: StepSizes, gamma: Floats, means: Floats, now: Round, anchor: Floats) -> Pull:
-    """All steps towards averages after the exchange of a round, as one: first those between clusters, then those within.
+    """All steps towards averages after the exchange of a round, combined: first those between clusters, then those within.
 
     ``gamma (k,)`` is the penalty of each cluster's clients. It matters only if several steps follow one exchange.
     """
@@ -224,7 +224,7 @@ Steps = Literal["constant", "switching"]
 STEPS = ("constant", "switching")
 
 
-def descent(
+def l2gd_setup(
     name: str, network: Network, penalty: Penalty, constants: Constants, recipe: Recipe, eta: float | None, steps: Steps
 ) -> Setup:
     """Algorithm 1 with any probabilities, for the loop that all randomised algorithms share."""
@@ -354,5 +354,5 @@ def l2gd(
     (True, 6.75)
     """
     control, constants = prepare("l2gd", network, penalty, options, mu=mu, L=L)
-    setup = descent("l2gd", network, penalty, constants, recipe(constants, p0=p0, p=p, tau=tau), eta, steps)
+    setup = l2gd_setup("l2gd", network, penalty, constants, recipe(constants, p0=p0, p=p, tau=tau), eta, steps)
     return run(network, penalty, setup, control)

@@ -54,9 +54,11 @@ class Control:
     Attributes
     ----------
     seed : determines the random choices and the rows that are sampled
-    tol : stop when the objective is certified to be within this share of its minimum, both measured above a perfect fit
+    tol : stop when the gap of the objective to its minimum is certified to be at most ``tol`` times the objective, measured
+        above that of a perfect fit
     max_iter : largest number of iterations; by default twice what the theorem needs, at most a million
-    every : iterations between checks; by default a quarter of those in which the distance shrinks by e, more later in a run
+    every : iterations between checks; by default a quarter of the iterations in which the theorem shrinks the distance by a
+        factor of e, and more later in a run
     start : a fit or coefficients (n, d) to begin at; by default zero
     minimum : the minimum of the objective, if you have it; the history then has the true gap
     checkpoint : file to write at each check; a run whose checkpoint exists continues from it, to the same bits

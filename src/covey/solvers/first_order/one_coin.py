@@ -21,7 +21,7 @@ from covey.nodes.network import Network
 from covey.objective.objective import Objective, Penalty
 from covey.objective.theory import Constants, Probabilities, Recipe, mixing
 from covey.solvers.costs import Cost, Setting
-from covey.solvers.first_order.l2gd import Steps, descent, descent_cost
+from covey.solvers.first_order.l2gd import Steps, descent_cost, l2gd_setup
 from covey.solvers.first_order.loop import Control, ControlOptions, prepare, run
 from covey.solvers.first_order.schedule import Choices
 from covey.solvers.registry import algorithm
@@ -150,5 +150,5 @@ def one_coin(
     (True, [4.5])
     """
     control, constants = prepare("one_coin", network, penalty, options, mu=mu, L=L)
-    setup = descent("one_coin", network, penalty, constants, recipe(constants, p), eta, steps)
+    setup = l2gd_setup("one_coin", network, penalty, constants, recipe(constants, p), eta, steps)
     return run(network, penalty, setup, control)
