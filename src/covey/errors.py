@@ -93,13 +93,7 @@ def warn(sentence: str) -> None:
 
 
 def number(
-    name: str,
-    value: Any,
-    *,
-    least: float = -math.inf,
-    above: float = -math.inf,
-    below: float = math.inf,
-    kind: type = Real,
+    name: str, value: Any, *, least: float = -math.inf, above: float = -math.inf, below: float = math.inf, kind: type = Real
 ) -> float:
     """Return a parameter that is a finite number in range; booleans are not numbers. A name with a space is printed as it is.
 

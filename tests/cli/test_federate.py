@@ -75,7 +75,6 @@ def test_a_direct_solver_makes_the_exchanges_that_a_plan_counts(solver, exchange
     """A sweep is one exchange in the plan and two messages to each site: up, then down."""
     run = outcome(SOLVERS[solver], settings=RunSettings(secure=masked))
     assert run.model.convergence.exchanges == exchanges
-    assert sum(each.second for each in run.exchanges) == halves
     assert made(run, "fit") == exchanges + halves
 
 

@@ -110,20 +110,16 @@ class Message(Record, Generic[R]):
     """A message from the coordinator to nodes.
 
     ``class Step(Message[Sums], label="step", phase="fit")`` declares its name in reports and its purpose. A message with
-    ``reply=False`` has no reply, and is sent together with the next message that has one. ``second=True`` marks the second
-    half of an exchange that plans count once.
+    ``reply=False`` has no reply, and is sent together with the next message that has one.
     """
 
     label: ClassVar[str] = ""
     phase: ClassVar[Phase] = "fit"
     reply: ClassVar[bool] = True
-    second: ClassVar[bool] = False
 
-    def __init_subclass__(
-        cls, label: str = "", phase: Phase = "fit", reply: bool = True, second: bool = False, **settings: Any
-    ) -> None:
+    def __init_subclass__(cls, label: str = "", phase: Phase = "fit", reply: bool = True, **settings: Any) -> None:
         super().__init_subclass__(**settings)
-        cls.label, cls.phase, cls.reply, cls.second = label or cls.__name__, phase, reply, second
+        cls.label, cls.phase, cls.reply = label or cls.__name__, phase, reply
 
     @property
     def cells(self) -> Anything | None:

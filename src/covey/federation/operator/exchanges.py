@@ -153,7 +153,7 @@ class Exchanges:
         seconds = time.perf_counter() - start
         total = gather({site: replies[site] for site in sorted(replies)})
         down, up = traffic.tolist()
-        about = Exchange(declared.label, phase or declared.phase, declared.second, len(messages), down, up, seconds)
+        about = Exchange(declared.label, phase or declared.phase, len(messages), down, up, seconds)
         return Entry(self._compact(messages), encode(total), about)
 
     def _send(self, messages: Mapping[str, bytes], traffic: Ints) -> dict[str, Envelope | Unusable]:

@@ -37,7 +37,7 @@ class Exchange(Record):
 
     Attributes
     ----------
-    label, phase, second : as the message declares them
+    label, phase : as the message declares them
     sites : number of sites that took part
     down, up : bytes over all sites
     seconds : until the last reply
@@ -45,7 +45,6 @@ class Exchange(Record):
 
     label: str
     phase: Phase
-    second: bool
     sites: int
     down: int
     up: int

@@ -89,7 +89,7 @@ class SweepReport(Reply):
 
 
 @dataclass(frozen=True)
-class SweepDown(Message[SweepReport], label="sweep down", second=True):
+class SweepDown(Message[SweepReport], label="sweep down"):
     """Put each client at its best coefficients, given the clusters' models ``w (k, d)``."""
 
     w: Floats

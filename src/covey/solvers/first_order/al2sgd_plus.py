@@ -31,14 +31,15 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from covey._typing import Anything, Floats
+from covey._typing import Anything, Floats, Ints
 from covey.errors import SolverError, probability
+from covey.kernels import accumulate_rows
 from covey.nodes.network import Message, Network, Node
 from covey.objective.objective import Objective, Penalty
 from covey.objective.theory import Constants, Probabilities, Recipe, Shares, expected_smoothness, mixing, probabilities
 from covey.records import Record
 from covey.solvers.costs import Cost, Setting
-from covey.solvers.first_order import kernels, plain
+from covey.solvers.first_order import kernels
 from covey.solvers.first_order.loop import Control, ControlOptions, Setup, prepare, run
 from covey.solvers.first_order.protocol import Centres, ClientBlocks, ClusterSums, Move, Pull, empty_digits, node_sums, summed
 from covey.solvers.first_order.schedule import Choices, PerCluster, Round, Schedule, streams, uniforms
@@ -222,13 +223,44 @@ class KatyushaMove(Message[ClusterSums], label="al2sgd_plus move"):
                 pace.b2), move.wanted, points.x, points.gradient, before, points.z, y, z, sums,
             )  # fmt: skip
         else:
-            y, z, sums = plain.al2sgd_plus_move(node, clients, begin, points, rows, move)
+            y, z, sums = numpy_move(node, clients, begin, points, rows, move)
         node.theta = y
         if move.refresh:  # lines 26 to 29
             node.keep(KatyushaPoints(y, z, node.loss.gradient(node.data, y)))
             return node_sums(node, begin.total, y)
         node.keep(replace(points, z=z))
         return summed(blocks, sums)
+
+
+def numpy_move(
+    node: Node, clients: ClientBlocks, begin: KatyushaBegin, points: KatyushaPoints, streams: Ints, move: Move
+) -> tuple[Floats, Floats, Ints]:
+    """The move for a loss without compiled kernels; returns the new ``y`` and ``z``, and the digits of the sums."""
+    loss, X, target, weights, offset, scale, ridge, client_ptr = clients.operands
+    y, z, pace, blocks = node.coefficients().copy(), points.z.copy(), begin.pace, clients.blocks
+    sums = empty_digits(blocks, y.shape[1])
+    for block, j in enumerate(blocks.owner.tolist()):
+        part = slice(*blocks.ptr[block : block + 2].tolist())
+        rows, local = node.data.rows_per_client[part], begin.local[j]
+        filled, x = rows > 0, points.x[part]
+        for s in range(-1 if move.exchanged[j] else 0, move.steps[j]):
+            theta, g = pace.theta(x, y[part], z[part]), points.gradient[part].copy()
+            if s < 0:
+                g += node.gamma[part, None] * (move.pull.strength[j] * (theta - x) - move.pull.force[j])
+            else:
+                g += local * ridge * (theta - x)
+                drawn = (uniforms(streams[part], int(move.start[j]) + s, 1)[:, 0] * rows).astype(np.int64)
+                row = (client_ptr[part] + drawn)[filled]
+                shift = offset[row] if len(offset) else 0.0
+                margins = (shift + np.einsum("ia,ia->i", X[row], at[filled]) for at in (theta, x))
+                here, there = (loss.slopes(margin, target[row]) for margin in margins)
+                size = (local * rows * scale[part])[filled] * (weights[row] if len(weights) else 1.0)
+                g[filled] += (size * (here - there))[:, None] * X[row]
+            y[part] = theta - pace.eta * g
+            z[part] = pace.b1 * z[part] + (1.0 - pace.b1) * theta + pace.b2 / pace.eta * (y[part] - theta)
+        if move.wanted[j]:
+            accumulate_rows(sums[block], clients.share[part], pace.theta(x, y[part], z[part]))
+    return y, z, sums
 
 
 # The coordinator

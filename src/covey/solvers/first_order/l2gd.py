@@ -26,13 +26,14 @@ import numpy as np
 
 from covey._typing import Anything, Floats, Ints
 from covey.errors import one_of
+from covey.kernels import accumulate_rows
 from covey.nodes.network import Message, Network, Node
 from covey.objective import theory
 from covey.objective.objective import Objective, Penalty
 from covey.objective.theory import Constants, Probabilities, Recipe, Shares, mixing
 from covey.records import Count, Record
 from covey.solvers.costs import Cost, Setting
-from covey.solvers.first_order import kernels, plain
+from covey.solvers.first_order import kernels
 from covey.solvers.first_order.loop import Control, ControlOptions, Setup, prepare, run
 from covey.solvers.first_order.protocol import Centres, ClientBlocks, ClusterSums, Move, Pull, empty_digits, summed
 from covey.solvers.first_order.schedule import Choices, PerCluster, Round, Schedule
@@ -151,9 +152,25 @@ class L2gdMove(Message[ClusterSums], label="l2gd move"):
                 move.wanted, theta, out, sums,
             )  # fmt: skip
         else:
-            out, sums = plain.l2gd_move(node, clients, begin, move)
+            out, sums = numpy_move(node, clients, begin, move)
         node.theta = out
         return summed(blocks, sums)
+
+
+def numpy_move(node: Node, clients: ClientBlocks, begin: L2gdBegin, move: Move) -> tuple[Floats, Ints]:
+    """The move for a loss without compiled kernels; returns the new coefficients, and the digits of the sums."""
+    theta, blocks = node.coefficients(), clients.blocks
+    out, sums = np.empty_like(theta), empty_digits(blocks, theta.shape[1])
+    for block, j in enumerate(blocks.owner.tolist()):
+        first, last = blocks.ptr[block : block + 2].tolist()
+        data, part = node.data.clients(first, last), slice(first, last)
+        at = theta[part] - node.gamma[part, None] * (move.pull.strength[j] * theta[part] - move.pull.force[j])
+        for t in range(move.start[j], move.start[j] + move.steps[j]):
+            at = at - begin.local[j] * begin.rate.at(t) * node.loss.gradient(data, at)
+        out[part] = at
+        if move.wanted[j]:
+            accumulate_rows(sums[block], clients.share[part], out[part])
+    return out, sums
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ class AskMeans(Message[ClusterSums], label="means"):
 
 
 @dataclass(frozen=True)
-class CheckGap(Message[CheckReply], label="check", second=True):
+class CheckGap(Message[CheckReply], label="check"):
     """Ask for value and gradient at the clients' coefficients, given the clusters' centres ``w (k, d)``."""
 
     w: Floats
