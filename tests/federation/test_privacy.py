@@ -222,7 +222,7 @@ def test_a_delta_that_is_too_large_is_refused():
         (spec(solver="l2gd"), "leave out solver='l2gd'"),
         (spec(james_stein=True), "does not go with james_stein"),
         (spec(standardize=True), "does not go with standardize"),
-        (spec(gamma=None, lam=None, baseline="single-model"), "baseline='single-model' across sites"),
+        (spec(gamma=None, lam=None, baseline="single-model"), "baseline='single-model' is not supported"),
     ],
 )
 def test_what_would_send_more_is_refused_before_the_first_message(asked, why):

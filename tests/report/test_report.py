@@ -56,7 +56,7 @@ def test_the_mean_of_a_client_alone_is_its_least_squares_fit(homes):
 
 
 def test_the_title_of_the_figure_is_true(homes):
-    """Counties with few homes borrow from their state; counties with many keep their own mean. In every state."""
+    """Counties with few homes borrow from their state; counties with many stay close to their own mean. In every state."""
     _, problem = read_rows(homes, resolve(Spec(client="county", cluster="state", formula="log_radon ~ floor")))
     data, _ = read_rows(homes, problem)
     model = fit(InMemory.of(data, problem.loss), problem)

@@ -59,7 +59,7 @@ def demo(
         figure = shrinkage_figure(
             shrinkage,
             out / "shrinkage.png",
-            title="Counties with few homes borrow from their state; counties with many keep their own mean",
+            title="Counties with few homes borrow from their state; counties with many stay close to their own mean",
             clients="counties",
             rows="homes in the county",
             unit="log radon",
