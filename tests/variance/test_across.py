@@ -321,7 +321,7 @@ def test_a_specification_gives_the_fit_in_memory(family, asked):
         (
             {"baseline": "single-model"},
             SolverError,
-            "baseline='single-model' is not supported across sites; give gamma and lam",
+            "baseline='single-model' is not supported across sites; leave it out",
         ),
         ({"penalty": "cv"}, SolverError, "penalty='cv' is not supported across sites"),
         ({"gamma": np.ones(24)}, PenaltyError, "Across sites gamma is one number, or one for each cluster"),

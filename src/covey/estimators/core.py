@@ -54,15 +54,18 @@ class EstimatorCore:
     gamma, lam, alpha : number, mapping from ids to numbers, array or None
         Penalties that you choose yourself. ``gamma`` pulls clients to their cluster (one number for all, or by client or
         cluster). ``lam`` pulls clusters to the global model. ``alpha`` in [0, 1] may replace ``lam``: 0 makes clusters
-        independent, 1 makes them equal. One of ``gamma`` and ``lam`` that is missing is 1.0. The penalty is the same for every
-        coefficient, so columns should be on comparable scales.
+        independent, 1 makes them equal. If one of the three is given, nothing is learned: a missing ``gamma`` is then
+        1.0, and so is a missing ``lam`` unless ``alpha`` is given. The penalty is the same for every coefficient, so columns
+        should be on comparable scales.
     penalty : {"auto", "reml", "ml", "cv"}
-        How the variance components are estimated. A penalty is the residual variance divided by a random-effect variance.
+        How the variance components are estimated; the name is the paper's. A penalty is the residual variance (1 in a logistic
+        or Poisson model, the dispersion in a Gamma model) divided by a random-effect variance.
         ``"reml"`` and ``"ml"`` maximise the restricted or the full likelihood (Laplace's approximation where the model is not
         linear). ``"cv"`` searches a grid of penalties by cross-validation, as the paper does. ``"auto"`` is REML for the linear
         model and ML for the others; it learns nothing if ``gamma``, ``lam`` or ``alpha`` is given.
     vary : list of terms, mapping from "client" and "cluster" to lists, or None
-        Terms that differ by client and by cluster. The others are common to all. None lets all terms vary.
+        Terms that differ by client and by cluster. The others are common to all. None takes what the bars say;
+        without bars all terms vary.
     covariance : {None, "isotropic", "diagonal", "full"}, or mapping from "client" and "cluster" to one of them
         Covariance of the varying terms: one variance for all of them (the paper's model), one for each, or correlations too.
         None takes what the bars say, full for ``|`` and diagonal for ``||``; without bars it is diagonal.

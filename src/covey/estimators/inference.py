@@ -97,7 +97,8 @@ class InferenceMethods(EstimatorCore):
     def reliability(self) -> IntoDataFrame:
         """Tabulate how much the rows of each client determine its coefficients.
 
-        The reliability is one minus the posterior variance of the client's deviation from its cluster over the prior variance.
+        The reliability is ``1 - v / s``: ``s`` is the variance of the term between clients, and ``v`` is the posterior variance
+        of the client's deviation from its cluster, with the cluster's coefficients taken as known.
 
         Returns
         -------
@@ -129,10 +130,11 @@ class InferenceMethods(EstimatorCore):
     ) -> Floats:
         """Predict an interval for the mean response of each row, or for a new response.
 
-        With ``level="client"`` the interval of an unseen client includes the variation between clients, and that of an unseen
-        cluster also the variation between clusters. With ``level="cluster"`` that of an unseen cluster includes only the
-        latter. With ``level="global"`` it includes neither. The variance components are treated as known, so intervals are too
-        short with few groups.
+        With ``level="client"`` the interval includes the variation between clients if the client is unseen, and also that
+        between clusters if the cluster is unseen. With ``level="cluster"`` it is for the cluster's own model: it does not
+        include the variation between clients, and includes that between clusters if the cluster is unseen. With
+        ``level="global"`` it includes no variation between groups. The variance components are treated as known, so intervals
+        are too short with few groups.
 
         Parameters
         ----------

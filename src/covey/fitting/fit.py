@@ -131,7 +131,7 @@ def check_elsewhere(spec: Spec) -> None:
     """Raise an error for settings that need all rows in this process, before any site receives a message."""
     for asked, what in ((spec.baseline is not None, f"baseline={spec.baseline!r}"), (spec.learns == "cv", "penalty='cv'")):
         if asked:
-            raise SolverError(f"{what} is not supported across sites; give gamma and lam, or use penalty='reml' or 'ml'.")
+            raise SolverError(f"{what} is not supported across sites; leave it out, and give or learn gamma and lam.")
     for name in ("checkpoint", "start"):
         if name in (spec.options or {}):
             raise SolverError(f"The option {name!r} needs all clients in memory; leave it out of a fit across sites.")
@@ -263,5 +263,5 @@ def _refuse_one_client(network: Network, problem: Problem) -> None:
 def _only_one(level: str, named: str) -> DataError:
     return DataError(
         f"There is only one {level}{named}, so a variance between {level}s cannot be estimated; leave out {level}= (or its "
-        "bar), or give gamma and lam."
+        "part of the bar), or write the formula without bars and give gamma and lam."
     )

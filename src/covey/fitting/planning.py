@@ -89,15 +89,16 @@ def plan(
     Parameters
     ----------
     table : GroupedData or data frame
-        The rows. A data frame also needs ``formula``, ``client`` and ``cluster``.
+        The rows. A data frame also needs ``formula`` and ``client``, and ``cluster`` if there are clusters.
     spec : Spec, optional
-        The problem. Its columns are not used if the rows are grouped already. Instead of ``spec``, give ``family`` and
-        ``settings``.
+        The problem. Give either ``spec``, or ``family`` and ``settings``. If the rows are grouped already, the columns that it
+        names are not used.
     family : str or Loss, optional
         "gaussian", "bernoulli", "poisson", "gamma", or a loss from :func:`covey.losses.from_functions`. The default is
         "gaussian".
     accuracy : float, optional
-        Target: this share of the squared distance between zero and the minimiser. The default is 1e-6.
+        Target: the squared distance to the minimiser, as a share of that at the start, where all coefficients are zero. The
+        default is 1e-6.
     latency : float, optional
         Seconds that a message takes one way. The default is 0.05.
     bandwidth : float, optional

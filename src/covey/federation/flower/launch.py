@@ -224,7 +224,7 @@ def _check_file(path: Path, what: str) -> Path:
 def _check_secret(path: Path) -> Path:
     _check_file(path, "key")
     if path.read_bytes()[:6] in (b"ssh-rs", b"ssh-ed", b"ecdsa-"):
-        raise FederationError(f"The key {str(path)!r} is the public half, the operator's; give the private one, without .pub.")
+        raise FederationError(f"The key {str(path)!r} is the public half; give the private half, the file without .pub.")
     if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise FederationError(f"The key {str(path)!r} is open to other users of this machine; chmod 600 it.")
     return path

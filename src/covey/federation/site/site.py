@@ -135,7 +135,7 @@ class Site:
         self.policy.check_problem(draft)
         check_model_folder(self.models)  # before the fit, not after it
         if self.policy.secure and not hello.secure:
-            raise FederationError("This site sends its sums under masks only; run it with --secure.")
+            raise FederationError("This site sends its sums under masks only; start the run with --secure.")
         run = self._runs.load(asked.run)
         if hello.secure:
             run = replace(run, key=run.key or Keys.fresh().private.hex())
@@ -162,7 +162,7 @@ class Site:
         self.policy.check_problem(problem)
         design = check_design(problem)
         if (run.key or self.policy.secure) and not agreed.keys:
-            raise FederationError("This run began under masks, and goes on under masks or not at all; start a new run.")
+            raise FederationError("This run needs masks, but the agreement has no keys; start a new run with --secure.")
         if agreed.keys:
             run = _join_masked_run(self.name, asked.run, run, agreed)
         table = self.read(problem.spec)

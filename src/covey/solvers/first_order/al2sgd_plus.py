@@ -322,8 +322,8 @@ def al2sgd_plus(
 ) -> Fit:
     """Minimise the objective by Async-AL2SGD+, Algorithm 2 (async_al2sgd_plus) of the paper.
 
-    It is accelerated, reduces the variance of its steps, and reads one row of each client in an iteration. It converges to the
-    minimiser at a linear rate.
+    It is accelerated and reduces the variance of its steps. A local step reads one row of each client, a refresh of the
+    anchor all rows. It converges to the minimiser at a linear rate.
 
     Parameters
     ----------

@@ -344,9 +344,10 @@ def l2gd(
     eta : float, optional
         The constant step; by default the largest of Theorem 3.5 (conv_rate).
     p0 : float, optional
-        Probability of an exchange between clusters; by default that of Corollary 3.6 (opt_conv_rate).
+        Probability that an iteration is an exchange between clusters; by default that of Corollary 3.6 (opt_conv_rate).
     p : float or (k,) array, optional
-        Probability of an exchange within each cluster; by default that of Corollary 3.6 (opt_conv_rate).
+        Probability of an exchange within each cluster, in an iteration without an exchange between clusters; by default that
+        of Corollary 3.6 (opt_conv_rate).
     tau : float or (k,) array, optional
         Share of the step towards the cluster average that an exchange between clusters takes; by default that of
         Proposition 3.3 (opt_tau).
