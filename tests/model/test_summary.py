@@ -167,3 +167,13 @@ def test_one_gamma_for_all_is_printed_as_one_number_across_sites_too(gamma):
     assert f"penalties gamma {gamma:.4g} (client to cluster), lam 1 (cluster" in describe(model)
     low, high = Summary(model).to_json()["penalty"]["gamma"]
     assert low == high == pytest.approx(gamma)
+
+
+def test_without_groups_nothing_is_said_to_be_learned():
+    with pytest.warns(UserWarning, match="No clients were named"):
+        model = HierarchicalRegressor().fit(FRAME[["x"]].to_numpy(), FRAME["y"])
+    assert "REML" not in str(model)
+    assert "plain regression" in str(model)
+    assert document(model)["method"] is None
+    slope, intercept = np.polyfit(FRAME["x"], FRAME["y"], 1)
+    np.testing.assert_allclose(model.global_coef_, [intercept, slope], rtol=1e-9)

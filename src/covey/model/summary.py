@@ -50,7 +50,8 @@ class Summary:
         }
         if learned is None:
             penalty = None if model.penalty is None else {"gamma": _ends(_gammas(model)), "lam": _ends(model.penalty.lam)}
-            return {**document, "method": model.spec.learns, "penalty": penalty, "warnings": []}
+            method = model.spec.learns if document["clients"] > 1 else None
+            return {**document, "method": method, "penalty": penalty, "warnings": []}
         components = learned.components
         levels = {"cluster": components.cluster, "client": components.client}
         return {
@@ -124,14 +125,13 @@ def facts(model: Model) -> list[str]:
         return [*lines, *_test_lines(components), *(f"note: {note}" for note in components.notes)]
     if model.penalty is not None:
         learned_by = {"cv": ", by cross-validation", "reml": ", by REML", "ml": ", by ML"}.get(spec.learns or "", "")
-        lines.append(
-            f"penalties gamma {_range(_gammas(model))} (client to cluster), lam {_range(model.penalty.lam)} "
-            f"(cluster to global){learned_by}, loss by {spec.reduction} over rows"
-        )
+        gamma, lam = _range(_gammas(model)), _range(model.penalty.lam)
+        penalties = f"penalties gamma {gamma} (client to cluster), lam {lam} (cluster to global){learned_by}"
+        chosen = "one client only: a plain regression, in which penalties have no effect" if number == 1 else penalties
+        lines.append(f"{chosen}, loss by {spec.reduction} over rows")
     end = model.convergence
-    close = end.converged and end.gap is not None
-    lines.append(f"{end.solver}: {end.message}" + (f", objective within {end.gap:.0e} of its minimum" if close else ""))
-    return lines
+    gap = f", objective within {end.gap:.0e} of its minimum" if end.converged and end.gap is not None else ""
+    return [*lines, f"{end.solver}: {end.message}{gap}"]
 
 
 def _gammas(model: Model) -> Floats:
