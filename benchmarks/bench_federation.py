@@ -18,7 +18,7 @@ from covey.federation.operator.settings import RunSettings
 from covey.federation.site.policy import Policy
 from covey.federation.site.site import Site
 from covey.federation.wire.transport import InProcess
-from covey.problem.problem import Spec
+from covey.problem.problem import Spec, resolve
 
 CLUSTERS, ROWS, SITES = 100, 20, 10
 
@@ -52,7 +52,7 @@ def run(clients: int, family: str, secure: bool) -> tuple[float, int]:
     transport = Timed(sites_of(clients, family))
     spec = Spec(family=family, formula="y ~ x1 + x2", client="client", cluster="cluster", gamma=2.0)
     start = time.perf_counter()
-    outcome = run_fit(transport, transport.sites(), spec, RunSettings(secure=secure))
+    outcome = run_fit(transport, transport.sites(), resolve(spec), RunSettings(secure=secure))
     own = time.perf_counter() - start - transport.seconds
     fit = [each for each in outcome.exchanges if each.phase not in ("set-up", "finish")]
     return 1000 * own / len(outcome.exchanges), max(each.up for each in fit) // SITES

@@ -32,7 +32,7 @@ def table(n):
     return X, rng.standard_normal(len(client)), client, cluster
 
 def fit(X, y, client, cluster):
-    return HierarchicalRegressor(fit_intercept=False).fit(X, y, client=client, cluster=cluster)
+    return HierarchicalRegressor(fit_intercept=False, gamma=1.0, lam=1.0).fit(X, y, client=client, cluster=cluster)
 
 fit(*table(1000))
 arrays = table(n)
