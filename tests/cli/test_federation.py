@@ -43,7 +43,7 @@ def starts_nothing(monkeypatch):
         ((*NODE, "--key", "b.key", "--ca", "a.crt"), ["key 'b.key'", "check the path"]),
         ((*NODE, "--key", "a.key", "--ca", "b.crt"), ["certificate 'b.crt'", "check the path"]),
         ((*NODE, "--key", "open.key", "--ca", "a.crt"), ["key 'open.key'", "chmod 600"]),
-        ((*NODE, "--key", "a.key.pub", "--ca", "a.crt"), ["key 'a.key.pub'", "public half", "give the private one"]),
+        ((*NODE, "--key", "a.key.pub", "--ca", "a.crt"), ["key 'a.key.pub'", "public half", "give the private half"]),
         ((*NODE, "--insecure", "--site", "a", "--minimum", "0"), ["--minimum", ">= 1", "Got 0"]),
         ((*NODE[:-1], "localhost", "--insecure", "--site", "a"), ["--link", "host and port", "'localhost'"]),
         (("link",), ["--cert and --key", "--insecure"]),
