@@ -36,6 +36,8 @@ RUNS = {
     "l2gd": spec(solver="l2gd", max_iter=40),
     "one_coin": spec("bernoulli", solver="one_coin", max_iter=40),
     "al2sgd_plus": spec(solver="al2sgd_plus", max_iter=40),
+    "apgd": spec("bernoulli", solver="apgd", max_iter=40),
+    "proxskip": spec(solver="proxskip", max_iter=40),
 }
 
 
@@ -50,7 +52,7 @@ def run(asked, **terms):
     return frame, sites, carrier, outcome
 
 
-LONG = ("laplace", "one_coin", "al2sgd_plus")  # thousands of messages each
+LONG = ("laplace", "one_coin", "al2sgd_plus", "proxskip")  # thousands of messages each
 SOLVERS = [pytest.param(solver, marks=pytest.mark.federation) if solver in LONG else solver for solver in RUNS]
 
 

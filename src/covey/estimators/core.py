@@ -83,9 +83,10 @@ class EstimatorCore:
         are near zero. Row weights count as precisions. Across sites the Gaussian loss needs no further exchange for it.
     baseline : {None, "single-model", "locally-trained", "single-cluster"}
         Fit a simpler model for comparison: one model for all rows, one for each client alone, or clients without clusters.
-    solver : {"auto", "sweep", "newton", "l2gd", "al2sgd_plus", "one_coin"}
-        ``"sweep"`` is exact for the linear model, ``"newton"`` fits any family. The others are the randomised algorithms of the
-        paper. ``"auto"`` takes ``"sweep"`` or ``"newton"``; :func:`covey.plan` shows what each would cost on a network.
+    solver : {"auto", "sweep", "newton", "apgd", "proxskip", "l2gd", "al2sgd_plus", "one_coin"}
+        ``"sweep"`` is exact for the linear model, ``"newton"`` fits any family. The others exchange vectors instead of
+        matrices: ``"apgd"`` with the fewest exchanges, and four randomised algorithms. ``"auto"`` takes ``"sweep"`` or
+        ``"newton"``; :func:`covey.plan` shows what each would cost on a network.
     options : mapping or None
         Options of the randomised algorithms: ``steps``, ``eta``, ``p0``, ``p``, ``tau``, ``rho``, ``mu``, ``L``, ``vote``,
         ``every``, ``checkpoint``, ``minimum``. The functions in :mod:`covey.solvers` explain them.

@@ -174,7 +174,8 @@ def race(
                 fit = minimise(data, problem.loss, objective.penalty, solver=solver, options=options, **limits)
             except SolverError:
                 continue  # the plan gives the reason
-        histories[name] = _history(fit)
+        path = _history(fit)
+        histories[name] = path if path["exchanges"][0] == 0 else pl.concat([at_zero, path])
     gap = (pl.col("objective") - minimum) / (start - minimum)
     return {name: path.with_columns(gap=gap) for name, path in histories.items()}
 

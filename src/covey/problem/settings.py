@@ -94,8 +94,8 @@ class Spec:
     baseline : {"single-model", "locally-trained", "single-cluster"} or None
         Fit a simpler model for comparison: one model for all rows, one for each client alone, or all clients in one cluster.
     solver : str
-        ``"auto"``, ``"sweep"`` (exact, Gaussian only), ``"newton"``, or a randomised algorithm: ``"l2gd"``, ``"al2sgd_plus"``,
-        ``"one_coin"``.
+        ``"auto"``, ``"sweep"`` (exact, Gaussian only), ``"newton"``, ``"apgd"``, or a randomised algorithm: ``"proxskip"``,
+        ``"l2gd"``, ``"al2sgd_plus"``, ``"one_coin"``.
     options : mapping or None
         Options of a randomised algorithm by name, such as ``{"p0": 0.1}``.
     tol : float

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -103,6 +103,12 @@ class Setting:
         checks = 1 + math.ceil(steady / every) + math.ceil(math.log(T / steady) / math.log(1.05))
         spent = network.count(within * T, between * T) + network.count(np.full(data.n_clusters, checks), checks)
         return self._cost(solver, T, network, spent, note)
+
+    def exchanged(self, solver: str, T: int, more: int, note: str) -> Cost:
+        """The cost of ``T`` exchanges of the whole network: vectors, and ``more`` numbers up."""
+        data = self.objective.data
+        network = replace(links(data.hierarchy.sizes, data.n_terms), up=data.n_terms + more, down=data.n_terms)
+        return self._cost(solver, T, network, network.count(np.full(data.n_clusters, T), T), note)
 
     def _cost(self, solver: str, iterations: float, network: Links, spent: Ledger, note: str) -> Cost:
         """The cost with the time of the client that waits longest, for its own exchanges and those of its cluster."""

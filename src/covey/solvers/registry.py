@@ -36,7 +36,7 @@ class Algorithm:
     name : name of its function
     run : ``run(network, penalty, *, ...) -> Fit``; its keyword-only parameters are its options
     place : its place in tables; ``auto`` takes the first direct solver that fits the loss
-    first_order : whether it takes gradient steps and exchanges vectors; the other solvers are direct and exchange matrices
+    first_order : whether it exchanges vectors; the other solvers are direct and exchange matrices
     quadratic : whether it needs a quadratic loss
     shared : a dataclass whose fields are further options
     reference : the algorithm in plain numpy, for tests and readers
@@ -106,7 +106,7 @@ def choices() -> tuple[str, ...]:
 
 
 def first_order() -> tuple[str, ...]:
-    """The names of the randomised algorithms, which take gradient steps and exchange vectors."""
+    """The names of the first-order algorithms, which exchange vectors."""
     return tuple(name for name in names() if _declarations()[name].get("first_order", False))
 
 

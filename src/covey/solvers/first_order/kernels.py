@@ -1,7 +1,8 @@
-"""Compiled loops of the randomised algorithms. Tests compare each of them with plain numpy.
+"""Compiled loops of the first-order algorithms. Tests compare each of them with plain numpy.
 
-``group`` turns random choices into rounds. ``l2gd_move`` and ``al2sgd_plus_move`` move a node's clients. ``check`` sums their
-values and squared gradients. ``project`` fills eigenbases, and ``draw_row`` draws random rows.
+``group`` turns random choices into rounds. ``l2gd_move`` and ``al2sgd_plus_move`` move a node's clients. ``proximal_step``
+solves their proximal problems. ``check`` sums their values and squared gradients. ``project`` fills eigenbases, and
+``draw_row`` draws random rows.
 """
 
 from __future__ import annotations
@@ -225,6 +226,33 @@ def _step_by_step(
                     t[c - i, a + 3] -= eta[s] * (scale[c] * g3 + ridge * t[c - i, a + 3])
         theta[i:stop] = t[: stop - i, :d]
         i = stop
+
+
+# APGD
+
+
+@njit(parallel=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
+def proximal_step(
+    ptr: Ints, vectors: Floats, curvature: Floats, minimiser: Floats, parent: Ints, gamma: Floats, centre: Floats,
+    theta: Floats, value: Floats,
+) -> None:  # fmt: skip
+    """``theta_i = c + V' (lambda (minimiser - V c) / (lambda + gamma_i))``, and the value above that at the minimiser."""
+    n, d = theta.shape
+    for block in prange((n + BLOCK - 1) // BLOCK):
+        for i in range(block * BLOCK, min(n, (block + 1) * BLOCK)):
+            c, above = centre[parent[i]], 0.0
+            for a in range(d):
+                theta[i, a] = c[a]
+            for b in range(ptr[i], ptr[i + 1]):
+                along = 0.0
+                for a in range(d):
+                    along += vectors[b, a] * c[a]
+                short = minimiser[b] - along
+                move = curvature[b] * short / (curvature[b] + gamma[i])
+                above += 0.5 * curvature[b] * (short - move) ** 2 + 0.5 * gamma[i] * move * move
+                for a in range(d):
+                    theta[i, a] += vectors[b, a] * move
+            value[i] = above
 
 
 # Async-AL2SGD+
