@@ -65,7 +65,7 @@ def main() -> None:
         for secure in (False, True):
             for clients in (2000, 30_000):
                 own, up = run(clients, family, secure)
-                print(f"{family:10} secure={secure!s:5} {clients:>6} clients: {own:6.1f} ms an exchange, {up:,} bytes a site")
+                print(f"{family:10} secure={secure!s:5} {clients:>6} clients: {own:6.1f} ms a message, {up:,} bytes a site")
                 sizes[family, secure, clients] = up
                 slowest = max(slowest, own)
     print(f"slowest over 50 ms: {slowest / 50:.2f}")

@@ -29,7 +29,7 @@ TITLES = {
     "bench_newton": "29,490 logistic clients and one pooled scikit-learn fit",
     "bench_million": "A million clients: memory and growth",
     "bench_randomised": "The paper's randomised algorithms and a Python loop",
-    "bench_federation": "Time and bytes of an exchange between sites",
+    "bench_federation": "Time and bytes of a message to sites",
     "bench_start": "From the start of Python to coefficients",
     "bench_donors": "A grid of penalties for 29,490 donors",
 }

@@ -66,7 +66,7 @@ def test_every_kind_of_exchange_is_listed_and_they_add_up(solver):
     head, *rows, last = [re.split(r"\s{2,}", line) for line in costs(run.exchanges)]
     assert [row[0] for row in rows] == list(dict.fromkeys(labels(run)))
     assert sum(int(row[1]) for row in rows) == int(last[1]) == len(run.exchanges)
-    assert head[0] == "exchange"
+    assert head[0] == "message"
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -135,7 +135,7 @@ def test_an_interrupt_says_what_is_kept_and_the_same_command_goes_on(folder):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, b"")
-    kept = r"covey: Interrupted; the run has stopped\. \d+ exchanges are kept in 'fit/journal'; run the same command again.*\n"
+    kept = r"covey: Interrupted; the run has stopped\. \d+ messages are kept in 'fit/journal'; run the same command again.*\n"
     assert re.fullmatch(kept, err.decode())
     begun = decode(_complete(journal.read_bytes())[0])["run"]
     typed(*LONG, cwd=folder)
@@ -189,14 +189,14 @@ def test_a_simulation_with_masks_or_noise_keeps_no_journal(tmp_path, terms):
     """Keys and counts of releases are in memory only, so a journal could not be used to resume."""
 
     def stop(what):
-        if "exchange 4 " in what:
+        if "message 4 " in what:
             raise KeyboardInterrupt
 
     journal, spec = tmp_path / "journal", Spec(**GIVEN, formula="log_radon ~ floor")
     with pytest.raises(KeyboardInterrupt, match=r"^Interrupted; the run has stopped\.$"):
         simulate_sites(HOMES, spec, 3, settings=terms, journal=journal, say=stop)
     assert not journal.exists()
-    with pytest.raises(KeyboardInterrupt, match="exchanges are kept in"):
+    with pytest.raises(KeyboardInterrupt, match="messages are kept in"):
         simulate_sites(HOMES, spec, 3, journal=journal, say=stop)
     assert journal.exists()
 

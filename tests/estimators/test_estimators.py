@@ -296,7 +296,7 @@ def test_looking_at_an_estimator_raises_nothing(settings):
         for name in dir(model):
             getattr(model, name, None)  # raises nothing but AttributeError
         if not learned:
-            why = "need penalties that were learned" if fitted else "not fitted yet"
+            why = "need variances that were learned" if fitted else "not fitted yet"
             with pytest.raises(AttributeError, match=why):
                 model.components_  # noqa: B018
 

@@ -429,7 +429,7 @@ def test_a_site_that_is_lost_at_the_end(tmp_path):
         return GONE if site == "s1" and kind(asked(message)) == "deliver" else reply
 
     sites = sites_of(by_turns(FRAME, 4))
-    with pytest.raises(FederationError, match=r"Site 's1' is lost.* exchanges are kept"):
+    with pytest.raises(FederationError, match=r"Site 's1' is lost.* messages are kept"):
         fit(sites, ASKED, FaultyTransport(sites, gone), journal=journal, out=out)
     assert (out / "model.json").exists()
     again = FaultyTransport(sites)

@@ -299,7 +299,7 @@ def test_an_exchange_with_a_lost_reply_is_not_answered_with_new_noise(tmp_path):
     again = Site("s0", lambda _: table(11), home=tmp_path, policy=Policy(1), budget=Budget(file=tmp_path / "privacy.json"))
     answers = [decode(again.answer(message)) for message in sent if kind(decode(message)) != "deliver"]
     first = next(answer for answer in answers if kind(answer) == "refusal")
-    assert "answered exchange" in first.body.sentence
+    assert "answered message" in first.body.sentence
     assert not any(isinstance(answer.body, NoisySums) for answer in answers)
 
 

@@ -44,9 +44,11 @@ def test_given_penalties_are_used_unchanged():
     assert set(model.model_.penalty.gamma) == {3.0}
     assert set(model.model_.penalty.lam) == {1.0}
     for ask in (lambda: model.components_, lambda: model.predict_interval(FRAME), lambda: model.likelihood_ratio("client")):
-        with pytest.raises(ValueError, match="need penalties that were learned from the data") as caught:
+        with pytest.raises(ValueError, match="need variances that were learned from the data") as caught:
             ask()
         one_sentence(caught)
+        for name in ("components_", "bootstrap", "remove_clients", "'al2sgd_plus'"):
+            assert name in str(caught.value)
 
 
 def test_penalty_cv_uses_the_search(monkeypatch):

@@ -110,7 +110,7 @@ def test_a_model_of_format_1_has_no_intervals_and_says_why():
     model = load(Path(__file__).parents[1] / "golden" / "model-format-1")
     rows = pl.DataFrame({"who": ["a"], "group": ["g"], "x": [1.0], "zone": ["r"]})
     assert np.isfinite(model.predict(rows)).all()
-    with pytest.raises(ValueError, match="need penalties that were learned from the data"):
+    with pytest.raises(ValueError, match="need variances that were learned from the data"):
         model.predict_interval(rows)
     assert model.summary().to_json()["method"] is None
     assert "estimate" in model.coef_frame("cluster").columns

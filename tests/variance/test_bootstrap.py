@@ -12,7 +12,7 @@ from scipy import stats
 from covey import GroupedData
 from covey.datasets import simulate
 from covey.errors import SolverError
-from covey.losses import Bernoulli, Gaussian, Poisson
+from covey.losses import Bernoulli, Gamma, Gaussian, Poisson
 from covey.solvers.direct.elimination import Quadratic
 from covey.variance.bootstrap import _draw_clients, _draw_sums, bootstrap
 from covey.variance.components import Shape
@@ -132,6 +132,16 @@ def test_progress_is_called_after_each_draw(fitted):
     calls = []
     again(fitted, draws=2, progress=lambda *report: calls.append(report))
     assert calls == [(1, 2), (2, 2)]
+
+
+@pytest.mark.parametrize("loss", [Gamma(), Poisson()], ids=["gamma", "poisson"])
+def test_only_a_linear_model_is_drawn_with_weights_or_without_rows(loss, fitted):
+    learned = replace(fitted[2], components=replace(fitted[2].components, method="Laplace"))
+    data = GroupedData.from_arrays([[1.0], [1.0]], [1.0, 2.0], ["a", "b"], weights=[1.0, 2.0])
+    for given, fix in ((data, "repeat the rows"), (None, "give the rows")):
+        with pytest.raises(SolverError, match=f"linear model .*{fix}") as caught:
+            bootstrap(learned, SHAPE, np.zeros(2), data=given, loss=loss)
+        assert "ounts or classes" not in str(caught.value)
 
 
 def test_one_draw_is_an_error(fitted):

@@ -29,7 +29,7 @@ class EstimatorCore:
     """Parameters of every estimator.
 
     A client is a group with a model of its own: a school, a county, a patient, a shop. A cluster is a known group of clients: a
-    district, a state, a hospital, a chain.
+    district, a state, a hospital, a chain. "The paper" is Lyu, Hanzely and Kolar (2022), arXiv:2204.13619.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ class EstimatorCore:
         1.0, and so is a missing ``lam`` unless ``alpha`` is given. The penalty is the same for every coefficient, so columns
         should be on comparable scales.
     penalty : {"auto", "reml", "ml", "cv"}
-        How the variance components are estimated; the name is the paper's. A penalty is the residual variance (1 in a logistic
+        How the variance components are estimated. A penalty is the residual variance (1 in a logistic
         or Poisson model, the dispersion in a Gamma model) divided by a random-effect variance.
         ``"reml"`` and ``"ml"`` maximise the restricted or the full likelihood (Laplace's approximation where the model is not
         linear). ``"cv"`` searches a grid of penalties by cross-validation, as the paper does. ``"auto"`` is REML for the linear
@@ -88,8 +88,8 @@ class EstimatorCore:
         matrices: ``"apgd"`` with the fewest exchanges, and four randomised algorithms. ``"auto"`` takes ``"sweep"`` or
         ``"newton"``; :func:`covey.plan` shows what each would cost on a network.
     options : mapping or None
-        Options of the randomised algorithms: ``steps``, ``eta``, ``p0``, ``p``, ``tau``, ``rho``, ``mu``, ``L``, ``vote``,
-        ``every``, ``checkpoint``, ``minimum``. The functions in :mod:`covey.solvers` explain them.
+        Options of the randomised algorithms: ``steps``, ``eta``, ``p0``, ``p``, ``tau``, ``rho``, ``mu``, ``L``, ``L_row``,
+        ``vote``, ``every``, ``checkpoint``, ``minimum``. The functions in :mod:`covey.solvers` explain them.
     tol : float
         With given penalties, Newton stops when the gradient norm is below ``tol``. A randomised algorithm stops when the
         objective is certified to be within ``tol`` (relative) of its minimum.
@@ -116,8 +116,11 @@ class EstimatorCore:
         Variance components, log-likelihood and tests, if the penalties were learned by likelihood.
     convergence_ : Convergence
         How the solver stopped: gradient norm, certified gap, message.
-    history_, ledger_ : data frame, Ledger or None
-        For an iterative solver: one row for each check of convergence, and the messages and bytes on each link.
+    history_ : data frame or None
+        One row for each step of the sweep or of Newton, or for each check of a randomised algorithm: objective, gradient norm,
+        certified gap, exchanges and bytes so far. None if the variances were learned.
+    ledger_ : Ledger or None
+        Exchanges and bytes within clusters and between them that a network would need. None if the variances were learned.
     """
 
     _family: ClassVar[str]

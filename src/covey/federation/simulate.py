@@ -32,7 +32,7 @@ class SimulatedRun:
     Attributes
     ----------
     outcome : Outcome
-        The result of the run: the model of the clusters, the exchanges and the roster.
+        The result of the run: the model of the clusters, the messages and the roster.
     sites : dict of Site
         The sites by name. They hold the models of their clients.
     """
@@ -85,7 +85,7 @@ def simulate_sites(
     models : Path, optional
         Folder in which each site writes the models of its clients.
     journal : Path, optional
-        File for the exchanges, from which a killed run continues. A run with masks or noise keeps none, since the sites' keys
+        File for the messages, from which a killed run continues. A run with masks or noise keeps none, since the sites' keys
         and their count of releases end with the process.
     out : Path, optional
         Folder for the models of the clusters and the global model.
@@ -106,7 +106,7 @@ def simulate_sites(
     >>> from covey.datasets import load_radon
     >>> spec = Spec(formula="log_radon ~ floor", client="county", cluster="state", gamma=10.0)
     >>> run = simulate_sites(load_radon(), spec, sites=3)
-    >>> run.outcome.roster, [exchange.label for exchange in run.outcome.exchanges]
+    >>> run.outcome.roster, [message.label for message in run.outcome.exchanges]
     (('site1', 'site2', 'site3'), ['hello', 'agree', 'sweep up', 'sweep down', 'deliver'])
     """
     draft = resolve(spec)

@@ -23,11 +23,12 @@ import polars as pl
 from scipy import special
 
 from covey._typing import Anything, Floats, Ints
-from covey.errors import ModelError, SolverError, one_of
+from covey.errors import ModelError, SolverError, listing, one_of
 from covey.model.new_rows import new_rows
 from covey.objective.objective import Penalty
 from covey.problem.problem import Problem, Spec, as_frame
 from covey.solvers.direct.elimination import eliminate, posterior
+from covey.solvers.registry import first_order
 from covey.solvers.result import Fit
 from covey.tables.design import numeric
 from covey.tables.scaling import Design
@@ -249,8 +250,9 @@ class Model(Fit):
         """The posterior covariances of the coefficients."""
         if self.learned is None:
             raise SolverError(
-                "Standard errors and intervals need penalties that were learned from the data of several clients; leave out "
-                "gamma, lam, alpha, baseline, penalty='cv', james_stein and first-order solvers."
+                "Standard errors, intervals, components_, bootstrap, add_clients and remove_clients need variances that were "
+                "learned from the data of several clients; leave out gamma, lam, alpha, baseline, penalty='cv', james_stein "
+                f"and the solvers {listing(first_order())}."
             )
         return Posterior(self.learned)
 

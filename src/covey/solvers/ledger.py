@@ -1,8 +1,8 @@
 """Exchanges and bytes: those that have to happen, and those that the paper (arXiv:2204.13619) expects.
 
 There are two kinds of links: between the server of a cluster and each of its clients, and between the clusters, either through
-a central server or directly from each to each. An exchange between clusters needs one within every cluster first, and counts on
-both kinds of links.
+a central server or directly from each to each. An exchange is a round trip: sums up, centres down. An exchange between
+clusters needs one within every cluster first, and counts on both kinds of links.
 
 Proposition 3.2 (expected_num_comm) counts ``p0 (1 - p0) T`` exchanges between clusters, because consecutive steps towards
 averages need only one. That holds if ``gamma`` is equal within each cluster (see :class:`.Schedule`). Otherwise each step needs

@@ -39,12 +39,18 @@ class Convergence:
     Attributes
     ----------
     solver : name of the solver
-    converged : whether the gradient is below the tolerance, or as small as float64 allows
-    iterations, exchanges : number of steps; number of exchanges that a network would need
+    converged : for a direct solver, whether the gradient norm is below the tolerance, or as small as float64 allows; for a
+        randomised algorithm, whether the gap is certified to be within the tolerance
+    iterations : number of steps
+    exchanges : number of round trips that a network would need: sums up, centres down; of the client with the most
     objective : value of the objective at the solution
     gradient_norm : Euclidean norm of the gradient in all clients' coefficients
-    gap : ``gradient_norm**2 / (2 mu)``, an upper bound on the objective less its minimum; None without strong convexity
+    gap : upper bound on the objective less its minimum; None if no bound is certain
     message : the same in words
+
+    If variances were learned, these describe the search: ``converged`` whether it ended at a local optimum, ``iterations`` the
+    evaluations, ``exchanges`` the messages to nodes, ``objective`` twice the negative log-likelihood, ``gradient_norm`` that in
+    the parameters, and ``gap`` an estimate of the distance of the objective from a local minimum.
     """
 
     solver: str

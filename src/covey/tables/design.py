@@ -260,6 +260,13 @@ def grouping_of(bars: Sequence[Bar], client: str | None = None, cluster: str | N
         client, cluster = inner, outer
     if client is None and cluster is None and len(alone) == 1:
         client = next(iter(alone))
+    if client is None and cluster is None and len(alone) == 2:
+        a, b = alone
+        raise FormulaError(
+            f"The formula groups by {quoted(a)} and by {quoted(b)}, but does not say which lies within the other; write "
+            f"(1 | {a}/{b}), or set cluster={quoted(a)} and client={quoted(b)}, if each {quoted(b)} lies within "
+            f"one {quoted(a)}. Crossed groupings are not supported."
+        )
     if not set(alone) <= {client, cluster}:
         raise FormulaError(
             f"The bars name {', '.join(map(quoted, list(alone)[:3]))} as groups, with client={quoted(client)} and "
@@ -364,7 +371,10 @@ def compose(outer: Any, inner: Any) -> pl.Series:
         pairs = ids.with_columns(label=labels).drop_nulls().unique()
         twice = pairs.filter(pairs["label"].is_duplicated())
         if len(twice):
-            raise DataError(f"Two pairs of ids read {quoted(twice['label'][0])}; replace the ':' in the ids of one column.")
+            raise DataError(
+                f"Two clients of different clusters get the same label {quoted(twice['label'][0])}, client:cluster; replace "
+                "the ':' in the ids of one column."
+            )
     return labels
 
 

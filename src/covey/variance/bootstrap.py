@@ -66,14 +66,14 @@ def bootstrap(
     seed: int = 0,
     progress: Count | None = None,
 ) -> Bootstrap:
-    """Draw from the fitted model and estimate again. A model of counts or classes needs its rows, ``data`` and ``loss``."""
+    """Draw from the fitted model and estimate again. All but linear models need their rows, ``data`` and ``loss``."""
     if draws < 2:
         raise SolverError(f"A bootstrap needs at least 2 draws to estimate their spread. Got {draws!r} instead.")
     by_rows = learned.components.method == "Laplace"
     if by_rows and (data is None or loss is None):
-        raise SolverError("The bootstrap of counts or classes needs the rows that the model was fitted to.")
+        raise SolverError("Only the bootstrap of a linear model needs no rows; give the rows that the model was fitted to.")
     if by_rows and data is not None and data.weights is not None and (data.weights != 1).any():
-        raise SolverError("Counts or classes with weights cannot be drawn again; repeat the rows instead of weighting them.")
+        raise SolverError("Only the bootstrap of a linear model takes weights; repeat the rows instead of weighting them.")
     rng, reml = np.random.default_rng(seed), learned.components.method == "REML"
     estimates = []
     with warnings.catch_warnings():

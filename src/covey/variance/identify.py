@@ -317,7 +317,8 @@ def _refuse_no_residual(evidence: ResidualEvidence, rows: float, total: float, s
     if total <= 1e-24 * squares or (free > 0 and rest <= 1e-14 * total):
         raise DataError(
             "The residual variance is zero: the terms fit the response exactly, overall or within every client or cluster, so "
-            "no variance can be estimated; look for a constant response or terms that determine it, or set gamma without bars."
+            "no variance can be estimated; look for a constant response or terms that determine it, or leave out the bars and "
+            "give gamma."
         )
 
 

@@ -109,15 +109,15 @@ def test_four_sites_fit_as_in_memory(four, homes, solver):
 def test_a_killed_coordinator_goes_on_where_it_was(four, homes):
     settings = {**SETTINGS, **FAMILIES["newton"]}
     run = four.start_run({**settings, "sites": 4, "out": "again"})
-    hear(run, "exchange 5 ")
+    hear(run, "message 5 ")
     (pid,) = four.marked("flwr-serverapp")
     os.kill(pid, signal.SIGKILL)
     run.communicate(timeout=200)
     assert run.returncode == 2
     code, _, err = four.run({**settings, "sites": 4, "out": "again"})
     assert code == 0, err
-    assert "covey: exchange 4 " not in err
-    assert "covey: exchange 5 " in err
+    assert "covey: message 4 " not in err
+    assert "covey: message 5 " in err
     agree(four, radon(homes, STATES), STATES, settings, "again")
 
 
@@ -130,7 +130,7 @@ def test_a_node_that_is_killed_in_an_exchange(tmp_path, homes):
         start_sites(deployment, homes, sites)
         settings = {**SETTINGS, **FAMILIES["newton"], "sites": "north,south"}
         run = deployment.start_run({**settings, "out": "fit", "retries": 5, "pause": 20.0})
-        hear(run, "exchange 5 ")
+        hear(run, "message 5 ")
         deployment.kill("south")
         while _ends(start_site(deployment, "south")):  # as the guide says: until it stays
             time.sleep(10)
@@ -141,7 +141,7 @@ def test_a_node_that_is_killed_in_an_exchange(tmp_path, homes):
         agree(deployment, homes, sites, settings, "fit")
 
         run = deployment.start_run({**settings, "out": "without", "retries": 0, "on_loss": "continue"})
-        hear(run, "exchange 5 ")
+        hear(run, "message 5 ")
         deployment.kill("south")
         out, err = run.communicate(timeout=300)
         assert run.returncode == 0, err

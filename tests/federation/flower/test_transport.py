@@ -77,7 +77,7 @@ def test_a_node_killed_in_an_exchange_is_gone_and_may_come_back(two):
     two.start_node("north")
     assert two.processes["north"].wait(timeout=20) != 0
     assert "Failed to activate SuperNode" in two.log("north")
-    hear(run, "exchange 2")
+    hear(run, "message 2")
     two.start_node("north")
     first, _, third = replies(run)
     assert first["north"] == ["gone", "its node has stopped"]
@@ -169,7 +169,7 @@ def test_a_link_that_is_killed_and_started_again(tmp_path, isolated):
 
 def test_an_interrupt_stops_the_run(two):
     run = two.start_run({"sites": SITES, "script": [[{"north": "sleep 5", "south": "1"}, 60]] * 5})
-    hear(run, "exchange 1")
+    hear(run, "message 1")
     run.send_signal(signal.SIGINT)
     run.communicate(timeout=60)
     assert run.returncode != 0

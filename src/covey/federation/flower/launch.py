@@ -122,7 +122,7 @@ def deploy(settings: Mapping[str, Any], link: str) -> int:
             except KeyboardInterrupt:
                 if log.run is not None:
                     subprocess.run([program, "stop", log.run, link], env=_environment(), stdout=sys.stderr, check=False)
-                kept = " Its exchanges are kept beside --out; run the same command again to continue." if "out" in given else ""
+                kept = " Its messages are kept beside --out; run the same command again to continue." if "out" in given else ""
                 raise KeyboardInterrupt(f"Interrupted; the run has stopped.{kept}") from None
         left = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
     if log.run is None:

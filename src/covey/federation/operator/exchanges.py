@@ -137,7 +137,7 @@ class Exchanges:
                 time.sleep(self.settings.pause)
             again = f", again to {len(waiting)}" if attempt else ""
             sites = f"{len(messages)} of {len(self.roster)} sites"
-            self.say(f"exchange {len(self.made) + 1} ({declared.label}) with {sites}{again}")
+            self.say(f"message {len(self.made) + 1} ({declared.label}) to {sites}{again}")
             found = self._send(waiting, traffic)
             replies |= {site: reply.body for site, reply in found.items() if isinstance(reply, Envelope)}
             problems = {site: reply for site, reply in found.items() if isinstance(reply, Unusable)}
@@ -229,7 +229,7 @@ def read_reply(message: bytes, reply: bytes | Failure | None) -> Envelope | Unus
         }.get(refusal.reason, Unusable(refusal.sentence, final=True))
     asked = decode(message)
     if (found.run, found.epoch, found.exchange) != (asked.run, asked.epoch, asked.exchange):
-        return Unusable(f"it answered exchange {found.exchange} of epoch {found.epoch} instead; run only one node of this name")
+        return Unusable(f"it answered message {found.exchange} of epoch {found.epoch} instead; run only one node of this name")
     return found
 
 

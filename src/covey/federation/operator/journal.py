@@ -33,7 +33,7 @@ class ForeignJournal(Halted):
 
 @dataclass(frozen=True)
 class Exchange(Record):
-    """The purpose and the cost of one exchange.
+    """The purpose and the cost of one message to sites and of their replies.
 
     Attributes
     ----------

@@ -36,7 +36,7 @@ class Outcome:
     model : Model
         Clusters and the global model; the models of the clients are at their sites.
     exchanges : tuple of Exchange
-        All exchanges, with their costs.
+        All messages to sites, with the costs of each and of its replies.
     roster : tuple of str
         Sites that took part to the end.
     without : dict of str
@@ -77,7 +77,8 @@ def run_fit(
     roster : names of the sites
     draft : the problem; the sites still have to agree on its categories and clusters
     settings : settings of the run
-    journal : file for the exchanges; if it holds those of the same run, which was killed, the run continues to the same bits
+    journal : file for messages and sums of replies; if it holds those of the same run, which was killed, the run continues to
+        the same bits
     out : folder for the models of the clusters and the global model; it is written before the journal is deleted
     on_loss : if a site is lost, "stop", to continue later from the journal, or "continue" without it, from the start
     say : called with a line about the current step
@@ -85,7 +86,7 @@ def run_fit(
     Returns
     -------
     Outcome
-        The model, the exchanges, and the sites that took part.
+        The model, the messages that were sent, and the sites that took part.
     """
     check_solver(draft.spec)
     check_elsewhere(draft.spec)
@@ -170,7 +171,7 @@ def _deliver(federation: Federation, model: Model, about: Mapping[str, Any], on_
 def _close_unfinished(journal: Journal) -> str:
     """Close the journal of a run that stopped, and say what it holds; before the fit it holds nothing worth keeping."""
     journal.close(done=not journal.begun)
-    kept = f" {len(journal.entries)} exchanges are kept in {str(journal.path)!r}; run the same command again to continue."
+    kept = f" {len(journal.entries)} messages are kept in {str(journal.path)!r}; run the same command again to continue."
     return kept if journal.begun and journal.path is not None else ""
 
 

@@ -43,7 +43,7 @@ def costs(exchanges: Sequence[Exchange]) -> list[str]:
     """A table of what was sent, by label of the message."""
     labels = dict.fromkeys(each.label for each in exchanges)
     groups = {label: [each for each in exchanges if each.label == label] for label in labels} | {"in all": exchanges}
-    rows = [("exchange", "times", "sites", "down", "up", "seconds")]
+    rows = [("message", "times", "sites", "down", "up", "seconds")]
     for label, group in groups.items():
         down, up, seconds = (sum(getattr(each, name) for each in group) for name in ("down", "up", "seconds"))
         sites = max((each.sites for each in group), default=0)

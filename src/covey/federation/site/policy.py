@@ -155,7 +155,7 @@ class Budget:
             entry = releases.setdefault(f"{run}.{epoch}", {"noise": privacy.noise, "exchanges": []})
             entry["noise"] = min(entry["noise"], privacy.noise)  # of two agreements, the one that costs more
             if exchange in entry["exchanges"]:
-                lost = f"This site has answered exchange {exchange} before and lost its reply"
+                lost = f"This site has answered message {exchange} before and lost its reply"
                 raise FederationError(f"{lost}; it does not draw noise twice: start a new run.")
             if len(entry["exchanges"]) >= privacy.rounds:
                 raise FederationError(f"This site agreed to {privacy.rounds} releases and has made them; start a new run.")

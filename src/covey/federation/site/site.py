@@ -296,7 +296,7 @@ def _out_of_step(asked: Envelope, run: SiteRun) -> Refusal | None:
             return None
     elif (asked.epoch, asked.after) == (run.epoch, run.exchange) and asked.exchange > asked.after:
         return None
-    here = f"this site is at exchange {run.exchange} of epoch {run.epoch}, the message is for {asked.exchange} of {asked.epoch}"
+    here = f"this site is at message {run.exchange} of epoch {run.epoch}, this is message {asked.exchange} of {asked.epoch}"
     if (asked.epoch, asked.exchange) <= (run.epoch, run.exchange):
         return Refusal("stale", here, run.exchange)
     return Refusal("behind", here, run.exchange if asked.epoch == run.epoch else -1)

@@ -1,4 +1,4 @@
-"""The sweep: the exact minimiser for a quadratic loss, in one exchange.
+"""The sweep: the exact minimiser for a quadratic loss, in one exchange: sums up, centres down.
 
 It computes the best linear unbiased estimator of the hierarchical linear model: Equation 5.2 (hlm_loss) and Theorem 5.1 (blue)
 of arXiv:2204.13619. It eliminates clients, then clusters, solves for the global model, and goes back down the tree, with the
@@ -188,7 +188,7 @@ def one_sweep(network: Network, penalty: Penalty, *, settle: Settle | None = Non
     norm = float(np.sqrt(report.gradient_squared + upper))
     size = float(np.sqrt(report.size_squared)) + 1.0
     mu = report.mu if settle is None else 0.0  # with another global model there is no certified gap to the minimum
-    message = f"solved exactly in one exchange, gradient norm {norm:.1e}"
+    message = f"solved exactly in one exchange (sums up, centres down), gradient norm {norm:.1e}"
     exact = norm <= _WORKING_PRECISION * size
     end = Convergence("sweep", exact, 1, 1, objective, norm, certified_gap(norm, mu), message)
     return Fit.of(network, w, wbar, end, *direct_history(network, [(1, objective, norm, 1)], mu))

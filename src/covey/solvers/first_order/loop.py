@@ -61,9 +61,10 @@ class Control:
         factor of e, and more later in a run
     start : a fit or coefficients (n, d) to begin at; by default zero
     minimum : the minimum of the objective, if you have it; the history then has the true gap
-    checkpoint : file to write at each check; a run whose checkpoint exists continues from it, to the same bits
+    checkpoint : file to write at each check, in memory only; a run whose checkpoint exists continues from it, to the same bits
     progress : called at each check with the iteration, the objective and the gradient norm
-    vote : who decides on an exchange between clusters: "central" or, without a central server, "majority"
+    vote : how an exchange between clusters is decided: one draw ("central"), or the majority of one draw for each cluster
+        ("majority"), as if there were no central server
     """
 
     seed: int = 0
@@ -212,7 +213,7 @@ class Loop:
             ledger, t = ledger + cost, stop
 
     def _check(self, t: int) -> Check:
-        """Ask all nodes for value and gradient, given the best upper levels."""
+        """Ask all nodes for sums of coefficients by cluster; then, given the centres, for the loss and its squared gradient."""
         means = self.network.ask(AskMeans(self.top.total)).total.floats()
         w, wbar = self.top.centres(means)
         seen = self.network.ask(CheckGap(w))
