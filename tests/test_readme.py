@@ -93,9 +93,12 @@ def test_the_committed_results_are_whole_and_what_the_readme_says():
         assert (results / link).exists(), link
     assert "Quick run" not in page
     claims = pl.read_csv(results / "simulation" / "claims.csv")
-    agree = claims.filter(pl.col("verdict").str.starts_with("agrees")).height
-    said = re.search(r"In the simulation (\d+) of the paper's (\d+) numbers agree", README.read_text())
-    assert (agree, claims.height) == tuple(map(int, said.groups()))
+    verdicts = dict(claims["verdict"].value_counts().iter_rows())
+    said = re.search(
+        r"Of the paper's (\d+) numbers, (\d+) agree .*? (\d+) agree only if .*? and (\d+)\s+differ", README.read_text(), re.S
+    )
+    counts = claims.height, verdicts["agrees"], verdicts["agrees as one run"], verdicts["differs"]
+    assert counts == tuple(map(int, said.groups()))
     donors = pl.read_csv(results / "donors" / "claims.csv")
     hidden = donors.filter(verdict="not comparable").height
     assert f"so {hidden} printed numbers cannot be" in README.read_text()
