@@ -103,7 +103,7 @@ class Node:
 
 
 Phase = Literal["set-up", "learn", "measure", "fit", "finish"]
-"""Purpose of an exchange: agree on the problem, learn penalties, measure constants of the problem, solve, send models."""
+"""Purpose of a message: agree on the problem, learn penalties, measure constants of the problem, solve, send models."""
 
 
 class Message(Record, Generic[R]):
@@ -133,7 +133,7 @@ class Message(Record, Generic[R]):
 
 @dataclass(frozen=True)
 class Batch(Message[Any], label="batch"):
-    """Several messages in one exchange. The reply is the reply to the last message."""
+    """Several messages sent as one. The reply is the reply to the last message."""
 
     messages: tuple[Message[Any], ...]
 
