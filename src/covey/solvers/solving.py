@@ -1,5 +1,7 @@
 """``solver="auto"`` takes the first direct solver that fits the loss: the sweep for a quadratic loss, Newton for any other.
 
+Across a network whose matrices would be very large it takes ``apgd``, which sends vectors.
+
 :func:`solve` runs this solver, or one with a given name, over any network; :func:`minimise` does it for data in memory. The
 order of the solvers is the ``place`` in their declarations (:mod:`.registry`).
 """
@@ -10,6 +12,8 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
+
 from covey._typing import Floats
 from covey.errors import SolverError
 from covey.losses import Loss
@@ -19,6 +23,8 @@ from covey.solvers import registry
 from covey.solvers.direct import james_stein as js
 from covey.solvers.result import Fit, Progress
 from covey.tables.rows import GroupedData
+
+LARGEST_MATRICES = 32_000_000  # bytes in a reply; a site's answer to a sweep has one matrix for each cluster
 
 
 def solve(
@@ -46,7 +52,8 @@ def solve(
     penalty : Penalty
         ``gamma (n,)`` and ``lam (k,)``; the nodes must have the same ``gamma``.
     solver : str
-        Name of a solver. "auto" is the sweep for a quadratic loss and Newton for any other.
+        Name of a solver. "auto" is the sweep for a quadratic loss and Newton for any other. If the clients are not in this
+        process and the matrices of all clusters are larger than 32 MB, it is ``apgd``.
     start : Fit or (n, d) array, optional
         A fit to begin at, if all clients are in memory. The randomised algorithms also take coefficients.
     tol : float
@@ -78,11 +85,7 @@ def solve(
     [1.5, 3.0, 7.5]
     """
     registry.check_options(solver, options)
-    if solver == "auto":
-        direct = [registry.find(name) for name in registry.direct()]
-        chosen = next(each for each in direct if network.loss.quadratic or not each.quadratic)
-    else:
-        chosen = registry.find(solver)
+    chosen = _automatic(network, penalty, james_stein) if solver == "auto" else registry.find(solver)
     if james_stein and "james_stein" not in chosen.parameters:
         raise SolverError(f"james_stein=True needs the curvature, which {chosen.name!r} does not compute; use solver='auto'.")
     if james_stein:
@@ -93,6 +96,16 @@ def solve(
     with nullcontext() if node is None else threads_for(node.data):
         fit: Fit = chosen.run(network, penalty, **{**settings, **(options or {})})
     return fit
+
+
+def _automatic(network: Network, penalty: Penalty, james_stein: bool) -> registry.Algorithm:
+    """The first direct solver that fits the loss; ``apgd`` if clients are elsewhere and the matrices would be too large."""
+    d, k = len(network.terms), network.tree.n_clusters
+    tied = bool(((penalty.gamma > 0) & (penalty.gamma < np.inf)).all()) and not james_stein
+    if network.clients() is None and tied and 8 * k * d * (d + 1) // 2 > LARGEST_MATRICES:
+        return registry.find("apgd")
+    direct = [registry.find(name) for name in registry.direct()]
+    return next(each for each in direct if network.loss.quadratic or not each.quadratic)
 
 
 def minimise(

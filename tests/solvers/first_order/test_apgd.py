@@ -13,7 +13,7 @@ from covey.errors import ConvergenceWarning, SolverError
 from covey.losses import Gaussian, from_functions, loss_of
 from covey.problem.problem import Spec, read_rows, resolve
 from covey.reproduce.communication import problem as race_problem
-from covey.solvers import minimise, reference, solve
+from covey.solvers import minimise, reference, solve, solving
 from covey.solvers.first_order import apgd, kernels
 from covey.solvers.first_order.protocol import Centres
 from tests.solvers.first_order.shared import conditioned, many_clients, quietly
@@ -115,6 +115,15 @@ def test_no_bit_depends_on_the_node_that_holds_a_client(family):
     np.testing.assert_array_equal(parts.w, whole.w)
     np.testing.assert_array_equal(network.theta(), whole.theta)
     assert parts.history.equals(whole.history)
+
+
+def test_auto_takes_it_across_a_network_with_large_matrices(monkeypatch):
+    data, penalty = many_clients("gaussian", clients=5)
+    network = Sharded(data, Gaussian(), penalty, np.arange(data.n_clients) % 2)
+    assert solve(network, penalty).convergence.solver == "sweep"
+    monkeypatch.setattr(solving, "LARGEST_MATRICES", 8 * 3 * 6 - 1)
+    assert solve(network, penalty).convergence.solver == "apgd"
+    assert minimise(data, Gaussian(), penalty).convergence.solver == "sweep"
 
 
 @quietly
