@@ -156,22 +156,27 @@ def test_14_no_choice_of_probabilities_has_a_smaller_expected_smoothness(gamma, 
     least = expected_smoothness(known, best, L)
     within = np.array([p.draw(st.floats(0.0, 0.95)) for _ in gamma])
     assert expected_smoothness(known, Probabilities(p0, within, best_tau(p0, within)), L) >= least * (1 - 1e-9)
-    assert (best.p0, best.p[0]) == best_probabilities(known.C1, known.C2, L)
-    pull = (1 - known.alpha) * known.gamma
-    rare = np.minimum(best.p, np.maximum(0.0, (2 * pull / least - best.p0) / (2 * (1 - best.p0))))
-    assert expected_smoothness(known, Probabilities(best.p0, rare, best_tau(best.p0, rare)), L) == pytest.approx(least)
+    common = probabilities(known, L, p="common")
+    assert (common.p0, common.p[0]) == best_probabilities(known.C1, known.C2, L)
+    assert expected_smoothness(known, common, L) == pytest.approx(least)
+    assert (best.p <= common.p).all()
+    assert best.p[np.argmax(gamma)] == pytest.approx(common.p[0])
 
 
-def test_the_plans_noise_of_one_coin_is_a_bound():
-    """At the minimiser the penalty's gradient is minus the loss's, so the exact noise is ``|grad f|^2 (1/p + 1/(1 - p))``."""
+def test_the_plans_noise_of_one_coin_is_exact():
+    """The mean squared distance of a step from its mean at the minimiser, over both outcomes; Algorithm 1's is a bound."""
     drawn = simulate(clusters=4, clients=5, rows=8, d=3, seed=0)
     penalty = Penalty.of(drawn.data.hierarchy)
     objective = Objective(drawn.data, Gaussian(), penalty)
     theta = minimise(drawn.data, Gaussian(), penalty, solver="sweep").theta
     chances = one_coin.recipe(bounds_of(drawn.data, Gaussian(), penalty)).probabilities
     squared = (Gaussian().gradient(drawn.data, theta) ** 2).sum()
-    exact = squared * (1 / chances.p0 + 1 / (1 - chances.p0))
+    pull = objective.gradient(theta) - Gaussian().gradient(drawn.data, theta)
+    p = chances.p0
+    exact = (p * (pull / p) ** 2 + (1 - p) * (Gaussian().gradient(drawn.data, theta) / (1 - p)) ** 2).sum()
+    assert one_coin.noise(objective, theta, p) == pytest.approx(exact, rel=1e-9)
     assert 1 < noise(objective, theta, chances) / exact <= 2
+    assert squared > 0
 
 
 def test_a_cluster_of_one_client_counts_in_c2():

@@ -254,7 +254,14 @@ HOMES = {"formula": "log_radon ~ floor", "client": "county", "cluster": "state"}
 
 def fitted(family: str, frame: pl.DataFrame, **settings: Any) -> Any:
     with quiet():
-        return ESTIMATORS[family](**{"random_state": 0, **settings}).fit(frame)
+        return ESTIMATORS[family](**{"random_state": 0, **common(settings)}).fit(frame)
+
+
+def common(settings: dict[str, Any]) -> dict[str, Any]:
+    """The paper's common probability of an exchange within clusters, for which the record was made."""
+    if settings.get("solver") not in ("l2gd", "al2sgd_plus"):
+        return settings
+    return {**settings, "options": {"p": "common", **(settings.get("options") or {})}}
 
 
 @contextmanager
@@ -297,7 +304,7 @@ def add_sites(name: str, family: str = "gaussian", data: str = "drawn", sites: i
 
     def run() -> Numbers:
         frame, columns = (drawn(family), DRAWN) if data == "drawn" else (some_homes(), HOMES)
-        return across(frame, {"family": family, **columns, **settings}, sites, **operator)
+        return across(frame, {"family": family, **columns, **common(settings)}, sites, **operator)
 
     add(name, run)
 

@@ -13,7 +13,7 @@ From these follow the formulas below, and those in the files of the algorithms:
 
     Proposition 3.3 (opt_tau)          best_tau
     Theorem 3.5 (conv_rate)            distance_bound, iterations
-    Corollary 3.6 (opt_conv_rate)      best_probabilities
+    Corollary 3.6 (opt_conv_rate)      best_probabilities; own_schedules for each cluster at the same calL
     Lemma A.1 (es), Lemma 4.2 (al2sgd_gradient_oracle_expected_smoothness)    expected_smoothness
     Corollary A.2 (sm)                 noise
     Theorem 4.3 (al2sgd_conv_rate), Corollary 4.4 (async_al2sgd_plus_opt_conv_rate)    solvers/first_order/al2sgd_plus.py
@@ -48,6 +48,7 @@ class Constants:
     mu : strong convexity of the objective
     gamma : (k,) largest penalty in each cluster
     alpha : (k,) mixing weight of each cluster; 1 if there is only one cluster
+    single : (k,) clusters of one client, which is its own average, so that they need no exchange within; None if there are none
     note : how ``L`` and ``mu`` were measured; empty if they are bounds that hold everywhere
     proved : whether ``mu`` is a bound that holds everywhere
     """
@@ -59,6 +60,13 @@ class Constants:
     alpha: Floats
     note: str = ""
     proved: bool = True
+    single: npt.NDArray[np.bool_] | None = None
+
+    @property
+    def pull(self) -> Floats:
+        """``(1 - alpha_j) max gamma_i``, the smoothness of ``psi_j``, ``(k,)``; 0 in a cluster of one client."""
+        pull = (1 - self.alpha) * self.gamma
+        return pull if self.single is None else np.where(self.single, 0.0, pull)
 
     @property
     def C1(self) -> float:
@@ -66,7 +74,7 @@ class Constants:
 
     @property
     def C2(self) -> float:
-        return float(((1 - self.alpha) * self.gamma).max())
+        return float(self.pull.max())
 
     @property
     def gamma_max(self) -> float:
@@ -162,6 +170,21 @@ def best_probabilities(C1: float, C2: float, L: float) -> tuple[float, float]:
     return 2 * C1 / (2 * C1 + L), 0.0
 
 
+def own_schedules(known: Constants, L: float, p0: float, common: float) -> Floats:
+    """Return the smallest ``p_j`` that leave ``calL`` as it is with ``p0`` and the ``common`` value for all clusters, ``(k,)``.
+
+    A cluster with a weaker penalty needs fewer exchanges: ``2 (1 - alpha_j) gamma_j / (p0 + 2 (1 - p0) p_j) <= calL``.
+
+    >>> known = Constants(1.0, 1.0, 0.1, np.array([0.1, 1.0, 10.0]), np.full(3, 0.1))
+    >>> own_schedules(known, 1.0, *best_probabilities(known.C1, known.C2, 1.0)).round(3).tolist()
+    [0.0, 0.0, 0.889]
+    """
+    k = len(known.gamma)
+    within = np.full(k, common)
+    calL = expected_smoothness(known, Probabilities(p0, within, best_tau(p0, within)), L)
+    return np.minimum(within, np.maximum(0.0, (2 * known.pull / calL - p0) / (2 * (1 - p0)))) if p0 < 1 else within
+
+
 def probabilities(
     known: Constants,
     L: float,
@@ -171,11 +194,17 @@ def probabilities(
     tau: npt.ArrayLike | None = None,
     rho: float = 0.0,
 ) -> Probabilities:
-    """Return the given probabilities, by default the best ones; raise an error if steps would be biased."""
+    """Return the given probabilities, by default the best ones; raise an error if steps would be biased.
+
+    By default each cluster has its own ``p_j`` (:func:`own_schedules`). ``p="common"`` is the paper's common value.
+    """
     ours = best_probabilities(known.C1, known.C2, L)
     k = len(known.gamma)
     chance = probability("p0", ours[0] if p0 is None else p0)
-    within = _per_cluster("p", ours[1] if p is None else p, k)
+    if isinstance(p, str) and p != "common":
+        raise SolverError(f"The 'p' parameter must be a number, one number for each cluster, or 'common'. Got {p!r} instead.")
+    given = ours[1] if isinstance(p, str) else p
+    within = own_schedules(known, L, chance, ours[1]) if given is None else _per_cluster("p", given, k)
     share = best_tau(chance, within) if tau is None else _per_cluster("tau", tau, k)
     if known.C1 > 0 and chance == 0:
         raise SolverError(
@@ -183,7 +212,7 @@ def probabilities(
         )
     if chance == 1 or (within == 1).any():
         raise SolverError("With a probability of 1 no client takes a step on its data; give p0 < 1 and p < 1.")
-    lost = np.isinf(psi_variance(chance, within, share)) & ((1 - known.alpha) * known.gamma > 0)
+    lost = np.isinf(psi_variance(chance, within, share)) & (known.pull > 0)
     if lost.any():
         j = int(lost.argmax())
         raise SolverError(
@@ -207,7 +236,7 @@ def _per_cluster(name: str, value: Any, k: int) -> Floats:
 def expected_smoothness(known: Constants, chances: Probabilities, L: float) -> float:
     """Return ``calL`` for any ``tau``: Lemma A.1 (es) with ``L = known.L``, Lemma 4.2 with ``L = known.L_row``."""
     across = 2 * known.C1 / chances.p0 if known.C1 > 0 else 0.0
-    pull = (1 - known.alpha) * known.gamma
+    pull = known.pull
     within = np.where(pull > 0, pull * np.where(pull > 0, psi_variance(chances.p0, chances.p, chances.tau), 0.0), 0.0)
     return float(max(across, within.max(), L * chances.local.max()))
 

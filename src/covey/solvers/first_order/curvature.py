@@ -83,7 +83,8 @@ def constants(
     notes = [f"{' and '.join(measured)} measured near the minimiser, not proved"] if measured else []
     notes += [f"{' and '.join(given)} as given"] if given else []
     proved = mu is None and (loss.quadratic or loss.ridge > 0)
-    result = Constants(L, L_row, bound, largest_gamma(network.tree, penalty), mixing(penalty), "; ".join(notes), proved)
+    gamma, alpha, single = largest_gamma(network.tree, penalty), mixing(penalty), network.tree.sizes == 1
+    result = Constants(L, L_row, bound, gamma, alpha, "; ".join(notes), proved, single)
     most = result.L + result.gamma_max
     if mu is not None and mu > most:
         raise SolverError(f"mu = {mu:g} is too large: the curvature of the objective is at most {most:.3g}; leave mu out.")

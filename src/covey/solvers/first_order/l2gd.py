@@ -285,7 +285,7 @@ def equal_within(tree: Hierarchy, penalty: Penalty) -> tuple[bool, Floats]:
 
 
 def recipe(constants: Constants, *, p0: Any = None, p: Any = None, tau: Any = None) -> Recipe:
-    """Probabilities by Corollary 3.6 (opt_conv_rate), largest step by Theorem 3.5 (conv_rate)."""
+    """Probabilities by Corollary 3.6 (opt_conv_rate), ``p_j`` as rare as its ``calL`` allows, and the step of Theorem 3.5."""
     chances = theory.probabilities(constants, constants.L, p0=p0, p=p, tau=tau)
     smoothness = theory.expected_smoothness(constants, chances, constants.L)
     return Recipe(chances, smoothness, 1 / (2 * smoothness), "1 / (2 calL)")
@@ -293,13 +293,13 @@ def recipe(constants: Constants, *, p0: Any = None, p: Any = None, tau: Any = No
 
 def cost(setting: Setting) -> Cost:
     """The cost by Theorem 3.5 (conv_rate)."""
-    return descent_cost("l2gd", recipe(setting.constants), setting)
+    best = recipe(setting.constants)
+    return descent_cost("l2gd", best, setting, theory.noise(setting.objective, setting.best.theta, best.probabilities))
 
 
-def descent_cost(name: str, recipe: Recipe, setting: Setting) -> Cost:
-    """The smaller of the bounds for constant and for switching steps."""
+def descent_cost(name: str, recipe: Recipe, setting: Setting, sigma2: float) -> Cost:
+    """The smaller of the bounds for constant and for switching steps; ``sigma2`` is the noise of a step at the minimiser."""
     objective, mu = setting.objective, setting.constants.mu
-    sigma2 = theory.noise(objective, setting.best.theta, recipe.probabilities)
     rate = {"smoothness": recipe.smoothness, "mu": mu, "sigma2": sigma2, "start": setting.distance}
     constant, eta = theory.iterations(setting.accuracy, **rate)
     switching = theory.switching_iterations(setting.accuracy, **rate)
@@ -345,9 +345,10 @@ def l2gd(
         The constant step; by default the largest of Theorem 3.5 (conv_rate).
     p0 : float, optional
         Probability that an iteration is an exchange between clusters; by default that of Corollary 3.6 (opt_conv_rate).
-    p : float or (k,) array, optional
-        Probability of an exchange within each cluster, in an iteration without an exchange between clusters; by default that
-        of Corollary 3.6 (opt_conv_rate).
+    p : float, (k,) array or "common", optional
+        Probability of an exchange within each cluster, in an iteration without an exchange between clusters. By default each
+        cluster has the smallest one with the expected smoothness of Corollary 3.6 (opt_conv_rate); "common" is the paper's
+        common value.
     tau : float or (k,) array, optional
         Share of the step towards the cluster average that an exchange between clusters takes; by default that of
         Proposition 3.3 (opt_tau).

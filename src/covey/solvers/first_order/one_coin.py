@@ -98,8 +98,14 @@ def recipe(constants: Constants, p: float | None = None) -> Recipe:
 
 
 def cost(setting: Setting) -> Cost:
-    """The cost by Theorem 3.5 (conv_rate)."""
-    return descent_cost("one_coin", recipe(setting.constants), setting)
+    """The cost by Theorem 3.5 (conv_rate), with the exact noise of this variant."""
+    best = recipe(setting.constants)
+    return descent_cost("one_coin", best, setting, noise(setting.objective, setting.best.theta, best.probabilities.p0))
+
+
+def noise(objective: Objective, theta: Floats, p: float) -> float:
+    """``|grad f|^2 (1/p + 1/(1 - p))`` at the minimiser ``theta``, where the gradient of the penalty is ``-grad f``."""
+    return float((objective.loss.gradient(objective.data, theta) ** 2).sum()) * (1 / p + 1 / (1 - p))
 
 
 # The solver

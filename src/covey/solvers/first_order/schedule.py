@@ -33,8 +33,8 @@ from covey.tree.hierarchy import Hierarchy
 Vote = Literal["central", "majority"]
 VOTES = ("central", "majority")
 
-PerCluster = float | Sequence[float] | Floats
-"""One number for all clusters, or one for each."""
+PerCluster = float | Sequence[float] | Floats | Literal["common"]
+"""One number for all clusters, or one for each; "common" is the best common one."""
 
 _TOGETHER = 1 << 16  # random numbers drawn at a time
 
