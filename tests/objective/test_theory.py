@@ -287,7 +287,7 @@ def test_each_cluster_has_its_own_schedule():
     assert expected_smoothness(known, own, 4.0) == pytest.approx(expected_smoothness(known, common, 4.0))
     totals = [np.mean(rates(Schedule(chances, 0, merge=True))[0]) for chances in (own, common)]
     assert totals[0] <= 0.7 * totals[1]
-    with pytest.raises(SolverError, match="'p' parameter must be .* or 'common'"):
+    with pytest.raises(SolverError, match=r"'p' parameter must be .* or 'common'"):
         probabilities(known, 4.0, p="rare")
 
 

@@ -201,15 +201,15 @@ def probabilities(
     ours = best_probabilities(known.C1, known.C2, L)
     k = len(known.gamma)
     chance = probability("p0", ours[0] if p0 is None else p0)
+    if known.C1 > 0 and chance == 0:
+        raise SolverError(
+            "With p0 = 0 there is no exchange between clusters, but alpha > 0 needs one; give p0 > 0, or alpha = 0."
+        )
     if isinstance(p, str) and p != "common":
         raise SolverError(f"The 'p' parameter must be a number, one number for each cluster, or 'common'. Got {p!r} instead.")
     given = ours[1] if isinstance(p, str) else p
     within = own_schedules(known, L, chance, ours[1]) if given is None else _per_cluster("p", given, k)
     share = best_tau(chance, within) if tau is None else _per_cluster("tau", tau, k)
-    if known.C1 > 0 and chance == 0:
-        raise SolverError(
-            "With p0 = 0 there is no exchange between clusters, but alpha > 0 needs one; give p0 > 0, or alpha = 0."
-        )
     if chance == 1 or (within == 1).any():
         raise SolverError("With a probability of 1 no client takes a step on its data; give p0 < 1 and p < 1.")
     lost = np.isinf(psi_variance(chance, within, share)) & (known.pull > 0)
