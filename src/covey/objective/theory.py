@@ -182,7 +182,7 @@ def own_schedules(known: Constants, L: float, p0: float, common: float) -> Float
     k = len(known.gamma)
     within = np.full(k, common)
     calL = expected_smoothness(known, Probabilities(p0, within, best_tau(p0, within)), L)
-    return np.minimum(within, np.maximum(0.0, (2 * known.pull / calL - p0) / (2 * (1 - p0)))) if p0 < 1 else within
+    return np.minimum(within, np.maximum(0.0, (2 * known.pull / calL - p0) / (2 * (1 - p0))))
 
 
 def probabilities(
@@ -208,7 +208,8 @@ def probabilities(
     if isinstance(p, str) and p != "common":
         raise SolverError(f"The 'p' parameter must be a number, one number for each cluster, or 'common'. Got {p!r} instead.")
     given = ours[1] if isinstance(p, str) else p
-    within = own_schedules(known, L, chance, ours[1]) if given is None else _per_cluster("p", given, k)
+    rare = given is None and chance < 1
+    within = own_schedules(known, L, chance, ours[1]) if rare else _per_cluster("p", ours[1] if given is None else given, k)
     share = best_tau(chance, within) if tau is None else _per_cluster("tau", tau, k)
     if chance == 1 or (within == 1).any():
         raise SolverError("With a probability of 1 no client takes a step on its data; give p0 < 1 and p < 1.")
