@@ -9,9 +9,10 @@ import math
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit, prange
+from numba import prange
 
 from covey._typing import Anything, Floats, Ints
+from covey.compiling import njit
 
 Limbs = npt.NDArray[np.uint64]
 TOO_LARGE = 1 << 30  # from this size on, a sum could reach 2^95 and overflow
