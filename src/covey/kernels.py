@@ -6,12 +6,14 @@ Loops over a family's rows are in ``losses/kernels.py``; those of the solvers ar
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit, prange
+from numba import prange
 
 from covey._typing import Anything, Floats, Ints
+from covey.compiling import njit
 
 Limbs = npt.NDArray[np.uint64]
 TOO_LARGE = 1 << 30  # from this size on, a sum could reach 2^95 and overflow
@@ -23,6 +25,31 @@ _SPLITTER = 2.0**27 + 1.0
 
 
 # Ids and rows
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _scrambled(state: Any) -> Any:
+    """The last step of SplitMix64."""
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
+
+
+@njit(parallel=True, cache=True)  # type: ignore[untyped-decorator]
+def hash_rows(X: Limbs, y: Limbs, weights: Limbs, offset: Limbs, client_ptr: Ints, code: Limbs) -> None:
+    """Set ``code (n,)`` to a hash of each client's rows, whose numbers are given as bits. It is a sum, so order is free."""
+    golden, minus_zero = np.uint64(0x9E3779B97F4A7C15), np.uint64(1 << 63)
+    for i in prange(len(code)):
+        total = np.uint64(0)
+        for row in range(client_ptr[i], client_ptr[i + 1]):
+            state = golden
+            for column in range(X.shape[1]):
+                bits = X[row, column]
+                state = _scrambled((state ^ (bits if bits != minus_zero else np.uint64(0))) + golden)
+            for bits in (y[row], weights[row], offset[row]):
+                state = _scrambled((state ^ (bits if bits != minus_zero else np.uint64(0))) + golden)
+            total += state
+        code[i] = total
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]

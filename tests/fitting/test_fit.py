@@ -118,7 +118,7 @@ def test_ids_that_repeat_in_every_cluster_are_different_clients(tmp_path):
     for model in (repeated, load(repeated.save(tmp_path / "model"))):
         np.testing.assert_allclose(model.predict(REPEATED), unique.predict(FRAME), atol=1e-9)
         np.testing.assert_allclose(model.predict_interval(REPEATED), unique.predict_interval(FRAME), atol=1e-9)
-        more, same = model.add_clients(REPEATED[few]), unique.add_clients(FRAME[few])
+        more, same = (fitted.update(rows[few], repeat=True) for fitted, rows in ((model, REPEATED), (unique, FRAME)))
         assert len(more.clients_) == 30
         np.testing.assert_allclose(more.predict_interval(REPEATED), same.predict_interval(FRAME), atol=1e-9)
         fresh = REPEATED[:4].with_columns(client=pl.lit(7))

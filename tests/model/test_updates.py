@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import struct
+
 import numpy as np
 import polars as pl
 import pytest
 
-from covey import HierarchicalClassifier, HierarchicalPoissonRegressor, HierarchicalRegressor
+from covey import GroupedData, HierarchicalClassifier, HierarchicalPoissonRegressor, HierarchicalRegressor, load
 from covey.datasets import simulate
+from covey.model.batches import Batches
 from tests.henderson import beside
 
 DRAWN = simulate(clusters=5, clients=6, rows=6, d=2, wbar=0.5, client_sd=0.6, cluster_sd=0.9, equal_rows=False, seed=4)
@@ -77,7 +82,7 @@ def assert_is_dense(model, rows):
 def test_adding_is_exact(case, settings):
     kept = KEPT[case]
     before = fit(kept, **settings)
-    after = before.add_clients(**pick(~kept))
+    after = before.update(**pick(~kept))
     assert_is_dense(after, np.ones(len(kept), dtype=bool))
     assert_is_dense(before, kept)  # which stays as it was
 
@@ -129,10 +134,10 @@ def test_a_cluster_without_clients_keeps_its_covariance(cluster):
 def test_the_order_of_clients_does_not_matter():
     kept = KEPT["all of these"]
     model, new = fit(kept), np.unique(DRAWN.client[~kept])
-    at_once = model.add_clients(**pick(~kept))
+    at_once = model.update(**pick(~kept))
     one_by_one = model
     for client in new[::-1]:
-        one_by_one = one_by_one.add_clients(**pick(~kept & (DRAWN.client == client)))
+        one_by_one = one_by_one.update(**pick(~kept & (DRAWN.client == client)))
     frames = [each.coef_frame().sort("client", "term").drop("cluster") for each in (at_once, one_by_one)]
     assert frames[0]["client"].equals(frames[1]["client"])
     for column in ("estimate", "std_error", "rows"):
@@ -244,7 +249,7 @@ def named():
 )
 def test_errors_of_wrong_new_rows(named, change, sentence):
     with pytest.raises(ValueError, match=sentence) as caught:
-        named.add_clients(change(table()[:2]))
+        named.update(change(table()[:2]))
     assert "\n" not in str(caught.value)
     assert str(caught.value).endswith(".")
 
@@ -298,12 +303,87 @@ def test_an_unknown_class_is_an_error():
 
 def test_a_model_whose_penalties_were_given_cannot_be_updated():
     given = HierarchicalRegressor(client="client", cluster="cluster", formula="y ~ x0", gamma=1.0).fit(table())
-    for change in (lambda: given.add_clients(table()[:2]), lambda: given.remove_clients([0])):
-        with pytest.raises(ValueError, match="learned from the data"):
+    for change in (lambda: given.add_clients(table()[:2]), lambda: given.update(table()), lambda: given.remove_clients([0])):
+        with pytest.raises(ValueError, match=r"given penalties.*fit it again") as caught:
             change()
+        assert "interval" not in str(caught.value)
 
 
 def test_an_updated_model_has_a_note(named):
     more = named.add_clients(table()[:2].with_columns(client=pl.lit(99)))
     assert "162 rows of 21 clients" in str(more)
     assert "160 rows of 20 clients" in str(named)
+
+
+# Batches
+
+
+def test_rows_are_not_added_twice(tmp_path):
+    rows = table()
+    first, second = rows[::2], rows[1::2]
+    model = HierarchicalRegressor(formula="y ~ x0 + (1 | cluster/client)", tests=False).fit(first)
+    updated = model.update(second)
+    assert updated.model_.n_rows == 160
+    few = first.filter(pl.col("client") < 3)
+    for known in (model, updated, load(model.save(tmp_path / "model")), load(updated.save(tmp_path / "updated"))):
+        for again in (first, first.sample(fraction=1.0, shuffle=True, seed=1), few, first.to_pandas()):
+            with pytest.raises(ValueError, match=r"in the model already .*repeat=True"):
+                known.update(again)
+    with pytest.raises(ValueError, match="already"):
+        load(tmp_path / "updated").update(second)
+    assert model.update(first, repeat=True).model_.n_rows == 160
+    assert model.update(few.with_columns(pl.col("y") + 1e-12)).model_.n_rows == 80 + len(few)
+    assert model.update(pl.concat([few, second[:1]])).model_.n_rows == 81 + len(few)  # some rows are new
+
+
+def test_rows_of_removed_clients_can_be_added_again(named):
+    gone = named.remove_clients([0, 7])
+    back = gone.update(table().filter(pl.col("client").is_in([0, 7])))
+    assert back.model_.n_rows == named.model_.n_rows
+    with pytest.raises(ValueError, match="already"):
+        back.update(table())
+    with pytest.raises(ValueError, match="already"):
+        gone.update(table().filter(pl.col("client") == 1))
+
+
+def test_new_clients_are_added_and_known_ones_updated(named):
+    with pytest.raises(ValueError, match=r"has client 0 already.*use update"):
+        named.add_clients(table()[:2])
+    new = table()[:2].with_columns(client=pl.lit(99))
+    np.testing.assert_array_equal(named.add_clients(new).coef_, named.update(new).coef_)
+    with pytest.raises(ValueError, match="already"):
+        named.add_clients(new).update(new)
+
+
+def test_models_without_hashes_load_and_update(named, tmp_path):
+    folder = named.save(tmp_path / "model")
+    sums = pl.read_parquet(folder / "sums.parquet").drop("batches")
+    sums.write_parquet(folder / "sums.parquet")
+    document = json.loads((folder / "model.json").read_text())
+    document["sha256"]["sums"] = hashlib.sha256((folder / "sums.parquet").read_bytes()).hexdigest()
+    del document["dropped"]
+    (folder / "model.json").write_text(json.dumps(document))
+    assert load(folder).update(table()).model_.n_rows == 320  # as before, nothing is known of the rows
+
+
+def test_hashes_of_rows_are_those_of_plain_integers():
+    data = GroupedData.from_arrays([[1.5, -0.0], [0.0, 2.0], [3.0, 4.0]], [1.0, 2.0, 3.0], [0, 0, 1], weights=[1.0, 2.0, 1.0])
+    zero = GroupedData.from_arrays([[0.0, 2.0], [1.5, 0.0], [3.0, 4.0]], [2.0, 1.0, 3.0], [0, 0, 1], weights=[2.0, 1.0, 1.0])
+    mask = (1 << 64) - 1
+
+    def scrambled(state):
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
+        return state ^ (state >> 31)
+
+    def of_row(values):
+        golden = state = 0x9E3779B97F4A7C15
+        for value in values:
+            state = scrambled(((state ^ struct.unpack("<Q", struct.pack("<d", value + 0.0))[0]) + golden) & mask)
+        return state
+
+    expected = [
+        (of_row([1.5, 0.0, 1.0, 1.0, 0.0]) + of_row([0.0, 2.0, 2.0, 2.0, 0.0])) & mask,
+        of_row([3.0, 4.0, 3.0, 1.0, 0.0]),
+    ]
+    assert Batches.of(data).code.tolist() == Batches.of(zero).code.tolist() == expected

@@ -16,7 +16,7 @@ from covey.fitting.fit import fit
 from covey.model.files import save_model
 from covey.model.summary import describe
 from covey.nodes.network import InMemory
-from covey.problem.problem import Arrays, Problem, as_frame, read_rows, resolve
+from covey.problem.problem import Arrays, Problem, as_frame, read_rows, refuse_odd_table, resolve
 from covey.tables.design import response
 from covey.tree.hierarchy import Level
 
@@ -35,6 +35,7 @@ class HierarchicalEstimator(InferenceMethods):
         cluster: ArrayLike | None = None,
         sample_weight: ArrayLike | None = None,
         offset: ArrayLike | None = None,
+        frequency: ArrayLike | None = None,
     ) -> Self:
         """Fit the models of all clients, of all clusters and of the whole.
 
@@ -46,8 +47,8 @@ class HierarchicalEstimator(InferenceMethods):
             The response. Leave it out if the formula names it.
         client, cluster : (n_rows,) arrays, optional
             Ids of the client and cluster of each row, if they are not columns of ``X``.
-        sample_weight, offset : (n_rows,) arrays, optional
-            Row weights and offsets, if they are not columns of ``X``.
+        sample_weight, offset, frequency : (n_rows,) arrays, optional
+            Row weights (precisions), offsets and frequencies (how often each row counts), if they are not columns of ``X``.
 
         Returns
         -------
@@ -69,7 +70,8 @@ class HierarchicalEstimator(InferenceMethods):
                 UserWarning,
                 stacklevel=2,
             )
-        return self._fit(draft, X, y, client=client, cluster=cluster, weights=sample_weight, offset=offset)
+        beside = {"weights": sample_weight, "offset": offset, "frequency": frequency}
+        return self._fit(draft, X, y, client=client, cluster=cluster, **beside)
 
     def _fit(self, draft: Problem, X: Any, y: Any = None, **given: Any) -> Self:
         """Fit a problem; ``given`` are arrays beside ``X``."""
@@ -85,8 +87,12 @@ class HierarchicalEstimator(InferenceMethods):
             self.n_features_in_ = len(frame.columns)
             self._library_ = frame.implementation
         else:
+            refuse_odd_table(X)
             X, given = self._split_off(X, **given)
-            X, y = self._validate(X, y)
+            if draft.spec.na == "drop":  # scikit-learn refuses responses that are missing
+                X = validate_data(self, X, dtype=np.float64, ensure_all_finite=False)
+            else:
+                X, y = self._validate(X, y)
             kept = [at for at in range(X.shape[1] + len(self._positions())) if at not in self._positions().values()]
             columns = getattr(self, "feature_names_in_", [f"x{at}" for at in kept])
         data, problem = read_rows(X, draft, Arrays(y, **given), columns)

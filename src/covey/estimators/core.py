@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import narwhals as nw
 import numpy as np
@@ -16,8 +16,8 @@ from covey._typing import Anything, Floats, PenaltyLike, RandomState
 from covey.errors import DataError, SolverError, listing, one_of
 from covey.losses import Loss, Reduction, family_of
 from covey.model.model import Model
-from covey.problem.problem import Spec
-from covey.problem.settings import COLUMNS, Penalties, declared
+from covey.problem.problem import Spec, refuse_odd_table
+from covey.problem.settings import COLUMNS, Penalties, column_name, declared
 from covey.solvers.registry import first_order
 from covey.tree.hierarchy import UNSEEN, Level, Unseen, to_array
 
@@ -39,8 +39,15 @@ class EstimatorCore:
         grouping: clients and the global model.
     weights, offset : str, int or None
         Columns of ``X`` with row weights and with an offset, which is added to the linear predictor. Cross-validation splits
-        them with the rows of ``X``. You can pass the arrays ``sample_weight`` and ``offset`` to ``fit`` instead. A weight
-        multiplies the loss of its row: for the linear model, it is the precision of the row relative to the others.
+        them with the rows of ``X``. You can pass the arrays ``sample_weight`` and ``offset`` to ``fit`` instead. A weight is a
+        precision, not a count: it multiplies the loss of its row, and in the linear model the variance of the row is the
+        residual variance divided by its weight. The number of rows stays the same.
+    frequency : str, int or None
+        Column of ``X`` that says how often each row counts: a row with frequency 3 is three equal rows, in the likelihood, in
+        degrees of freedom and in the number of rows. Or pass the array ``frequency`` to ``fit``.
+    na : {"refuse", "drop"}
+        Rows with missing values in the columns that the model uses, including response and ids: raise an error, or drop them
+        and say how many in the summary. New rows to predict must be complete.
     formula : str or None
         The terms, such as ``"log(x) + zone * year"``. Categories are coded and an intercept is included. With a left-hand side,
         ``"y ~ x"``, the formula also names the response. Bars say which terms vary by group, as in lme4:
@@ -134,6 +141,8 @@ class EstimatorCore:
         cluster: str | int | None = None,
         weights: str | int | None = None,
         offset: str | int | None = None,
+        frequency: str | int | None = None,
+        na: Literal["refuse", "drop"] = "refuse",
         formula: str | None = None,
         fit_intercept: bool = True,
         standardize: bool = False,
@@ -158,6 +167,7 @@ class EstimatorCore:
         random_state: RandomState = None,
     ) -> None:
         self.client, self.cluster, self.weights, self.offset = client, cluster, weights, offset
+        self.frequency, self.na = frequency, na
         self.formula, self.fit_intercept, self.standardize = formula, fit_intercept, standardize
         self.gamma, self.lam, self.alpha, self.penalty = gamma, lam, alpha, penalty
         self.vary, self.covariance, self.per_cluster, self.tests = vary, covariance, per_cluster, tests
@@ -174,6 +184,9 @@ class EstimatorCore:
     def _spec(self) -> Spec:
         if self.unseen not in UNSEEN:
             raise one_of("unseen", self.unseen, UNSEEN)
+        for name in COLUMNS:
+            if not isinstance(getattr(self, name), int | np.integer):
+                column_name(name, getattr(self, name))
         named, positions = self._columns(str), self._positions()
         if positions and (self.formula is not None or named):
             raise DataError(f"The {next(iter(positions))!r} parameter is a position, others are names; use names for all.")
@@ -235,6 +248,7 @@ class EstimatorCore:
         check_is_fitted(self, "model_")
         if self.model_.spec.named:
             return X, given
+        refuse_odd_table(X)
         X, given = self._split_off(X, **given)
         return validate_data(self, X, dtype=np.float64, ensure_all_finite=False, reset=False), given
 

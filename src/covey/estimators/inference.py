@@ -17,7 +17,8 @@ from covey.fitting.fit import shape_of
 from covey.model.model import quantile
 from covey.model.new_rows import group_rows
 from covey.model.summary import Summary
-from covey.model.updates import add_clients, remove_clients
+from covey.model.updates import add_clients, remove_clients, update
+from covey.problem.problem import Arrays
 from covey.tables.rows import GroupedData
 from covey.tree.hierarchy import Level
 from covey.variance.bootstrap import bootstrap
@@ -203,6 +204,7 @@ class InferenceMethods(EstimatorCore):
         cluster: ArrayLike | None = None,
         sample_weight: ArrayLike | None = None,
         offset: ArrayLike | None = None,
+        frequency: ArrayLike | None = None,
         *,
         draws: int = 200,
         coverage: float = 0.95,
@@ -215,7 +217,7 @@ class InferenceMethods(EstimatorCore):
 
         Parameters
         ----------
-        X, y, client, cluster, sample_weight, offset : optional
+        X, y, client, cluster, sample_weight, offset, frequency : optional
             The rows, as they were passed to ``fit``. A linear model does not need them, all others do.
         draws : int
             The number of draws.
@@ -244,7 +246,7 @@ class InferenceMethods(EstimatorCore):
         if not model.spec.loss.reml:
             if X is None:
                 raise DataError(f"The bootstrap of a {model.spec.family} model needs the rows: pass X and y as to fit.")
-            data = self._group(X, y, client, cluster, sample_weight, offset)
+            data = self._group(X, Arrays(y, client, cluster, sample_weight, offset, frequency))
             if data.hierarchy.client_ids.to_list() != model.hierarchy.client_ids.to_list():
                 raise DataError("The bootstrap needs the rows that the model was fitted to; these have other clients.")
         shape = shape_of(model.hierarchy, model.terms, model.spec, model.problem.vary)
@@ -264,16 +266,17 @@ class InferenceMethods(EstimatorCore):
         cluster: ArrayLike | None = None,
         sample_weight: ArrayLike | None = None,
         offset: ArrayLike | None = None,
+        frequency: ArrayLike | None = None,
     ) -> Self:
-        """Return a copy of the estimator with further rows, of new clients or of clients that it has, without a refit.
+        """Return a copy of the estimator with the rows of new clients, without a refit.
 
         The variance components stay as they are. Given these, the result is exact for a linear model. For other families the
-        rows of the fit enter by a second-order expansion about its mode. Pass new rows only: a row that the model already has
-        would be counted twice.
+        rows of the fit enter by a second-order expansion about its mode. Use ``update`` for more rows of clients that the model
+        has.
 
         Parameters
         ----------
-        X, y, client, cluster, sample_weight, offset : optional
+        X, y, client, cluster, sample_weight, offset, frequency : optional
             The rows, as for ``fit``.
 
         Returns
@@ -293,8 +296,52 @@ class InferenceMethods(EstimatorCore):
         >>> model.add_clients(few).predict_interval(few[:1]).round(2).tolist()
         [[-0.95, 0.26]]
         """
-        check_is_fitted(self, "model_")
-        return copy(self)._adopt(add_clients(self.model_, self._group(X, y, client, cluster, sample_weight, offset)))
+        rows = self._group(X, Arrays(y, client, cluster, sample_weight, offset, frequency))
+        return copy(self)._adopt(add_clients(self.model_, rows))
+
+    def update(
+        self,
+        X: TableLike,
+        y: ArrayLike | None = None,
+        client: ArrayLike | None = None,
+        cluster: ArrayLike | None = None,
+        sample_weight: ArrayLike | None = None,
+        offset: ArrayLike | None = None,
+        frequency: ArrayLike | None = None,
+        *,
+        repeat: bool = False,
+    ) -> Self:
+        """Return a copy of the estimator with further rows, of clients that it has or of new ones, without a refit.
+
+        The variance components stay as they are; see ``add_clients``. The model remembers hashes of the rows of its fit and of
+        each update, also on disk with ``sums``. A batch of rows that it has already is refused.
+
+        Parameters
+        ----------
+        X, y, client, cluster, sample_weight, offset, frequency : optional
+            The rows, as for ``fit``.
+        repeat : bool
+            Add the rows even if the model has a batch of equal rows.
+
+        Returns
+        -------
+        HierarchicalEstimator
+            The copy.
+
+        Examples
+        --------
+        >>> from covey import HierarchicalRegressor, datasets
+        >>> homes = datasets.load_radon()
+        >>> model = HierarchicalRegressor(formula="log_radon ~ floor + (1 | state/county)").fit(homes[:-50])
+        >>> later = model.update(homes[-50:])
+        >>> model.model_.n_rows, later.model_.n_rows
+        (11879, 11929)
+        >>> later.update(homes[-50:])
+        Traceback (most recent call last):
+        covey.errors.DataError: These rows are in the model already...
+        """
+        rows = self._group(X, Arrays(y, client, cluster, sample_weight, offset, frequency))
+        return copy(self)._adopt(update(self.model_, rows, repeat=repeat))
 
     def remove_clients(self, clients: Sequence[Hashable]) -> Self:
         """Return a copy of the estimator as if these clients had never taken part, at the same variance components.
@@ -320,6 +367,6 @@ class InferenceMethods(EstimatorCore):
         check_is_fitted(self, "model_")
         return copy(self)._adopt(remove_clients(self.model_, clients))
 
-    def _group(self, X: Any, y: Any, client: Any, cluster: Any, weights: Any, offset: Any) -> GroupedData:
-        X, given = self._rows(X, client=client, cluster=cluster, weights=weights, offset=offset)
-        return group_rows(self.model_, X, y, **given)
+    def _group(self, X: Any, given: Arrays) -> GroupedData:
+        X, arrays = self._rows(X, **vars(given))
+        return group_rows(self.model_, X, Arrays(**arrays))

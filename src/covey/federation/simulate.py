@@ -19,7 +19,7 @@ from covey.federation.wire.transport import InProcess
 from covey.model.model import Model
 from covey.problem.problem import Spec, as_frame, read_rows, resolve
 from covey.tables.design import column
-from covey.tree.hierarchy import encode, lookup
+from covey.tree.hierarchy import as_labels, encode, lookup
 
 if TYPE_CHECKING:
     from narwhals.typing import IntoDataFrame
@@ -149,7 +149,10 @@ def split_among_sites(table: Any, spec: Spec, sites: int | str) -> dict[str, Any
         if odd:
             raise DataError(f"The site {odd[0]!r} cannot be the name of a site and its folder; rename it in column {sites!r}.")
     else:
-        _, codes = encode(column(frame, spec.client), "client")
+        ids = as_labels(column(frame, spec.client), "client")
+        if spec.na == "drop":  # a row without a client is at some site too
+            ids = ids.fill_null(ids.drop_nulls().first())
+        _, codes = encode(ids, "client")
         n_clients = int(codes.max()) + 1
         if not 1 <= sites <= n_clients:
             raise DataError(f"{sites!r} sites cannot share {n_clients} clients; give from 1 to that many.")

@@ -22,6 +22,7 @@ import numpy as np
 from covey._typing import Floats
 from covey.errors import CoveyError, DataError, PenaltyError, SolverError, warn
 from covey.fitting.selection import Count, fit_baseline, search
+from covey.model.batches import Batches
 from covey.model.model import Elsewhere, Fitted, Model, assemble
 from covey.nodes.network import Network, SetGamma
 from covey.objective.objective import Penalty, PenaltyLike
@@ -77,7 +78,8 @@ def fit(
     node = network.clients()
     if node is None:
         return model_without_clients(problem, fitted, network.tree, elsewhere)
-    return assemble(problem, fitted, node.data.hierarchy, node.data.rows_per_client)
+    model = assemble(problem, fitted, node.data.hierarchy, node.data.rows_per_client)
+    return replace(model, dropped=node.data.dropped, batches=None if model.learned is None else Batches.of(node.data))
 
 
 def learn(network: Network, problem: Problem, *, progress: Progress | None = None, count: Count | None = None) -> Fitted:

@@ -27,7 +27,7 @@ from covey.tables.rows import GroupedData
 
 RACE_ITERATIONS = 20_000
 
-_COLUMNS = ("formula", "client", "cluster", "weights", "offset", "fit_intercept", "standardize")
+_COLUMNS = ("formula", "client", "cluster", "weights", "offset", "frequency", "na", "fit_intercept", "standardize")
 _SETTINGS = (*_COLUMNS, "gamma", "lam", "alpha", "reduction", "ridge")
 
 

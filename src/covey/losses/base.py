@@ -35,6 +35,7 @@ FAMILIES: dict[str, type[Loss]] = {}
 """All families by name, in order of registration."""
 
 _NONE = np.empty(0)
+_LARGEST_LOG = 50.0  # exp(50) is 5e21, more than any exposure
 
 
 def family_of(family: str | Loss) -> type[Loss]:
@@ -112,6 +113,8 @@ class Loss(ABC):
     """The responses that the family accepts, for error messages."""
     two_classes: ClassVar[bool] = False
     """Whether responses are two classes, coded 0 and 1."""
+    log_link: ClassVar[bool] = False
+    """Whether the margin is the logarithm of the expected response."""
     private_rounds: ClassVar[int] = 3
     """Default number of releases of a fit with differential privacy."""
 
@@ -177,6 +180,14 @@ class Loss(ABC):
     def check(self, y: Floats, place: Place) -> None:
         """Raise an error if a response is impossible, or if all responses together do not determine a model."""
         self.check_values(y, place)
+
+    def check_offset(self, offset: Floats | None) -> None:
+        """Raise an error for offsets that cannot be on the scale of the margin."""
+        if self.log_link and offset is not None and np.abs(offset).max(initial=0.0) > _LARGEST_LOG:
+            raise DataError(
+                f"The offset has the value {offset[np.abs(offset).argmax()]:g}. In the {self.name} family it is on the log "
+                "scale: exp(offset) multiplies the mean. Give the logarithm of the exposure."
+            )
 
     def check_total(self, total: float) -> None:  # noqa: B027
         """Raise an error if the sum of the responses of all sites shows that they do not determine a model."""

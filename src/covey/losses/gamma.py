@@ -53,6 +53,7 @@ class Gamma(Loss):
     third_per_second: ClassVar[float] = 1.0
     dispersion: ClassVar[bool] = True
     dispersion_name: ClassVar[str] = "coefficient of variation"
+    log_link: ClassVar[bool] = True
     responses: ClassVar[str] = "positive numbers"
 
     def mean(self, margin: Floats) -> Floats:

@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit, prange
+from numba import prange
 
 from covey._typing import Floats, Ints
+from covey.compiling import njit
 
 GAUSSIAN, BERNOULLI, POISSON, GAMMA = CODES = 0, 1, 2, 3
 

@@ -43,6 +43,7 @@ class Poisson(Loss):
     code: ClassVar[int | None] = kernels.POISSON
     curvature: ClassVar[tuple[float, float]] = (0.0, np.inf)
     third_per_second: ClassVar[float] = 1.0
+    log_link: ClassVar[bool] = True
     responses: ClassVar[str] = "counts >= 0"
 
     def mean(self, margin: Floats) -> Floats:

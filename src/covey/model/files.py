@@ -18,7 +18,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,14 @@ from covey._typing import Floats
 from covey._version import __version__
 from covey.errors import CoveyError, ModelError
 from covey.losses import FAMILIES
+from covey.model.batches import Batches
 from covey.model.model import Elsewhere, Fitted, Model, assemble
 from covey.objective.objective import Penalty
 from covey.problem.problem import Classes, Spec, resolve
 from covey.solvers.direct.elimination import Quadratic
 from covey.solvers.result import Convergence, Fit
 from covey.tables.scaling import design_from_json
+from covey.tables.values import Dropped
 from covey.tree.hierarchy import Hierarchy
 from covey.variance.components import Components, Learned, Whole
 
@@ -65,6 +67,8 @@ def save_model(model: Model, path: str | Path, *, sums: bool = True, extra: Mapp
         tables = dict(zip(_TABLES, _tables(model), strict=True))
         if sums and model.learned is not None and model.learned.has_sums:
             tables[_SUMS] = _sums_table(model.learned)
+            if model.batches is not None:
+                tables[_SUMS] = tables[_SUMS].with_columns(model.batches.to_column(model.hierarchy.n_clients))
         for name, table in tables.items():
             table.write_parquet(fresh / f"{name}.parquet")
             document["sha256"][name] = _checksum(fresh / f"{name}.parquet")
@@ -148,6 +152,7 @@ def _document(model: Model, extra: dict[str, Any]) -> dict[str, Any]:
         "elsewhere": None
         if elsewhere is None
         else {name: np.asarray(values).tolist() for name, values in vars(elsewhere).items()},
+        "dropped": None if model.dropped is None else asdict(model.dropped),
         "extra": extra,
         "sha256": {},
     }
@@ -259,7 +264,9 @@ def _rebuild(document: Mapping[str, Any], tables: Mapping[str, pl.DataFrame]) ->
     learned = _learned(document.get("learned"), tables.get(_SUMS), design.terms, tree)
     rows = clients["rows"].to_numpy().astype(np.int64)
     elsewhere = _elsewhere(document.get("elsewhere"), tree.n_clusters)
-    return assemble(problem, Fitted(fit, penalty, learned), tree, rows, elsewhere), dict(document["extra"])
+    model = assemble(problem, Fitted(fit, penalty, learned), tree, rows, elsewhere)
+    dropped = None if document.get("dropped") is None else Dropped(**document["dropped"])
+    return replace(model, dropped=dropped, batches=Batches.from_table(tables.get(_SUMS))), dict(document["extra"])
 
 
 def _read_document(path: Path) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from scipy import special
 
 from covey._typing import Anything, Floats, Ints
 from covey.errors import ModelError, SolverError, listing, one_of
+from covey.model.batches import Batches
 from covey.model.new_rows import new_rows
 from covey.objective.objective import Penalty
 from covey.problem.problem import Problem, Spec, as_frame
@@ -32,6 +33,7 @@ from covey.solvers.registry import first_order
 from covey.solvers.result import Fit
 from covey.tables.design import numeric
 from covey.tables.scaling import Design
+from covey.tables.values import Dropped
 from covey.tree.hierarchy import Hierarchy, Level, Resolved, segment_sum
 from covey.variance.components import Learned
 from covey.variance.linear_likelihood import cluster_covariances
@@ -204,6 +206,8 @@ class Model(Fit):
     rows : (n,) the number of rows of each client
     penalty, learned : the penalties, as in :class:`Fitted`
     elsewhere : at the operator of a fit across sites, whose model has no clients, their numbers
+    dropped : the rows with missing values that were left out
+    batches : hashes of the rows, if the model can be updated
     """
 
     problem: Problem
@@ -212,6 +216,8 @@ class Model(Fit):
     penalty: Penalty | None
     learned: Learned | None
     elsewhere: Elsewhere | None = None
+    dropped: Dropped | None = None
+    batches: Batches | None = None
 
     @property
     def spec(self) -> Spec:

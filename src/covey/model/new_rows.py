@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import polars as pl
 
 from covey._typing import Anything, Floats
 from covey.errors import DataError
-from covey.problem.problem import as_frame, encode_known
+from covey.problem.problem import Arrays, as_frame, encode_known, usable_rows
 from covey.tables.design import Frame, column, compose, numeric, response
 from covey.tables.rows import GroupedData, refuse_infinite, side_by_side
 from covey.tree.hierarchy import Level, Resolved, Unseen
@@ -46,13 +47,14 @@ def new_rows(
     return rows, chosen, _offset_of(model, offset, frame, n_rows)
 
 
-def group_rows(
-    model: Model, X: Any, y: Any = None, *, client: Any = None, cluster: Any = None, weights: Any = None, offset: Any = None
-) -> GroupedData:
-    """Group new rows by client, coded as in training. Ids and responses come from the arguments or the table's columns."""
-    frame = as_frame(X) if model.spec.named else None
+def group_rows(model: Model, X: Any, given: Arrays) -> GroupedData:
+    """Group new rows by client, coded as in training. Ids and responses are ``given``, or the table's columns."""
+    X = as_frame(X) if model.spec.named else X
+    X, given, numbers, dropped = usable_rows(X, model.problem, given, model.design.columns)
+    frame = X if model.spec.named else None
+    y, weights, frequency = given.y, given.weights, given.frequency
     blocks, n_rows = _blocks(model, X, frame)
-    client, cluster = _ids_of(model, frame, client, cluster, "client")
+    client, cluster = _ids_of(model, frame, given.client, given.cluster, "client")
     if client is None:
         raise DataError("New rows need the ids of their clients; pass client=, or a table with the column of clients.")
     if cluster is None and model.hierarchy.n_clusters > 1:
@@ -60,17 +62,23 @@ def group_rows(
     if cluster is None:
         cluster = pl.Series(model.hierarchy.cluster_ids.to_list() * n_rows)
     y, weights = _response_of(model, frame, y, weights)
-    return GroupedData.from_blocks(
+    if frequency is None and frame is not None and model.spec.frequency is not None:
+        frequency = numeric(frame, model.spec.frequency)
+    data = GroupedData.from_blocks(
         blocks,
         n_rows,
         encode_known(y, model.classes),
         client,
         cluster,
         weights=weights,
-        offset=_offset_of(model, offset, frame, n_rows),
+        offset=_offset_of(model, given.offset, frame, n_rows),
+        frequency=frequency,
         terms=model.terms,
         check=model.problem.loss.check_values,
+        numbers=numbers,
     )
+    model.problem.loss.check_offset(data.offset)
+    return replace(data, dropped=dropped)
 
 
 def _blocks(model: Model, X: Any, frame: Frame | None) -> tuple[list[Anything], int]:

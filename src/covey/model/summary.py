@@ -47,6 +47,7 @@ class Summary:
             "global": model.coefficients("global", self.coverage).to_dicts(),
             "converged": bool(model.convergence.converged),
             "message": model.convergence.message,
+            "dropped": None if model.dropped is None else asdict(model.dropped),
         }
         if learned is None:
             penalty = None if model.penalty is None else {"gamma": _ends(_gammas(model)), "lam": _ends(model.penalty.lam)}
@@ -110,6 +111,8 @@ def facts(model: Model) -> list[str]:
     # A private fit across sites does not count rows.
     rows = "" if model.elsewhere is not None and model.n_rows == 0 else f"{counted(model.n_rows, 'row')} of "
     lines = [f"{rows}{clients}{away}"]
+    if model.dropped is not None:
+        lines.append(f"note: {model.dropped}")
     if spec.standardize:
         lines.append("terms are standardised: coefficients are per standard deviation")
     if model.classes is not None:

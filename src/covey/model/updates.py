@@ -1,4 +1,4 @@
-"""Add and remove clients without a new fit: from the sums that a model keeps, at the variance components of its fit.
+"""Add rows and remove clients without a new fit: from the sums that a model keeps, at the variance components of its fit.
 
 For a linear model the result is exact: the coefficients at every level are those of a fit to all rows with the same variance
 components. For counts and classes the loss of a client of the fit is taken to second order about the mode; that of new rows is
@@ -15,7 +15,8 @@ import numpy as np
 import polars as pl
 
 from covey._typing import Floats, Ints
-from covey.errors import DataError, listing, warn
+from covey.errors import DataError, SolverError, listing, warn
+from covey.model.batches import Batches
 from covey.model.model import Fitted, Model, assemble
 from covey.solvers.direct.elimination import Quadratic, descend, eliminate
 from covey.solvers.direct.sweep import solve_top
@@ -27,13 +28,48 @@ from covey.variance.identify import check_rank
 from covey.variance.linear_likelihood import invert
 
 _STEPS, _CLOSE, _REACH = 100, 1e-10, 2.0
-_LATER = "clients were added or removed after the fit: variances, log-likelihood and tests are those of the fit"
+_LATER = "rows were added or removed after the fit: variances, log-likelihood and tests are those of the fit"
 
 
 def add_clients(model: Model, data: GroupedData) -> Model:
-    """The model with new rows (see ``group_rows``), of clients and clusters of the model or of new ones."""
-    learned = model.posterior.require_sums(all_clients=True)
+    """The model with the rows of new clients (see ``group_rows``), in clusters of the model or in new ones."""
+    _learned_of(model)
+    known = np.flatnonzero(lookup(data.hierarchy.client_ids, model.hierarchy.client_ids, "client") >= 0)
+    if len(known):
+        shown = listing(data.hierarchy.client_ids.gather(known).to_list(), 3)
+        raise DataError(f"The model has client {shown} already, and add_clients takes new clients; use update for more rows.")
+    return update(model, data)
+
+
+def update(model: Model, data: GroupedData, *, repeat: bool = False) -> Model:
+    """The model with new rows, of clients of the model or of new ones; rows that it has are refused unless ``repeat``."""
+    learned = _learned_of(model)
     tree, places = _joined(model.hierarchy, data.hierarchy)
+    batch, held = Batches.of(data).moved(places[model.hierarchy.n_clients :]), model.batches or Batches.from_table(None)
+    held = held.moved(places[: model.hierarchy.n_clients])
+    if not repeat and held.holds(batch):
+        what = "These rows are" if data.n_rows > 1 else "This row is"
+        raise DataError(
+            f"{what} in the model already ({data.n_rows:,} of {data.n_clients:,} clients, with equal values); if they are new "
+            "rows that happen to be equal, pass repeat=True."
+        )
+    added = _with_rows(model, learned, data, tree, places)
+    dropped = model.dropped if data.dropped is None else data.dropped + model.dropped
+    return replace(added, dropped=dropped, batches=held.joined(batch))
+
+
+def _learned_of(model: Model) -> Learned:
+    """The variance components and the sums of all clients, which updates need."""
+    if model.learned is None:
+        raise SolverError(
+            "Rows are added, and clients removed, at learned variance components, and this model has given penalties or none; "
+            "fit it again to all rows, or learn its penalties."
+        )
+    return model.posterior.require_sums(all_clients=True)
+
+
+def _with_rows(model: Model, learned: Learned, data: GroupedData, tree: Hierarchy, places: Ints) -> Model:
+    """The model with new rows; ``places`` are those of its clients, then of the clients of ``data``, in ``tree``."""
     n = tree.n_clients
     kept = model.hierarchy.n_clients
     old = _placed(learned.units, places[:kept], n)
@@ -60,7 +96,7 @@ def add_clients(model: Model, data: GroupedData) -> Model:
 
 def remove_clients(model: Model, clients: Sequence[Any]) -> Model:
     """The model without the data of these clients."""
-    learned, tree = model.posterior.require_sums(all_clients=True), model.hierarchy
+    learned, tree = _learned_of(model), model.hierarchy
     if isinstance(clients, str):
         clients = [clients]
     places = lookup(as_labels(clients, "client"), tree.client_ids, "client")
@@ -76,7 +112,10 @@ def remove_clients(model: Model, clients: Sequence[Any]) -> Model:
     units = learned.units
     check_rank(units.C[keep].sum(axis=0), model.terms)
     fewer = Quadratic(units.C[keep], units.r[keep], units.c[keep], units.n[keep])
-    return _solved(model, replace(learned, units=fewer), left, model.rows[keep])
+    solved = _solved(model, replace(learned, units=fewer), left, model.rows[keep])
+    place = np.where(keep, np.cumsum(keep) - 1, -1)
+    batches = None if model.batches is None else model.batches.moved(place)
+    return replace(solved, dropped=model.dropped, batches=batches)
 
 
 def _solved(model: Model, learned: Learned, tree: Hierarchy, rows: Ints) -> Model:

@@ -15,7 +15,7 @@ from typing import Any
 import narwhals as nw
 import numpy as np
 
-from covey._typing import Anything
+from covey._typing import Anything, Ints
 from covey.errors import DataError, FormulaError, ModelError, listing
 from covey.losses import Loss
 from covey.problem.settings import COLUMNS
@@ -38,7 +38,7 @@ from covey.tables.design import (
 from covey.tables.formula import ParsedFormula, parse_formula
 from covey.tables.rows import GroupedData
 from covey.tables.scaling import Design, Scale, Scaled, design_from_json, moments
-from covey.tree.hierarchy import is_missing
+from covey.tables.values import Dropped, choose_rows, missing, take
 
 
 @dataclass(frozen=True)
@@ -226,6 +226,41 @@ class Arrays:
     cluster: Any = None
     weights: Any = None
     offset: Any = None
+    frequency: Any = None
+
+
+def used_columns(problem: Problem) -> tuple[str, ...]:
+    """The columns that a problem with a formula reads."""
+    factors = [] if problem.formula is None else problem.formula.factors
+    named = {name for factor in factors for name in factor.names()[0]}
+    return tuple(sorted(named | {getattr(problem.spec, name) for name in COLUMNS} - {None}))
+
+
+def usable_rows(
+    rows: Any, problem: Problem, given: Arrays, columns: Sequence[str] | None = None
+) -> tuple[Any, Arrays, Ints | None, Dropped | None]:
+    """The rows of a table, and of arrays beside it, that count: those of positive frequency, without missing values to drop.
+
+    Also returns their numbers in the table (None: all rows), and what was dropped.
+    """
+    found: dict[str, Any]
+    spec, beside = problem.spec, {name: values for name, values in vars(given).items() if values is not None}
+    if isinstance(rows, nw.DataFrame):
+        columns = used_columns(problem)
+        if problem.formula is None:
+            columns = tuple(rows.columns) if problem.draft else (*columns, *problem.design.columns)
+        replaced = {getattr(spec, name) for name in COLUMNS if name in beside}
+        found = {name: rows.get_column(name) for name in columns if name in rows.columns and name not in replaced}
+        frequency = given.frequency
+        if frequency is None and spec.frequency is not None:
+            frequency = numeric(rows, spec.frequency)
+    else:
+        found, frequency = {name: rows[:, at] for at, name in enumerate(columns or ())}, given.frequency
+    if spec.na != "drop" and frequency is None:
+        return rows, given, None, None
+    kept, dropped = choose_rows({**found, **beside}, len(rows), frequency, spec.na)
+    fewer = Arrays(**{name: take(values, kept) for name, values in vars(given).items()})
+    return take(rows, kept), fewer, kept, dropped
 
 
 def read_rows(
@@ -245,10 +280,10 @@ def read_rows(
     """
     given = Arrays() if arrays is None else arrays
     rows = as_frame(X) if columns is None else X
-    frame = rows if columns is None else None
     if len(rows) == 0:
         raise DataError("The table has no rows; covey needs at least one.")
-    y = given.y
+    rows, given, numbers, dropped = usable_rows(rows, draft, given, columns)
+    frame, y = rows if columns is None else None, given.y
     if frame is not None:
         given, y = _from_columns(frame, draft.spec, given), _response(frame, draft, y)
     names, categories = (tuple(columns or ()), {}) if frame is None else _columns(frame, draft)
@@ -263,9 +298,13 @@ def read_rows(
         given.cluster,
         weights=given.weights,
         offset=given.offset,
+        frequency=given.frequency,
         terms=problem.terms,
         check=problem.loss.check,
+        numbers=numbers,
     )
+    data = replace(data, dropped=dropped)
+    problem.loss.check_offset(data.offset)
     if not problem.spec.standardize:
         return data, problem
     scale = Scale.of(moments(data.X), data.n_rows, data.terms)
@@ -274,7 +313,7 @@ def read_rows(
 
 def as_frame(X: Any) -> Frame:
     """A data frame of any library, as narwhals wraps it."""
-    frame = nw.from_native(X, eager_only=True, pass_through=True)
+    frame: Any = X if isinstance(X, nw.DataFrame) else _native_frame(X)
     if not isinstance(frame, nw.DataFrame):
         raise DataError(
             f"Columns are named, so X must be a data frame (pandas, polars, pyarrow); got {type(X).__name__}. With "
@@ -283,6 +322,26 @@ def as_frame(X: Any) -> Frame:
     for name in (name for name in frame.columns if not isinstance(name, str)):
         raise DataError(f"Column names must be text; got {name!r}: rename the columns, or pass a plain array.")
     return frame
+
+
+def _native_frame(X: Any) -> Any:
+    """A frame of any library as narwhals wraps it; anything else as it is."""
+    refuse_odd_table(X)
+    return nw.from_native(X, eager_only=True, pass_through=True)
+
+
+def refuse_odd_table(X: Any) -> None:
+    """Refuse tables that cannot be read: sparse matrices, lazy frames, and frames with two columns of one name."""
+    if hasattr(X, "toarray") and hasattr(X, "nnz"):
+        raise DataError("X is a sparse matrix, and covey needs dense rows: pass X.toarray(), or name categories in a formula.")
+    try:
+        lazy = isinstance(nw.from_native(X, pass_through=True), nw.LazyFrame)
+    except nw.exceptions.DuplicateError:
+        names = list(X.columns) if not hasattr(X, "column_names") else list(X.column_names)
+        twice = next((name for name in names if names.count(name) > 1), "")
+        raise DataError(f"X has two columns with the name {twice!r}; rename or drop one.") from None
+    if lazy:
+        raise DataError(f"X is a lazy frame ({type(X).__module__.split('.')[0]}); pass X.collect().")
 
 
 def series_values(y: Any) -> Anything:
@@ -296,9 +355,9 @@ def encode_response(y: Any, loss: Loss) -> tuple[Any, Anything | None]:
     values = series_values(y)
     if not loss.two_classes:
         return values, None
-    missing = _missing(values)
-    if missing.any():
-        raise DataError(f"The response is missing (NaN) in row {int(missing.argmax())}; fill the value or leave the row out.")
+    absent = missing(values)
+    if absent.any():
+        raise DataError(f"The response is missing (NaN) in row {int(absent.argmax())}; fill the value or leave the row out.")
     try:
         classes, codes = np.unique(values, return_inverse=True)
     except TypeError:
@@ -355,7 +414,7 @@ def _columns(frame: Frame, draft: Problem) -> tuple[tuple[str, ...], dict[str, l
         if formula.response in columns:
             raise FormulaError(f"The response {formula.response!r} is also on the right of '~'; remove it there.")
         return columns, categories
-    features = tuple(name for name in frame.columns if name not in (spec.client, spec.cluster, spec.weights, spec.offset))
+    features = tuple(name for name in frame.columns if name not in {getattr(spec, each) for each in COLUMNS})
     if "Intercept" in features and spec.fit_intercept:
         raise DataError(
             "The column 'Intercept' has the name that covey gives the intercept; rename it, or set fit_intercept=False."
@@ -368,9 +427,3 @@ def _columns(frame: Frame, draft: Problem) -> tuple[tuple[str, ...], dict[str, l
 def _same(first: Any, second: Any) -> bool:
     one, two = series_values(first), series_values(second)
     return one.shape == two.shape and bool((one == two).all())
-
-
-def _missing(values: Anything) -> Anything:
-    if values.dtype.kind == "O":
-        return np.array([is_missing(value) for value in values.tolist()])
-    return np.isnan(values) if values.dtype.kind == "f" else np.zeros(1, dtype=bool)

@@ -15,7 +15,7 @@ from dataclasses import Field, dataclass, field, fields
 from datetime import date
 from typing import TYPE_CHECKING, Any, Literal
 
-from covey.errors import PenaltyError, SolverError, one_of, whole
+from covey.errors import DataError, PenaltyError, SolverError, one_of, whole
 
 if TYPE_CHECKING:
     from covey._typing import Floats
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 Penalties = Literal["auto", "reml", "ml", "cv"]
 PENALTIES = ("auto", "reml", "ml", "cv")
 BASELINES = ("single-model", "locally-trained", "single-cluster")
+NA = ("refuse", "drop")
 KINDS = ("isotropic", "diagonal", "full")
-COLUMNS = ("client", "cluster", "weights", "offset")  # settings that name a column
+COLUMNS = ("client", "cluster", "weights", "offset", "frequency")  # settings that name a column
 LEVELS = ("client", "cluster")
 
 
@@ -55,7 +56,13 @@ class Spec:
         The columns that hold the ids of the clients (the smaller groups) and of the clusters (groups of clients). Bars in the
         formula can name them instead. Without a cluster column all clients are in one cluster.
     weights, offset : str or None
-        The columns that hold the weights of the rows and a known part of the linear predictor.
+        The columns that hold the weights of the rows and a known part of the linear predictor. A weight is a precision: the
+        variance of a row is the residual variance divided by its weight.
+    frequency : str or None
+        The column that says how often each row counts: a row with frequency 3 is three equal rows.
+    na : {"refuse", "drop"}
+        What to do with rows that have missing values in the columns that the model uses: raise an error, or drop and count
+        them.
     formula : str or None
         Response and terms, such as ``"y ~ log(x) + zone"``. Bars say which terms vary by which groups, as in
         ``"y ~ x + (1 + x | cluster/client)"``. None takes all other columns as terms.
@@ -117,8 +124,10 @@ class Spec:
     family: str = setting("gaussian", "gaussian (numbers), bernoulli (two classes), poisson (counts) or gamma (positive).", str)
     client: str | None = setting(None, "Column with the ids of clients, the smaller groups.", str | None)
     cluster: str | None = setting(None, "Column with the ids of clusters, the groups of clients.", str | None)
-    weights: str | None = setting(None, "Column with row weights.", str | None)
+    weights: str | None = setting(None, "Column with row weights (precisions; --frequency is for counts).", str | None)
     offset: str | None = setting(None, "Column with a known part of the linear predictor.", str | None)
+    frequency: str | None = setting(None, "Column that says how often each row counts.", str | None)
+    na: Literal["refuse", "drop"] = setting("refuse", "Rows with missing values: 'refuse' them, or 'drop' and count them.", str)
     formula: str | None = setting(None, "Response and terms: 'y ~ log(x) + zone', 'y ~ x + (x | cluster/client)'.", str)
     fit_intercept: bool = setting(True)
     standardize: bool = setting(False, "Subtract the mean of each term and divide by its standard deviation.", bool)
@@ -155,7 +164,7 @@ class Spec:
     @property
     def named(self) -> bool:
         """Whether columns are found by name, in a table, rather than by position."""
-        return any(name is not None for name in (self.client, self.cluster, self.weights, self.offset, self.formula))
+        return any(getattr(self, name) is not None for name in (*COLUMNS, "formula"))
 
     @property
     def learns(self) -> str | None:
@@ -192,6 +201,10 @@ class Spec:
         import numpy as np
 
         self._check_penalties()
+        for name in COLUMNS:
+            column_name(name, getattr(self, name))
+        if self.na not in NA:
+            raise one_of("na", self.na, NA)
         for name in ("james_stein", "standardize", "per_cluster", "tests"):
             if not isinstance(getattr(self, name), bool | np.bool_):
                 raise SolverError(f"The {name!r} parameter must be True or False. Got {getattr(self, name)!r} instead.")
@@ -254,6 +267,17 @@ class Spec:
         """Read settings from JSON without checking them; a missing setting gets its default."""
         penalties = {name: _penalty_from_plain(plain.get(name)) for name in ("gamma", "lam", "alpha")}
         return cls(**{**plain, **penalties})
+
+
+def column_name(name: str, value: object) -> None:
+    """Refuse a setting that should name one column and does not."""
+    if value is not None and not isinstance(value, str):
+        got = " ".join(repr(value).split())
+        got = got if len(got) < 48 else f"{got[:44]} ..."
+        raise DataError(
+            f"The {name!r} parameter must be the name of one column. Got {got} instead; "
+            "values for each row are arguments of fit, such as fit(X, y, client=ids)."
+        )
 
 
 def declared() -> dict[str, Field[Any]]:

@@ -23,6 +23,7 @@ import polars as pl
 from covey._typing import Anything, Floats
 from covey.errors import DataError, FormulaError, listing, unknown_column
 from covey.tables.formula import Bar, ParsedFormula, Terms, quoted
+from covey.tables.values import as_numbers, category_values, declared_order, is_categorical, is_numeric
 from covey.tree.hierarchy import as_labels, is_missing
 
 Frame = nw.DataFrame[Any]  # of any data frame library
@@ -99,7 +100,7 @@ class Formula:
 
         if name not in self.levels:
             return numeric(frame, name)
-        values, levels = column(frame, name).to_list(), self.levels[name]
+        values, levels = category_values(column(frame, name)), self.levels[name]
         codes = pd.Index(levels, dtype=object).get_indexer(pd.Index(values, dtype=object))
         for row in np.flatnonzero(codes < 0)[:1]:
             if is_missing(values[row]):
@@ -143,13 +144,8 @@ def column(frame: Frame, name: Any) -> nw.Series[Any]:
 def numeric(frame: Frame, name: str) -> Floats:
     """A column as float64, with NaN for missing values."""
     series = column(frame, name)
-    if _is_numeric(series):
-        return np.asarray(series.cast(nw.Float64()).to_numpy(), dtype=np.float64)
-    try:
-        if series.dtype == nw.Object:  # pandas keeps numbers that came with None as objects
-            return np.asarray(series.to_numpy(), dtype=np.float64)
-    except (TypeError, ValueError):
-        pass
+    if is_numeric(series):
+        return as_numbers(series)
     shown = next((value for value in series.to_list() if not is_missing(value)), None)
     raise DataError(
         f"Column {name!r} holds {str(series.dtype).lower()} values (such as {shown!r}), not numbers; name it in a formula "
@@ -166,8 +162,8 @@ def inspect(terms: Terms, frame: Frame) -> tuple[tuple[str, ...], dict[str, list
         used, wrapped = factor.names()
         categories |= wrapped
         (plain if factor.kind == "lookup" else numbers).update(set(used) - wrapped)
-    text = {name for name in terms.names if not _is_numeric(column(frame, name))}
-    for name in sorted(text - categories):
+    text = {name for name in terms.names if not is_numeric(column(frame, name))}
+    for name in sorted(name for name in text - categories if not is_categorical(column(frame, name))):
         _refuse_broken_numbers(frame, name)
     if "Intercept" in terms.names:
         raise FormulaError(f"The column 'Intercept' in {terms.text!r} has the name that covey gives the intercept; rename it.")
@@ -200,19 +196,15 @@ def _reads_as_number(text: str) -> bool:
 
 def _categories(frame: Frame, name: str) -> list[Any]:
     series = column(frame, name)
-    values = {value for value in series.to_list() if not is_missing(value)}
-    if hasattr(series.to_native(), "cat") and hasattr(series.to_native().cat, "categories"):
-        return [value for value in series.to_native().cat.categories.tolist() if value in values]  # pandas: the user's order
+    values, order = {value for value in category_values(series) if not is_missing(value)}, declared_order(series)
+    if order is not None:
+        return [value for value in order if value in values]
     odd = next((value for value in values if not isinstance(value, str | int | float)), None)
     if odd is not None:
         raise DataError(
             f"Column {name!r} holds {type(odd).__name__} values; convert it to text or numbers to use it in a formula."
         )
     return sorted(values, key=lambda value: (str(type(value)), value))
-
-
-def _is_numeric(series: nw.Series[Any]) -> bool:
-    return bool(series.dtype.is_numeric() or series.dtype == nw.Boolean)
 
 
 # Which terms vary

@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike
 from covey._typing import Anything, Floats, Ints
 from covey.errors import DataError
 from covey.kernels import counting_sort, find_parents, take_rows
+from covey.tables.values import Dropped, choose_rows, repeats_of, take
 from covey.tree.hierarchy import Hierarchy, encode, segment_sum
 
 Place = Callable[[int], str]  # names a row in an error message
@@ -48,6 +49,8 @@ class GroupedData:
         Weights of the rows; None means that every row has weight 1.
     offset : (N,) float64 or None
         A known part of the linear predictor; None means zero.
+    dropped : Dropped or None
+        The rows that were left out because values were missing.
 
     Examples
     --------
@@ -64,6 +67,7 @@ class GroupedData:
     terms: tuple[str, ...]
     weights: Floats | None = None
     offset: Floats | None = None
+    dropped: Dropped | None = None
 
     @classmethod
     def from_arrays(
@@ -75,6 +79,7 @@ class GroupedData:
         *,
         weights: ArrayLike | None = None,
         offset: ArrayLike | None = None,
+        frequency: ArrayLike | None = None,
         terms: Sequence[str] | None = None,
     ) -> GroupedData:
         """Group the rows of plain arrays.
@@ -87,6 +92,8 @@ class GroupedData:
             The client of each row and the cluster of that client. Without ``client`` all rows belong to one client; without
             ``cluster`` all clients belong to one cluster.
         weights, offset : (N,) numbers or None
+        frequency : (N,) whole numbers or None
+            How often each row counts: a row with frequency 3 is three equal rows.
         terms : the ``d`` names of the columns; ``x0``, ``x1``, ... by default
 
         Returns
@@ -104,7 +111,11 @@ class GroupedData:
         if X.ndim != 2:
             raise DataError(f"X must have two dimensions, rows and terms; got shape {X.shape}.")
         names = tuple(terms) if terms is not None else tuple(f"x{j}" for j in range(X.shape[1]))
-        return cls.from_blocks([X], len(X), y, client, cluster, weights=weights, offset=offset, terms=names)
+        rows, _ = choose_rows({}, len(X), frequency)
+        X, y, client, cluster = (take(values, rows) for values in (X, y, client, cluster))
+        beside: dict[str, Any] = {"weights": weights, "offset": offset, "frequency": frequency}
+        beside = {name: take(values, rows) for name, values in beside.items()}
+        return cls.from_blocks([np.asarray(X)], len(np.asarray(X)), y, client, cluster, **beside, terms=names, numbers=rows)
 
     @classmethod
     def from_blocks(
@@ -117,27 +128,37 @@ class GroupedData:
         *,
         weights: Any = None,
         offset: Any = None,
+        frequency: Any = None,
         terms: tuple[str, ...],
         check: Check | None = None,
+        numbers: Ints | None = None,
     ) -> GroupedData:
         """Group columns or matrices that stand side by side; every other constructor calls this one.
 
-        ``check`` refuses responses that are outside the range of a family.
+        ``check`` refuses responses that are outside the range of a family. A ``frequency`` is at least 1. ``numbers`` are the
+        numbers of the rows in the user's table, if some were left out.
         """
         if n_rows == 0:
             raise DataError("The table has no rows; covey needs at least one.")
         columns = {"y": y, "weights": weights, "offset": offset}
         vectors = {name: _vector(values, name, n_rows) for name, values in columns.items() if values is not None}
+        repeats = None if frequency is None else repeats_of(frequency, n_rows)
         order, client_ptr, hierarchy = _group(client, cluster, n_rows)
+        if repeats is not None:
+            order = np.arange(n_rows, dtype=np.int32 if n_rows < 2**31 else np.int64) if order is None else order
+            client_ptr = np.concatenate([[0], np.cumsum(repeats[order])])[client_ptr]
+            order = np.repeat(order, repeats[order])
         X = side_by_side(blocks, order)
         if X.shape[1] != len(terms):
             raise DataError(f"X has {X.shape[1]} columns, but {len(terms)} terms are named; give one name for each column.")
         sorted_ = {name: values if order is None else side_by_side([values], order)[:, 0] for name, values in vectors.items()}
-        data = cls(X, sorted_.pop("y"), client_ptr, hierarchy, terms, **sorted_)
+        y, weights, offset = (sorted_.get(name) for name in ("y", "weights", "offset"))
+        data = cls(X, y, client_ptr, hierarchy, terms, weights, offset)
 
         def place(row: int) -> str:
             owner = hierarchy.client_ids[int(np.searchsorted(client_ptr, row, side="right")) - 1]
             at = row if order is None else int(order[row])
+            at = at if numbers is None else int(numbers[at])
             return f"row {at}" if data.n_clients == 1 else f"row {at} (client {owner!r})"
 
         data._refuse_bad_values(place)
@@ -203,8 +224,8 @@ class GroupedData:
         return self._select(keep, np.concatenate([[0], np.cumsum(counts)]), self.hierarchy)
 
     def _select(self, rows: slice | Anything, client_ptr: Ints, hierarchy: Hierarchy) -> GroupedData:
-        columns = (None if values is None else values[rows] for values in (self.weights, self.offset))
-        return GroupedData(self.X[rows], self.y[rows], client_ptr, hierarchy, self.terms, *columns)
+        weights, offset = (None if values is None else values[rows] for values in (self.weights, self.offset))
+        return GroupedData(self.X[rows], self.y[rows], client_ptr, hierarchy, self.terms, weights, offset)
 
     def split(self, test: float, seed: int | np.random.Generator) -> tuple[GroupedData, GroupedData]:
         """Split into rows for training and rows for testing, at random within each client.
@@ -349,8 +370,9 @@ def _group(client: Any, cluster: Any, n_rows: int) -> tuple[Anything | None, Int
     """The order that sorts rows by cluster and client (None if they are sorted), ``client_ptr``, and the hierarchy."""
     if client is None and cluster is not None:
         raise DataError("Clusters were given without clients; name the column of the clients with client=.")
-    client_ids, i = _codes(client, "client", n_rows)
+    # Clusters first: a client id that is made of both is missing where the cluster is.
     cluster_ids, j = _codes(cluster, "cluster", n_rows)
+    client_ids, i = _codes(client, "client", n_rows)
     parent = np.full(len(client_ids), -1, dtype=np.int64)
     counts = np.zeros(len(client_ids), dtype=np.int64)
     row = find_parents(i, j, parent, counts)
@@ -385,7 +407,7 @@ def side_by_side(blocks: Sequence[Anything], order: Anything | None = None) -> F
     if order is None and len(blocks) == 1 and blocks[0].ndim == 2:
         return np.ascontiguousarray(blocks[0], dtype=np.float64)
     matrices = [block if block.ndim == 2 else block[:, None] for block in blocks]
-    n_rows = len(blocks[0])
+    n_rows = len(blocks[0] if order is None else order)
     X = np.empty((n_rows, sum(matrix.shape[1] for matrix in matrices)))
     left = 0
     for matrix in matrices:
@@ -399,6 +421,3 @@ def side_by_side(blocks: Sequence[Anything], order: Anything | None = None) -> F
                 part[start : start + _CHUNK] = matrix[order[start : start + _CHUNK]]
         left += matrix.shape[1]
     return X
-
-
-# Compiled loops

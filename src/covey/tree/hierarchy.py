@@ -40,7 +40,12 @@ def as_labels(values: Any, what: str) -> pl.Series:
         if isinstance(native, pl.Series):
             return _canonical(native, what)
         values = native.to_pylist() if hasattr(native, "to_pylist") else native
+    if isinstance(values, str):
+        raise DataError(f"The {what} ids are {values!r}; give one id for each row, or name the column in the constructor.")
     if not isinstance(values, np.ndarray):
+        odd = next((value for value in values if isinstance(value, tuple | list)), None) if isinstance(values, list) else None
+        if odd is not None:
+            raise _compound(what, odd)
         values = np.asarray(values) if hasattr(values, "__array__") else np.array(values, dtype=object)
     if values.ndim != 1:
         raise DataError(f"The {what} ids must be one-dimensional; got an array of shape {values.shape}.")
@@ -144,6 +149,8 @@ def _canonical(series: pl.Series, what: str) -> pl.Series:
 def _from_objects(values: Anything, what: str) -> pl.Series:
     present = [None if is_missing(value) else value for value in values]
     types = {type(value) for value in present if value is not None}
+    if types & {tuple, list}:
+        raise _compound(what, next(value for value in present if isinstance(value, tuple | list)))
     if types and all(issubclass(t, int | np.integer) and t is not bool for t in types):
         if max(abs(int(value)) for value in present if value is not None) > 2**63 - 1:
             raise _too_large(what)
@@ -158,6 +165,11 @@ def _from_objects(values: Anything, what: str) -> pl.Series:
         shown = " and ".join(repr(value) for value in sorted(first.values(), key=present.index)[:2])
         raise DataError(f"The {what} ids mix {kinds} (such as {shown}); convert them to one type.")
     return _canonical(pl.Series(present), what)
+
+
+def _compound(what: str, value: Any) -> DataError:
+    kind = type(value).__name__
+    return DataError(f"The {what} ids are {kind}s, such as {value!r}; join the parts of each to one text, such as 'a:b'.")
 
 
 def _too_large(what: str) -> DataError:

@@ -160,6 +160,8 @@ def _check_announced(site: str, agreed: Agree, profile: Profile, found: SiteTota
     """Refuse clients in clusters that are not in the profile of a site, and so were not checked against the allow-list."""
     if found.clients.shape != (len(agreed.clusters),):
         raise SiteLost({site: f"it joined with sums of another shape{SAME_VERSION}"})
+    if (found.dropped is None) != (agreed.problem["spec"]["na"] != "drop") and agreed.private is None:
+        raise SiteLost({site: f"it did not count its missing values as agreed{SAME_VERSION}"})
     announced = set(profile.clusters)
     for at in np.flatnonzero(found.clients).tolist():
         if agreed.clusters[at] not in announced:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,12 +16,13 @@ from covey.federation.operator.journal import Exchange, ForeignJournal, Halted, 
 from covey.federation.operator.report import report
 from covey.federation.operator.settings import RunSettings, check_settings, checked_settings, run_settings_of, spec_of
 from covey.federation.privacy.differential import check_spec, fit_privately, privacy_statement, with_privacy_message
-from covey.federation.wire.messages import Deliver
+from covey.federation.wire.messages import Deliver, SiteTotals
 from covey.federation.wire.transport import Transport, wait_for_sites
 from covey.fitting.fit import check_elsewhere, check_solver, fit, model_without_clients
 from covey.model.files import check_target, learned_to_json, save_model
 from covey.model.model import Elsewhere, Model
-from covey.problem.problem import Problem, resolve
+from covey.problem.problem import Problem, resolve, used_columns
+from covey.tables.values import Dropped
 
 OnLoss = Literal["stop", "continue"]
 ON_LOSS = ("stop", "continue")
@@ -144,9 +145,17 @@ def _fit(federation: Federation) -> Model:
     elsewhere = Elsewhere(federation.exchanges.roster, totals.clients, totals.rows)
     stated = _privacy_of_run(federation)
     if private is None or stated is None:
-        return fit(federation, problem, elsewhere=elsewhere)
+        return replace(fit(federation, problem, elsewhere=elsewhere), dropped=_dropped(problem, totals))
     fitted = with_privacy_message(fit_privately(federation, problem.spec, private), stated)
     return model_without_clients(problem, fitted, federation.tree, elsewhere)
+
+
+def _dropped(problem: Problem, totals: SiteTotals) -> Dropped | None:
+    """What the sites dropped, over all of them."""
+    if totals.dropped is None:
+        return None
+    rows, of, *counts = totals.dropped.tolist()
+    return Dropped(rows, of, dict(zip(used_columns(problem), counts, strict=False)))
 
 
 def _privacy_of_run(federation: Federation) -> dict[str, Any] | None:

@@ -35,7 +35,7 @@ from covey.model.files import save_model
 from covey.model.model import Fitted, Model, assemble
 from covey.nodes.network import Batch, Message, Node, threads_for
 from covey.objective.objective import Penalty
-from covey.problem.problem import Problem, Spec
+from covey.problem.problem import Arrays, Problem, Spec, as_frame, usable_rows
 from covey.records import decode, encode
 from covey.solvers.registry import load_all
 from covey.solvers.result import Convergence, Fit
@@ -166,7 +166,8 @@ class Site:
         if agreed.keys:
             run = _join_masked_run(self.name, asked.run, run, agreed)
         table = self.read(problem.spec)
-        check_shared(table, problem.spec, design.levels, self.policy.minimum)  # a coordinator may have asked less in its hello
+        used, *_ = usable_rows(as_frame(table), problem, Arrays())
+        check_shared(used, problem.spec, design.levels, self.policy.minimum)  # a coordinator may have asked less in its hello
         data = grouped(table, problem, agreed.cluster_ids())
         self.policy.check_clusters(data)
         run = replace(run, agreed=agreed, rows=rows_digest(data), node=None, rosters=(*run.rosters, agreed.roster))
@@ -273,7 +274,7 @@ def _site_model(node: Node, problem: Problem, delivered: Deliver) -> Model:
     scale = node.find(Scale)
     fit = Fit(node.coefficients(), delivered.w, delivered.wbar, Convergence(**delivered.convergence))
     scaled = problem if scale is None else problem.scaled(scale)
-    return assemble(scaled, Fitted(fit, penalty, learned), tree, data.rows_per_client)
+    return replace(assemble(scaled, Fitted(fit, penalty, learned), tree, data.rows_per_client), dropped=data.dropped)
 
 
 def _check_message(body: Any) -> None:

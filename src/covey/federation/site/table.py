@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from covey.errors import DataError, FederationError, FormulaError
 from covey.exact import Exact, segment_sum
 from covey.federation.wire.codec import client_tags, ids_to_json, in_order, keyed_hash
 from covey.federation.wire.messages import Agree, Joined, Profile, SiteTotals, formula_of
-from covey.problem.problem import Problem, Spec, as_frame, encode_known, series_values
+from covey.problem.problem import Arrays, Problem, Spec, as_frame, encode_known, series_values, usable_rows
 from covey.records import digest
 from covey.tables.design import Formula, column, compose, inspect, numeric, repeats, response
 from covey.tables.rows import GroupedData
@@ -31,6 +32,7 @@ def profile_of(table: Any, draft: Problem, key: str = "", minimum: int = 1, *, p
     frame, spec, (formula, lhs) = as_frame(table), draft.spec, formula_of(draft)
     if len(frame) == 0:
         raise DataError("The table has no rows; start the node with a table that has some.")
+    frame, *_ = usable_rows(frame, draft, Arrays())
     columns, levels = inspect(formula.common, frame)
     if lhs in columns:
         raise FormulaError(f"The response {lhs!r} is also on the right of '~'; leave it out there.")
@@ -42,10 +44,10 @@ def profile_of(table: Any, draft: Problem, key: str = "", minimum: int = 1, *, p
     # Booleans count as numbers.
     text = y.dtype.kind not in "biuf" and any(isinstance(value, str) for value in y.tolist())
     ids = {"client": kind(client), "cluster": kind(clusters), "response": "text" if text else "numbers"}
-    for name in filter(None, (spec.weights, spec.offset)):
+    for name in filter(None, (spec.weights, spec.offset, spec.frequency)):
         numeric(frame, name)
     repeated = bool(spec.nested) and repeats(column(frame, spec.cluster), column(frame, spec.client))
-    check_shared(table, spec, [*filter(None, (spec.cluster, *levels))], minimum)
+    check_shared(frame, spec, [*filter(None, (spec.cluster, *levels))], minimum)
     if classes is not None and len(client) == len(y):
         classes = tuple(value for value in classes if client.filter(pl.Series(y == value)).n_unique() >= minimum)
     sent = {} if private else {name: tuple(values) for name, values in levels.items()}
@@ -91,7 +93,8 @@ def check_design(problem: Problem) -> Formula:
 
 def grouped(table: Any, problem: Problem, clusters: pl.Series) -> GroupedData:
     """A site's rows, coded as all sites agreed, under the clusters of all sites."""
-    frame, spec, (formula, _) = as_frame(table), problem.spec, formula_of(problem)
+    spec, (formula, _) = problem.spec, formula_of(problem)
+    frame, _, numbers, dropped = usable_rows(as_frame(table), problem, Arrays())
     client = column(frame, spec.client) if spec.client else None
     cluster = column(frame, spec.cluster) if spec.cluster else None
     data = GroupedData.from_blocks(
@@ -102,9 +105,12 @@ def grouped(table: Any, problem: Problem, clusters: pl.Series) -> GroupedData:
         cluster,
         weights=numeric(frame, spec.weights) if spec.weights else None,
         offset=numeric(frame, spec.offset) if spec.offset else None,
+        frequency=numeric(frame, spec.frequency) if spec.frequency else None,
         terms=problem.terms,
         check=problem.loss.check_values,
+        numbers=numbers,
     )
+    problem.loss.check_offset(data.offset)
     tree = data.hierarchy
     place = lookup(tree.cluster_ids, clusters, "cluster")
     if (place < 0).any():
@@ -113,7 +119,7 @@ def grouped(table: Any, problem: Problem, clusters: pl.Series) -> GroupedData:
     sizes = np.zeros(len(clusters), dtype=np.int64)
     sizes[place] = tree.sizes
     whole = Hierarchy(np.concatenate([[0], np.cumsum(sizes)]), tree.client_ids, clusters)
-    return GroupedData(data.X, data.y, data.client_ptr, whole, data.terms, data.weights, data.offset)
+    return replace(data, hierarchy=whole, dropped=dropped)
 
 
 def rows_digest(data: GroupedData) -> str:
@@ -130,7 +136,8 @@ def totals(data: GroupedData, *, standardize: bool = False, private: bool = Fals
         return SiteTotals(tree.sizes, np.zeros(data.n_clusters, dtype=np.int64), Exact.zeros())
     rows = tree.sum_up(data.rows_per_client.astype(np.float64)).astype(np.int64)
     response_sum = segment_sum(data.y, np.array([0, data.n_rows]))[0]
-    return SiteTotals(tree.sizes, rows, response_sum, moments(data.X) if standardize else None)
+    dropped = None if data.dropped is None else np.array([data.dropped.rows, data.dropped.of, *data.dropped.columns.values()])
+    return SiteTotals(tree.sizes, rows, response_sum, moments(data.X) if standardize else None, dropped)
 
 
 def joined(data: GroupedData, salt: str, agreed: Agree, rows: str) -> Joined:

@@ -118,13 +118,15 @@ class DrawSalt(SiteMessage[SealedSalts], label="salt", phase="set-up"):
 class SiteTotals(Reply):
     """Numbers of clients ``(k,)`` and rows ``(k,)`` of each cluster, and the sum of the responses.
 
-    If terms are standardised, also their :func:`~covey.tables.scaling.moments`.
+    If terms are standardised, also their :func:`~covey.tables.scaling.moments`. With ``na="drop"``, the numbers of rows that
+    were dropped, of all rows, and of the missing values of each column that the problem uses.
     """
 
     clients: Ints
     rows: Ints
     response: Exact
     moments: Exact | None = None
+    dropped: Ints | None = None
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit, prange
+from numba import prange
 
 from covey._typing import Floats, Ints
+from covey.compiling import njit
 from covey.nodes.network import BLOCK
 
 

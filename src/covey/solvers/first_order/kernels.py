@@ -11,9 +11,10 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import njit, prange
+from numba import prange
 
 from covey._typing import Anything, Floats, Ints
+from covey.compiling import njit
 from covey.kernels import accumulate_in, accumulate_rows
 from covey.losses.kernels import FASTMATH, GAUSSIAN, exponent, exponentials, slope
 from covey.nodes.network import BLOCK
