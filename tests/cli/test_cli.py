@@ -142,7 +142,6 @@ FIT = ("fit", "homes.csv", "log_radon ~ floor", "--client", "county", "--cluster
         ((*FIT, "--baseline", "pooled"), "The 'baseline' parameter must be one of"),
         ((*FIT, "--out", "precious"), "'precious' exists and is not a covey model"),
         ((*FIT, "--holdout", "1.5"), "The share of rows held out must be between 0 and 1"),
-        (("fit", "homes.csv", "log_radon ~ floor"), "Say which column holds the clients: --client, or a formula with"),
         (("fit", "--frobnicate"), "No such option"),
         (("predict", "nothing", "homes.csv"), "There is no model folder 'nothing'"),
         (("predict", "model", "homes.csv", "--level", "county"), "The 'level' parameter must be one of"),

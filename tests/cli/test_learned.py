@@ -9,7 +9,8 @@ import numpy as np
 import polars as pl
 import pytest
 
-from covey import HierarchicalRegressor
+from covey import HierarchicalPoissonRegressor, HierarchicalRegressor
+from covey import fit as fit_by_formula
 from covey.datasets import simulate
 from covey.fitting.selection import search
 
@@ -93,6 +94,31 @@ def test_learned_variances_are_printed_by_fit_and_show(shell):
     assert {"lower", "upper"} <= set(document["coefficients"][0])
 
 
+def test_a_formula_without_groups_is_a_plain_regression(shell):
+    document = fit(shell, "y ~ x", "--out", "model")
+    model = fit_by_formula(FRAME, "y ~ x")
+    assert document["summary"] == json.loads(json.dumps(model.summary().to_json()))
+    assert "no groups: a plain regression" in shell("fit", "t.csv", "y ~ x")
+    table = pl.read_csv(shell("predict", "model", "t.csv", "--interval", "0.9").encode())
+    np.testing.assert_allclose(
+        table.select("lower", "upper").to_numpy(), model.predict_interval(FRAME, coverage=0.9), atol=1e-12
+    )
+
+
+def test_predictions_for_new_groups_are_means_or_at_effect_zero(shell, tmp_path):
+    counts = FRAME.with_columns(y=pl.col("y").exp().clip(0, 50).round())
+    counts.write_csv(tmp_path / "t.csv")
+    new = counts[:5].with_columns(h=pl.lit(99))
+    new.write_csv(tmp_path / "new.csv")
+    model = HierarchicalPoissonRegressor(formula=BARS).fit(counts)
+    fit(shell, BARS, "--family", "poisson", "--out", "model")
+    for flags, how in (((), {}), (("--no-expected",), {"expected": False}), (("--level", "global"), {"level": "global"})):
+        table = pl.read_csv(shell("predict", "model", "new.csv", "--interval", "0.95", *flags).encode())
+        np.testing.assert_allclose(table["prediction"], model.predict(new, **how), rtol=1e-9)
+        np.testing.assert_allclose(table.select("lower", "upper").to_numpy(), model.predict_interval(new, **how), rtol=1e-9)
+    assert (model.predict(new) > 1.01 * model.predict(new, expected=False)).all()
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -109,7 +135,6 @@ def test_learned_variances_are_printed_by_fit_and_show(shell):
         (("y ~ x", "--client", "h", "--cluster", "g", "--reduction", "mean"), "no likelihood to learn penalties from"),
         (("y ~ x", "--client", "h", "--cluster", "g", "--gamma", "lots"), "--gamma"),
         (("y ~ x", "--client", "h", "--cluster", "h"), "Every cluster has one client"),
-        (("y ~ x",), "Say which column holds the clients"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line_and_exit_code_2(shell, arguments, sentence):

@@ -370,3 +370,21 @@ def test_the_formula_names_the_response_of_scores_too(drawn):
     assert cross_val_score(model, frame, cv=KFold(3, shuffle=True, random_state=0)).mean() > 0.7
     with pytest.raises(CoveyError, match="pass y"):
         HierarchicalRegressor(gamma=1.0).fit(drawn.X, y, client=drawn.client).score(drawn.X, client=drawn.client)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "response", "values"),
+    [
+        (HierarchicalClassifier, "answer", pl.when(pl.col("y") > 0).then(pl.lit("yes")).otherwise(pl.lit("no"))),
+        (HierarchicalPoissonRegressor, "count", pl.col("y").exp().clip(0, 20).round()),
+        (HierarchicalGammaRegressor, "exp(y)", pl.col("y")),
+    ],
+)
+def test_every_family_is_scored_without_y(drawn, estimator, response, values):
+    frame, _ = table_of(drawn)
+    frame = frame.with_columns(values.alias(response if response.isalpha() else "y"))
+    model = estimator(formula=f"{response} ~ x0 + x1 + (1 | cluster/client)", tests=False).fit(frame)
+    y = frame[response].to_numpy() if response.isalpha() else np.exp(frame["y"].to_numpy())
+    assert model.score(frame) == model.score(frame, y) > 0.3
+    scores = cross_val_score(model, frame, cv=3)
+    np.testing.assert_allclose(scores, [clone(model).fit(frame[a]).score(frame[b]) for a, b in KFold(3).split(frame)])

@@ -176,15 +176,20 @@ def components(learned: Any) -> Numbers:
 
 
 def predictions(model: Any, rows: Any, **ids: Any) -> Numbers:
-    expected = model.predict_proba if hasattr(model, "predict_proba") else model.predict
-    levels = ("client", "cluster", "global")
-    return {
-        name: value for level in levels for name, value in kept(f"predict {level}", expected(rows, level=level, **ids)).items()
-    }
+    predict, found = model.predict_proba if hasattr(model, "predict_proba") else model.predict, {}
+    for level in ("client", "cluster", "global"):
+        found |= kept(f"predict {level}", predict(rows, level=level, **ids, **_effect_zero(predict)))
+    return found
+
+
+def _effect_zero(method: Any) -> dict[str, bool]:
+    """Predict at a random effect of zero for unseen groups, as all versions can."""
+    return {"expected": False} if "expected" in signature(method).parameters else {}
 
 
 def intervals(model: Any, rows: Any = None, **ids: Any) -> Numbers:
     found: Numbers = {}
+    ids |= _effect_zero(model.predict_interval)
     for level in ("client", "cluster", "global"):
         frame = model.coef_frame(level)
         columns = [name for name in ("std_error", "lower", "upper") if name in frame.columns]

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from scipy.integrate import quad
 from scipy.special import expit, gammaln
 
 from covey import GroupedData, Penalty
@@ -194,6 +195,26 @@ def test_the_mean_is_the_mean_of_draws_and_minimises_the_loss(loss):
         # The expected slope at the true margin is zero.
         slopes = loss.slopes(np.full(len(drawn), margin), drawn)
         assert slopes.mean() == pytest.approx(0.0, abs=5 * slopes.std() / np.sqrt(len(drawn)))
+
+
+def test_the_expected_response_is_an_integral(loss):
+    """Against adaptive quadrature, for small and large variances; the default of the base class for moderate ones."""
+    margins, sds = np.meshgrid([-12.0, -2.5, 0.0, 0.7, 6.0], [1e-9, 0.3, 0.99, 1.01, 2.5, 6.0])
+    margin, sd = margins.ravel(), sds.ravel()
+
+    def integral(m, s):
+        def density(z):
+            return float(loss.mean(np.array([m + s * z]))[0]) * np.exp(-(z**2) / 2) / np.sqrt(2 * np.pi)
+
+        # The log link moves the peak of the integrand to z = s.
+        return quad(density, -12, 18, points=[-m / s, 0.0, s] if s > 0.1 else [0.0], epsabs=1e-12, epsrel=1e-11, limit=400)[0]
+
+    expected = np.array([integral(m, s) for m, s in zip(margin, sd, strict=True)])
+    np.testing.assert_allclose(loss.expected(margin, sd**2), expected, rtol=1e-7, atol=1e-10)
+    moderate = sd < 1.0
+    default = Loss.expected(loss, margin[moderate], sd[moderate] ** 2)
+    np.testing.assert_allclose(default, expected[moderate], rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(loss.expected(margin, np.zeros(len(margin))), loss.mean(margin), rtol=1e-14)
 
 
 def test_the_dispersion_is_the_dispersion_of_draws(loss):

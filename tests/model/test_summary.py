@@ -169,11 +169,27 @@ def test_one_gamma_for_all_is_printed_as_one_number_across_sites_too(gamma):
     assert low == high == pytest.approx(gamma)
 
 
+def test_criteria_by_reml_carry_a_caution():
+    formula = "y ~ x + (1 | cluster/client)"
+    model, scaled = fit(formula, tests=False), fit(formula, tests=False, standardize=True)
+    caution = next(line for line in str(model).splitlines() if "compare" in line)
+    assert all(word in caution for word in ("REML", "AIC", "the same common terms"))
+    assert "standardised" not in caution
+    assert "standardised" in next(line for line in str(scaled).splitlines() if "compare" in line)
+    # What the caution is about: the same model in other units has another restricted likelihood, but not another likelihood.
+    apart = model.components_.log_likelihood - scaled.components_.log_likelihood
+    assert apart == pytest.approx(-np.log(FRAME["x"].std(ddof=0)), abs=1e-6)
+    ml = [fit(formula, tests=False, penalty="ml", standardize=how) for how in (False, True)]
+    assert ml[0].components_.log_likelihood == pytest.approx(ml[1].components_.log_likelihood, abs=1e-6)
+    assert "compare" not in str(ml[1])
+
+
 def test_without_groups_nothing_is_said_to_be_learned():
     with pytest.warns(UserWarning, match="No clients were named"):
         model = HierarchicalRegressor().fit(FRAME[["x"]].to_numpy(), FRAME["y"])
     assert "REML" not in str(model)
     assert "plain regression" in str(model)
-    assert document(model)["method"] is None
+    assert document(model)["method"] == "least squares"
+    assert document(model)["variance_components"] == []
     slope, intercept = np.polyfit(FRAME["x"], FRAME["y"], 1)
     np.testing.assert_allclose(model.global_coef_, [intercept, slope], rtol=1e-9)

@@ -30,7 +30,6 @@ def fit(
     """
     from dataclasses import replace
 
-    from covey.errors import DataError
     from covey.fitting.comparison import compare
     from covey.fitting.fit import check_solver
     from covey.fitting.fit import fit as fit_problem
@@ -46,12 +45,10 @@ def fit(
         spec = replace(spec, options={**(spec.options or {}), "checkpoint": str(checkpoint)})
     draft = resolve(spec)
     check_solver(draft.spec)
-    if draft.spec.client is None:
-        raise DataError("Say which column holds the clients: --client, or a formula with (terms | cluster/client).")
     with working("reading the table") as say:
         grouped, problem = read_rows(read_table(data, ids=[draft.spec.client, draft.spec.cluster]), draft)
         comparison = None
-        if holdout:
+        if holdout and draft.spec.client is not None:  # without groups all models are the same
             comparison = compare(grouped, problem, test=holdout, progress=lambda name: say(f"fitting {name}"))
         say("fitting all rows")
         model = fit_problem(

@@ -21,6 +21,10 @@ def predict(
     interval: Annotated[
         float | None, typer.Option(help="Add columns lower and upper: an interval of the mean response, such as 0.95.")
     ] = None,
+    expected: Annotated[
+        bool,
+        typer.Option(help="For groups not seen in training, the mean over groups; --no-expected: at a random effect of zero."),
+    ] = True,
     noise: Annotated[bool, typer.Option("--noise", help="With --interval: an interval of a new response instead.")] = False,
     out: Annotated[
         Path | None, typer.Option(help="File for the predictions, .parquet or .csv; default: CSV to stdout.")
@@ -51,20 +55,19 @@ def predict(
         spec, tree = fitted.spec, fitted.hierarchy
         kinds = {spec.client: tree.client_ids.dtype, spec.cluster: tree.cluster_ids.dtype}
         table = read_table(data, text=[name for name, kind in kinds.items() if kind == pl.String])
-        margin, chosen = fitted.margin(table, level=level, unseen=unseen)
+        where = {"level": level, "unseen": unseen, "expected": expected}
+        margin, mean, chosen = fitted.response(table, **where)  # type: ignore[arg-type]
         ids = [name for name in (fitted.spec.cluster, fitted.spec.client) if name in table.columns]
-        result = table.select(ids)
-        mean = fitted.mean(margin)
+        columns = {name: table[name] for name in ids}
         if fitted.classes is None:
-            result = result.with_columns(prediction=pl.Series(mean))
+            columns |= {"prediction": pl.Series(mean)}
         else:
             picked = fitted.classes[(margin > 0).astype(int)]
-            result = result.with_columns(prediction=pl.Series(picked.tolist()), probability=pl.Series(mean))
+            columns |= {"prediction": pl.Series(picked.tolist()), "probability": pl.Series(mean)}
         if interval is not None:
-            how = {"coverage": interval, "noise": noise, "level": level, "unseen": unseen}
-            lower, upper = fitted.intervals(table, **how).T  # type: ignore[arg-type]
-            result = result.with_columns(lower=pl.Series(lower), upper=pl.Series(upper))
-        result = result.with_columns(answered_by=pl.Series(chosen.level().tolist()))
+            lower, upper = fitted.intervals(table, coverage=interval, noise=noise, **where).T  # type: ignore[arg-type]
+            columns |= {"lower": pl.Series(lower), "upper": pl.Series(upper)}
+        result = pl.DataFrame({**columns, "answered_by": pl.Series(chosen.level().tolist())})
     if out is not None:
         if out.suffix == ".parquet":
             result.write_parquet(out)

@@ -76,6 +76,8 @@ class HierarchicalClassifier(HierarchicalEstimator, ClassifierMixin, BaseEstimat
         cluster: ArrayLike | None = None,
         offset: ArrayLike | None = None,
         level: Level = "client",
+        *,
+        expected: bool = True,
     ) -> Anything:
         """Predict the more probable class of each row.
 
@@ -87,6 +89,8 @@ class HierarchicalClassifier(HierarchicalEstimator, ClassifierMixin, BaseEstimat
             Ids and offsets, if they are not columns of ``X``.
         level : {"client", "cluster", "global"}
             The level of the model that predicts.
+        expected : bool
+            As in :meth:`predict_proba`. It changes probabilities but no class, because the logit link is symmetric.
 
         Returns
         -------
@@ -110,8 +114,13 @@ class HierarchicalClassifier(HierarchicalEstimator, ClassifierMixin, BaseEstimat
         cluster: ArrayLike | None = None,
         offset: ArrayLike | None = None,
         level: Level = "client",
+        *,
+        expected: bool = True,
     ) -> Floats:
         """Predict the probabilities of the two classes.
+
+        For an unseen client or cluster, and at a coarser ``level``, they are means over the unknown groups, as in ``predict``
+        of the other estimators.
 
         Parameters
         ----------
@@ -121,6 +130,9 @@ class HierarchicalClassifier(HierarchicalEstimator, ClassifierMixin, BaseEstimat
             Ids and offsets, if they are not columns of ``X``.
         level : {"client", "cluster", "global"}
             The level of the model that predicts.
+        expected : bool
+            Whether to take the mean over unknown groups. False gives probabilities at a random effect of zero, like
+            ``re.form = NA`` of lme4, and so does a model with given penalties.
 
         Returns
         -------
@@ -134,8 +146,40 @@ class HierarchicalClassifier(HierarchicalEstimator, ClassifierMixin, BaseEstimat
         >>> model.predict_proba([[1.0]], client=["b"]).round(2).tolist()
         [[0.62, 0.38]]
         """
-        p = super().predict(X, client, cluster, offset, level)
+        p = self._response(X, client, cluster, offset, level, expected)
         return np.column_stack([1.0 - p, p])
+
+    def predict_log_proba(
+        self,
+        X: TableLike,
+        client: ArrayLike | None = None,
+        cluster: ArrayLike | None = None,
+        offset: ArrayLike | None = None,
+        level: Level = "client",
+        *,
+        expected: bool = True,
+    ) -> Floats:
+        """Predict the logarithms of the probabilities of the two classes.
+
+        Parameters
+        ----------
+        X, client, cluster, offset, level, expected
+            As in :meth:`predict_proba`.
+
+        Returns
+        -------
+        (n_rows, 2) array
+            Logarithms of probabilities, in the order of ``classes_``; minus infinity for a probability of 0.
+
+        Examples
+        --------
+        >>> from covey import HierarchicalClassifier
+        >>> model = HierarchicalClassifier(gamma=1.0).fit([[0.0], [1.0], [2.0]], ["no", "yes", "no"], client=["a", "b", "b"])
+        >>> model.predict_log_proba([[1.0]], client=["b"]).round(2).tolist()
+        [[-0.48, -0.97]]
+        """
+        with np.errstate(divide="ignore"):
+            return np.log(self.predict_proba(X, client, cluster, offset, level, expected=expected))
 
     def decision_function(
         self,
@@ -145,7 +189,9 @@ class HierarchicalClassifier(HierarchicalEstimator, ClassifierMixin, BaseEstimat
         offset: ArrayLike | None = None,
         level: Level = "client",
     ) -> Floats:
-        """Predict the log-odds of the second class.
+        """Predict the log-odds of the second class: the linear predictor.
+
+        For an unseen client or cluster, and at a coarser ``level``, they are those at a random effect of zero.
 
         Parameters
         ----------
@@ -197,8 +243,8 @@ class _LogLinear(HierarchicalEstimator, RegressorMixin, BaseEstimator):
 class HierarchicalPoissonRegressor(_LogLinear):
     """Poisson mixed model of counts, with a log link.
 
-    ``predict`` gives the expected count in a group; for an unseen group, the count at a random effect of zero. Pass the
-    logarithm of an exposure as ``offset``.
+    ``predict`` gives the expected count in a group; for an unseen group, the mean over groups. Pass the logarithm of an
+    exposure as ``offset``.
 
     Examples
     --------

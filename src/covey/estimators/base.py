@@ -65,7 +65,7 @@ class HierarchicalEstimator(InferenceMethods):
         draft = resolve(self._spec())
         if draft.spec.client is None and client is None and self.client is None and self.cluster is None and cluster is None:
             warnings.warn(
-                "No clients were named, so all rows count as one client's and there is one model; name a column with client=, "
+                "No clients were named, so this is a plain regression of all rows, without groups; name a column with client=, "
                 "or pass client= to fit.",
                 UserWarning,
                 stacklevel=2,
@@ -110,11 +110,16 @@ class HierarchicalEstimator(InferenceMethods):
         cluster: ArrayLike | None = None,
         offset: ArrayLike | None = None,
         level: Level = "client",
+        *,
+        expected: bool = True,
     ) -> Anything:
-        """Predict the response of each row: its mean, given the coefficients of the row's group.
+        """Predict the expected response of each row.
 
-        For an unseen group this is the response at a random effect of zero. With a log or logit link it is not the mean over
-        groups.
+        For a client of the training data this is the mean response given its coefficients, as in lme4. For an unseen client it
+        is the mean over the clients of its cluster, and for an unseen cluster the mean over clients of all clusters:
+        integrated over the normal distribution of their coefficients, given the variance components. The same holds for
+        ``level="cluster"`` and ``level="global"``. Estimates are taken as exact. In a linear model the mean over groups is the
+        response at a random effect of zero; with a log or logit link it is not.
 
         Parameters
         ----------
@@ -125,6 +130,10 @@ class HierarchicalEstimator(InferenceMethods):
             cluster, and a row with an unseen cluster the global model (see ``unseen``).
         level : {"client", "cluster", "global"}
             The level of the model that predicts.
+        expected : bool
+            Whether to take the mean over unknown groups. False gives the response at a random effect of zero, like
+            ``re.form = NA`` of lme4. It makes no difference without ``components_``: given penalties are not estimates of
+            variances, so such a model always predicts at a random effect of zero.
 
         Returns
         -------
@@ -138,8 +147,7 @@ class HierarchicalEstimator(InferenceMethods):
         >>> model.predict([[1.0], [1.0]], client=["b", "a new one"]).round(2).tolist()
         [2.25, 1.88]
         """
-        margin = self._margin(X, client, cluster, offset, level)
-        return self.model_.mean(margin)
+        return self._response(X, client, cluster, offset, level, expected)
 
     def score(
         self,

@@ -256,6 +256,10 @@ class EstimatorCore:
         X, given = self._rows(X, client=client, cluster=cluster, offset=offset)
         return self.model_.margin(X, **given, level=level, unseen=self.unseen)[0]
 
+    def _response(self, X: Any, client: Any, cluster: Any, offset: Any, level: Level, expected: bool) -> Floats:
+        X, given = self._rows(X, client=client, cluster=cluster, offset=offset)
+        return self.model_.response(X, **given, level=level, unseen=self.unseen, expected=expected)[1]
+
     def _native(self, frame: pl.DataFrame) -> IntoDataFrame:
         """A frame in the library of the fitted frame; polars after a fit to arrays."""
         library: Any = getattr(self, "_library_", nw.Implementation.POLARS)

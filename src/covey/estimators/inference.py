@@ -128,14 +128,16 @@ class InferenceMethods(EstimatorCore):
         *,
         coverage: float = 0.95,
         noise: bool = False,
+        expected: bool = True,
     ) -> Floats:
         """Predict an interval for the mean response of each row, or for a new response.
 
-        With ``level="client"`` the interval includes the variation between clients if the client is unseen, and also that
-        between clusters if the cluster is unseen. With ``level="cluster"`` it is for the cluster's own model: it does not
-        include the variation between clients, and includes that between clusters if the cluster is unseen. With
-        ``level="global"`` it includes no variation between groups. The variance components are treated as known, so intervals
-        are too short with few groups.
+        With ``level="client"`` the interval is for the mean response of the row's client. It includes the variation between
+        clients if the client is unseen, and also that between clusters if the cluster is unseen. With ``level="cluster"`` it is
+        for the mean response of all clients of the row's cluster, and includes the variation between clusters if the cluster is
+        unseen. With ``level="global"`` it is for the mean response of clients of all clusters. Interval ends are those of the
+        linear predictor, transformed to the response. The variance components are treated as known, so intervals are too short
+        with few groups.
 
         Parameters
         ----------
@@ -148,7 +150,11 @@ class InferenceMethods(EstimatorCore):
         coverage : float
             Coverage of the intervals.
         noise : bool
-            Whether the interval is for a new response rather than for its mean; for linear, Poisson and Gamma models.
+            Whether the interval is for a new response rather than for its mean; for linear, Poisson and Gamma models. At a
+            coarser ``level`` it is for a response of a client that may be any.
+        expected : bool
+            With ``level="cluster"`` or ``"global"``, whether the interval is for a mean over clients. False: for the response
+            at a random effect of zero.
 
         Returns
         -------
@@ -164,7 +170,9 @@ class InferenceMethods(EstimatorCore):
         ([[-0.66, 0.21]], [[-2.05, 1.6]])
         """
         X, given = self._rows(X, client=client, cluster=cluster, offset=offset)
-        return self.model_.intervals(X, coverage=coverage, noise=noise, unseen=self.unseen, level=level, **given)
+        return self.model_.intervals(
+            X, coverage=coverage, noise=noise, expected=expected, level=level, unseen=self.unseen, **given
+        )
 
     def likelihood_ratio(self, level: str) -> LikelihoodRatio:
         """Return the likelihood-ratio test of variation between clusters, or between the clients of a cluster.

@@ -8,6 +8,7 @@ fit                         learn coefficients, then build the model
     _by_likelihood          learn covariances and test each level
     penalty_for             penalties: given, by cross-validation, or learned with isotropic covariances
     solve                   minimise the objective (covey.solvers)
+    plain_regression        standard errors if there are no groups (plain.py)
   assemble                  the model (covey.model)
 """
 
@@ -21,6 +22,7 @@ import numpy as np
 
 from covey._typing import Floats
 from covey.errors import CoveyError, DataError, PenaltyError, SolverError, warn
+from covey.fitting.plain import plain_regression
 from covey.fitting.selection import Count, fit_baseline, search
 from covey.model.batches import Batches
 from covey.model.model import Elsewhere, Fitted, Model, assemble
@@ -100,6 +102,10 @@ def learn(network: Network, problem: Problem, *, progress: Progress | None = Non
     found = solve(network, penalty, **settings)
     if not all(np.isfinite(part).all() for part in (found.theta, found.w, found.wbar)):
         raise CoveyError(NOT_FINITE)
+    penalised = spec.james_stein or spec.solver in first_order() or not spec.by_likelihood
+    if node is not None and network.tree.n_clients == 1 and not penalised:
+        learned = plain_regression(node.data, network.loss, found)
+        return Fitted(found, penalty if learned is None else None, learned)
     return Fitted(found, penalty)
 
 

@@ -36,6 +36,7 @@ FAMILIES: dict[str, type[Loss]] = {}
 
 _NONE = np.empty(0)
 _LARGEST_LOG = 50.0  # exp(50) is 5e21, more than any exposure
+_NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(40)
 
 
 def family_of(family: str | Loss) -> type[Loss]:
@@ -218,6 +219,14 @@ class Loss(ABC):
     def error(self, mean_loss: float, data: GroupedData) -> float:
         """Return the error :attr:`error_name` of predictions, given their mean loss on ``data``; 0 for perfect predictions."""
         return mean_loss
+
+    def expected(self, margin: Floats, variance: Floats) -> Floats:
+        """Return the expected response of margins that are normal about ``margin`` with this ``variance``.
+
+        By Gauss-Hermite quadrature; a family with a closed form overrides it.
+        """
+        sd, weights = np.sqrt(variance), _WEIGHTS / _WEIGHTS.sum()
+        return np.asarray(sum(weight * self.mean(margin + sd * node) for node, weight in zip(_NODES, weights, strict=True)))
 
     def response_interval(self, margin: Floats, variance: Floats, reach: Floats, coverage: float, noise: Floats) -> Floats:
         """Return prediction intervals for new responses, ``(rows, 2)``.

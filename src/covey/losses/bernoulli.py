@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import ClassVar
 
 import numpy as np
-from scipy.special import expit
+from scipy.special import expit, ndtr
 
 from covey._typing import Floats
 from covey.errors import DataError
 from covey.losses import kernels
 from covey.losses.base import Loss
 from covey.tables.rows import Place
+
+_STEP = 0.75
+_LATENT = np.arange(-40.0, 40.1, _STEP)  # values of a logistic variable, for the trapezoidal rule
 
 
 class Bernoulli(Loss):
@@ -59,6 +62,17 @@ class Bernoulli(Loss):
 
     def residual(self, y: Floats, dispersion: float = 1.0) -> float:
         return float(np.pi**2 / 3)  # variance of the latent logistic variable
+
+    def expected(self, margin: Floats, variance: Floats) -> Floats:
+        """Return ``E expit(margin + sd Z)`` for a normal ``Z``.
+
+        It is also ``P(L < margin + sd Z) = E ndtr((margin - L) / sd)`` for a logistic ``L``, which is smoother for a large sd.
+        """
+        out, wide = np.empty(len(margin)), variance > 1.0
+        out[~wide] = super().expected(margin[~wide], variance[~wide])
+        m, sd = margin[wide], np.sqrt(variance[wide])
+        out[wide] = sum(_STEP * expit(at) * expit(-at) * ndtr((m - at) / sd) for at in _LATENT)
+        return out
 
     def draw(self, margin: Floats, rng: np.random.Generator, dispersion: float = 1.0) -> Floats:
         return (rng.random(len(margin)) < self.mean(margin)).astype(np.float64)

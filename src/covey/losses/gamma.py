@@ -101,6 +101,9 @@ class Gamma(Loss):
     def error(self, mean_loss: float, data: GroupedData) -> float:
         return float(2 * (mean_loss - np.average(self.lowest(data.y), weights=data.weights)))
 
+    def expected(self, margin: Floats, variance: Floats) -> Floats:
+        return self.mean(margin + variance / 2)  # the mean of a lognormal variable
+
     def response_interval(self, margin: Floats, variance: Floats, reach: Floats, coverage: float, noise: Floats) -> Floats:
         sd = reach / special.ndtri(0.5 + coverage / 2) * np.sqrt(variance)
         shape = np.broadcast_to(1.0 / np.asarray(noise), margin.shape)

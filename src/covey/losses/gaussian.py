@@ -66,6 +66,9 @@ class Gaussian(Loss):
     def error(self, mean_loss: float, data: GroupedData) -> float:
         return float(np.sqrt(2 * mean_loss))
 
+    def expected(self, margin: Floats, variance: Floats) -> Floats:
+        return margin
+
     def response_interval(self, margin: Floats, variance: Floats, reach: Floats, coverage: float, noise: Floats) -> Floats:
         half = np.sqrt(reach**2 * variance + special.ndtri(0.5 + coverage / 2) ** 2 * noise)
         return np.column_stack([margin - half, margin + half])

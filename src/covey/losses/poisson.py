@@ -97,6 +97,9 @@ class Poisson(Loss):
         saturated = np.average(special.xlogy(data.y, data.y) - data.y, weights=data.weights)
         return float(2 * (mean_loss + saturated))
 
+    def expected(self, margin: Floats, variance: Floats) -> Floats:
+        return self.mean(margin + variance / 2)  # the mean of a lognormal variable
+
     def response_interval(self, margin: Floats, variance: Floats, reach: Floats, coverage: float, noise: Floats) -> Floats:
         return count_interval(margin, reach / special.ndtri(0.5 + coverage / 2) * np.sqrt(variance), coverage)
 

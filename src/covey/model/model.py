@@ -66,7 +66,8 @@ class Posterior:
         """Degrees of freedom of each global coefficient ``(d,)``, by containment.
 
         A term that varies by cluster, or is constant within clusters whose intercepts vary, has about as many degrees of
-        freedom as there are clusters. The same holds for clients. Other terms have those of the rows.
+        freedom as there are clusters. The same holds for clients. Other terms have those of the rows. Without groups they are
+        infinite, for normal quantiles, if the dispersion is not estimated.
         """
         components, whole, terms = self.learned.components, self.learned.whole, self.learned.terms
         tree, d = self.learned.tree, len(terms)
@@ -81,6 +82,8 @@ class Posterior:
         settled = flat_client & ~(flat_cluster & (k > 1)) & bool((within & one).any())
         by_cluster = k - np.where(flat_cluster, flat_cluster.sum(), 1)
         by_client = n - (k if k > 1 else 0) - np.where(settled, settled.sum(), int(k == 1))
+        if not components.grouped and components.residual is None:
+            return np.full(d, np.inf)
         freedom = np.where(between | steady, by_cluster, np.where(within | settled, by_client, components.rows - d))
         return np.asarray(np.maximum(freedom, 1), dtype=np.float64)
 
@@ -125,11 +128,15 @@ class Posterior:
         return np.asarray(self.learned.covariance + self.learned.dispersion * self.learned.cluster.shape[0])
 
     @cached_property
+    def between_clients(self) -> Floats:
+        """The covariance between the clients of each cluster, and of a new cluster, ``(k + 1, d, d)``."""
+        S, k = self.learned.client_covariances, self.learned.tree.n_clusters
+        return self.learned.dispersion * np.concatenate([np.broadcast_to(S, (k, *S.shape[1:])), S.mean(axis=0)[None]])
+
+    @cached_property
     def new_clients(self) -> Floats:
         """The covariance of a client without training data in each cluster, and in a new cluster, ``(k + 1, d, d)``."""
-        s2, S = self.learned.dispersion, self.learned.client_covariances
-        anywhere = self.new_cluster + s2 * S.mean(axis=0)
-        return np.concatenate([self.clusters + s2 * S, anywhere[None]])
+        return np.concatenate([self.clusters, self.new_cluster[None]]) + self.between_clients
 
     def standard_errors(self, level: Level) -> Floats:
         """The standard error of every coefficient of a level: ``(n, d)``, ``(k, d)`` or ``(d,)``."""
@@ -140,12 +147,19 @@ class Posterior:
 
     def margin_variance(self, X: Floats, chosen: Resolved, level: Level) -> Floats:
         """The variance of ``x'theta`` for each row, whose model is ``chosen``. A new client's variance is included."""
-        table, which = self._table(chosen, level)
-        out = np.empty(len(X))
-        for start in range(0, len(X), _ROWS):
-            rows = slice(start, start + _ROWS)
-            out[rows] = np.einsum("la,lab,lb->l", X[rows], table[which[rows]], X[rows])
-        return np.maximum(out, 0.0)
+        return _forms(X, *self._table(chosen, level))
+
+    def spread(self, X: Floats, chosen: Resolved, *, clusters: bool = True) -> Floats:
+        """The variance of ``x'theta`` between the clients that a row may belong to; 0 if ``chosen`` has its client.
+
+        If ``chosen`` does not have its cluster either, this includes the variance between clusters, unless ``clusters=False``.
+        """
+        out, client, cluster = np.zeros(len(X)), chosen.client < 0, chosen.cluster < 0
+        out[client] = _forms(X[client], self.between_clients, chosen.index(0)[client])
+        if clusters:
+            S = self.learned.dispersion * self.learned.cluster.shape
+            out[cluster] += _forms(X[cluster], S, np.zeros(int(cluster.sum()), dtype=np.int64))
+        return out
 
     def _table(self, chosen: Resolved, level: Level) -> tuple[Floats, Ints]:
         """Covariances, and the position of each row's."""
@@ -168,6 +182,15 @@ class Posterior:
         before = np.einsum("iaa->ia", learned.client.shape)
         with np.errstate(invalid="ignore", divide="ignore"):
             return np.where(before > 0, 1.0 - np.einsum("iaa->ia", alone) / before, np.nan)
+
+
+def _forms(X: Floats, table: Floats, which: Ints) -> Floats:
+    """``x'Vx`` of each row, with the covariance ``V`` at its position in the table."""
+    out = np.empty(len(X))
+    for start in range(0, len(X), _ROWS):
+        rows = slice(start, start + _ROWS)
+        out[rows] = np.einsum("la,lab,lb->l", X[rows], table[which[rows]], X[rows])
+    return np.maximum(out, 0.0)
 
 
 def quantile(coverage: float, freedom: Any = np.inf) -> Any:
@@ -258,7 +281,8 @@ class Model(Fit):
             raise SolverError(
                 "Standard errors, intervals, components_, bootstrap, add_clients and remove_clients need variances that were "
                 "learned from the data of several clients; leave out gamma, lam, alpha, baseline, penalty='cv', james_stein "
-                f"and the solvers {listing(first_order())}."
+                f"and the solvers {listing(first_order())}. A plain regression without groups has standard errors if it is not "
+                "perfect and its rows determine all coefficients."
             )
         return Posterior(self.learned)
 
@@ -271,31 +295,55 @@ class Model(Fit):
         margin: Floats = np.einsum("ld,ld->l", rows, self.coefficient_table[chosen.index(len(self.theta))])
         return margin if shift is None else margin + shift
 
-    def intervals(self, X: Any, *, coverage: float = 0.95, noise: bool = False, **where: Any) -> Floats:
+    def response(self, X: Any, *, expected: bool = True, **where: Any) -> tuple[Floats, Floats, Resolved]:
+        """The margin and the response of each row, and the model that they come from. ``where`` as in :func:`.new_rows`.
+
+        With ``expected`` the response is a mean over all clients that a row may belong to, if its own is not in the model.
+        Otherwise it is the response at the margin. Without variance components both are the same.
+        """
+        rows, chosen, shift = new_rows(self, X, **where)
+        margin = self._margin(rows, chosen, shift)
+        spread = self.posterior.spread(rows, chosen) if expected and self.learned is not None else np.zeros(len(rows))
+        return margin, self._mean(margin, spread), chosen
+
+    def _mean(self, margin: Floats, spread: Floats) -> Floats:
+        """The expected response if margins have the variance ``spread``."""
+        loss, varies = self.problem.loss, spread > 0
+        if not varies.any():
+            return loss.mean(margin)
+        mean = np.array(loss.mean(margin))
+        mean[varies] = loss.expected(margin[varies], spread[varies])
+        return mean
+
+    def intervals(self, X: Any, *, coverage: float = 0.95, noise: bool = False, expected: bool = True, **where: Any) -> Floats:
         """Intervals ``(rows, 2)`` for the expected response of each row; with ``noise``, for a new response.
 
-        ``where`` says which client or cluster predicts each row, as in :func:`.new_rows`.
+        ``where`` says which client or cluster predicts each row, as in :func:`.new_rows`. At the client level the interval is
+        for the response of the row's client, so it includes the variance of an unseen client. At the other levels it is for
+        the mean over clients, as in :meth:`response`.
         """
         quantile(coverage)
         posterior, level = self.posterior, where.get("level", "client")
         rows, chosen, shift = new_rows(self, X, **where)
         margin, variance = self._margin(rows, chosen, shift), posterior.margin_variance(rows, chosen, level)
         reach = posterior.reach(coverage, chosen, level)
+        average = expected and level != "client"
+        spread = posterior.spread(rows, chosen, clusters=level == "global") if average else np.zeros(len(rows))
         if noise:
-            return self.problem.loss.response_interval(margin, variance, reach, coverage, self._noise(X))
+            return self.problem.loss.response_interval(margin, variance + spread, reach, coverage, self._noise(X, coverage))
         half = np.sqrt(reach**2 * variance)
-        return self.mean(np.column_stack([margin - half, margin + half]))
+        return np.column_stack([self._mean(margin - half, spread), self._mean(margin + half, spread)])
 
-    def _noise(self, X: Any) -> Floats:
+    def _noise(self, X: Any, coverage: float) -> Floats:
         """The dispersion of new rows. In a linear model it is divided by their weights, if the table has them."""
         s2, name = self.posterior.learned.dispersion, self.spec.weights
+        if self.spec.loss.reml and not self.posterior.learned.components.grouped:
+            # In a plain regression an exact interval has t quantiles for the noise too.
+            s2 *= (quantile(coverage, self.posterior.freedom.min()) / quantile(coverage)) ** 2
         if name is None or not self.spec.loss.reml or name not in as_frame(X).columns:
             return np.asarray(s2)
         with np.errstate(divide="ignore"):
             return np.asarray(s2 / numeric(as_frame(X), name))
-
-    def mean(self, margin: Floats) -> Floats:
-        return self.problem.loss.mean(margin)
 
     def coefficients(self, level: Level = "client", coverage: float = 0.95) -> pl.DataFrame:
         """The coefficients of one level, one row per unit and term, with standard errors and intervals if there are any."""
@@ -305,6 +353,7 @@ class Model(Fit):
             return tidy
         error = self.posterior.standard_errors(level).ravel()
         is_global = level == "global" or (level == "cluster" and self.hierarchy.n_clusters == 1)
+        is_global |= not self.learned.components.grouped
         reach = error * (quantile(coverage, self.posterior.freedom) if is_global else quantile(coverage))
         estimate = tidy["estimate"].to_numpy()
         bounds = {"lower": pl.Series(estimate - reach), "upper": pl.Series(estimate + reach)}

@@ -97,7 +97,14 @@ def _component_rows(name: str, level: LevelComponents, tree: Hierarchy) -> list[
 def title(model: Model) -> str:
     kind = model.spec.loss.title
     what = f"Baseline {model.spec.baseline!r}, {kind}" if model.spec.baseline else f"Hierarchical {kind} model"
+    if _is_plain(model):
+        what = f"{kind[0].upper()}{kind[1:]} regression without groups"
     return f"{what}: {model.spec.formula or ' + '.join(model.terms)}"
+
+
+def _is_plain(model: Model) -> bool:
+    """Whether the model is a plain regression with standard errors."""
+    return model.learned is not None and not model.learned.components.grouped
 
 
 def facts(model: Model) -> list[str]:
@@ -111,6 +118,10 @@ def facts(model: Model) -> list[str]:
     # A private fit across sites does not count rows.
     rows = "" if model.elsewhere is not None and model.n_rows == 0 else f"{counted(model.n_rows, 'row')} of "
     lines = [f"{rows}{clients}{away}"]
+    if _is_plain(model):
+        freedom = model.posterior.freedom.min()
+        use = "normal quantiles" if np.isinf(freedom) else f"quantiles of t with {freedom:g} degrees of freedom"
+        lines = [f"{counted(model.n_rows, 'row')}, no groups: a plain regression; intervals use {use}"]
     if model.dropped is not None:
         lines.append(f"note: {model.dropped}")
     if spec.standardize:
@@ -123,6 +134,8 @@ def facts(model: Model) -> list[str]:
         # A site has only some of the rows of the fit, and a model has others after clients were added.
         of = "" if components.rows == model.n_rows else f", learned from {counted(int(components.rows), 'row')}"
         criteria = f"AIC {components.aic:.1f}, BIC {components.bic:.1f}, {components.parameters} parameters{of}"
+        if components.method == "REML":
+            criteria += "; compare only models with the same common terms" + (", also standardised" if spec.standardize else "")
         lines.append(f"{components.method}: log-likelihood {components.log_likelihood:.2f}, {criteria}")
         lines.append(model.convergence.message)
         return [*lines, *_test_lines(components), *(f"note: {note}" for note in components.notes)]
@@ -165,6 +178,8 @@ def _learned_tables(model: Model, coverage: float) -> list[str]:
         rows.append([row["term"], f"{row['estimate']:.4g}", f"{row['std_error']:.3g}", interval, *spreads])
     lines = table(rows, [_first(model), 10, 10, 19, 24, 23])
     s2 = components.residual
+    if _is_plain(model):
+        return lines if s2 is None else [*lines, f"residual {model.spec.loss.dispersion_name} {np.sqrt(s2):.4g}"]
     sd = "" if s2 is None else f" ({model.spec.loss.dispersion_name} {np.sqrt(s2):.4g})"
     shares = zip(("clusters", "clients"), (components.cluster, components.client), components.shares[:2], strict=True)
     parts = [f"{100 * share:.1f}% between {name}" for name, level, share in shares if level.terms]

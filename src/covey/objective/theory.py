@@ -182,8 +182,7 @@ def own_schedules(known: Constants, L: float, p0: float, common: float) -> Float
     k = len(known.gamma)
     within = np.full(k, common)
     calL = expected_smoothness(known, Probabilities(p0, within, best_tau(p0, within)), L)
-    least: Floats = np.maximum(0.0, (2 * known.pull / calL - p0) / (2 * (1 - p0)))
-    return np.minimum(within, least)
+    return np.clip((2 * known.pull / calL - p0) / (2 * (1 - p0)), 0.0, within)
 
 
 def probabilities(

@@ -220,11 +220,12 @@ def keep_results(node: Node, theta: Floats, losses: Quadratic, origin: Floats) -
     """Keep the coefficients and sums of the node's clients, in the user's units."""
     columns = working_columns(node)
     node.theta = columns.to_user_units(theta)
-    node.keep(ClientSums(columns.losses_to_user_units(losses), columns.to_user_units(origin), _log_weights(node.data)))
+    node.keep(ClientSums(columns.losses_to_user_units(losses), columns.to_user_units(origin), sum_log_weights(node.data)))
     return NonFiniteClients(int((~np.isfinite(node.theta).all(axis=1)).sum()))
 
 
-def _log_weights(data: GroupedData) -> float:
+def sum_log_weights(data: GroupedData) -> float:
+    """The sum over all rows of the logarithms of their weights."""
     weights = data.weights
     return 0.0 if weights is None else float(np.log(weights[weights > 0]).sum())
 
@@ -302,7 +303,7 @@ class SumRows(Message[RowTotals], label="totals of rows", phase="learn"):
             data.n_rows,
             float(data.rows_that_count.sum()),
             float(data.n_rows if weights is None else weights.sum()),
-            _log_weights(data),
+            sum_log_weights(data),
             (node.data.X == 1.0).sum(axis=0).astype(np.float64),
             data.X.sum(axis=0),
             np.einsum("la,la->a", data.X, data.X),

@@ -224,7 +224,7 @@ def _factor(S: Floats) -> Floats:
     return L
 
 
-Method = Literal["REML", "ML", "Laplace"]
+Method = Literal["REML", "ML", "Laplace", "least squares"]
 
 
 @dataclass(frozen=True)
@@ -298,7 +298,7 @@ class Components:
 
     Attributes
     ----------
-    method : "REML", "ML" or "Laplace" (maximum likelihood, approximated to second order)
+    method : "REML", "ML" or "Laplace" (maximum likelihood, approximated to second order); "least squares" without groups
     client, cluster : the covariances of clients about their cluster, and of clusters about the global model
     residual : the dispersion of a row of weight 1, which is the variance in a linear model; None for counts and classes
     log_likelihood : for REML the restricted log-likelihood
@@ -319,6 +319,11 @@ class Components:
     notes: tuple[str, ...] = ()
     tests: tuple[LikelihoodRatio, ...] = ()
     shares: tuple[float, float, float] = (np.nan, np.nan, np.nan)
+
+    @property
+    def grouped(self) -> bool:
+        """Whether a term varies between groups; otherwise the model is a plain regression."""
+        return bool(self.client.terms or self.cluster.terms)
 
     @property
     def aic(self) -> float:
