@@ -98,7 +98,7 @@ def test_a_formula_cannot_run_code(code):
     [
         ("xx", r"There is no column 'xx'; did you mean 'x'\?"),
         ("log(x", r"cannot be read"),
-        ("poly(x)", r"'poly\(x\)' in 'poly\(x\)' is not supported; the functions"),
+        ("lag(x)", r"'lag\(x\)' in 'lag\(x\)' is not supported; the functions"),
         ("C(h) + h", r"Column 'h' is used both as a category and as a number"),
         ("log(g)", r"Column 'g' is used both as a category and as a number|not supported"),
         (".", r"uses '.' for all columns"),

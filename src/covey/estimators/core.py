@@ -40,7 +40,8 @@ class EstimatorCore:
     weights, offset : str, int or None
         Columns of ``X`` with row weights and with an offset, which is added to the linear predictor. Cross-validation splits
         them with the rows of ``X``. You can pass the arrays ``sample_weight`` and ``offset`` to ``fit`` instead. A weight
-        multiplies the loss of its row: for the linear model, it is the precision of the row relative to the others.
+        multiplies the loss of its row: for the linear model, it is the precision of the row relative to the others. The offset
+        may also be an expression of columns, ``"log(expected)"``, or stand in the formula, ``offset(log(expected))``.
     formula : str or None
         The terms, such as ``"log(x) + zone * year"``. Categories are coded and an intercept is included. With a left-hand side,
         ``"y ~ x"``, the formula also names the response. Bars say which terms vary by group, as in lme4:
@@ -108,6 +109,9 @@ class EstimatorCore:
     ----------
     coef_ : (n_clients, n_terms) array
         Coefficients of the clients, in the order of ``clients_`` and ``terms_``.
+    clients_, client_clusters_ : (n_clients,) arrays
+        The id of each client and that of its cluster, in the types of the columns. With ``cluster/client`` in the formula a
+        client id is unique only within its cluster, so that the pair identifies a client.
     cluster_coef_ : (n_clusters, n_terms) array
         Coefficients of the clusters, in the order of ``clusters_``.
     global_coef_ : (n_terms,) array
@@ -252,7 +256,8 @@ class EstimatorCore:
     def _adopt(self, model: Model) -> Self:
         self.model_, self.terms_ = model, model.terms
         self.coef_, self.cluster_coef_, self.global_coef_ = model.theta, model.w, model.wbar
-        self.clients_, self.clusters_ = to_array(model.hierarchy.client_ids), to_array(model.hierarchy.cluster_ids)
+        tree = model.hierarchy
+        self.clients_, self.clusters_, self.client_clusters_ = tree.clients, tree.clusters, to_array(tree.cluster_of_client)
         self.convergence_, self.ledger_ = model.convergence, model.ledger
         self.history_ = None if model.history is None else self._native(model.history)
         self.n_iter_ = max(1, model.convergence.iterations)

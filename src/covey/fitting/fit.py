@@ -103,7 +103,7 @@ def learn(network: Network, problem: Problem, *, progress: Progress | None = Non
 
 def model_without_clients(problem: Problem, fitted: Fitted, tree: Hierarchy, elsewhere: Elsewhere | None) -> Model:
     """Build the model of the operator of a fit across sites: clusters and the global model, but no clients."""
-    no_clients = Hierarchy(np.zeros(tree.n_clusters + 1, dtype=np.int64), tree.client_ids[:0], tree.cluster_ids)
+    no_clients = replace(tree, cluster_ptr=np.zeros(tree.n_clusters + 1, dtype=np.int64), client_ids=tree.client_ids[:0])
     given = fitted.penalty
     penalty = None if given is None else Penalty(given.gamma[:0], given.lam, given.cluster_gamma)
     without = replace(fitted, fit=replace(fitted.fit, theta=np.empty((0, len(fitted.fit.wbar)))), penalty=penalty)

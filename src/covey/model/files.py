@@ -38,7 +38,7 @@ from covey.tables.scaling import design_from_json
 from covey.tree.hierarchy import Hierarchy
 from covey.variance.components import Components, Learned, Whole
 
-FORMAT = 2
+FORMAT = 3
 _TABLES = ("clusters", "clients")
 _SUMS = "sums"
 
@@ -234,10 +234,13 @@ def _rebuild(document: Mapping[str, Any], tables: Mapping[str, pl.DataFrame]) ->
     draft = resolve(Spec.from_json(document["spec"]))
     design = design_from_json(document["design"], None if draft.formula is None else draft.formula.common)
     classes = None if document["classes"] is None else Classes.from_json(document["classes"])
-    problem = draft.of_design(design, classes, bool(document["has_offset"]), draft.spec.nested)
+    problem = draft.of_design(design, classes, bool(document["has_offset"]))
     clusters, clients = tables["clusters"], tables["clients"]
     cluster_ptr = np.concatenate([[0], np.cumsum(clusters["clients"].to_numpy())]).astype(np.int64)
-    tree = Hierarchy(cluster_ptr, clients["client"].rename(""), clusters["cluster"].rename(""))
+    ids, cluster_ids = clients["client"].rename(""), clusters["cluster"].rename("")
+    if document["format"] < 3 and document["spec"].get("nested"):
+        ids = _own_ids(ids, cluster_ids.gather(clients["cluster"]))
+    tree = Hierarchy(cluster_ptr, ids, cluster_ids, bool(problem.spec.nested))
     if not np.array_equal(clients["cluster"].to_numpy(), tree.parent):
         raise _damaged("its clients do not match its clusters")
     penalty = None
@@ -260,6 +263,14 @@ def _rebuild(document: Mapping[str, Any], tables: Mapping[str, pl.DataFrame]) ->
     rows = clients["rows"].to_numpy().astype(np.int64)
     elsewhere = _elsewhere(document.get("elsewhere"), tree.n_clusters)
     return assemble(problem, Fitted(fit, penalty, learned), tree, rows, elsewhere), dict(document["extra"])
+
+
+def _own_ids(labels: pl.Series, clusters: pl.Series) -> pl.Series:
+    """The ids of nested clients from labels ``client:cluster``, which formats 1 and 2 have in their place."""
+    ends = clusters.cast(pl.String).str.len_chars() + 1
+    own = pl.select(labels.str.slice(0, labels.str.len_chars().cast(pl.Int64) - ends.cast(pl.Int64))).to_series().rename("")
+    whole = own.cast(pl.Int64, strict=False)
+    return whole if whole.cast(pl.String).eq_missing(own).all() else own
 
 
 def _read_document(path: Path) -> dict[str, Any]:

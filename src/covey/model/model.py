@@ -319,7 +319,7 @@ class Model(Fit):
             ids = {"cluster": tree.cluster_ids, "clients": self.clients_of_cluster}
             values = self.w
         elif level == "client":
-            ids = {"cluster": tree.cluster_ids.gather(tree.parent), "client": tree.client_ids, "rows": self.rows}
+            ids = {"cluster": tree.cluster_of_client, "client": tree.client_ids, "rows": self.rows}
             values = self.theta
         else:
             raise one_of("level", level, ("client", "cluster", "global"))

@@ -35,7 +35,7 @@ from covey.model.files import save_model
 from covey.model.model import Fitted, Model, assemble
 from covey.nodes.network import Batch, Message, Node, threads_for
 from covey.objective.objective import Penalty
-from covey.problem.problem import Problem, Spec
+from covey.problem.problem import Problem, Spec, as_frame
 from covey.records import decode, encode
 from covey.solvers.registry import load_all
 from covey.solvers.result import Convergence, Fit
@@ -160,7 +160,7 @@ class Site:
         self.budget.admit(agreed.private, asked.run, asked.epoch)
         problem = _read_problem(agreed.problem)
         self.policy.check_problem(problem)
-        design = check_design(problem)
+        design = check_design(problem, private=agreed.private is not None)
         if (run.key or self.policy.secure) and not agreed.keys:
             raise FederationError("This run needs masks, but the agreement has no keys; start a new run with --secure.")
         if agreed.keys:
@@ -173,7 +173,8 @@ class Site:
         if agreed.private is not None:
             self.budget.remember(agreed.private, asked.run, asked.epoch, run.rows, again=asked.mute)
         self._nodes[asked.run] = self._new_node(data, problem), problem
-        first = totals(data, standardize=problem.spec.standardize, private=agreed.private is not None)
+        learning = design.sums(as_frame(table)) if design.unlearned else None
+        first = totals(data, standardize=problem.spec.standardize, private=agreed.private is not None, learning=learning)
         hashes = joined(data, run.salt if agreed.keys else agreed.salt, agreed, run.rows)
         return run, (hashes, _masked(self.name, asked, run, first))
 
