@@ -27,6 +27,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 }
 CONTRASTS = ("treatment", "sum", "helmert", "diff", "poly")
 HIGHEST_POWER = 20
+_LONG, _MOST_TRANSFORMS = 2_000, 50
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -66,6 +67,7 @@ class Expression:
     category : the column inside ``C()``, if it is one
     contrast : the contrasts of the category and the reference category, if they are given
     transforms : calls that remember their training rows
+    width : the number of columns; 1 for a category, whose number depends on the data
     """
 
     tree: ast.expr
@@ -73,11 +75,7 @@ class Expression:
     category: str | None = None
     contrast: tuple[str, Any] | None = None
     transforms: tuple[Transform, ...] = ()
-
-    @property
-    def width(self) -> int:
-        """The number of columns; 1 for a category, whose number depends on the data."""
-        return next((each.width for each in self.transforms if each.text == ast.unparse(self.tree)), 1)
+    width: int = 1
 
     def evaluate(self, columns: Mapping[str, Any], state: Mapping[str, State], n_rows: int) -> Any:
         """The values: ``(rows,)``, or ``(rows, width)`` for a transform with several columns, or a category for formulaic."""
@@ -125,13 +123,17 @@ class Expression:
         return C(values, contrasts() if base is None else contrasts(base=base))
 
 
-@lru_cache(maxsize=2048)
 def read_expression(expression: str, text: str) -> Expression:
     """Read an expression of the formula ``text``; anything but columns, numbers, arithmetic and functions is refused.
 
     >>> read_expression("I(scale(x) ** 2)", "").names
     ('x',)
     """
+    # Long expressions of somebody else must not fill the memory.
+    return _cached(expression, text) if len(expression) + len(text) < _LONG else _read(expression, text)
+
+
+def _read(expression: str, text: str) -> Expression:
     try:
         tree = ast.parse(expression, mode="eval").body
         return _Reader(text).read(tree)
@@ -139,6 +141,9 @@ def read_expression(expression: str, text: str) -> Expression:
         if isinstance(problem, FormulaError):
             raise
         raise FormulaError(f"The term {expression!r} of {text!r} cannot be read; rename columns that need quotes.") from None
+
+
+_cached = lru_cache(maxsize=512)(_read)
 
 
 class _Reader:
@@ -155,7 +160,8 @@ class _Reader:
                 raise FormulaError(f"{self._shown(tree)} must name one column.")
             return Expression(tree, (tree.args[0].id,), tree.args[0].id, self._contrast(tree))
         self._visit(tree, top=True)
-        return Expression(tree, tuple(self.names), transforms=tuple(self.transforms))
+        width = max((each.width for each in self.transforms), default=1)  # a wide one stands alone
+        return Expression(tree, tuple(self.names), transforms=tuple(self.transforms), width=width)
 
     def _visit(self, node: ast.expr, *, top: bool = False, inside: str = "") -> None:
         """Check a node; ``inside`` is the transform around it."""
@@ -190,6 +196,8 @@ class _Reader:
             if inside or (transform.width > 1 and not top):
                 where = f"inside {inside}" if inside else "inside an expression"
                 raise FormulaError(f"{transform.text} cannot stand {where} in {self.text!r}; write it as a term of its own.")
+            if len(self.transforms) >= _MOST_TRANSFORMS:
+                raise FormulaError(f"A term of {self.text[:48]!r} has more than {_MOST_TRANSFORMS} functions; write fewer.")
             self.transforms.append(transform)
             self._visit(call.args[0], inside=transform.text)
             return
