@@ -254,7 +254,7 @@ def read_column(text: str | None, *, arithmetic: bool = False) -> Terms | None:
     try:
         terms = Terms.parse(f"0 + I({text})" if arithmetic else f"0 + {text}")
     except FormulaError as problem:
-        if re.fullmatch(r"[^\W\d]\w*\(.*\)", text) or "^" in text:
+        if re.fullmatch(r"[^\W\d][\w.]*\(.*\)", text) or "^" in text:
             raise problem from None  # a column hardly has this name, so the reason helps more
         return None  # only a column can have this name
     return plain_expression(terms)
