@@ -235,6 +235,8 @@ def _rebuild(document: Mapping[str, Any], tables: Mapping[str, pl.DataFrame]) ->
     design = design_from_json(document["design"], None if draft.formula is None else draft.formula.common)
     classes = None if document["classes"] is None else Classes.from_json(document["classes"])
     problem = draft.of_design(design, classes, bool(document["has_offset"]))
+    if problem.learning:
+        raise _damaged("what its formula learned from the training rows is missing")
     clusters, clients = tables["clusters"], tables["clients"]
     cluster_ptr = np.concatenate([[0], np.cumsum(clusters["clients"].to_numpy())]).astype(np.int64)
     ids, cluster_ids = clients["client"].rename(""), clusters["cluster"].rename("")

@@ -165,6 +165,11 @@ class Problem:
         return vary_from_bars(self.formula.bars, self.spec.client, self.spec.cluster, self._unscaled)
 
     @property
+    def learning(self) -> bool:
+        """Whether functions such as ``scale(x)`` have not yet learned all they need from training rows."""
+        return isinstance(self._unscaled, Formula) and bool(self._unscaled.unlearned)
+
+    @property
     def _unscaled(self) -> Columns | Formula:
         return self.design.inner if isinstance(self.design, Scaled) else self.design
 
@@ -177,7 +182,7 @@ class Problem:
 
     def learn_from(self, rows: Frame | Anything) -> Problem:
         """The same problem after what functions such as ``scale(x)`` learn from these training rows."""
-        if not isinstance(self.agreed_design, Formula) or not self.agreed_design.unlearned:
+        if not isinstance(self.agreed_design, Formula) or not self.learning:
             return self
         return replace(self, agreed_design=self.agreed_design.learn_from(as_frame(rows)))
 

@@ -199,7 +199,10 @@ class _Reader:
             if len(self.transforms) >= _MOST_TRANSFORMS:
                 raise FormulaError(f"A term of {self.text[:48]!r} has more than {_MOST_TRANSFORMS} functions; write fewer.")
             self.transforms.append(transform)
+            before = len(self.names)
             self._visit(call.args[0], inside=transform.text)
+            if len(self.names) == before:
+                raise FormulaError(f"{self._shown(call)} names no column; give it one.")
             return
         if name not in FUNCTIONS or call.keywords or len(call.args) != 1:
             habit = _habit(name, ast.unparse(call.args[0]) if call.args else "x")
