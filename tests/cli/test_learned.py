@@ -142,3 +142,15 @@ def test_a_mistake_is_one_line_and_exit_code_2(shell, arguments, sentence):
     assert err.startswith("covey: ")
     assert err.count("\n") == 1
     assert sentence in err
+
+
+def test_an_offset_may_be_an_expression_and_functions_are_saved(shell, tmp_path):
+    """The model predicts with the offset and the polynomials of its training rows; ids of clients stay numbers."""
+    document = fit(shell, "y ~ poly(x, 2) + (1 | g/h)", "--offset", "2 * abs(x)", "--out", "model")
+    model = HierarchicalRegressor(formula="y ~ poly(x, 2) + offset(2 * abs(x)) + (1 | g/h)").fit(FRAME)
+    assert list(document["global"].values()) == pytest.approx(model.global_coef_.tolist())
+    FRAME[:3].write_csv(tmp_path / "few.csv")
+    lines = [json.loads(line) for line in shell("predict", "model", "few.csv", "--json").splitlines()]
+    assert [line["prediction"] for line in lines] == pytest.approx(model.predict(FRAME[:3]).tolist())
+    assert "no column 'xx'" in shell("fit", "t.csv", BARS, "--offset", "log(xx)", code=2)
+    assert "write log(x)" in shell("fit", "t.csv", BARS, "--offset", "np.log(x)", code=2)

@@ -95,11 +95,11 @@ def in_memory(frame: pl.DataFrame, asked: Spec):
 
 
 def thetas(sites: dict[str, Site], run: str) -> dict[str, np.ndarray]:
-    """Every client's coefficients, from the site that has them."""
+    """Every client's coefficients, from the site that has them, by its id or its pair of ids."""
     found = {}
     for site in sites.values():
         node = site.node(run)
-        found.update(zip(node.data.hierarchy.client_ids.to_list(), node.coefficients(), strict=True))
+        found.update(zip(node.data.hierarchy.identities.tolist(), node.coefficients(), strict=True))
     return found
 
 
@@ -108,8 +108,8 @@ def assert_same(outcome, sites, model, atol=1e-10):
     np.testing.assert_allclose(outcome.model.w, model.w, rtol=0, atol=atol)
     np.testing.assert_allclose(outcome.model.wbar, model.wbar, rtol=0, atol=atol)
     found = thetas(sites, outcome.run)
-    assert sorted(found) == model.hierarchy.client_ids.sort().to_list()
-    for client, theta in zip(model.hierarchy.client_ids.to_list(), model.theta, strict=True):
+    assert sorted(found) == sorted(model.hierarchy.identities.tolist())
+    for client, theta in zip(model.hierarchy.identities.tolist(), model.theta, strict=True):
         np.testing.assert_allclose(found[client], theta, rtol=0, atol=atol)
 
 

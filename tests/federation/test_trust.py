@@ -397,15 +397,15 @@ def test_the_operators_list_with_dates_and_with_ids_nested_in_clusters(tmp_path)
             fit(sites_of(parts), asked, settings=replace(terms, secure=True))
 
 
-def test_unique_client_ids_are_not_nested_in_clusters():
-    """With cluster/client in the formula, clients are named by their cluster only if ids repeat, as in memory."""
+def test_client_ids_within_clusters_stay_as_they_are():
+    """With cluster/client in the formula a client is a pair of ids, and its own id is not changed, as in memory."""
     asked = replace(
         spec(), formula="y ~ x + (1 | cluster/client)", client=None, cluster=None, gamma=None, lam=None, tests=False
     )
     sites = sites_of(by_turns(FRAME, 3))
     outcome, model = fit(sites, asked), in_memory(FRAME, asked)
     assert_same(outcome, sites, model, atol=1e-7)
-    assert set(thetas(sites, outcome.run)) == set(FRAME["client"].unique())
+    assert set(thetas(sites, outcome.run)) == set(FRAME.select("cluster", "client").rows())
 
 
 def test_a_lost_site_under_masks_lets_the_run_be_resumed(tmp_path):

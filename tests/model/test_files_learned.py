@@ -54,7 +54,7 @@ def test_a_learned_model_is_restored_to_the_bit(model, tmp_path):
     np.testing.assert_array_equal(again.add_clients(few).coef_, model.add_clients(few).coef_)
     np.testing.assert_array_equal(again.remove_clients([0]).coef_, model.remove_clients([0]).coef_)
     document = json.loads((tmp_path / "model" / "model.json").read_text())
-    assert document["format"] == 2
+    assert document["format"] == 3
     assert set(document["sha256"]) == {"clusters", "clients", "sums"}
 
 

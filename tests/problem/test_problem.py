@@ -58,7 +58,7 @@ def test_a_problem_from_json_is_checked():
 
 def test_a_draft_becomes_a_problem_of_known_categories_without_data():
     draft = resolve(Spec(formula="y ~ zone + (zone | k/i)"))
-    problem = draft.agree(Schema(("zone",), {"zone": ["u", "v", "w"]}, nested=True))
+    problem = draft.agree(Schema(("zone",), {"zone": ["u", "v", "w"]}))
     assert problem.terms == ("Intercept", "zone[T.v]", "zone[T.w]") == problem.vary.client
     assert problem.spec.nested
     with pytest.raises(CoveyError, match="not known yet"):

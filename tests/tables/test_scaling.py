@@ -200,7 +200,7 @@ def test_a_saved_model_predicts_the_same_bits(rhs, tmp_path):
     assert again.get_params() == model.get_params() | {"random_state": model.model_.spec.seed}
     assert str(again) == str(model)
     assert "coefficients are per standard deviation" in str(again)
-    assert json.loads((tmp_path / "model" / "model.json").read_text())["format"] == 2
+    assert json.loads((tmp_path / "model" / "model.json").read_text())["format"] == 3
 
 
 def test_arrays_predict_the_same_bits_after_loading(tmp_path):

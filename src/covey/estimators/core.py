@@ -41,7 +41,8 @@ class EstimatorCore:
         Columns of ``X`` with row weights and with an offset, which is added to the linear predictor. Cross-validation splits
         them with the rows of ``X``. You can pass the arrays ``sample_weight`` and ``offset`` to ``fit`` instead. A weight is a
         precision, not a count: it multiplies the loss of its row, and in the linear model the variance of the row is the
-        residual variance divided by its weight. The number of rows stays the same.
+        residual variance divided by its weight. The number of rows stays the same. The offset may also be an expression of
+        columns, ``"log(expected)"``, or stand in the formula, ``offset(log(expected))``.
     frequency : str, int or None
         Column of ``X`` that says how often each row counts: a row with frequency 3 is three equal rows, in the likelihood, in
         degrees of freedom and in the number of rows. Or pass the array ``frequency`` to ``fit``.
@@ -115,6 +116,9 @@ class EstimatorCore:
     ----------
     coef_ : (n_clients, n_terms) array
         Coefficients of the clients, in the order of ``clients_`` and ``terms_``.
+    clients_, client_clusters_ : (n_clients,) arrays
+        The id of each client and that of its cluster, in the types of the columns. With ``cluster/client`` in the formula a
+        client id is unique only within its cluster, so that the pair identifies a client.
     cluster_coef_ : (n_clusters, n_terms) array
         Coefficients of the clusters, in the order of ``clusters_``.
     global_coef_ : (n_terms,) array
@@ -270,7 +274,8 @@ class EstimatorCore:
     def _adopt(self, model: Model) -> Self:
         self.model_, self.terms_ = model, model.terms
         self.coef_, self.cluster_coef_, self.global_coef_ = model.theta, model.w, model.wbar
-        self.clients_, self.clusters_ = to_array(model.hierarchy.client_ids), to_array(model.hierarchy.cluster_ids)
+        tree = model.hierarchy
+        self.clients_, self.clusters_, self.client_clusters_ = tree.clients, tree.clusters, to_array(tree.cluster_of_client)
         self.convergence_, self.ledger_ = model.convergence, model.ledger
         self.history_ = None if model.history is None else self._native(model.history)
         self.n_iter_ = max(1, model.convergence.iterations)

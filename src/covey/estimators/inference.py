@@ -255,7 +255,7 @@ class InferenceMethods(EstimatorCore):
             if X is None:
                 raise DataError(f"The bootstrap of a {model.spec.family} model needs the rows: pass X and y as to fit.")
             data = self._group(X, Arrays(y, client, cluster, sample_weight, offset, frequency))
-            if data.hierarchy.client_ids.to_list() != model.hierarchy.client_ids.to_list():
+            if data.hierarchy.identities.tolist() != model.hierarchy.identities.tolist():
                 raise DataError("The bootstrap needs the rows that the model was fitted to; these have other clients.")
         shape = shape_of(model.hierarchy, model.terms, model.spec, model.problem.vary)
         settings: dict[str, Any] = {"draws": draws, "seed": self._seed(), "progress": progress}
@@ -357,7 +357,8 @@ class InferenceMethods(EstimatorCore):
         Parameters
         ----------
         clients : sequence of ids
-            The clients to remove.
+            The clients to remove: ids of ``clients_``, or pairs ``(cluster, client)``. An id that several clusters have must be
+            in a pair.
 
         Returns
         -------

@@ -46,7 +46,10 @@ class SimulatedRun:
         apart = [np.abs(own.w - model.w).max(), np.abs(own.wbar - model.wbar).max()]
         for name in self.outcome.roster:
             node = self.sites[name].node(self.outcome.run)
-            place = lookup(node.data.hierarchy.client_ids, model.hierarchy.client_ids, "client")
+            tree = node.data.hierarchy
+            place = model.hierarchy.find(
+                tree.client_ids, lookup(tree.cluster_of_client, model.hierarchy.cluster_ids, "cluster")
+            )
             if (place < 0).any():
                 raise DataError(f"The model does not have all clients of site {name!r}; fit it to the same rows.")
             apart.append(np.abs(node.coefficients() - model.theta[place]).max())

@@ -80,8 +80,8 @@ def fit(
     node = network.clients()
     if node is None:
         return model_without_clients(problem, fitted, network.tree, elsewhere)
-    model = assemble(problem, fitted, node.data.hierarchy, node.data.rows_per_client)
-    return replace(model, dropped=node.data.dropped, batches=None if model.learned is None else Batches.of(node.data))
+    data, batches = node.data, None if fitted.learned is None else Batches.of(node.data)
+    return assemble(problem, fitted, data.hierarchy, data.rows_per_client, dropped=data.dropped, batches=batches)
 
 
 def learn(network: Network, problem: Problem, *, progress: Progress | None = None, count: Count | None = None) -> Fitted:
@@ -111,11 +111,12 @@ def learn(network: Network, problem: Problem, *, progress: Progress | None = Non
 
 def model_without_clients(problem: Problem, fitted: Fitted, tree: Hierarchy, elsewhere: Elsewhere | None) -> Model:
     """Build the model of the operator of a fit across sites: clusters and the global model, but no clients."""
-    no_clients = Hierarchy(np.zeros(tree.n_clusters + 1, dtype=np.int64), tree.client_ids[:0], tree.cluster_ids)
+    no_clients = replace(tree, cluster_ptr=np.zeros(tree.n_clusters + 1, dtype=np.int64), client_ids=tree.client_ids[:0])
     given = fitted.penalty
     penalty = None if given is None else Penalty(given.gamma[:0], given.lam, given.cluster_gamma)
     without = replace(fitted, fit=replace(fitted.fit, theta=np.empty((0, len(fitted.fit.wbar)))), penalty=penalty)
-    return assemble(problem, without, no_clients, np.empty(0, dtype=np.int64), elsewhere)
+    dropped = None if elsewhere is None else elsewhere.dropped
+    return assemble(problem, without, no_clients, np.empty(0, dtype=np.int64), elsewhere=elsewhere, dropped=dropped)
 
 
 # Settings that exclude each other

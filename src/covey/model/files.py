@@ -18,7 +18,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ from covey.tables.values import Dropped
 from covey.tree.hierarchy import Hierarchy
 from covey.variance.components import Components, Learned, Whole
 
-FORMAT = 2
+FORMAT = 3
 _TABLES = ("clusters", "clients")
 _SUMS = "sums"
 
@@ -151,7 +151,7 @@ def _document(model: Model, extra: dict[str, Any]) -> dict[str, Any]:
         "learned": None if model.learned is None else learned_to_json(model.learned),
         "elsewhere": None
         if elsewhere is None
-        else {name: np.asarray(values).tolist() for name, values in vars(elsewhere).items()},
+        else {name: np.asarray(getattr(elsewhere, name)).tolist() for name in ("sites", "clients", "rows")},
         "dropped": None if model.dropped is None else asdict(model.dropped),
         "extra": extra,
         "sha256": {},
@@ -239,10 +239,15 @@ def _rebuild(document: Mapping[str, Any], tables: Mapping[str, pl.DataFrame]) ->
     draft = resolve(Spec.from_json(document["spec"]))
     design = design_from_json(document["design"], None if draft.formula is None else draft.formula.common)
     classes = None if document["classes"] is None else Classes.from_json(document["classes"])
-    problem = draft.of_design(design, classes, bool(document["has_offset"]), draft.spec.nested)
+    problem = draft.of_design(design, classes, bool(document["has_offset"]))
+    if problem.learning:
+        raise _damaged("what its formula learned from the training rows is missing")
     clusters, clients = tables["clusters"], tables["clients"]
     cluster_ptr = np.concatenate([[0], np.cumsum(clusters["clients"].to_numpy())]).astype(np.int64)
-    tree = Hierarchy(cluster_ptr, clients["client"].rename(""), clusters["cluster"].rename(""))
+    ids, cluster_ids = clients["client"].rename(""), clusters["cluster"].rename("")
+    if document["format"] < 3 and document["spec"].get("nested"):
+        ids = _own_ids(ids, cluster_ids.gather(clients["cluster"]))
+    tree = Hierarchy(cluster_ptr, ids, cluster_ids, bool(problem.spec.nested))
     if not np.array_equal(clients["cluster"].to_numpy(), tree.parent):
         raise _damaged("its clients do not match its clusters")
     penalty = None
@@ -264,9 +269,18 @@ def _rebuild(document: Mapping[str, Any], tables: Mapping[str, pl.DataFrame]) ->
     learned = _learned(document.get("learned"), tables.get(_SUMS), design.terms, tree)
     rows = clients["rows"].to_numpy().astype(np.int64)
     elsewhere = _elsewhere(document.get("elsewhere"), tree.n_clusters)
-    model = assemble(problem, Fitted(fit, penalty, learned), tree, rows, elsewhere)
     dropped = None if document.get("dropped") is None else Dropped(**document["dropped"])
-    return replace(model, dropped=dropped, batches=Batches.from_table(tables.get(_SUMS))), dict(document["extra"])
+    fitted, batches = Fitted(fit, penalty, learned), Batches.from_table(tables.get(_SUMS))
+    model = assemble(problem, fitted, tree, rows, elsewhere=elsewhere, dropped=dropped, batches=batches)
+    return model, dict(document["extra"])
+
+
+def _own_ids(labels: pl.Series, clusters: pl.Series) -> pl.Series:
+    """The ids of nested clients from labels ``client:cluster``, which formats 1 and 2 have in their place."""
+    ends = clusters.cast(pl.String).str.len_chars() + 1
+    own = pl.select(labels.str.slice(0, labels.str.len_chars().cast(pl.Int64) - ends.cast(pl.Int64))).to_series().rename("")
+    whole = own.cast(pl.Int64, strict=False)
+    return whole if whole.cast(pl.String).eq_missing(own).all() else own
 
 
 def _read_document(path: Path) -> dict[str, Any]:

@@ -202,11 +202,15 @@ def quantile(coverage: float, freedom: Any = np.inf) -> Any:
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """The numbers of clients and of rows in each cluster, ``(k,)``, of clients whose models are at these sites."""
+    """The numbers of clients and of rows in each cluster, ``(k,)``, of clients whose models are at these sites.
+
+    ``dropped`` are the rows that the sites left out.
+    """
 
     sites: tuple[str, ...]
     clients: Ints
     rows: Ints
+    dropped: Dropped | None = None
 
 
 @dataclass(frozen=True)
@@ -374,7 +378,7 @@ class Model(Fit):
             ids = {"cluster": tree.cluster_ids, "clients": self.clients_of_cluster}
             values = self.w
         elif level == "client":
-            ids = {"cluster": tree.cluster_ids.gather(tree.parent), "client": tree.client_ids, "rows": self.rows}
+            ids = {"cluster": tree.cluster_of_client, "client": tree.client_ids, "rows": self.rows}
             values = self.theta
         else:
             raise one_of("level", level, ("client", "cluster", "global"))
@@ -385,12 +389,21 @@ class Model(Fit):
         )
 
 
-def assemble(problem: Problem, fitted: Fitted, hierarchy: Hierarchy, rows: Ints, elsewhere: Elsewhere | None = None) -> Model:
+def assemble(
+    problem: Problem,
+    fitted: Fitted,
+    hierarchy: Hierarchy,
+    rows: Ints,
+    *,
+    elsewhere: Elsewhere | None = None,
+    dropped: Dropped | None = None,
+    batches: Batches | None = None,
+) -> Model:
     """Make a :class:`Model`, and check the shapes of its arrays. All models are made here."""
     fit, d = fitted.fit, len(problem.terms)
     shapes = fit.theta.shape, fit.w.shape, fit.wbar.shape, np.shape(rows)
     n, k = hierarchy.n_clients, hierarchy.n_clusters
     if shapes != ((n, d), (k, d), (d,), (n,)):
         raise ModelError("The model is damaged: its coefficients do not fit its clients, clusters and terms; fit it again.")
-    given = {"problem": problem, "hierarchy": hierarchy, "rows": rows, "elsewhere": elsewhere}
-    return Model(**vars(fit), **given, penalty=fitted.penalty, learned=fitted.learned)  # type: ignore[arg-type]
+    given = {"problem": problem, "hierarchy": hierarchy, "rows": rows, "elsewhere": elsewhere, "dropped": dropped}
+    return Model(**vars(fit), **given, penalty=fitted.penalty, learned=fitted.learned, batches=batches)  # type: ignore[arg-type]

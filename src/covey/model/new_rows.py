@@ -11,7 +11,7 @@ import polars as pl
 from covey._typing import Anything, Floats
 from covey.errors import DataError
 from covey.problem.problem import Arrays, as_frame, encode_known, usable_rows
-from covey.tables.design import Frame, column, compose, numeric, response
+from covey.tables.design import Frame, column, numeric, response
 from covey.tables.rows import GroupedData, refuse_infinite, side_by_side
 from covey.tree.hierarchy import Level, Resolved, Unseen
 
@@ -74,6 +74,7 @@ def group_rows(model: Model, X: Any, given: Arrays) -> GroupedData:
         offset=_offset_of(model, given.offset, frame, n_rows),
         frequency=frequency,
         terms=model.terms,
+        nested=model.hierarchy.nested,
         check=model.problem.loss.check_values,
         numbers=numbers,
     )
@@ -93,10 +94,7 @@ def _ids_of(model: Model, frame: Frame | None, client: Any, cluster: Any, level:
     """The clients and clusters of new rows: from the arguments, or from the table's columns."""
     client = _ids(client, frame, model.spec.client, needed=level == "client" and model.elsewhere is None)
     needed = level != "global" and (client is None or bool(model.spec.nested))
-    cluster = _ids(cluster, frame, model.spec.cluster, needed=needed)
-    if model.spec.nested and client is not None and cluster is not None:
-        client = compose(cluster, client)
-    return client, cluster
+    return client, _ids(cluster, frame, model.spec.cluster, needed=needed)
 
 
 def _ids(given: Any, frame: Frame | None, name: str | None, needed: bool) -> Any:
@@ -129,8 +127,9 @@ def _response_of(model: Model, frame: Frame | None, y: Any, weights: Any) -> tup
 
 def _offset_of(model: Model, given: Any, frame: Frame | None, n_rows: int) -> Floats | None:
     """The offsets of new rows: from the argument, or from the table's column."""
-    if given is None and frame is not None and model.spec.offset is not None:
-        given = numeric(frame, model.spec.offset)
+    model.problem.check_offset(given)
+    if given is None and frame is not None:
+        given = model.problem.offset_of(frame)
     if given is None:
         if model.problem.has_offset:
             raise DataError("This model was fitted with an offset: pass offset= to predict, or zeros.")

@@ -22,7 +22,7 @@ from covey.solvers.direct.elimination import Quadratic, descend, eliminate
 from covey.solvers.direct.sweep import solve_top
 from covey.solvers.result import Fit
 from covey.tables.rows import GroupedData
-from covey.tree.hierarchy import Hierarchy, as_labels, lookup
+from covey.tree.hierarchy import Hierarchy, as_labels, encode, lookup
 from covey.variance.components import Learned
 from covey.variance.identify import check_rank
 from covey.variance.linear_likelihood import invert
@@ -34,9 +34,10 @@ _LATER = "rows were added or removed after the fit: variances, log-likelihood an
 def add_clients(model: Model, data: GroupedData) -> Model:
     """The model with the rows of new clients (see ``group_rows``), in clusters of the model or in new ones."""
     _learned_of(model)
-    known = np.flatnonzero(lookup(data.hierarchy.client_ids, model.hierarchy.client_ids, "client") >= 0)
+    places, old = _joined(model.hierarchy, data.hierarchy)[1], model.hierarchy.n_clients
+    known = np.flatnonzero(np.isin(places[old:], places[:old]))
     if len(known):
-        shown = listing(data.hierarchy.client_ids.gather(known).to_list(), 3)
+        shown = listing([data.hierarchy.identity(int(at)) for at in known], 3)
         raise DataError(f"The model has client {shown} already, and add_clients takes new clients; use update for more rows.")
     return update(model, data)
 
@@ -97,18 +98,13 @@ def _with_rows(model: Model, learned: Learned, data: GroupedData, tree: Hierarch
 def remove_clients(model: Model, clients: Sequence[Any]) -> Model:
     """The model without the data of these clients."""
     learned, tree = _learned_of(model), model.hierarchy
-    if isinstance(clients, str):
-        clients = [clients]
-    places = lookup(as_labels(clients, "client"), tree.client_ids, "client")
-    if (places < 0).any():
-        unknown = [list(clients)[at] for at in np.flatnonzero(places < 0)]
-        raise DataError(f"The model has no client {listing(unknown, 5)}; the ids are those of clients_.")
     keep = np.ones(tree.n_clients, dtype=bool)
-    keep[places] = False
+    keep[_named(tree, [clients] if isinstance(clients, str) else list(clients))] = False
     if not keep.any():
         raise DataError("These are all clients of the model; keep at least one.")
     counts = np.bincount(tree.parent[keep], minlength=tree.n_clusters)
-    left = Hierarchy(np.concatenate([[0], np.cumsum(counts)]), tree.client_ids.filter(pl.Series(keep)), tree.cluster_ids)
+    ptr = np.concatenate([[0], np.cumsum(counts)])
+    left = replace(tree, cluster_ptr=ptr, client_ids=tree.client_ids.filter(pl.Series(keep)))
     units = learned.units
     check_rank(units.C[keep].sum(axis=0), model.terms)
     fewer = Quadratic(units.C[keep], units.r[keep], units.c[keep], units.n[keep])
@@ -116,6 +112,31 @@ def remove_clients(model: Model, clients: Sequence[Any]) -> Model:
     place = np.where(keep, np.cumsum(keep) - 1, -1)
     batches = None if model.batches is None else model.batches.moved(place)
     return replace(solved, dropped=model.dropped, batches=batches)
+
+
+def _named(tree: Hierarchy, clients: list[Any]) -> Ints:
+    """The positions of clients that are named by their ids or by pairs of the ids of their cluster and their own."""
+    alone = np.array([not isinstance(client, tuple | list) for client in clients], dtype=bool)
+    pairs = [(None, client) if single else tuple(client) for client, single in zip(clients, alone, strict=True)]
+    for pair in (pair for pair in pairs if len(pair) != 2):
+        raise DataError(f"A client is named by its id or by the pair (cluster, client). Got {pair!r} instead.")
+    inner = as_labels([own for _, own in pairs], "client")
+    cluster = lookup(as_labels([outer for outer, _ in pairs], "cluster"), tree.cluster_ids, "cluster")
+    distinct, codes = encode(tree.client_ids, "client")
+    which, holder = lookup(inner, distinct, "client"), np.zeros(len(distinct), dtype=np.int64)
+    holder[codes] = np.arange(len(codes))
+    for at in np.flatnonzero(alone & (which >= 0) & (np.bincount(codes)[which] > 1)):
+        found = [tree.identity(int(i)) for i in np.flatnonzero(codes == which[at])]
+        raise DataError(
+            f"Client {inner[int(at)]!r} is in {len(found)} clusters; give the pair (cluster, client): {listing(found, 3)}."
+        )
+    cluster = np.where(alone, np.where(which >= 0, tree.parent[holder[which]], -1), cluster)
+    places = tree.find(inner, cluster)
+    places = np.where(tree.parent[places] == cluster, places, -1)
+    if (places < 0).any():
+        unknown = [clients[at] for at in np.flatnonzero(places < 0)]
+        raise DataError(f"The model has no client {listing(unknown, 5)}; the ids are those of clients_.")
+    return places
 
 
 def _solved(model: Model, learned: Learned, tree: Hierarchy, rows: Ints) -> Model:
@@ -148,7 +169,7 @@ def _top(learned: Learned) -> tuple[Quadratic, Quadratic]:
 def _start(model: Model, data: GroupedData) -> Floats:
     """Where Newton's method starts for new rows: at the coefficients that predict them."""
     tree = data.hierarchy
-    chosen = model.hierarchy.resolve(tree.client_ids, tree.cluster_ids.gather(tree.parent), n_rows=tree.n_clients)
+    chosen = model.hierarchy.resolve(tree.client_ids, tree.cluster_of_client, n_rows=tree.n_clients)
     return np.asarray(model.coefficient_table[chosen.index(len(model.theta))])
 
 
@@ -161,7 +182,7 @@ def _joined(old: Hierarchy, new: Hierarchy) -> tuple[Hierarchy, Ints]:
     cluster = lookup(new.cluster_ids, old.cluster_ids, "cluster")
     new_clusters = np.flatnonzero(cluster < 0)
     cluster[new_clusters] = old.n_clusters + np.arange(len(new_clusters))
-    client = lookup(new.client_ids, old.client_ids, "client")
+    client = old.find(new.client_ids, cluster[new.parent])
     moved = np.flatnonzero((client >= 0) & (old.parent[client] != cluster[new.parent]))
     if len(moved):
         at = int(moved[0])
@@ -178,7 +199,7 @@ def _joined(old: Hierarchy, new: Hierarchy) -> tuple[Hierarchy, Ints]:
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
     ptr = np.concatenate([[0], np.cumsum(np.bincount(parent, minlength=len(clusters)))])
-    return Hierarchy(ptr, ids.gather(order), clusters), place[np.concatenate([np.arange(old.n_clients), client])]
+    return Hierarchy(ptr, ids.gather(order), clusters, old.nested), place[np.concatenate([np.arange(old.n_clients), client])]
 
 
 def _placed(units: Quadratic, places: Ints, n: int) -> Quadratic:

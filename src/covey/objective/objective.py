@@ -87,7 +87,7 @@ class Penalty:
         if lam is not None and alpha is not None:
             raise PenaltyError("Give lam or alpha, not both; alpha = lam / (lam + the cluster's sum of gamma).")
         clusters = {"cluster": hierarchy.clusters}
-        level, spread = _per_unit(gamma, "gamma", {"client": hierarchy.clients, **clusters}, np.inf, open_end=True)
+        level, spread = _per_unit(gamma, "gamma", {"client": hierarchy.identities, **clusters}, np.inf, open_end=True)
         spread = spread[hierarchy.parent] if level == "cluster" else spread
         total = _cluster_sums(spread, hierarchy)
         idle = (total == 0) & (hierarchy.sizes > 0)

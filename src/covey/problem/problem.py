@@ -15,8 +15,9 @@ from typing import Any
 import narwhals as nw
 import numpy as np
 
-from covey._typing import Anything, Ints
+from covey._typing import Anything, Floats, Ints
 from covey.errors import DataError, FormulaError, ModelError, listing
+from covey.exact import Exact
 from covey.losses import Loss
 from covey.problem.settings import COLUMNS
 from covey.problem.settings import Spec as Spec
@@ -26,16 +27,15 @@ from covey.tables.design import (
     Frame,
     Vary,
     column,
-    compose,
     grouping_of,
     inspect,
     numeric,
-    repeats,
     response,
+    sum_of,
     vary_from_bars,
     vary_from_setting,
 )
-from covey.tables.formula import ParsedFormula, parse_formula
+from covey.tables.formula import ParsedFormula, Terms, parse_formula, read_column
 from covey.tables.rows import GroupedData
 from covey.tables.scaling import Design, Scale, Scaled, design_from_json, moments
 from covey.tables.values import Dropped, choose_rows, missing, take
@@ -77,14 +77,12 @@ class Schema:
     columns : the columns that the terms need
     categories : the categories of those columns that hold categories, in order
     classes : the two classes of a binary response
-    nested : whether client ids are unique only within their cluster; None without a cluster column
     has_offset : whether rows have a known part of their linear predictor
     """
 
     columns: tuple[str, ...]
     categories: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     classes: Classes | None = None
-    nested: bool | None = None
     has_offset: bool = False
 
 
@@ -95,7 +93,7 @@ class Problem:
     ``spec`` names the client and cluster columns, even if only the bars of the formula named them.
 
     >>> from covey import Spec
-    >>> problem = resolve(Spec(formula="y ~ x + (1 | state/county)"), Schema(("x",), nested=False))
+    >>> problem = resolve(Spec(formula="y ~ x + (1 | state/county)"), Schema(("x",)))
     >>> problem.spec.client, problem.terms, problem.vary.client
     ('county', ('Intercept', 'x'), ('Intercept',))
     >>> Problem.from_json(problem.to_json()) == problem
@@ -130,6 +128,28 @@ class Problem:
         """The loss of the family."""
         return self.spec.loss
 
+    @cached_property
+    def offset(self) -> Terms | None:
+        """The offset as an expression of columns, from the formula or the settings; None if it is a column, or not there."""
+        named = None if self.formula is None else self.formula.offset
+        return read_column(self.spec.offset, arithmetic=True) if named is None else named
+
+    @property
+    def names_offset(self) -> bool:
+        """Whether the formula or the settings say what the offset is."""
+        return self.spec.offset is not None or self.offset is not None
+
+    def offset_of(self, frame: Frame) -> Floats | None:
+        """The offset of the rows of a table: a column, or an expression such as ``log(expected)``; None if it is not named."""
+        if self.offset is not None and self.spec.offset not in frame.columns:
+            return sum_of(self.offset, frame)
+        return None if self.spec.offset is None else numeric(frame, self.spec.offset)
+
+    def check_offset(self, given: Any) -> None:
+        """Refuse an array of offsets beside the ``offset()`` of the formula."""
+        if given is not None and self.formula is not None and self.formula.offset is not None:
+            raise FormulaError("The offset is given twice, in the formula and beside it; leave one out.")
+
     @property
     def has_bars(self) -> bool:
         """Whether the formula says which terms vary."""
@@ -143,6 +163,11 @@ class Problem:
         return vary_from_bars(self.formula.bars, self.spec.client, self.spec.cluster, self._unscaled)
 
     @property
+    def learning(self) -> bool:
+        """Whether functions such as ``scale(x)`` have not yet learned all they need from training rows."""
+        return isinstance(self._unscaled, Formula) and bool(self._unscaled.unlearned)
+
+    @property
     def _unscaled(self) -> Columns | Formula:
         return self.design.inner if isinstance(self.design, Scaled) else self.design
 
@@ -151,11 +176,23 @@ class Problem:
         design: Design = Columns(schema.columns, self.spec.fit_intercept)
         if self.formula is not None:
             design = Formula.of(self.formula.common, schema.columns, schema.categories)
-        return self.of_design(design, schema.classes, schema.has_offset, schema.nested)
+        return self.of_design(design, schema.classes, schema.has_offset)
 
-    def of_design(self, design: Design, classes: Classes | None, has_offset: bool, nested: bool | None) -> Problem:
+    def learn_from(self, rows: Frame | Anything) -> Problem:
+        """The same problem after what functions such as ``scale(x)`` learn from these training rows."""
+        if not isinstance(self.agreed_design, Formula) or not self.learning:
+            return self
+        return replace(self, agreed_design=self.agreed_design.learn_from(as_frame(rows)))
+
+    def learn(self, sums: Exact) -> Problem:
+        """The same problem after one more round of sums over the rows of all sites."""
+        if not isinstance(self.agreed_design, Formula) or sums.shape != (len(self.agreed_design.unlearned), 2):
+            raise FormulaError(f"The sums for the functions of the formula {self.spec.formula!r} have another shape.")
+        return replace(self, agreed_design=self.agreed_design.learn(sums))
+
+    def of_design(self, design: Design, classes: Classes | None, has_offset: bool) -> Problem:
         """Complete a draft with a design, such as that of a saved model."""
-        return Problem(replace(self.spec, nested=nested), self.formula, design, classes, has_offset)
+        return Problem(self.spec, self.formula, design, classes, has_offset)
 
     def scaled(self, scale: Scale) -> Problem:
         """The same problem with standardised terms."""
@@ -196,6 +233,7 @@ def resolve(spec: Spec, schema: Schema | None = None) -> Problem:
     spec.check()
     formula = None if spec.formula is None else parse_formula(spec.formula)
     draft = Problem(_with_groups(spec, formula), formula)
+    draft.check_offset(spec.offset)
     return draft if schema is None else draft.agree(schema)
 
 
@@ -210,8 +248,7 @@ def _with_groups(spec: Spec, formula: ParsedFormula | None) -> Spec:
             "The formula's bars say what to learn from the data; leave out gamma, lam, alpha, baseline and penalty='cv'."
         )
     grouping = grouping_of(formula.bars, spec.client, spec.cluster)
-    nested = grouping.nested if spec.nested is None else spec.nested
-    return replace(spec, client=grouping.client, cluster=grouping.cluster, nested=nested)
+    return replace(spec, client=grouping.client, cluster=grouping.cluster, nested=grouping.nested or bool(spec.nested))
 
 
 # Rows
@@ -233,7 +270,8 @@ def used_columns(problem: Problem) -> tuple[str, ...]:
     """The columns that a problem with a formula reads."""
     factors = [] if problem.formula is None else problem.formula.factors
     named = {name for factor in factors for name in factor.names()[0]}
-    return tuple(sorted(named | {getattr(problem.spec, name) for name in COLUMNS} - {None}))
+    offset = () if problem.offset is None else problem.offset.names
+    return tuple(sorted((named | {getattr(problem.spec, name) for name in COLUMNS} | set(offset)) - {None}))
 
 
 def usable_rows(
@@ -284,22 +322,23 @@ def read_rows(
         raise DataError("The table has no rows; covey needs at least one.")
     rows, given, numbers, dropped = usable_rows(rows, draft, given, columns)
     frame, y = rows if columns is None else None, given.y
+    draft.check_offset(given.offset)
     if frame is not None:
-        given, y = _from_columns(frame, draft.spec, given), _response(frame, draft, y)
+        given, y = _from_columns(frame, draft, given), _response(frame, draft, y)
     names, categories = (tuple(columns or ()), {}) if frame is None else _columns(frame, draft)
     outcome, classes = encode_response(y, draft.loss)
-    nested = None if frame is None else bool(draft.spec.nested) and repeats(given.cluster, given.client)
-    problem = draft.agree(Schema(names, categories, Classes.of(classes), nested, given.offset is not None))
+    problem = draft.agree(Schema(names, categories, Classes.of(classes), given.offset is not None)).learn_from(rows)
     data = GroupedData.from_blocks(
         problem.design.blocks(rows),
         len(rows),
         outcome,
-        compose(given.cluster, given.client) if nested else given.client,
+        given.client,
         given.cluster,
         weights=given.weights,
         offset=given.offset,
         frequency=given.frequency,
         terms=problem.terms,
+        nested=bool(problem.spec.nested),
         check=problem.loss.check,
         numbers=numbers,
     )
@@ -384,11 +423,12 @@ def encode_known(y: Any, classes: Anything | None) -> Any:
     return (values == classes[1]).astype(np.float64)
 
 
-def _from_columns(frame: Frame, spec: Spec, given: Arrays) -> Arrays:
+def _from_columns(frame: Frame, draft: Problem, given: Arrays) -> Arrays:
     """Ids, weights and offset: as given, or from the columns that the settings name."""
-    named = {what: getattr(spec, what) for what in COLUMNS if getattr(spec, what) is not None and getattr(given, what) is None}
-    ids = ("client", "cluster")
-    return replace(given, **{what: (column if what in ids else numeric)(frame, name) for what, name in named.items()})
+    read = {"client": column, "cluster": column, "weights": numeric, "frequency": numeric}
+    named = {what: getattr(draft.spec, what) for what in read if getattr(given, what) is None}
+    found: dict[str, Any] = {what: read[what](frame, name) for what, name in named.items() if name is not None}
+    return replace(given, **found, offset=draft.offset_of(frame) if given.offset is None else given.offset)
 
 
 def _response(frame: Frame, draft: Problem, y: Any) -> Any:
@@ -414,7 +454,8 @@ def _columns(frame: Frame, draft: Problem) -> tuple[tuple[str, ...], dict[str, l
         if formula.response in columns:
             raise FormulaError(f"The response {formula.response!r} is also on the right of '~'; remove it there.")
         return columns, categories
-    features = tuple(name for name in frame.columns if name not in {getattr(spec, each) for each in COLUMNS})
+    others = {getattr(spec, each) for each in COLUMNS} | set(() if draft.offset is None else draft.offset.names)
+    features = tuple(name for name in frame.columns if name not in others)
     if "Intercept" in features and spec.fit_intercept:
         raise DataError(
             "The column 'Intercept' has the name that covey gives the intercept; rename it, or set fit_intercept=False."

@@ -57,7 +57,8 @@ class Spec:
         formula can name them instead. Without a cluster column all clients are in one cluster.
     weights, offset : str or None
         The columns that hold the weights of the rows and a known part of the linear predictor. A weight is a precision: the
-        variance of a row is the residual variance divided by its weight.
+        variance of a row is the residual variance divided by its weight. The offset may be an expression of columns, such as
+        ``"log(expected)"``.
     frequency : str or None
         The column that says how often each row counts: a row with frequency 3 is three equal rows.
     na : {"refuse", "drop"}
@@ -91,7 +92,8 @@ class Spec:
     tests : bool
         Test the variation between clients and between clusters. This takes a further fit for each test.
     nested : bool or None
-        Whether a client id is unique only within its cluster. None lets the formula decide: true for ``cluster/client``.
+        Whether a client id is unique only within its cluster, so that a client is a pair of both ids. A formula with
+        ``cluster/client`` always means this.
     reduction : {"sum", "mean"}
         Whether the loss of a client is the sum or the mean over its rows.
     ridge : float
@@ -125,7 +127,9 @@ class Spec:
     client: str | None = setting(None, "Column with the ids of clients, the smaller groups.", str | None)
     cluster: str | None = setting(None, "Column with the ids of clusters, the groups of clients.", str | None)
     weights: str | None = setting(None, "Column with row weights (precisions; --frequency is for counts).", str | None)
-    offset: str | None = setting(None, "Column with a known part of the linear predictor.", str | None)
+    offset: str | None = setting(
+        None, "Known part of the linear predictor: a column, or an expression such as 'log(expected)'.", str | None
+    )
     frequency: str | None = setting(None, "Column that says how often each row counts.", str | None)
     na: Literal["refuse", "drop"] = setting("refuse", "Rows with missing values: 'refuse' them, or 'drop' and count them.", str)
     formula: str | None = setting(None, "Response and terms: 'y ~ log(x) + zone', 'y ~ x + (x | cluster/client)'.", str)
@@ -321,10 +325,14 @@ def _plain_vary(vary: Any) -> Any:
 
 
 def _plain_id(key: Any) -> Any:
-    """An id as JSON; JSON has no dates, so a date is an object."""
+    """An id as JSON, or a pair of ids; JSON has no dates, so a date is an object."""
+    if isinstance(key, tuple):
+        return [_plain_id(part) for part in key]
     plain = key.item() if hasattr(key, "item") else key
     return {"date": plain.isoformat()} if isinstance(plain, date) else plain
 
 
 def _id_from_plain(plain: Any) -> Any:
+    if isinstance(plain, list | tuple):
+        return tuple(_id_from_plain(part) for part in plain)
     return date.fromisoformat(plain["date"]) if isinstance(plain, Mapping) else plain

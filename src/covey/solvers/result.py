@@ -162,7 +162,7 @@ def begin_at(network: Network, start: Fit | Floats | None) -> None:
         raise SolverError(f"{want} Got shape {theta.shape} instead.")
     lost = np.flatnonzero(~np.isfinite(theta).all(axis=1))
     if len(lost):
-        client = node.data.hierarchy.client_ids[int(lost[0])]
+        client = node.data.hierarchy.identity(int(lost[0]))
         raise SolverError(f"{want} Client {client!r} has {theta[lost[0]].tolist()} instead.")
     node.theta = theta
 

@@ -13,18 +13,20 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import narwhals as nw
 import numpy as np
-import polars as pl
 
 from covey._typing import Anything, Floats
 from covey.errors import DataError, FormulaError, listing, unknown_column
+from covey.exact import Exact
+from covey.tables.expressions import Expression
 from covey.tables.formula import Bar, ParsedFormula, Terms, quoted
+from covey.tables.transforms import State, Transform
 from covey.tables.values import as_numbers, category_values, declared_order, is_categorical, is_numeric
-from covey.tree.hierarchy import as_labels, is_missing
+from covey.tree.hierarchy import is_missing
 
 Frame = nw.DataFrame[Any]  # of any data frame library
 _CATEGORY = r"(?:\[(?:(?!\]:).)*\])?"  # the category in the name of a term, such as [T.b]
@@ -54,17 +56,23 @@ class Columns:
 
 @dataclass(frozen=True)
 class Formula:
-    """The common terms of a formula, the columns that they need, and the categories of these columns (``levels``)."""
+    """The common terms of a formula, the columns that they need, and the categories of these columns (``levels``).
+
+    ``state`` is what functions such as ``scale(x)`` have learned from training rows, by the text of the call
+    (:mod:`covey.tables.transforms`).
+    """
 
     rhs: Terms
     terms: tuple[str, ...]
     columns: tuple[str, ...]
     levels: Mapping[str, Sequence[Any]]
+    state: Mapping[str, State] = field(default_factory=dict)
 
     @classmethod
     def of(cls, rhs: Terms, columns: Sequence[str], levels: Mapping[str, Sequence[Any]]) -> Formula:
         """The design for columns with these categories; no data are needed."""
-        design = cls(rhs, (), tuple(columns), levels)
+        given = {text: transform.given() for text, (_, transform) in rhs.transforms.items()}
+        design = cls(rhs, (), tuple(columns), levels, {text: state for text, state in given.items() if state})
         terms = tuple(design.terms_of(rhs))
         if not terms:
             raise FormulaError(f"The formula {rhs.text!r} has no terms; write at least '1' for an intercept.")
@@ -87,13 +95,44 @@ class Formula:
         if not isinstance(rows, nw.DataFrame):
             raise DataError("A formula needs a table with named columns; pass a data frame.")
         table = {name: self._column(rows, name) for name in self.columns}
-        matrix = self.rhs.evaluate(pd.DataFrame(table, index=range(len(rows))))
+        matrix = self.rhs.evaluate(pd.DataFrame(table, index=range(len(rows))), self.state)
         return [matrix[name].to_numpy(dtype=np.float64) for name in matrix.columns]
+
+    @property
+    def unlearned(self) -> list[tuple[str, Expression, Transform]]:
+        """The functions that have not yet learned all they need from training rows."""
+        calls = [(text, *found) for text, found in self.rhs.transforms.items()]
+        return [call for call in calls if len(self.state.get(call[0], ())) < call[2].size]
+
+    def sums(self, rows: Frame) -> Exact:
+        """The sums over rows from which :meth:`learn` makes the next step, ``(functions, 2)``; sums can be added over sites."""
+        found = [call.sums(self._argument(rows, read, call), self.state.get(text, ())) for text, read, call in self.unlearned]
+        return Exact.join(found).reshape(-1, 2)
+
+    def learn(self, sums: Exact) -> Formula:
+        """The design after one more round of :meth:`sums` over all rows."""
+        totals = zip(self.unlearned, sums.floats(), strict=True)
+        new = {text: call.learn(self.state.get(text, ()), total) for (text, _, call), total in totals}
+        return replace(self, state={**self.state, **new})
+
+    def learn_from(self, rows: Frame) -> Formula:
+        """The design after all that its functions learn from these training rows."""
+        knots = {text: call.place_knots(self._argument(rows, read, call)) for text, read, call in self.unlearned if call.spline}
+        design = replace(self, state={**self.state, **knots})
+        while design.unlearned:
+            design = design.learn(design.sums(rows))
+        return design
+
+    def _argument(self, rows: Frame, read: Expression, call: Transform) -> Floats:
+        columns = {name: self._column(rows, name) for name in read.names}
+        with np.errstate(all="ignore"):
+            return read.argument(call, columns, len(rows))
 
     def to_json(self) -> dict[str, Any]:
         levels = {name: list(values) for name, values in self.levels.items()}
         terms, columns = list(self.terms), list(self.columns)
-        return {"kind": "formula", "rhs": self.rhs.text, "terms": terms, "columns": columns, "levels": levels}
+        plain = {"kind": "formula", "rhs": self.rhs.text, "terms": terms, "columns": columns, "levels": levels}
+        return plain | ({"state": {text: list(state) for text, state in self.state.items()}} if self.state else {})
 
     def _column(self, frame: Frame, name: str) -> Any:
         import pandas as pd
@@ -123,15 +162,17 @@ def response(formula: ParsedFormula, frame: Frame) -> Any:
         return frame.get_column(plain).to_native()
     if formula.expression is None:
         raise unknown_column(plain, frame.columns)
+    if len(formula.expression.terms) != 1:
+        raise FormulaError(f"The response {lhs!r} must be one column or expression.")
+    return sum_of(formula.expression, frame)
+
+
+def sum_of(terms: Terms, frame: Frame) -> Floats:
+    """The sum of some expressions of numeric columns, such as a response or an offset."""
     import pandas as pd
 
-    columns, categorical = inspect(formula.expression, frame)
-    if categorical:
-        raise FormulaError(f"The response {lhs!r} must be numeric; {listing(categorical)} holds categories.")
-    values = formula.expression.evaluate(pd.DataFrame({name: numeric(frame, name) for name in columns}))
-    if values.shape[1] != 1:
-        raise FormulaError(f"The response {lhs!r} must be one column or expression.")
-    return values.iloc[:, 0].to_numpy(dtype=np.float64)
+    table = pd.DataFrame({name: numeric(frame, name) for name in terms.names}, index=range(len(frame)))
+    return np.asarray(terms.evaluate(table).sum(axis=1, skipna=False), dtype=np.float64)
 
 
 def column(frame: Frame, name: Any) -> nw.Series[Any]:
@@ -345,43 +386,3 @@ def _named_terms(names: Any, terms: Sequence[str]) -> tuple[str, ...]:
             raise DataError(f"The 'vary' parameter names {quoted(name)}, which is not a term; the terms are {listing(terms)}.")
         chosen |= matches
     return tuple(term for term in terms if term in chosen)
-
-
-# Ids of clients that repeat in several clusters
-
-
-def compose(outer: Any, inner: Any) -> pl.Series:
-    """Labels ``inner:outer``, as lme4 writes them; missing ids stay missing.
-
-    >>> compose(["MN", "WI", None], [1, 1, 2]).to_list()
-    ['1:MN', '1:WI', None]
-    """
-    ids = _beside(outer, inner).select(pl.all().cast(pl.String))
-    labels = ids.select(label=pl.col("inner") + ":" + pl.col("outer"))["label"]
-    # If both columns have ids with a colon, two pairs can have the same label: 'a:b' in 'c', and 'a' in 'b:c'.
-    if ids.select(pl.all().str.contains(":", literal=True).any()).row(0) == (True, True):
-        pairs = ids.with_columns(label=labels).drop_nulls().unique()
-        twice = pairs.filter(pairs["label"].is_duplicated())
-        if len(twice):
-            raise DataError(
-                f"Two clients of different clusters get the same label {quoted(twice['label'][0])}, client:cluster; replace "
-                "the ':' in the ids of one column."
-            )
-    return labels
-
-
-def repeats(outer: Any, inner: Any) -> bool:
-    """Whether some inner id occurs in two outer groups.
-
-    >>> repeats(["MN", "MN", "WI"], [1, 2, 1])
-    True
-    """
-    pairs = _beside(outer, inner).drop_nulls().unique()
-    return pairs["inner"].n_unique() < len(pairs)
-
-
-def _beside(outer: Any, inner: Any) -> pl.DataFrame:
-    ids = {"outer": as_labels(outer, "cluster"), "inner": as_labels(inner, "client")}
-    if len(ids["outer"]) != len(ids["inner"]):
-        raise DataError(f"There are {len(ids['outer'])} cluster ids for {len(ids['inner'])} client ids; every row needs both.")
-    return pl.DataFrame(ids)

@@ -4,14 +4,14 @@
 product of factors. A factor is a column, a number or an expression. The result can be written as JSON, so a site evaluates the
 terms without parsing text again. :mod:`covey.tables.design` turns bars into levels.
 
-A formula may come from somebody else, in a message or in a saved model. Therefore every factor is checked when it is built. An
-expression may hold columns, numbers, arithmetic and ``FUNCTIONS`` only, so it cannot run code. A formula may have at most
-``MOST_TERMS`` terms, so parsing it cannot fill the memory.
+A formula may come from somebody else, in a message or in a saved model. Therefore every factor is checked when it is built
+(:mod:`covey.tables.expressions`), so it cannot run code. A formula may have at most ``MOST_TERMS`` terms, so parsing it cannot
+fill the memory.
 """
 
 from __future__ import annotations
 
-import ast
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,18 +21,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from covey.errors import FormulaError
+from covey.errors import CoveyError, FormulaError
+from covey.tables.expressions import HIGHEST_POWER, Expression, read_expression, refuse_habits
+from covey.tables.transforms import State, Transform
 
 if TYPE_CHECKING:
     import pandas as pd
 
-FUNCTIONS = ("log", "log2", "log10", "log1p", "exp", "sqrt", "abs", "C", "I")
 MOST_TERMS = 5_000
 _MOST_TEXT = 100_000
-_HIGHEST_POWER = 20
-_CONTEXT = {"log1p": np.log1p, "sqrt": np.sqrt, "abs": np.abs}  # formulaic provides the other functions
-_OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow, ast.UAdd, ast.USub)
-_ALLOWED = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.Call, ast.Constant, ast.Name, ast.Load, *_OPERATORS)
 _QUOTED = re.compile(r"`[^`]*`|'[^']*'|\"[^\"]*\"")
 _NAME = r"`[^`]+`|[^\W\d][\w.]*"
 _GROUPS = re.compile(rf"({_NAME})(?:\s*([/:])\s*({_NAME})(\s*[/:].*)?)?")
@@ -52,15 +49,34 @@ class Factor:
         if self.kind == "literal" and not re.fullmatch(r"\d+(\.\d*)?|\.\d+", text):
             raise FormulaError(f"The constant {quoted(text)} of a term is not a number.")
 
+    def read(self, text: str = "") -> Expression | None:
+        """The expression, checked; None for a number or a column. ``text`` is the formula, for messages."""
+        return read_expression(self.expression, text or self.expression) if self.kind == "python" else None
+
     def names(self) -> tuple[list[str], set[str]]:
         """All columns in the factor, and those that stand inside ``C()``."""
-        if self.kind == "lookup":
+        found = self.read()
+        if found is None:
             return [self.expression], set()
-        nodes = list(ast.walk(_syntax(self.expression, self.expression)))
-        calls = [node for node in nodes if isinstance(node, ast.Call)]
-        functions = {id(call.func) for call in calls}
-        used = [node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in functions]
-        return used, {call.args[0].id for call in calls if _is_c(call) and isinstance(call.args[0], ast.Name)}
+        return list(found.names), set() if found.category is None else {found.category}
+
+
+def _values(factor: Factor, table: pd.DataFrame, state: Mapping[str, State]) -> Any:
+    """The values of a column or an expression, as formulaic takes them."""
+    import pandas as pd
+    from formulaic.materializers.types import FactorValues
+
+    found = factor.read()
+    if found is None:
+        return table[factor.expression]
+    values = found.evaluate(table, state, len(table))
+    if not isinstance(values, np.ndarray):
+        return values
+    if values.ndim == 1:
+        return pd.Series(values, index=table.index)
+    names = tuple(str(at + 1) for at in range(values.shape[1]))
+    columns = pd.DataFrame(values, columns=list(names), index=table.index)
+    return FactorValues(columns, kind="numerical", column_names=names, format="{name}[{field}]", encoded=False)
 
 
 Term = tuple[Factor, ...]
@@ -80,9 +96,9 @@ class Terms:
     def __post_init__(self) -> None:
         if len(self.terms) > MOST_TERMS:
             raise _too_many(self.text)
-        for factor in self.factors:
-            if factor.kind == "python":
-                _check_expression(factor.expression, self.text)
+        read = [[factor.read(self.text) for factor in term] for term in self.terms]
+        if sum(math.prod(1 if each is None else each.width for each in term) for term in read) > MOST_TERMS:
+            raise _too_many(self.text)
 
     @classmethod
     def parse(cls, text: str) -> Terms:
@@ -103,17 +119,33 @@ class Terms:
         """Each term by the set of its factors, because ``x:z`` and ``z:x`` are the same term."""
         return {frozenset(factor.expression for factor in term): term for term in self.terms}
 
-    def evaluate(self, table: pd.DataFrame) -> pd.DataFrame:
-        """Compute the columns of the terms; categories are coded by treatment contrasts."""
+    @cached_property
+    def transforms(self) -> dict[str, tuple[Expression, Transform]]:
+        """The calls that remember their training rows, by their text, with the expression that each belongs to."""
+        read = [found for factor in self.factors if (found := factor.read(self.text)) is not None]
+        return {transform.text: (found, transform) for found in read for transform in found.transforms}
+
+    def evaluate(self, table: pd.DataFrame, state: Mapping[str, State] | None = None) -> pd.DataFrame:
+        """Compute the columns of the terms; categories are coded by treatment contrasts unless ``C()`` says otherwise.
+
+        ``state`` is what transforms have learned. The columns of a transform without a complete state are zero.
+        """
         from formulaic import Formula
         from formulaic.parser.types import Factor as Piece
         from formulaic.parser.types import Term as Product
 
-        pieces = [[Piece(factor.expression, eval_method=factor.kind) for factor in term] for term in self.terms]
+        # formulaic finds the values of expressions by their text and evaluates nothing itself.
+        pieces = [
+            [Piece(each.expression, eval_method="literal" if each.kind == "literal" else "lookup") for each in term]
+            for term in self.terms
+        ]
         try:
             with np.errstate(all="ignore"):
+                values = {factor.expression: _values(factor, table, state or {}) for factor in self.factors}
                 formula = Formula([Product(factors) for factors in pieces])
-                return formula.get_model_matrix(table, na_action="ignore", context=_CONTEXT, output="pandas")
+                return formula.get_model_matrix(table, na_action="ignore", context=values, output="pandas")
+        except CoveyError:
+            raise
         except Exception as problem:  # formulaic has no common base class for its errors
             raise FormulaError(f"The formula {self.text!r} cannot be evaluated: {problem}") from None
 
@@ -157,18 +189,21 @@ class ParsedFormula:
     expression : the response as a term, used if no column has the name ``response``; None if it can only be a column
     common : terms outside the bars
     bars : ``(terms | a/b)`` is two bars, one of ``a`` and one of ``a:b``
+    offset : the terms inside ``offset()``, whose sum is a known part of the linear predictor; None if there are none
     """
 
     response: str | None
     expression: Terms | None
     common: Terms
     bars: tuple[Bar, ...] = ()
+    offset: Terms | None = None
 
     @property
     def factors(self) -> list[Factor]:
-        """The factors of both sides; those of the bars are among them."""
+        """The factors of both sides and of the offset; those of the bars are among them."""
         left = [] if self.response is None else [Factor(self.response.strip("`"), "lookup")]
-        return (left if self.expression is None else self.expression.factors) + self.common.factors
+        known = [] if self.offset is None else self.offset.factors
+        return (left if self.expression is None else self.expression.factors) + self.common.factors + known
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -176,14 +211,17 @@ class ParsedFormula:
             "expression": None if self.expression is None else self.expression.to_json(),
             "common": self.common.to_json(),
             "bars": [bar.to_json() for bar in self.bars],
+            "offset": None if self.offset is None else self.offset.to_json(),
         }
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> ParsedFormula:
         left = plain["expression"]
         bars = tuple(Bar.from_json(bar) for bar in plain["bars"])
-        expression = None if left is None else Terms.from_json(left)
-        return cls(plain["response"], expression, Terms.from_json(plain["common"]), bars)
+        expression, known = (
+            None if side is None else plain_expression(Terms.from_json(side)) for side in (left, plain.get("offset"))
+        )
+        return cls(plain["response"], expression, Terms.from_json(plain["common"]), bars, known)
 
 
 def parse_formula(text: str) -> ParsedFormula:
@@ -197,18 +235,37 @@ def parse_formula(text: str) -> ParsedFormula:
     if len(sides) > 2 or not sides[-1]:
         raise FormulaError(f"The formula {text!r} must read 'response ~ terms', with one '~' and at least one term.")
     response = sides[0] if len(sides) == 2 and sides[0] else None
-    common, bars = split_bars(sides[-1])
-    return ParsedFormula(response, _expression(response), Terms.parse(common), bars)
+    refuse_habits(_mask(text))
+    rhs, known = _split_offsets(sides[-1])
+    common, bars = split_bars(rhs)
+    return ParsedFormula(response, read_column(response), Terms.parse(common), bars, known)
 
 
-def _expression(response: str | None) -> Terms | None:
-    """The response as terms; None for the name of a column."""
-    if response is None or re.fullmatch(r"`[^`]+`|\w+", response):
+def read_column(text: str | None, *, arithmetic: bool = False) -> Terms | None:
+    """An expression that stands for a column, such as the response ``log(y)``; None for the name of a column.
+
+    If ``arithmetic``, signs such as ``*`` mean arithmetic as inside ``I()``.
+
+    >>> read_column("2 * log(n)", arithmetic=True).names, read_column("n")
+    (('n',), None)
+    """
+    if text is None or re.fullmatch(r"`[^`]+`|\w+", text):
         return None
     try:
-        return Terms.parse(f"0 + {response}")
-    except FormulaError:
+        terms = Terms.parse(f"0 + I({text})" if arithmetic else f"0 + {text}")
+    except FormulaError as problem:
+        if re.fullmatch(r"[^\W\d][\w.]*\(.*\)", text) or "^" in text:
+            raise problem from None  # a column hardly has this name, so the reason helps more
         return None  # only a column can have this name
+    return plain_expression(terms)
+
+
+def plain_expression(terms: Terms) -> Terms:
+    """The terms of a response or an offset; functions that learn from rows and categories are refused there."""
+    read = [found for factor in terms.factors if (found := factor.read(terms.text)) is not None]
+    for text in (text for found in read for text in [*([] if found.category is None else ["C()"]), *terms.transforms]):
+        raise FormulaError(f"{text} is not supported in a response or an offset; add a column with its values to the table.")
+    return terms
 
 
 def quoted(text: str | None) -> str:
@@ -270,58 +327,37 @@ def _n_terms_of(node: Any, below: Sequence[int]) -> int:
     if symbol in ("**", "^"):
         digits = str(getattr(node.args[1], "token", ""))
         power = int(digits) if digits.isdecimal() and len(digits) < 4 else 0
-        return int(left**power) if 0 < power <= _HIGHEST_POWER else 2 * MOST_TERMS
+        if left == 1 and 1 < power <= HIGHEST_POWER:
+            base = getattr(node.args[0], "token", "x")
+            equal = f"{base}{symbol}{power} in a formula is a product of terms, so it is {base}"
+            raise FormulaError(f"{equal}; write I({base}**{power}) for a power.")
+        return int(left**power) if 0 < power <= HIGHEST_POWER else 2 * MOST_TERMS
     return left + right if symbol in ("+", "-", "~", "|") else left * right + left + right
 
 
-# Expressions
+# Offsets and bars
 
 
-def _syntax(expression: str, text: str) -> ast.Expression:
-    try:
-        return ast.parse(expression, mode="eval")
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise FormulaError(f"The term {expression!r} of {text!r} cannot be read; rename columns that need quotes.") from None
-
-
-def _check_expression(expression: str, text: str) -> None:
-    """Refuse an expression that holds anything but columns, numbers, arithmetic and ``FUNCTIONS``."""
-    functions = ", ".join(FUNCTIONS)
-    for node in ast.walk(_syntax(expression, text)):
-        if isinstance(node, ast.Call):
-            if not isinstance(node.func, ast.Name) or node.func.id not in FUNCTIONS or node.keywords or len(node.args) != 1:
-                raise FormulaError(f"{_shown(node, text)} is not supported; the functions, with one argument, are {functions}.")
-            if _is_c(node) and not isinstance(node.args[0], ast.Name):
-                raise FormulaError(f"{_shown(node, text)} must name one column.")
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow) and not _is_small_power(node):
-            raise FormulaError(f"The power {_shown(node, text)} needs a column, and an exponent of at most {_HIGHEST_POWER}.")
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitXor):
-            raise FormulaError(f"{_shown(node, text)} is not supported; write a power with '**'.")
-        if isinstance(node, ast.Constant) and not (isinstance(node.value, int | float) and abs(node.value) < 1e300):
-            raise FormulaError(f"The constant {quoted(str(node.value))} in {text!r} is not a number.")
-        if not isinstance(node, _ALLOWED):
-            raise FormulaError(
-                f"{_shown(node, text)} is not supported; terms are columns, numbers, arithmetic and the functions {functions}."
-            )
-
-
-def _shown(node: ast.AST, text: str) -> str:
-    return f"{ast.unparse(node) or type(node).__name__!r} in {text!r}"
-
-
-def _is_small_power(power: ast.BinOp) -> bool:
-    """Whether a power is quick to compute; a power of two large numbers could fill the memory."""
-    exponent = power.right.operand if isinstance(power.right, ast.UnaryOp) else power.right
-    value = exponent.value if isinstance(exponent, ast.Constant) else None
-    small = isinstance(value, int | float) and abs(value) <= _HIGHEST_POWER
-    return small and any(isinstance(node, ast.Name) for node in ast.walk(power.left))
-
-
-def _is_c(call: ast.Call) -> bool:
-    return isinstance(call.func, ast.Name) and call.func.id == "C"
-
-
-# Bars
+def _split_offsets(rhs: str) -> tuple[str, Terms | None]:
+    """Separate ``offset(...)`` from the other terms of a right-hand side."""
+    mask = _mask(rhs)
+    if not re.search(r"\boffset\s*\(", mask):
+        return rhs, None
+    rest, known = "", []
+    for sign, start, end in _summands(rhs, mask):
+        part = rhs[start:end].strip()
+        inner = re.fullmatch(r"offset\s*(\(.*\))", part, re.DOTALL)
+        if inner is None or _depths(_mask(inner[1])).index(0) < len(inner[1]) - 1:
+            if re.search(r"\boffset\s*\(", _mask(part)):
+                raise FormulaError(f"The offset in {quoted(part)} must stand by itself, as in x + offset(log(n)).")
+            rest += sign + rhs[start:end]
+        elif not inner[1][1:-1].strip():
+            raise FormulaError(f"The offset in {quoted(part)} is empty; name its column, as in offset(log(n)).")
+        elif sign.strip() not in ("", "+"):
+            raise FormulaError(f"{quoted(part)} follows {sign.strip()!r}; an offset can only be added, with '+'.")
+        else:
+            known.append(f"I{inner[1]}")
+    return re.sub(r"^\+\s*(?=\S)", "", rest.strip()) or "1", plain_expression(Terms.parse("0 + " + " + ".join(known)))
 
 
 def split_bars(rhs: str) -> tuple[str, tuple[Bar, ...]]:

@@ -130,20 +130,22 @@ class GroupedData:
         offset: Any = None,
         frequency: Any = None,
         terms: tuple[str, ...],
+        nested: bool = False,
         check: Check | None = None,
         numbers: Ints | None = None,
     ) -> GroupedData:
         """Group columns or matrices that stand side by side; every other constructor calls this one.
 
-        ``check`` refuses responses that are outside the range of a family. A ``frequency`` is at least 1. ``numbers`` are the
-        numbers of the rows in the user's table, if some were left out.
+        If ``nested``, client ids are unique only within their cluster. ``check`` refuses responses that are outside the range
+        of a family. A ``frequency`` is at least 1. ``numbers`` are the numbers of the rows in the user's table, if some were
+        left out.
         """
         if n_rows == 0:
             raise DataError("The table has no rows; covey needs at least one.")
         columns = {"y": y, "weights": weights, "offset": offset}
         vectors = {name: _vector(values, name, n_rows) for name, values in columns.items() if values is not None}
         repeats = None if frequency is None else repeats_of(frequency, n_rows)
-        order, client_ptr, hierarchy = _group(client, cluster, n_rows)
+        order, client_ptr, hierarchy = _group(client, cluster, n_rows, nested)
         if repeats is not None:
             order = np.arange(n_rows, dtype=np.int32 if n_rows < 2**31 else np.int64) if order is None else order
             client_ptr = np.concatenate([[0], np.cumsum(repeats[order])])[client_ptr]
@@ -156,7 +158,7 @@ class GroupedData:
         data = cls(X, y, client_ptr, hierarchy, terms, weights, offset)
 
         def place(row: int) -> str:
-            owner = hierarchy.client_ids[int(np.searchsorted(client_ptr, row, side="right")) - 1]
+            owner = hierarchy.identity(int(np.searchsorted(client_ptr, row, side="right")) - 1)
             at = row if order is None else int(order[row])
             at = at if numbers is None else int(numbers[at])
             return f"row {at}" if data.n_clients == 1 else f"row {at} (client {owner!r})"
@@ -214,7 +216,7 @@ class GroupedData:
         return self._select(
             slice(int(self.client_ptr[start]), int(self.client_ptr[stop])),
             self.client_ptr[start : stop + 1] - self.client_ptr[start],
-            Hierarchy(np.clip(tree.cluster_ptr, start, stop) - start, tree.client_ids[start:stop], tree.cluster_ids),
+            replace(tree, cluster_ptr=np.clip(tree.cluster_ptr, start, stop) - start, client_ids=tree.client_ids[start:stop]),
         )
 
     def rows(self, keep: Anything) -> GroupedData:
@@ -366,7 +368,7 @@ def _vector(values: Any, name: str, n_rows: int) -> Floats:
     return vector
 
 
-def _group(client: Any, cluster: Any, n_rows: int) -> tuple[Anything | None, Ints, Hierarchy]:
+def _group(client: Any, cluster: Any, n_rows: int, nested: bool) -> tuple[Anything | None, Ints, Hierarchy]:
     """The order that sorts rows by cluster and client (None if they are sorted), ``client_ptr``, and the hierarchy."""
     if client is None and cluster is not None:
         raise DataError("Clusters were given without clients; name the column of the clients with client=.")
@@ -376,7 +378,11 @@ def _group(client: Any, cluster: Any, n_rows: int) -> tuple[Anything | None, Int
     parent = np.full(len(client_ids), -1, dtype=np.int64)
     counts = np.zeros(len(client_ids), dtype=np.int64)
     row = find_parents(i, j, parent, counts)
-    if row >= 0:
+    if row >= 0 and nested:  # an id repeats in several clusters: a client is a pair of both ids
+        pairs, i = encode(j * len(client_ids) + i, "client")
+        parent, which = np.divmod(pairs.to_numpy(), len(client_ids))
+        client_ids, counts = client_ids.gather(which), np.bincount(i, minlength=len(pairs))
+    elif row >= 0:
         raise DataError(
             f"Client {client_ids[int(i[row])]!r} is in clusters {cluster_ids[int(j[row])]!r} and "
             f"{cluster_ids[int(parent[i[row]])]!r}, but a client belongs to one cluster; correct the column, or make the "
@@ -390,7 +396,11 @@ def _group(client: Any, cluster: Any, n_rows: int) -> tuple[Anything | None, Int
     cluster_ptr = np.concatenate([[0], np.cumsum(np.bincount(parent, minlength=len(cluster_ids)))])
     order = np.empty(n_rows, dtype=np.int32 if n_rows < 2**31 else np.int64)
     moved = counting_sort(i, rank, client_ptr, order)
-    return order if moved else None, client_ptr, Hierarchy(cluster_ptr, client_ids.gather(by_cluster), cluster_ids)
+    return (
+        order if moved else None,
+        client_ptr,
+        Hierarchy(cluster_ptr, client_ids.gather(by_cluster), cluster_ids, nested and cluster is not None),
+    )
 
 
 def _codes(ids: Any, what: str, n_rows: int) -> tuple[pl.Series, Ints]:

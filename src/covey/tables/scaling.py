@@ -126,7 +126,8 @@ def _inner_from_json(document: Mapping[str, Any], rhs: Terms | None) -> Columns 
     for name, levels in document["levels"].items():
         if len(set(levels)) < len(levels):
             raise ModelError(f"The categories of column {name!r} are listed twice; fit the model again.")
-    return Formula(terms, tuple(document["terms"]), tuple(document["columns"]), dict(document["levels"]))
+    state = {text: terms.transforms[text][1].check(numbers) for text, numbers in document.get("state", {}).items()}
+    return Formula(terms, tuple(document["terms"]), tuple(document["columns"]), dict(document["levels"]), state)
 
 
 def moments(X: Floats) -> Exact:

@@ -220,11 +220,14 @@ class Hierarchy:
         Clients ``cluster_ptr[j]:cluster_ptr[j + 1]`` belong to cluster ``j``.
     client_ids, cluster_ids : Series
         The ``n`` ids of the clients and the ``k`` ids of the clusters, in this order.
+    nested : bool
+        Whether a client id is unique only within its cluster. A client is then identified by the pair of both ids.
     """
 
     cluster_ptr: Ints
     client_ids: pl.Series
     cluster_ids: pl.Series
+    nested: bool = False
 
     @property
     def n_clients(self) -> int:
@@ -252,6 +255,48 @@ class Hierarchy:
     def clusters(self) -> Anything:
         return to_array(self.cluster_ids)
 
+    @property
+    def cluster_of_client(self) -> pl.Series:
+        """The id of each client's cluster, ``(n,)``."""
+        return self.cluster_ids.gather(self.parent)
+
+    def identity(self, client: int) -> Any:
+        """What identifies the client at this position: its id; or the pair of the ids of its cluster and its own, if nested."""
+        own = self.client_ids[client]
+        return (self.cluster_ids[int(self.parent[client])], own) if self.nested else own
+
+    @property
+    def identities(self) -> Anything:
+        """What identifies each client, ``(n,)``: its id, or a pair of ids if they are nested."""
+        if not self.nested:
+            return self.clients
+        pairs = np.empty(self.n_clients, dtype=object)
+        pairs[:] = list(zip(self.cluster_of_client, self.client_ids, strict=True))
+        return pairs
+
+    def find(self, clients: pl.Series, clusters: Ints) -> Ints:
+        """The positions of clients, given their ids and the positions of their clusters; -1 where there is no such client.
+
+        >>> tree = Hierarchy(np.array([0, 2, 3]), pl.Series([1, 2, 1]), pl.Series(["a", "b"]), nested=True)
+        >>> tree.find(pl.Series([1, 1, 2]), np.array([0, 1, 1])).tolist()
+        [0, 2, -1]
+        """
+        if not self.nested or not self.n_clients:
+            return lookup(clients, self.client_ids, "client")
+        distinct, keys, order = self._pairs
+        codes = lookup(clients, distinct, "client")
+        wanted = np.where((codes >= 0) & (clusters >= 0), clusters * len(distinct) + codes, -1)
+        at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+        return np.where(keys[at] == wanted, order[at], -1)
+
+    @cached_property
+    def _pairs(self) -> tuple[pl.Series, Ints, Ints]:
+        """The distinct client ids, a sorted key for each pair of cluster and client, and the client of each key."""
+        distinct, codes = encode(self.client_ids, "client")
+        keys = self.parent * len(distinct) + codes
+        order = np.argsort(keys)
+        return distinct, keys[order], order
+
     def sum_up(self, values: Floats) -> Floats:
         """Sum over the clients of each cluster."""
         return segment_sum(values, self.cluster_ptr)
@@ -272,7 +317,7 @@ class Hierarchy:
 
         The model of the cluster predicts for a client that was not in the training data or has no id. The global model
         predicts for an unknown cluster. With ``unseen="raise"`` both are errors. A known client in another cluster than in
-        training is always an error.
+        training is always an error; if ids are nested, it is a new client of that cluster.
         """
         if unseen not in UNSEEN:
             raise one_of("unseen", unseen, UNSEEN)
@@ -281,23 +326,19 @@ class Hierarchy:
         nobody = np.full(n_rows, -1, dtype=np.int64)
         if level == "global":
             return Resolved(nobody, nobody)
-        i = nobody if client is None else self._find(client, self.client_ids, "client", n_rows)
-        j = nobody if cluster is None else self._find(cluster, self.cluster_ids, "cluster", n_rows)
+        if self.nested and client is not None and cluster is None:
+            raise DataError("A client id is unique only within its cluster here, so rows need the ids of their clusters too.")
+        j = nobody if cluster is None else lookup(_labels(cluster, "cluster", n_rows), self.cluster_ids, "cluster")
+        i = nobody if client is None else self.find(_labels(client, "client", n_rows), j)
         if client is not None and cluster is not None and len(self.parent):  # the model of an operator has no clients
             self._refuse_moved(i, j, client, cluster)
         j = np.where(i >= 0, self.parent[i], j) if len(self.parent) else j
         if unseen == "raise":
             if level == "client":
-                _refuse_unseen(client, i, "client")
+                _refuse_unseen(client, i, "client", cluster if self.nested else None)
             else:
                 _refuse_unseen(cluster, j, "cluster")
         return Resolved(i if level == "client" else nobody, j)
-
-    def _find(self, values: Any, known: pl.Series, what: str, n_rows: int) -> Ints:
-        labels = as_labels(values, what)
-        if len(labels) != n_rows:
-            raise DataError(f"There are {len(labels)} {what} ids for {n_rows} rows; give one id for each row.")
-        return lookup(labels, known, what)
 
     def _refuse_moved(self, i: Ints, j: Ints, client: Any, cluster: Any) -> None:
         named = as_labels(cluster, "cluster")
@@ -310,7 +351,15 @@ class Hierarchy:
             )
 
 
-def _refuse_unseen(values: Any, found: Ints, what: str) -> None:
+def _labels(values: Any, what: str, n_rows: int) -> pl.Series:
+    labels = as_labels(values, what)
+    if len(labels) != n_rows:
+        raise DataError(f"There are {len(labels)} {what} ids for {n_rows} rows; give one id for each row.")
+    return labels
+
+
+def _refuse_unseen(values: Any, found: Ints, what: str, cluster: Any = None) -> None:
+    """Raise an error for rows without a model; with ``cluster``, a client is named by the ids of its cluster and its own."""
     lost = np.flatnonzero(found < 0)
     if not len(lost):
         return
@@ -318,8 +367,9 @@ def _refuse_unseen(values: Any, found: Ints, what: str) -> None:
         raise DataError(f"No {what} ids were given; pass {what}= or set unseen='parent'.")
     labels = as_labels(values, what).gather(lost)
     _refuse_missing(labels, lost, what, "fill them in, or set unseen='parent'")
+    shown = labels.to_list() if cluster is None else list(zip(as_labels(cluster, "cluster").gather(lost), labels, strict=True))
     raise DataError(
-        f"{what.capitalize()}s {listing(labels.unique(maintain_order=True).to_list(), 5)} were not seen in training; "
+        f"{what.capitalize()}s {listing(list(dict.fromkeys(shown)), 5)} were not seen in training; "
         "leave their rows out, or set unseen='parent' to use the model one level up."
     )
 

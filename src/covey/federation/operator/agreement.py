@@ -21,7 +21,17 @@ from covey.federation.operator.settings import RunSettings
 from covey.federation.privacy.differential import check_delta
 from covey.federation.privacy.masking import check_roster
 from covey.federation.wire.codec import SAME_VERSION, ids_from_json, ids_to_json, in_order
-from covey.federation.wire.messages import Agree, DrawSalt, Hello, Joined, Profile, SealedSalts, SiteTotals, formula_of
+from covey.federation.wire.messages import (
+    Agree,
+    DrawSalt,
+    Hello,
+    Joined,
+    Profile,
+    SealedSalts,
+    SiteTotals,
+    check_knots,
+    formula_of,
+)
 from covey.problem.problem import Classes, Problem, Schema
 from covey.tables.scaling import Scale
 from covey.tree.hierarchy import Hierarchy
@@ -65,6 +75,7 @@ class SetUp:
     def agree(self) -> Agreement:
         """Let all sites of the roster agree on the problem; this starts a new epoch of the run."""
         draft, settings, exchanges = self._draft, self._settings, self._exchanges
+        check_knots(formula_of(draft)[0].common, private=settings.private is not None)
         exchanges.begin_epoch()
         hello = Hello(__version__, draft.to_json(), settings.secure, settings.private)
         profiles: dict[str, Profile] = exchanges.ask(hello, lambda replies: _checked(replies, Profile), changes=False)
@@ -78,16 +89,14 @@ class SetUp:
         else:
             agreed = replace(agreed, salt=exchanges.journal.head["salt"])
         joined, totals = self._join(agreed, salts)
-        if _sites_with_same_tag(_tags(joined)) and draft.spec.nested and not problem.spec.nested:
-            # Two sites have the same ids, and the formula says that ids in different clusters are different clients.
-            problem = replace(problem, spec=replace(problem.spec, nested=True))
+        while totals.learning is not None:
+            problem = problem.learn(totals.learning)
             agreed = replace(agreed, problem=problem.to_json())
             exchanges.begin_epoch()
             joined, totals = self._join(agreed, salts)
-        check_tags(_tags(joined))
+        check_tags({site: hashes.tags for site, hashes in joined.items()})
         for site in joined if agreed.listed else ():
-            nested, salt = bool(problem.spec.nested), exchanges.journal.head["salt"]
-            settings.members.check_clients(site, joined[site].pairs, nested, salt)
+            settings.members.check_clients(site, joined[site].pairs, exchanges.journal.head["salt"])
         return self._agreement(problem, agreed, totals)
 
     def check_left(self, left: tuple[str, ...]) -> None:
@@ -183,7 +192,7 @@ def _common_problem(profiles: Mapping[str, Profile], draft: Problem, settings: R
             raise FederationError(f"Site {site!r} has covey {profile.version}, the coordinator {__version__}{SAME_VERSION}.")
         settings.members.check_clusters(site, profile.clusters)
     _check_kinds(profiles)
-    spec, (_, response) = draft.spec, formula_of(draft)
+    _, response = formula_of(draft)
     first, two_classes = next(iter(profiles.values())), draft.loss.two_classes
     columns = tuple(first.kinds)
     factors = [name for name in columns if first.kinds[name] == "categories"]
@@ -196,8 +205,7 @@ def _common_problem(profiles: Mapping[str, Profile], draft: Problem, settings: R
     if two_classes:
         listed = {"the operator": replace(first, classes=tuple(categories.get(response, ())))}
         classes = Classes.of(np.array(_classes(profiles if private is None else listed)))
-    nested = any(profile.repeated for profile in profiles.values()) if spec.nested else spec.nested
-    problem = draft.agree(Schema(columns, levels, classes, nested, spec.offset is not None))
+    problem = draft.agree(Schema(columns, levels, classes, draft.names_offset))
     cluster_kind = first.ids["cluster"]
     clusters = ids_from_json({cluster for profile in profiles.values() for cluster in profile.clusters}, cluster_kind).sort()
     ids, sites, listed_clients = tuple(ids_to_json(clusters)), tuple(sorted(profiles)), bool(settings.members.clients)
@@ -224,10 +232,6 @@ def check_spread(profiles: Mapping[str, Profile]) -> None:
         many = f"{sum(other[0] == what for other in alone)} of {sum(other[0] == what for other in found)} {what}"
         why = f"such as {value!r} at {site!r}: there the total is the sum of that site, and masks hide nothing"
         raise FederationError(f"{many} are at one site only, {why}; choose groups that sites share, or leave out --secure.")
-
-
-def _tags(joined: Mapping[str, Joined]) -> dict[str, Anything]:
-    return {site: hashes.tags for site, hashes in joined.items()}
 
 
 def _sites_with_same_tag(tags: Mapping[str, Anything]) -> list[tuple[str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -142,10 +142,10 @@ def _fit_with_sites_left(federation: Federation, on_loss: OnLoss, without: dict[
 def _fit(federation: Federation) -> Model:
     federation.open()
     problem, totals, private = federation.agreement.problem, federation.agreement.totals, federation.settings.private
-    elsewhere = Elsewhere(federation.exchanges.roster, totals.clients, totals.rows)
+    elsewhere = Elsewhere(federation.exchanges.roster, totals.clients, totals.rows, _dropped(problem, totals))
     stated = _privacy_of_run(federation)
     if private is None or stated is None:
-        return replace(fit(federation, problem, elsewhere=elsewhere), dropped=_dropped(problem, totals))
+        return fit(federation, problem, elsewhere=elsewhere)
     fitted = with_privacy_message(fit_privately(federation, problem.spec, private), stated)
     return model_without_clients(problem, fitted, federation.tree, elsewhere)
 

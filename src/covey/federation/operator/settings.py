@@ -18,7 +18,6 @@ from covey.federation.wire.codec import client_tags, ids_to_json
 from covey.federation.wire.messages import Privacy
 from covey.fitting.fit import check_solver
 from covey.problem.problem import Problem, Spec, resolve
-from covey.tables.design import compose
 from covey.tables.rows import read_table
 from covey.tree.hierarchy import as_labels
 
@@ -70,30 +69,29 @@ class Members:
             rows = f"rows of cluster {foreign[0]!r}, but the operator's list gives it {listed}"
             raise FederationError(f"Site {site!r} has {rows}; correct the cluster column there, or the list.")
 
-    def check_clients(self, site: str, pairs: Anything | None, nested: bool, salt: str) -> None:
+    def check_clients(self, site: str, pairs: Anything | None, salt: str) -> None:
         """Refuse pairs of cluster and client, given by their tags, that are not listed for a site, and a site without tags."""
         if pairs is None:
             needed = "no tags of clusters and clients, which the operator's list needs"
             raise FederationError(f"Site {site!r} sent {needed}; install the same covey there.")
         found = {tuple(pair) for pair in pairs.tolist()}
-        unknown = len(found - self._tags(site, nested, salt))
+        unknown = len(found - self._tags(site, salt))
         if not unknown:
             return
         for other in self.sites:
-            claimed = len(found & self._tags(other, nested, salt))
+            claimed = len(found & self._tags(other, salt))
             if other != site and claimed:
                 whose = f"{claimed} of the clients that the operator's list gives to site {other!r}"
                 raise FederationError(f"Site {site!r} claims {whose}; correct its client column, or the list.")
         where = "that are not in the operator's list, or are there in another cluster"
         raise FederationError(f"Site {site!r} has {unknown} clients {where}; correct its columns, or the list.")
 
-    def _tags(self, site: str, nested: bool, salt: str) -> set[Any]:
+    def _tags(self, site: str, salt: str) -> set[Any]:
         """Tags of the listed pairs of cluster and client, as the site itself computes them."""
         if site not in self.clients:
             return set()
         part = self.clients[site]
-        clients = compose(part["cluster"], part["client"]) if nested else part["client"]
-        pairs = zip(ids_to_json(part["cluster"]), clients.to_list(), strict=True)
+        pairs = zip(ids_to_json(part["cluster"]), part["client"].to_list(), strict=True)
         return {tuple(tag) for tag in client_tags(pairs, salt).tolist()}
 
 

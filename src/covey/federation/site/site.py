@@ -160,7 +160,7 @@ class Site:
         self.budget.admit(agreed.private, asked.run, asked.epoch)
         problem = _read_problem(agreed.problem)
         self.policy.check_problem(problem)
-        design = check_design(problem)
+        design = check_design(problem, private=agreed.private is not None)
         if (run.key or self.policy.secure) and not agreed.keys:
             raise FederationError("This run needs masks, but the agreement has no keys; start a new run with --secure.")
         if agreed.keys:
@@ -174,7 +174,8 @@ class Site:
         if agreed.private is not None:
             self.budget.remember(agreed.private, asked.run, asked.epoch, run.rows, again=asked.mute)
         self._nodes[asked.run] = self._new_node(data, problem), problem
-        first = totals(data, standardize=problem.spec.standardize, private=agreed.private is not None)
+        learning = design.sums(as_frame(table)) if design.unlearned else None
+        first = totals(data, standardize=problem.spec.standardize, private=agreed.private is not None, learning=learning)
         hashes = joined(data, run.salt if agreed.keys else agreed.salt, agreed, run.rows)
         return run, (hashes, _masked(self.name, asked, run, first))
 
@@ -274,7 +275,7 @@ def _site_model(node: Node, problem: Problem, delivered: Deliver) -> Model:
     scale = node.find(Scale)
     fit = Fit(node.coefficients(), delivered.w, delivered.wbar, Convergence(**delivered.convergence))
     scaled = problem if scale is None else problem.scaled(scale)
-    return replace(assemble(scaled, Fitted(fit, penalty, learned), tree, data.rows_per_client), dropped=data.dropped)
+    return assemble(scaled, Fitted(fit, penalty, learned), tree, data.rows_per_client, dropped=data.dropped)
 
 
 def _check_message(body: Any) -> None:

@@ -14,10 +14,10 @@ from covey._version import __version__
 from covey.errors import DataError, FederationError, FormulaError
 from covey.exact import Exact, segment_sum
 from covey.federation.wire.codec import client_tags, ids_to_json, in_order, keyed_hash
-from covey.federation.wire.messages import Agree, Joined, Profile, SiteTotals, formula_of
+from covey.federation.wire.messages import Agree, Joined, Profile, SiteTotals, check_knots, formula_of
 from covey.problem.problem import Arrays, Problem, Spec, as_frame, encode_known, series_values, usable_rows
 from covey.records import digest
-from covey.tables.design import Formula, column, compose, inspect, numeric, repeats, response
+from covey.tables.design import Formula, column, inspect, numeric, response
 from covey.tables.rows import GroupedData
 from covey.tables.scaling import moments
 from covey.tree.hierarchy import Hierarchy, as_labels, encode, is_missing, kind, lookup
@@ -32,6 +32,7 @@ def profile_of(table: Any, draft: Problem, key: str = "", minimum: int = 1, *, p
     frame, spec, (formula, lhs) = as_frame(table), draft.spec, formula_of(draft)
     if len(frame) == 0:
         raise DataError("The table has no rows; start the node with a table that has some.")
+    check_knots(formula.common, private=private)
     frame, *_ = usable_rows(frame, draft, Arrays())
     columns, levels = inspect(formula.common, frame)
     if lhs in columns:
@@ -44,15 +45,15 @@ def profile_of(table: Any, draft: Problem, key: str = "", minimum: int = 1, *, p
     # Booleans count as numbers.
     text = y.dtype.kind not in "biuf" and any(isinstance(value, str) for value in y.tolist())
     ids = {"client": kind(client), "cluster": kind(clusters), "response": "text" if text else "numbers"}
-    for name in filter(None, (spec.weights, spec.offset, spec.frequency)):
+    for name in filter(None, (spec.weights, spec.frequency)):
         numeric(frame, name)
-    repeated = bool(spec.nested) and repeats(column(frame, spec.cluster), column(frame, spec.client))
+    draft.offset_of(frame)
     check_shared(frame, spec, [*filter(None, (spec.cluster, *levels))], minimum)
     if classes is not None and len(client) == len(y):
         classes = tuple(value for value in classes if client.filter(pl.Series(y == value)).n_unique() >= minimum)
     sent = {} if private else {name: tuple(values) for name, values in levels.items()}
     ids_of_clusters = tuple(ids_to_json(clusters))
-    return Profile(__version__, kinds, ids, sent, ids_of_clusters, None if private else classes, key, repeated)
+    return Profile(__version__, kinds, ids, sent, ids_of_clusters, None if private else classes, key)
 
 
 def _classes_of(y: Anything) -> tuple[Any, ...]:
@@ -81,13 +82,14 @@ def check_shared(table: Any, spec: Spec, names: Iterable[str], minimum: int) -> 
             raise FederationError(f"{rare}; merge such values, lower this site's --minimum, or leave their rows out.")
 
 
-def check_design(problem: Problem) -> Formula:
+def check_design(problem: Problem, *, private: bool = False) -> Formula:
     """Refuse an agreed design that does not belong to the formula: the design says which columns are read, and how."""
     formula, _ = formula_of(problem)
     design = problem.design
     if not isinstance(design, Formula) or Formula.of(formula.common, design.columns, design.levels).terms != design.terms:
         text = problem.spec.formula
         raise FederationError(f"The design that was agreed on is not that of the formula {text!r}; start a new run.")
+    check_knots(formula.common, private=private)
     return design
 
 
@@ -101,12 +103,13 @@ def grouped(table: Any, problem: Problem, clusters: pl.Series) -> GroupedData:
         problem.design.blocks(frame),
         len(frame),
         encode_known(response(formula, frame), None if problem.classes is None else problem.classes.array),
-        compose(cluster, client) if spec.nested else client,
+        client,
         cluster,
         weights=numeric(frame, spec.weights) if spec.weights else None,
-        offset=numeric(frame, spec.offset) if spec.offset else None,
+        offset=problem.offset_of(frame),
         frequency=numeric(frame, spec.frequency) if spec.frequency else None,
         terms=problem.terms,
+        nested=bool(spec.nested),
         check=problem.loss.check_values,
         numbers=numbers,
     )
@@ -118,7 +121,7 @@ def grouped(table: Any, problem: Problem, clusters: pl.Series) -> GroupedData:
         raise FederationError(f"{new}; put the old table back, or start a new run.")
     sizes = np.zeros(len(clusters), dtype=np.int64)
     sizes[place] = tree.sizes
-    whole = Hierarchy(np.concatenate([[0], np.cumsum(sizes)]), tree.client_ids, clusters)
+    whole = Hierarchy(np.concatenate([[0], np.cumsum(sizes)]), tree.client_ids, clusters, tree.nested)
     return replace(data, hierarchy=whole, dropped=dropped)
 
 
@@ -129,7 +132,7 @@ def rows_digest(data: GroupedData) -> str:
     return digest(data.X, data.y, data.weights, data.offset, data.client_ptr, tree.cluster_ptr, ids)
 
 
-def totals(data: GroupedData, *, standardize: bool = False, private: bool = False) -> SiteTotals:
+def totals(data: GroupedData, *, standardize: bool = False, private: bool = False, learning: Exact | None = None) -> SiteTotals:
     """The first sums that leave a site: those of terms only if they are needed, in a private run numbers of clients only."""
     tree = data.hierarchy
     if private:
@@ -137,7 +140,7 @@ def totals(data: GroupedData, *, standardize: bool = False, private: bool = Fals
     rows = tree.sum_up(data.rows_per_client.astype(np.float64)).astype(np.int64)
     response_sum = segment_sum(data.y, np.array([0, data.n_rows]))[0]
     dropped = None if data.dropped is None else np.array([data.dropped.rows, data.dropped.of, *data.dropped.columns.values()])
-    return SiteTotals(tree.sizes, rows, response_sum, moments(data.X) if standardize else None, dropped)
+    return SiteTotals(tree.sizes, rows, response_sum, moments(data.X) if standardize else None, learning, dropped)
 
 
 def joined(data: GroupedData, salt: str, agreed: Agree, rows: str) -> Joined:
@@ -145,7 +148,5 @@ def joined(data: GroupedData, salt: str, agreed: Agree, rows: str) -> Joined:
     tree = data.hierarchy
     clients = tree.client_ids.to_list()
     proof = "" if agreed.private is not None else keyed_hash(rows, salt)
-    pairs = None
-    if agreed.listed:
-        pairs = client_tags(zip(ids_to_json(tree.cluster_ids[tree.parent]), clients, strict=True), salt)
-    return Joined(client_tags(clients, salt), proof, pairs)
+    pairs = client_tags(zip(ids_to_json(tree.cluster_of_client), clients, strict=True), salt)
+    return Joined(pairs if tree.nested else client_tags(clients, salt), proof, pairs if agreed.listed else None)

@@ -29,7 +29,7 @@ from covey.federation.wire.codec import ids_from_json
 from covey.nodes.network import Message
 from covey.problem.problem import Problem
 from covey.records import Record, Reply
-from covey.tables.formula import ParsedFormula
+from covey.tables.formula import ParsedFormula, Terms
 
 R = TypeVar("R")
 
@@ -87,7 +87,6 @@ class Profile(Record):
     clusters: tuple[Any, ...]
     classes: tuple[Any, ...] | None
     key: str = ""
-    repeated: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,14 +117,16 @@ class DrawSalt(SiteMessage[SealedSalts], label="salt", phase="set-up"):
 class SiteTotals(Reply):
     """Numbers of clients ``(k,)`` and rows ``(k,)`` of each cluster, and the sum of the responses.
 
-    If terms are standardised, also their :func:`~covey.tables.scaling.moments`. With ``na="drop"``, the numbers of rows that
-    were dropped, of all rows, and of the missing values of each column that the problem uses.
+    If terms are standardised, also their :func:`~covey.tables.scaling.moments`. ``learning`` are the sums of functions such as
+    ``scale(x)`` that are not yet agreed (:meth:`~covey.tables.design.Formula.sums`). With ``na="drop"``, the numbers of rows
+    that were dropped, of all rows, and of the missing values of each column that the problem uses.
     """
 
     clients: Ints
     rows: Ints
     response: Exact
     moments: Exact | None = None
+    learning: Exact | None = None
     dropped: Ints | None = None
 
 
@@ -191,6 +192,17 @@ class Deliver(SiteMessage[None], label="deliver", phase="finish"):
     convergence: dict[str, Any]
     learned: dict[str, Any] | None
     about: dict[str, Any]
+
+
+def check_knots(terms: Terms, *, private: bool) -> None:
+    """Refuse functions that sites cannot agree on by sums; in a private run also those that need sums without noise."""
+    for _, transform in terms.transforms.values():
+        if transform.spline and not transform.given():
+            what = f"{transform.text} takes its knots from the rows, which stay at their sites"
+            raise FormulaError(f"{what}; give them all: {transform.example()}.")
+        if private and not transform.spline:
+            what = f"{transform.text} needs exact sums over the rows, which a private run does not send"
+            raise FormulaError(f"{what}; give the numbers in the formula, as in I((x - 40) / 10).")
 
 
 def formula_of(problem: Problem) -> tuple[ParsedFormula, str]:

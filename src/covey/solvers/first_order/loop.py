@@ -267,7 +267,8 @@ class Loop:
         client, node, note = "some client", self.network.clients(), self.setup.constants.note
         if node is not None:
             size = np.abs(node.coefficients()).max(axis=1)
-            client = f"client {node.data.hierarchy.client_ids[int(np.where(np.isfinite(size), size, np.inf).argmax())]!r}"
+            worst = int(np.where(np.isfinite(size), size, np.inf).argmax())
+            client = f"client {node.data.hierarchy.identity(worst)!r}"
         if t == 0:
             return SolverError(f"The objective is not finite at the start, above all for {client}; give a smaller start.")
         bound = f"{self.setup.recipe.largest_step:.3g}" + (f"; {note}" if note else "")
