@@ -202,6 +202,13 @@ class Parameters:
                     self.split(points[-1])[level][1][:] = other
         return points
 
+    def deviations(self, x: Floats) -> Anything:
+        """Which entries of ``x`` are standard deviations: the criterion depends on them by their squares only."""
+        mask = np.zeros(len(x), dtype=bool)
+        for variation, part in self.split(mask):
+            part[:] = variation.kind != "full" or variation.q == 1
+        return mask
+
     def free(self, x: Floats) -> Anything:
         """Which entries of ``x`` change the criterion. A variance of zero, and a full covariance of zero, do not."""
         free = np.ones(len(x), dtype=bool)

@@ -146,7 +146,8 @@ def _search_from(criterion: Criterion, x: Floats) -> Optimum:
     except (SolverError, np.linalg.LinAlgError):
         nothing = np.full((len(x), len(x)), np.nan)
         return Optimum(x, np.inf, np.full(len(x), np.nan), nothing, np.inf)
-    return resolve_boundary(criterion, minimise(criterion.values_and_gradients, x, curvature, progress=criterion.progress))
+    settings = {"deviations": criterion.parameters.deviations(x), "progress": criterion.progress}
+    return resolve_boundary(criterion, minimise(criterion.values_and_gradients, x, curvature, **settings))
 
 
 def _better(best: Optimum, other: Optimum) -> Optimum:

@@ -12,6 +12,12 @@ gradient ``g``. The decrement ``1/2 g'H^-1 g`` estimates how far the function ca
 Before the search a guess at the curvature puts each parameter in units of about a standard error. One step length then suits
 all parameters.
 
+If these steps do not converge, Newton steps in the variances follow. A column far from zero, such as a year, with a variance of
+its slope and one of the intercept but no correlation, determines little but the sum of two variances. Points of equal sum lie
+on a straight line in the variances, but on an arc in the standard deviations, along which straight steps are short. With the
+variance as coordinate, in units that make its slope at a standard deviation ``z`` equal to that of ``z``, the gradient ``g`` is
+the same and the Hessian is ``H - g / z`` on the diagonal. A step ends where a variance reaches zero.
+
 :func:`resolve_boundary` treats variances at zero. With ``S = L L'`` the derivative in ``L`` is zero wherever ``L`` is zero. So
 a search can stop there although the likelihood would rise. It can also end at a tiny variance that is zero up to rounding.
 Therefore tiny variances are set to zero if that does not raise the criterion. The derivative in ``S`` then shows whether the
@@ -26,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from covey._typing import Floats
+from covey._typing import Anything, Floats
 from covey.errors import listing
 from covey.solvers.result import Progress
 from covey.variance.components import Kind, Variation
@@ -59,8 +65,13 @@ class Optimum:
         return bool(self.decrement <= CONVERGED and np.isfinite(self.value))
 
 
-def minimise(function: Function, x: Floats, curvature: Floats, *, progress: Progress | None = None) -> Optimum:
-    """Search from ``x``, where the second derivatives are about ``curvature``."""
+def minimise(
+    function: Function, x: Floats, curvature: Floats, *, deviations: Anything | None = None, progress: Progress | None = None
+) -> Optimum:
+    """Search from ``x``, where the second derivatives are about ``curvature``.
+
+    ``deviations`` says which parameters are standard deviations that the function knows by their squares only.
+    """
     count, unit = 0, 1.0 / np.sqrt(np.maximum(0.5 * curvature, 1e-12))
 
     def scaled(points: Sequence[Floats]) -> list[tuple[float, Floats]]:
@@ -77,6 +88,8 @@ def minimise(function: Function, x: Floats, curvature: Floats, *, progress: Prog
     if len(x) == 0:
         return Optimum(x, scaled([x])[0][0], x, np.empty((0, 0)), 0.0)
     best = _newton_steps(scaled, _quasi_newton(scaled, x / unit))
+    if not best.converged and deviations is not None:
+        best = _newton_steps(scaled, best, deviations)
     hessian = best.hessian / (unit[:, None] * unit)
     return replace(best, x=best.x * unit, gradient=best.gradient / unit, hessian=hessian)
 
@@ -97,21 +110,21 @@ def _quasi_newton(function: Function, z: Floats) -> Optimum:
     return Optimum(np.asarray(end.x), float(end.fun), gradient, hessian, decrement)
 
 
-def _newton_steps(function: Function, best: Optimum) -> Optimum:
-    """Newton steps until the decrement is negligible."""
+def _newton_steps(function: Function, best: Optimum, deviations: Anything | None = None) -> Optimum:
+    """Newton steps until the decrement is negligible; in variances for those parameters that are ``deviations``."""
     if len(best.x) > MANY:
         return best
     for _ in range(12):
         best = replace(best, hessian=_hessian(function, best.x, best.gradient))
-        step, decrement = _newton(best)
+        step, decrement = _newton(best, deviations)
         best = replace(best, decrement=decrement)
         if decrement <= 1e-2 * NEGLIGIBLE:
             return best
-        moved = _descend(function, best, step)
+        moved = _descend(function, best, step, deviations)
         if moved is None:
             return best
         # A full step near the optimum squares the error, so the Hessian before it is as good as the one at the optimum.
-        best = replace(moved, decrement=_newton(moved)[1])
+        best = replace(moved, decrement=_newton(moved, deviations)[1])
         if decrement <= 1e-2 and best.decrement <= NEGLIGIBLE:
             return best
     return best
@@ -123,9 +136,13 @@ def _hessian(function: Function, z: Floats, gradient: Floats) -> Floats:
     return np.asarray(0.5 * (H + H.T))
 
 
-def _newton(at: Optimum) -> tuple[Floats, float]:
+def _newton(at: Optimum, deviations: Anything | None = None) -> tuple[Floats, float]:
     """The Newton step and the decrement. Curvatures count by their absolute values, so that the step descends."""
-    values, vectors = np.linalg.eigh(at.hessian)
+    hessian = at.hessian
+    if deviations is not None:
+        curved = deviations & (at.x != 0)
+        hessian = hessian - np.diag(np.where(curved, at.gradient / np.where(curved, at.x, 1.0), 0.0))
+    values, vectors = np.linalg.eigh(hessian)
     # The factor of a singular covariance has flat directions, where the gradient is zero too. If the gradient is not zero in a
     # flat direction, the direction gets the curvature 1, so that a slope is never taken for an optimum.
     floor = 1e-7 * max(float(np.abs(values).max(initial=0.0)), 1e-12)
@@ -139,11 +156,18 @@ def _newton(at: Optimum) -> tuple[Floats, float]:
     return step, decrement
 
 
-def _descend(function: Function, at: Optimum, step: Floats) -> Optimum | None:
+def _descend(function: Function, at: Optimum, step: Floats, deviations: Anything | None = None) -> Optimum | None:
     """Halve the step until the function falls. If it changes by rounding only, until the norm of its gradient falls."""
     noise = 1e-13 * abs(at.value)
+    squares, change = at.x**2, 2.0 * at.x * step
+    curved = np.zeros(len(at.x), dtype=bool) if deviations is None else deviations & (at.x != 0)
+    falling = curved & (change < 0)
+    longest = min(1.0, float((-squares[falling] / change[falling]).min(initial=1.0)))  # until the first variance is zero
     for halving in range(30):
-        x = at.x + 0.5**halving * step
+        length = longest * 0.5**halving
+        x = at.x + length * step
+        left = squares + length * change
+        x[curved] = (np.sign(at.x) * np.sqrt(np.where(left > 1e-15 * squares, left, 0.0)))[curved]
         ((value, gradient),) = function([x])
         lower = value < at.value - noise
         flat = abs(value - at.value) <= noise and np.linalg.norm(gradient) < np.linalg.norm(at.gradient)
@@ -235,7 +259,10 @@ def resolve_boundary(criterion: Criterion, best: Optimum) -> Optimum:
         if out is None:
             return best
         x, curvature = approach(criterion, out, 1)
-        again = minimise(criterion.values_and_gradients, x, curvature, progress=criterion.progress)
+        deviations = criterion.parameters.deviations(x)
+        again = minimise(
+            criterion.values_and_gradients, x, curvature, deviations=deviations, progress=criterion.progress
+        )
         if again.value > best.value - NEGLIGIBLE:
             return best
         best = again
@@ -256,7 +283,9 @@ def _minimise_others(criterion: Criterion, best: Optimum) -> Optimum:
         return [(value, gradient[free]) for value, gradient in criterion.values_and_gradients(points)]
 
     guess = approach(criterion, best.x, 0)[1] if len(best.x) > MANY else np.diag(best.hessian)
-    rest = minimise(function, best.x[free], np.maximum(guess[free], 1e-3), progress=criterion.progress)
+    deviations = criterion.parameters.deviations(best.x)[free]
+    guess = np.maximum(guess[free], 1e-3)
+    rest = minimise(function, best.x[free], guess, deviations=deviations, progress=criterion.progress)
     gradient, hessian = np.zeros(len(free)), np.zeros((len(free), len(free)))
     gradient[free], hessian[np.ix_(free, free)] = rest.gradient, rest.hessian
     return Optimum(whole(rest.x), rest.value, gradient, hessian, rest.decrement)
