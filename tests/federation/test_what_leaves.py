@@ -21,6 +21,7 @@ from covey.nodes.network import Batch, Message
 from covey.records import Record, decode
 from covey.variance.identify import CountUnlike
 from covey.variance.linear_likelihood import IntegrateClients, LikelihoodSlope
+from covey.variance.quadrature import IntegrateAtMode
 from tests.federation.sites import FaultyTransport, fit, kind, sites_of, spec, split_by, table
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "messages.md"
@@ -107,7 +108,7 @@ def sent(carrier, d):
     rows = {}
     for _, request, reply in replies(carrier, "ask"):
         last = request.messages[-1] if isinstance(request, Batch) else request
-        points = isinstance(last, IntegrateClients | LikelihoodSlope)
+        points = isinstance(last, IntegrateClients | LikelihoodSlope | IntegrateAtMode)
         parts = [
             f"{name} ({sizes(shape, d, points)})" if shape else name
             for name, _, shape in leaves(reply, "" if reply is None else "total")

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -41,6 +41,14 @@ from covey.variance.linear_likelihood import Criterion, Evaluation
 Function = Callable[[Sequence[Floats]], list[tuple[float, Floats]]]
 """Values and gradients at several points. Across a network several points together cost no more than one."""
 
+
+class SearchWatch(Protocol):
+    """Says whether to give up a search, at a point on its way and at its end."""
+
+    def underway(self, x: Floats) -> bool: ...
+    def at_end(self, x: Floats) -> bool: ...
+
+
 # Limits of the decrement. The search stops below the first: parameters are then about a ten-thousandth of a standard error from
 # the optimum. Below the second it still counts as converged, because rounding may not allow better.
 NEGLIGIBLE, CONVERGED = 1e-8, 1e-6
@@ -52,13 +60,21 @@ MANY = 200  # with more parameters a Hessian is not worth its cost
 
 @dataclass(frozen=True)
 class Optimum:
-    """A point, with value, gradient and Hessian there. The function can still fall by about ``decrement``."""
+    """A point, with value, gradient and Hessian there. The function can still fall by about ``decrement``.
+
+    ``failed`` says that the search gave up because the function approximates no likelihood there. Then the Hessian is zero.
+    """
 
     x: Floats
     value: float
     gradient: Floats
     hessian: Floats
     decrement: float
+    failed: bool = False
+
+    @property
+    def has_hessian(self) -> bool:
+        return len(self.x) <= MANY and not self.failed
 
     @property
     def converged(self) -> bool:
@@ -66,11 +82,18 @@ class Optimum:
 
 
 def minimise(
-    function: Function, x: Floats, curvature: Floats, *, deviations: Anything | None = None, progress: Progress | None = None
+    function: Function,
+    x: Floats,
+    curvature: Floats,
+    *,
+    deviations: Anything | None = None,
+    watch: SearchWatch | None = None,
+    progress: Progress | None = None,
 ) -> Optimum:
     """Search from ``x``, where the second derivatives are about ``curvature``.
 
-    ``deviations`` says which parameters are standard deviations that the function knows by their squares only.
+    ``deviations`` says which parameters are standard deviations that the function knows by their squares only. The ``watch``
+    may end the search during its quasi-Newton run, or after it.
     """
     count, unit = 0, 1.0 / np.sqrt(np.maximum(0.5 * curvature, 1e-12))
 
@@ -87,14 +110,17 @@ def minimise(
 
     if len(x) == 0:
         return Optimum(x, scaled([x])[0][0], x, np.empty((0, 0)), 0.0)
-    best = _newton_steps(scaled, _quasi_newton(scaled, x / unit))
+    best = _quasi_newton(scaled, x / unit, lambda z: watch is not None and watch.underway(z * unit))
+    if watch is not None and watch.at_end(best.x * unit):
+        return replace(best, x=best.x * unit, gradient=best.gradient / unit, hessian=np.zeros_like(best.hessian), failed=True)
+    best = _newton_steps(scaled, best)
     if not best.converged and deviations is not None:
         best = _newton_steps(scaled, best, deviations)
     hessian = best.hessian / (unit[:, None] * unit)
     return replace(best, x=best.x * unit, gradient=best.gradient / unit, hessian=hessian)
 
 
-def _quasi_newton(function: Function, z: Floats) -> Optimum:
+def _quasi_newton(function: Function, z: Floats, give_up: Callable[[Floats], bool]) -> Optimum:
     """BFGS; for many parameters L-BFGS without a Hessian, whose decrement uses the curvature 2 that the units imply."""
     from scipy.optimize import minimize  # slow to import, and only needed here
 
@@ -102,8 +128,14 @@ def _quasi_newton(function: Function, z: Floats) -> Optimum:
     options: dict[str, Any] = {"gtol": _NEAR, "maxiter": 20 * len(z) + 100, "hess_inv0": 0.5 * np.eye(len(z))}
     if many:
         options = {"maxcor": 30, "ftol": 1e-16, "gtol": 1e-5, "maxiter": 2000, "maxfun": 4000}
+
+    def stop(point: Floats) -> None:
+        if give_up(point):
+            raise StopIteration
+
+    settings: dict[str, Any] = {"method": "L-BFGS-B" if many else "BFGS", "options": options, "callback": stop}
     with np.errstate(invalid="ignore", over="ignore"):
-        end = minimize(lambda point: function([point])[0], z, jac=True, method="L-BFGS-B" if many else "BFGS", options=options)
+        end = minimize(lambda point: function([point])[0], z, jac=True, **settings)
     gradient = np.asarray(end.jac)
     hessian = np.zeros((len(z), len(z))) if many else np.asarray(np.linalg.pinv(np.asarray(end.hess_inv)))
     decrement = 0.25 * float(gradient @ gradient) if many else np.inf
@@ -251,6 +283,8 @@ _SMALL, _ZERO = 1e-4, 1e-8
 
 def resolve_boundary(criterion: Criterion, best: Optimum) -> Optimum:
     """Set negligible variances to zero; search again from a nearby point if the likelihood rises from there."""
+    if best.failed:
+        return best
     for _ in range(6):
         zeroed = _set_small_to_zero(criterion, best)
         if zeroed is not None:
@@ -260,9 +294,7 @@ def resolve_boundary(criterion: Criterion, best: Optimum) -> Optimum:
             return best
         x, curvature = approach(criterion, out, 1)
         deviations = criterion.parameters.deviations(x)
-        again = minimise(
-            criterion.values_and_gradients, x, curvature, deviations=deviations, progress=criterion.progress
-        )
+        again = minimise(criterion.values_and_gradients, x, curvature, deviations=deviations, progress=criterion.progress)
         if again.value > best.value - NEGLIGIBLE:
             return best
         best = again
@@ -373,7 +405,7 @@ def notes_at(criterion: Criterion, best: Optimum) -> list[str]:
             notes.append(f"singular: {_what(terms, is_zero[m])} between {units}{where}")
     if len(notes) > 5:
         notes = [*notes[:4], f"singular: {len(notes) - 4} more covariances"]
-    if not best.converged:
+    if not best.converged and not best.failed:
         left = "the likelihood still rises in some direction"
         if np.isfinite(best.decrement):
             left = f"judging by the curvature, twice the log-likelihood can still rise by {best.decrement:.1e}"
