@@ -327,7 +327,9 @@ def error_at_mode(criterion: LaplaceCriterion, x: Floats, top: UpperPosterior) -
     for clusters the derivative of the log-likelihood by the log of a factor of the level's standard deviations.
     """
     quick = _integrated(criterion, x, top, careful=False)
-    return _integrated(criterion, x, top, careful=True) if _overstates(criterion, quick[0]) else quick
+    if _overstates(criterion, quick[0]) or criterion.largest_deviation(x) > TOO_LARGE:
+        return _integrated(criterion, x, top, careful=True)
+    return quick
 
 
 def _integrated(criterion: LaplaceCriterion, x: Floats, top: UpperPosterior, *, careful: bool) -> tuple[Floats, Floats, Floats]:

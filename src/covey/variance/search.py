@@ -191,15 +191,14 @@ def _newton(at: Optimum, deviations: Anything | None = None) -> tuple[Floats, fl
 def _descend(function: Function, at: Optimum, step: Floats, deviations: Anything | None = None) -> Optimum | None:
     """Halve the step until the function falls. If it changes by rounding only, until the norm of its gradient falls."""
     noise = 1e-13 * abs(at.value)
-    squares, change = at.x**2, 2.0 * at.x * step
     curved = np.zeros(len(at.x), dtype=bool) if deviations is None else deviations & (at.x != 0)
-    falling = curved & (change < 0)
-    longest = min(1.0, float((-squares[falling] / change[falling]).min(initial=1.0)))  # until the first variance is zero
+    old, change = at.x[curved] ** 2, 2.0 * at.x[curved] * step[curved]
+    # The step ends where the first variance is zero.
+    longest = min(1.0, float((-old[change < 0] / change[change < 0]).min(initial=1.0)))
     for halving in range(30):
         length = longest * 0.5**halving
-        x = at.x + length * step
-        left = squares + length * change
-        x[curved] = (np.sign(at.x) * np.sqrt(np.where(left > 1e-15 * squares, left, 0.0)))[curved]
+        x, left = at.x + length * step, old + length * change
+        x[curved] = np.sign(at.x[curved]) * np.sqrt(np.where(left > 1e-15 * old, left, 0.0))
         ((value, gradient),) = function([x])
         lower = value < at.value - noise
         flat = abs(value - at.value) <= noise and np.linalg.norm(gradient) < np.linalg.norm(at.gradient)
