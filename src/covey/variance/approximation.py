@@ -37,7 +37,8 @@ class Approximation:
 
     def __str__(self) -> str:
         within = f" +- {2 * self.standard_error:.1g}" if self.standard_error else ""
-        return f"the approximation's error in the log-likelihood is {self.error:.2g}{within} (quadrature)"
+        verdict = ", so it fails" if self.failed else ""
+        return f"the approximation's error in the log-likelihood is {self.error:.2g}{within} (quadrature){verdict}"
 
     def failure(self, log_likelihood: float) -> str:
         """What failed and what to do; ``log_likelihood`` is the approximate one."""
