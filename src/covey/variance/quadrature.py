@@ -29,6 +29,7 @@ result is computed again without each of some batches of draws. The draws of a c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -303,15 +304,24 @@ def check(criterion: Criterion, best: Optimum, top: UpperPosterior) -> Approxima
     """Check the approximation at the end of a search, where it was last evaluated. None if the likelihood is exact."""
     if not isinstance(criterion, LaplaceCriterion):
         return None
-    total, client, cluster = error_at_mode(criterion, best.x, top)
-    failed, biases = best.failed or criterion.largest_deviation(best.x) > TOO_LARGE or _overstates(criterion, total), []
-    for (_, at), (growth, error) in zip(criterion.parameters.split(np.arange(len(best.x))), (client, cluster), strict=True):
+    total, *growth = error_at_mode(criterion, best.x, top)
+    bias = _bias(criterion, best, growth)
+    if total[1] > 0 and (np.abs(bias[:, 0]) > BIASED).any():  # in a sample of clusters, perhaps by chance
+        total, *growth = _integrated(criterion, best.x, top, careful=False, sample=False)
+        bias = _bias(criterion, best, growth)
+    biased = abs(total[0]) > NOTICED and bool((np.abs(bias[:, 0]) > BIASED + 2 * bias[:, 1]).any())
+    failed = best.failed or biased or criterion.largest_deviation(best.x) > TOO_LARGE or _overstates(criterion, total)
+    return Approximation(float(total[0]), float(total[1]), (float(bias[0, 0]), float(bias[1, 0])), failed)
+
+
+def _bias(criterion: Criterion, best: Optimum, growth: Sequence[Floats]) -> Floats:
+    """Steps to the likelihood's optimum in the logs of clients' and clusters' standard deviations, with standard errors."""
+    steps = []
+    for (_, at), slope in zip(criterion.parameters.split(np.arange(len(best.x))), growth, strict=True):
         x, H = best.x[at], best.hessian[np.ix_(at, at)]
         curvature = float(x @ H @ x)  # of the criterion, which is -2 log-likelihood, by the log of a factor
-        bias = 2 * growth / curvature if curvature > 0 else 0.0
-        failed |= abs(bias) > BIASED + 4 * error / curvature if curvature > 0 and abs(total[0]) > NOTICED else False
-        biases.append(float(bias))
-    return Approximation(float(total[0]), float(total[1]), (biases[0], biases[1]), bool(failed))
+        steps.append(2 * slope / curvature if curvature > 0 else np.zeros(2))
+    return np.array(steps)
 
 
 def _overstates(criterion: Criterion, total: Floats) -> bool:
@@ -332,11 +342,14 @@ def error_at_mode(criterion: LaplaceCriterion, x: Floats, top: UpperPosterior) -
     return quick
 
 
-def _integrated(criterion: LaplaceCriterion, x: Floats, top: UpperPosterior, *, careful: bool) -> tuple[Floats, Floats, Floats]:
+def _integrated(
+    criterion: LaplaceCriterion, x: Floats, top: UpperPosterior, *, careful: bool, sample: bool = True
+) -> tuple[Floats, Floats, Floats]:
+    """As :func:`error_at_mode`, by a quick or a careful rule, from a sample of many clusters or from all of them."""
     network, (S_client, (S_cluster,)) = criterion.network, criterion.covariances(x)
     phi, k, A = top.dispersion, network.tree.n_clusters, factor(S_cluster)
     inner, outer = Rule.over(factor(S_client).shape[2], 2 * careful), Rule.over(A.shape[1], int(careful))
-    asked = _sample(network, inner, outer, careful)
+    asked = _sample(network, inner, outer, careful) if sample else np.ones(k, dtype=bool)
 
     z = np.stack([outer.node(at, 7 * np.arange(k)) for at in range(outer.n)])
     a = top.force @ A
