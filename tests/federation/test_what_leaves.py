@@ -21,10 +21,12 @@ from covey.nodes.network import Batch, Message
 from covey.records import Record, decode
 from covey.variance.identify import CountUnlike
 from covey.variance.linear_likelihood import IntegrateClients, LikelihoodSlope
+from covey.variance.quadrature import IntegrateAtMode
 from tests.federation.sites import FaultyTransport, fit, kind, sites_of, spec, split_by, table
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "messages.md"
-CLIENTS, CLUSTERS = 21, 5  # clients of one site: 7, 6 and 8; no two sizes here are equal, and none is that of the terms
+# Clients of one site: 6, 8 and 9. No two sizes here are equal, and none is that of the terms or of a quadrature (7 nodes).
+CLIENTS, CLUSTERS = 23, 5
 LEARNED = spec(gamma=None, lam=None, vary=["Intercept", "x"], tests=False)
 RUNS = {
     "sweep": spec(),
@@ -45,7 +47,7 @@ def run(asked, **terms):
     frame = table(31, asked.family, clients=CLIENTS, clusters=CLUSTERS, rows=40).with_columns(
         client="patient " + pl.col("client")
     )
-    owner = {f"patient c{i}": "a" if i < 7 else "b" if i < 13 else "c" for i in range(CLIENTS)}
+    owner = {f"patient c{i}": "a" if i < 6 else "b" if i < 14 else "c" for i in range(CLIENTS)}
     sites = sites_of(split_by(frame, owner))
     carrier = FaultyTransport(sites)
     outcome = fit(sites, asked, carrier, RunSettings(**terms))
@@ -107,7 +109,7 @@ def sent(carrier, d):
     rows = {}
     for _, request, reply in replies(carrier, "ask"):
         last = request.messages[-1] if isinstance(request, Batch) else request
-        points = isinstance(last, IntegrateClients | LikelihoodSlope)
+        points = isinstance(last, IntegrateClients | LikelihoodSlope | IntegrateAtMode)
         parts = [
             f"{name} ({sizes(shape, d, points)})" if shape else name
             for name, _, shape in leaves(reply, "" if reply is None else "total")

@@ -7,8 +7,13 @@ import pytest
 from hypothesis import given
 from scipy.optimize import rosen, rosen_der, rosen_hess
 
+from covey import GroupedData
+from covey.losses import loss_of
+from covey.variance.components import Shape
+from covey.variance.estimate import estimate
 from covey.variance.search import minimise
 from tests.conftest import seeds
+from tests.networks import in_memory
 
 
 def valley(x):
@@ -117,3 +122,35 @@ def test_the_points_of_a_hessian_are_evaluated_together():
     minimise_of(valley, np.array([-1.2, 1.0, -0.5]), np.full(3, 200.0), calls=calls)
     assert set(calls) == {1, 3}
     assert calls.count(3) < calls.count(1)
+
+
+def years(seed, family="gaussian"):
+    """Rows of clients in the years 2000 to 2010, about half of the seeds with slopes that vary."""
+    rng = np.random.default_rng(seed)
+    i = np.repeat(np.arange(40), 6)
+    year = rng.integers(2000, 2011, len(i)).astype(float)
+    margin = 0.1 * (year - 2005) + rng.normal(size=40)[i] + 0.1 * (seed % 2) * rng.normal(size=40)[i] * (year - 2005)
+    y = loss_of(family).draw(margin, rng)
+    return GroupedData.from_arrays(
+        np.stack([np.ones(len(i)), year], axis=1), y, i, np.zeros(len(i)), terms=["Intercept", "year"]
+    )
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_uncorrelated_effects_of_years_converge_and_are_not_worse_than_their_null_models(seed):
+    """The two variances are determined in their sum only, which a search in standard deviations follows along an arc."""
+    data, loss = years(seed), loss_of("gaussian")
+    fit, learned = estimate(in_memory(data, loss), Shape((0, 1), ()))
+    assert fit.convergence.converged
+    assert fit.convergence.iterations < 120
+    for null in (Shape((0,), ()), Shape((1,), ())):
+        smaller = estimate(in_memory(data, loss), null)[1]
+        assert learned.components.log_likelihood > smaller.components.log_likelihood - 1e-6
+
+
+def test_uncorrelated_effects_of_years_in_counts():
+    data, loss = years(3, "poisson"), loss_of("poisson")
+    fit, learned = estimate(in_memory(data, loss), Shape((0, 1), ()))
+    assert fit.convergence.converged
+    for null in (Shape((0,), ()), Shape((1,), ())):
+        assert learned.components.log_likelihood > estimate(in_memory(data, loss), null)[1].components.log_likelihood - 1e-6

@@ -24,6 +24,7 @@ import numpy as np
 from covey._typing import Anything, Floats, Ints
 from covey.solvers.direct.elimination import Quadratic, Spread
 from covey.tree.hierarchy import Hierarchy
+from covey.variance.approximation import Approximation
 
 Kind = Literal["isotropic", "diagonal", "full"]
 """The form of a covariance: one variance for all terms (as in the paper), one per term, or one per term and correlations."""
@@ -202,6 +203,13 @@ class Parameters:
                     self.split(points[-1])[level][1][:] = other
         return points
 
+    def deviations(self, x: Floats) -> Anything:
+        """Which entries of ``x`` are standard deviations: the criterion depends on them by their squares only."""
+        mask = np.zeros(len(x), dtype=bool)
+        for variation, part in self.split(mask):
+            part[:] = variation.kind != "full" or variation.q == 1
+        return mask
+
     def free(self, x: Floats) -> Anything:
         """Which entries of ``x`` change the criterion. A variance of zero, and a full covariance of zero, do not."""
         free = np.ones(len(x), dtype=bool)
@@ -307,6 +315,7 @@ class Components:
     notes : sentences on singular covariances and on convergence
     tests : likelihood-ratio tests, one per level that varies
     shares : the shares of clusters, clients and residual in the variance of a row's margin, as a mean over rows
+    approximation : the error of Laplace's approximation; None if the likelihood is exact
     """
 
     method: Method
@@ -319,6 +328,7 @@ class Components:
     notes: tuple[str, ...] = ()
     tests: tuple[LikelihoodRatio, ...] = ()
     shares: tuple[float, float, float] = (np.nan, np.nan, np.nan)
+    approximation: Approximation | None = None
 
     @property
     def grouped(self) -> bool:
@@ -337,13 +347,18 @@ class Components:
         plain = {name: getattr(self, name) for name in ("method", "residual", "log_likelihood", "parameters", "rows")}
         levels = {"client": self.client.to_json(), "cluster": self.cluster.to_json()}
         tests = [asdict(test) for test in self.tests]
-        return {**plain, **levels, "notes": list(self.notes), "tests": tests, "shares": list(self.shares)}
+        check = None if self.approximation is None else asdict(self.approximation)
+        rest = {"notes": list(self.notes), "tests": tests, "shares": list(self.shares), "approximation": check}
+        return {**plain, **levels, **rest}
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> Components:
         levels = {level: LevelComponents.from_json(plain[level]) for level in ("client", "cluster")}
         tests = tuple(LikelihoodRatio(**test) for test in plain["tests"])
-        return cls(**{**plain, **levels, "notes": tuple(plain["notes"]), "tests": tests, "shares": tuple(plain["shares"])})
+        check = plain.get("approximation")  # models saved by earlier versions have none
+        check = None if check is None else Approximation.from_json(check)
+        rest = {"notes": tuple(plain["notes"]), "tests": tests, "shares": tuple(plain["shares"]), "approximation": check}
+        return cls(**{**plain, **levels, **rest})
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,23 @@ from covey.errors import ConvergenceWarning, DataError, SolverError, warn
 from covey.nodes.network import Network
 from covey.solvers.direct.elimination import Quadratic
 from covey.solvers.result import Convergence, Fit, Progress
+from covey.variance.approximation import Approximation
 from covey.variance.columns import Survey, node_learned, threads_of, uncentred
-from covey.variance.components import Components, Kind, Learned, LevelComponents, LikelihoodRatio, Parameters, Shape, Whole
+from covey.variance.components import (
+    Components,
+    Kind,
+    Learned,
+    LevelComponents,
+    LikelihoodRatio,
+    Parameters,
+    Shape,
+    Whole,
+)
 from covey.variance.identify import survey
 from covey.variance.laplace_likelihood import START, LaplaceCriterion
 from covey.variance.linear_likelihood import Criterion, LinearCriterion, cluster_covariances
-from covey.variance.search import CONVERGED, MANY, NEGLIGIBLE, Optimum, approach, minimise, notes_at, resolve_boundary
+from covey.variance.quadrature import Watch, check
+from covey.variance.search import CONVERGED, NEGLIGIBLE, Optimum, approach, minimise, notes_at, resolve_boundary
 
 NOT_FINITE = "The coefficients are not finite, probably because columns have extreme scales; standardise them."
 _OTHER_STARTS = ((5.0, 5.0), (0.05, 0.05), (20.0, 0.5), (0.5, 20.0))  # sds of clients and clusters, in units of the residual's
@@ -82,10 +93,10 @@ def estimate(
         surveyed = survey(network, shape) if surveyed is None else surveyed
         criterion = criterion_for(surveyed, shape, reml=reml, progress=progress)
         best = find_optimum(criterion)
-        if thorough or criterion.is_doubtful(best.x):
+        if not best.failed and (thorough or criterion.is_doubtful(best.x)):
             best = _from_smaller_models(criterion, best)
         fit, learned = uncentred(*finish(criterion, best), surveyed.columns)
-    if not best.converged:
+    if not fit.convergence.converged:
         warn(learned.components.notes[-1])
     if not all(np.isfinite(values).all() for values in (fit.w, fit.wbar, learned.covariance)):
         raise DataError(NOT_FINITE)
@@ -123,9 +134,12 @@ def find_optimum(criterion: Criterion) -> Optimum:
 def search(criterion: Criterion, start: Floats | None = None) -> Optimum:
     """Search for the optimum, from ``start`` or from the usual starting point.
 
-    One start is enough if the search converges and no far point is better. Otherwise other starting points are tried.
+    One start is enough if the search converges and no far point is better. Otherwise other starting points are tried. If
+    Laplace's approximation fails, no other point is tried, because a higher approximate likelihood would mean nothing.
     """
     best = _search_from(criterion, criterion.start(START, START) if start is None else start)
+    if best.failed:
+        return best
     for _ in range(_ROUNDS):
         far = _better_far_point(criterion, best) if criterion.may_have_other_optima(best.x) else None
         if far is None:
@@ -146,7 +160,9 @@ def _search_from(criterion: Criterion, x: Floats) -> Optimum:
     except (SolverError, np.linalg.LinAlgError):
         nothing = np.full((len(x), len(x)), np.nan)
         return Optimum(x, np.inf, np.full(len(x), np.nan), nothing, np.inf)
-    return resolve_boundary(criterion, minimise(criterion.values_and_gradients, x, curvature, progress=criterion.progress))
+    function, deviations = criterion.values_and_gradients, criterion.parameters.deviations(x)
+    best = minimise(function, x, curvature, deviations=deviations, watch=Watch(criterion), progress=criterion.progress)
+    return resolve_boundary(criterion, best)
 
 
 def _better(best: Optimum, other: Optimum) -> Optimum:
@@ -170,9 +186,10 @@ def finish(criterion: Criterion, best: Optimum) -> tuple[Fit, Learned]:
     """The fit at an optimum. Nodes keep the coefficients and sums of their clients, so these arrays are empty here."""
     here, back, d, loss = criterion.evaluate(best.x), criterion.order.inverse, len(criterion.terms), criterion.network.loss
     top, s2, origin = here.top, here.top.dispersion, criterion.survey.columns.origin
+    approximation = check(criterion, best, top)
     if criterion.network.ask(criterion.finish_message(best.x, top)).n_nonfinite:
         raise DataError(NOT_FINITE)
-    fit = Fit(np.empty((0, d)), origin + top.w[:, back], origin + top.wbar[back], _convergence(criterion, best))
+    fit = Fit(np.empty((0, d)), origin + top.w[:, back], origin + top.wbar[back], _convergence(criterion, best, approximation))
     cut = criterion.parameters.n_parameters
     errors = parameter_covariance(best, cut)
     levels = _levels(criterion, best, s2, criterion.log_dispersion(best.x, here), errors)
@@ -180,6 +197,9 @@ def finish(criterion: Criterion, best: Optimum) -> tuple[Fit, Learned]:
     client, cluster = (float((level.embedded(criterion.terms).mean(axis=0) * criterion.moments).sum()) for level in levels)
     residual = loss.residual(np.array([criterion.mean_response]), s2)
     total = client + cluster + residual
+    notes = notes_at(criterion, best)
+    if approximation is not None and approximation.failed:
+        notes.append(approximation.failure(-0.5 * best.value))
     components = Components(
         criterion.method,
         *levels,
@@ -187,8 +207,9 @@ def finish(criterion: Criterion, best: Optimum) -> tuple[Fit, Learned]:
         log_likelihood=-0.5 * best.value,
         parameters=d + cut + int(loss.dispersion),
         rows=criterion.rows,
-        notes=tuple(notes_at(criterion, best)),
+        notes=tuple(notes),
         shares=(cluster / total, client / total, residual / total),
+        approximation=approximation,
     )
     covariance = criterion.global_covariance(errors[cut:, cut:], top)
     clusters = s2 * cluster_covariances(top.C, criterion.covariances(best.x)[1][0], covariance / s2)[:, back[:, None], back]
@@ -198,12 +219,18 @@ def finish(criterion: Criterion, best: Optimum) -> tuple[Fit, Learned]:
     return fit, Learned(components, criterion.terms, criterion.tree, covariance[back[:, None], back], *sums, whole)
 
 
-def _convergence(criterion: Criterion, best: Optimum) -> Convergence:
+def _convergence(criterion: Criterion, best: Optimum, approximation: Approximation | None) -> Convergence:
     count, method = criterion.evaluations, criterion.method
     message = f"-2 log-likelihood within about {best.decrement:.0e} of a local optimum after {count} evaluations"
+    if best.failed:
+        message = f"the search stopped after {count} evaluations"
+    failed = approximation is not None and approximation.failed
+    if approximation is not None:
+        message += f"; {approximation}"
     gap = best.decrement if np.isfinite(best.decrement) else None
     norm = float(np.linalg.norm(best.gradient))
-    return Convergence(method, best.converged, count, criterion.network.exchanges, best.value, norm, gap, message)
+    converged = best.converged and not failed
+    return Convergence(method, converged, count, criterion.network.exchanges, best.value, norm, gap, message)
 
 
 def parameter_covariance(best: Optimum, n_variances: int) -> Floats:
@@ -212,7 +239,7 @@ def parameter_covariance(best: Optimum, n_variances: int) -> Floats:
     The first ``n_variances`` parameters belong to covariances. A flat direction among these is not estimated, because a
     variance is held at zero, and its result is 0. A flat direction among the others gets a large variance.
     """
-    if len(best.x) > MANY:
+    if not best.has_hessian:
         return np.zeros_like(best.hessian)
     values, vectors = np.linalg.eigh(np.nan_to_num(best.hessian))
     floor = 1e-7 * max(float(values.max(initial=0.0)), 1e-30)
@@ -233,7 +260,7 @@ def _levels(
         S = variation.matrices(x)
         sd = np.sqrt(scale * np.einsum("maa->ma", S))
         sd_error = np.full(sd.shape, np.nan)
-        positive = np.nonzero(sd) if len(best.x) <= MANY else ((), ())  # without a Hessian there are no standard errors
+        positive = np.nonzero(sd) if best.has_hessian else ((), ())  # without a Hessian there are no standard errors
         for m, a in zip(*positive, strict=True):
             # The delta method for log sd = (log S_aa + log scale) / 2.
             G = np.zeros_like(S)
@@ -253,7 +280,10 @@ def likelihood_ratios(
     """Test every level that varies, by a fit without it over the network that was surveyed for the fit.
 
     The state of the nodes after the fit does not change. A statistic far below zero shows that the fit missed its optimum.
+    There are no tests if Laplace's approximation failed.
     """
+    if learned.components.approximation is not None and learned.components.approximation.failed:
+        return ()
     tests, network = [], surveyed.network
     whole = Parameters.of(shape, np.ones(len(network.terms)), network.tree.n_clusters)
     for level, null in shape.without().items():

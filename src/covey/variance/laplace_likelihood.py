@@ -406,11 +406,11 @@ class LaplaceCriterion(Criterion):
 
     def is_doubtful(self, x: Floats) -> bool:
         """Several optima are common if standard deviations are so large that most clients' classes are almost certain."""
-        return any(
-            (self.scale * np.abs(variation.factors(part)) / variation.size[:, None] > _LARGE).any()
-            for variation, part in self.parameters.split(x)
-            if variation.q
-        )
+        return self.largest_deviation(x) > _LARGE
+
+    def largest_deviation(self, x: Floats) -> float:
+        parts = [(np.abs(each.factors(part)) / each.size[:, None]).max(initial=0.0) for each, part in self.parameters.split(x)]
+        return self.scale * float(max(parts))
 
 
 def run_newton(

@@ -223,6 +223,10 @@ class Criterion(ABC):
         """Whether an optimum at ``x`` is probably not the only one."""
         return False
 
+    def largest_deviation(self, x: Floats) -> float:
+        """The largest standard deviation of the margin that an entry of a factor of a covariance causes, if it matters."""
+        return 0.0
+
     def change_to_client_fits(self, x: Floats) -> bool:
         """If digits were lost at ``x``, change to a computation that loses none. Returns whether it changed."""
         return False

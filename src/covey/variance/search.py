@@ -12,6 +12,12 @@ gradient ``g``. The decrement ``1/2 g'H^-1 g`` estimates how far the function ca
 Before the search a guess at the curvature puts each parameter in units of about a standard error. One step length then suits
 all parameters.
 
+If these steps do not converge, Newton steps in the variances follow. A column far from zero, such as a year, with a variance of
+its slope and one of the intercept but no correlation, determines little but the sum of two variances. Points of equal sum lie
+on a straight line in the variances, but on an arc in the standard deviations, along which straight steps are short. With the
+variance as coordinate, in units that make its slope at a standard deviation ``z`` equal to that of ``z``, the gradient ``g`` is
+the same and the Hessian is ``H - g / z`` on the diagonal. A step ends where a variance reaches zero.
+
 :func:`resolve_boundary` treats variances at zero. With ``S = L L'`` the derivative in ``L`` is zero wherever ``L`` is zero. So
 a search can stop there although the likelihood would rise. It can also end at a tiny variance that is zero up to rounding.
 Therefore tiny variances are set to zero if that does not raise the criterion. The derivative in ``S`` then shows whether the
@@ -22,11 +28,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from covey._typing import Floats
+from covey._typing import Anything, Floats
 from covey.errors import listing
 from covey.solvers.result import Progress
 from covey.variance.components import Kind, Variation
@@ -34,6 +40,14 @@ from covey.variance.linear_likelihood import Criterion, Evaluation
 
 Function = Callable[[Sequence[Floats]], list[tuple[float, Floats]]]
 """Values and gradients at several points. Across a network several points together cost no more than one."""
+
+
+class SearchWatch(Protocol):
+    """Says whether to give up a search, at a point on its way and at its end."""
+
+    def underway(self, x: Floats) -> bool: ...
+    def at_end(self, x: Floats) -> bool: ...
+
 
 # Limits of the decrement. The search stops below the first: parameters are then about a ten-thousandth of a standard error from
 # the optimum. Below the second it still counts as converged, because rounding may not allow better.
@@ -46,21 +60,41 @@ MANY = 200  # with more parameters a Hessian is not worth its cost
 
 @dataclass(frozen=True)
 class Optimum:
-    """A point, with value, gradient and Hessian there. The function can still fall by about ``decrement``."""
+    """A point, with value, gradient and Hessian there. The function can still fall by about ``decrement``.
+
+    ``failed`` says that the search gave up because the function approximates no likelihood there. Then the Hessian is zero.
+    """
 
     x: Floats
     value: float
     gradient: Floats
     hessian: Floats
     decrement: float
+    failed: bool = False
+
+    @property
+    def has_hessian(self) -> bool:
+        return len(self.x) <= MANY and not self.failed
 
     @property
     def converged(self) -> bool:
         return bool(self.decrement <= CONVERGED and np.isfinite(self.value))
 
 
-def minimise(function: Function, x: Floats, curvature: Floats, *, progress: Progress | None = None) -> Optimum:
-    """Search from ``x``, where the second derivatives are about ``curvature``."""
+def minimise(
+    function: Function,
+    x: Floats,
+    curvature: Floats,
+    *,
+    deviations: Anything | None = None,
+    watch: SearchWatch | None = None,
+    progress: Progress | None = None,
+) -> Optimum:
+    """Search from ``x``, where the second derivatives are about ``curvature``.
+
+    ``deviations`` says which parameters are standard deviations that the function knows by their squares only. The ``watch``
+    may end the search during its quasi-Newton run, or after it.
+    """
     count, unit = 0, 1.0 / np.sqrt(np.maximum(0.5 * curvature, 1e-12))
 
     def scaled(points: Sequence[Floats]) -> list[tuple[float, Floats]]:
@@ -76,12 +110,17 @@ def minimise(function: Function, x: Floats, curvature: Floats, *, progress: Prog
 
     if len(x) == 0:
         return Optimum(x, scaled([x])[0][0], x, np.empty((0, 0)), 0.0)
-    best = _newton_steps(scaled, _quasi_newton(scaled, x / unit))
+    best = _quasi_newton(scaled, x / unit, lambda z: watch is not None and watch.underway(z * unit))
+    if watch is not None and watch.at_end(best.x * unit):
+        return replace(best, x=best.x * unit, gradient=best.gradient / unit, hessian=np.zeros_like(best.hessian), failed=True)
+    best = _newton_steps(scaled, best)
+    if not best.converged and deviations is not None:
+        best = _newton_steps(scaled, best, deviations)
     hessian = best.hessian / (unit[:, None] * unit)
     return replace(best, x=best.x * unit, gradient=best.gradient / unit, hessian=hessian)
 
 
-def _quasi_newton(function: Function, z: Floats) -> Optimum:
+def _quasi_newton(function: Function, z: Floats, give_up: Callable[[Floats], bool]) -> Optimum:
     """BFGS; for many parameters L-BFGS without a Hessian, whose decrement uses the curvature 2 that the units imply."""
     from scipy.optimize import minimize  # slow to import, and only needed here
 
@@ -89,29 +128,35 @@ def _quasi_newton(function: Function, z: Floats) -> Optimum:
     options: dict[str, Any] = {"gtol": _NEAR, "maxiter": 20 * len(z) + 100, "hess_inv0": 0.5 * np.eye(len(z))}
     if many:
         options = {"maxcor": 30, "ftol": 1e-16, "gtol": 1e-5, "maxiter": 2000, "maxfun": 4000}
+
+    def stop(point: Floats) -> None:
+        if give_up(point):
+            raise StopIteration
+
+    settings: dict[str, Any] = {"method": "L-BFGS-B" if many else "BFGS", "options": options, "callback": stop}
     with np.errstate(invalid="ignore", over="ignore"):
-        end = minimize(lambda point: function([point])[0], z, jac=True, method="L-BFGS-B" if many else "BFGS", options=options)
+        end = minimize(lambda point: function([point])[0], z, jac=True, **settings)
     gradient = np.asarray(end.jac)
     hessian = np.zeros((len(z), len(z))) if many else np.asarray(np.linalg.pinv(np.asarray(end.hess_inv)))
     decrement = 0.25 * float(gradient @ gradient) if many else np.inf
     return Optimum(np.asarray(end.x), float(end.fun), gradient, hessian, decrement)
 
 
-def _newton_steps(function: Function, best: Optimum) -> Optimum:
-    """Newton steps until the decrement is negligible."""
+def _newton_steps(function: Function, best: Optimum, deviations: Anything | None = None) -> Optimum:
+    """Newton steps until the decrement is negligible; in variances for those parameters that are ``deviations``."""
     if len(best.x) > MANY:
         return best
     for _ in range(12):
         best = replace(best, hessian=_hessian(function, best.x, best.gradient))
-        step, decrement = _newton(best)
+        step, decrement = _newton(best, deviations)
         best = replace(best, decrement=decrement)
         if decrement <= 1e-2 * NEGLIGIBLE:
             return best
-        moved = _descend(function, best, step)
+        moved = _descend(function, best, step, deviations)
         if moved is None:
             return best
         # A full step near the optimum squares the error, so the Hessian before it is as good as the one at the optimum.
-        best = replace(moved, decrement=_newton(moved)[1])
+        best = replace(moved, decrement=_newton(moved, deviations)[1])
         if decrement <= 1e-2 and best.decrement <= NEGLIGIBLE:
             return best
     return best
@@ -123,9 +168,13 @@ def _hessian(function: Function, z: Floats, gradient: Floats) -> Floats:
     return np.asarray(0.5 * (H + H.T))
 
 
-def _newton(at: Optimum) -> tuple[Floats, float]:
+def _newton(at: Optimum, deviations: Anything | None = None) -> tuple[Floats, float]:
     """The Newton step and the decrement. Curvatures count by their absolute values, so that the step descends."""
-    values, vectors = np.linalg.eigh(at.hessian)
+    hessian = at.hessian
+    if deviations is not None:
+        curved = deviations & (at.x != 0)
+        hessian = hessian - np.diag(np.where(curved, at.gradient / np.where(curved, at.x, 1.0), 0.0))
+    values, vectors = np.linalg.eigh(hessian)
     # The factor of a singular covariance has flat directions, where the gradient is zero too. If the gradient is not zero in a
     # flat direction, the direction gets the curvature 1, so that a slope is never taken for an optimum.
     floor = 1e-7 * max(float(np.abs(values).max(initial=0.0)), 1e-12)
@@ -139,11 +188,17 @@ def _newton(at: Optimum) -> tuple[Floats, float]:
     return step, decrement
 
 
-def _descend(function: Function, at: Optimum, step: Floats) -> Optimum | None:
+def _descend(function: Function, at: Optimum, step: Floats, deviations: Anything | None = None) -> Optimum | None:
     """Halve the step until the function falls. If it changes by rounding only, until the norm of its gradient falls."""
     noise = 1e-13 * abs(at.value)
+    curved = np.zeros(len(at.x), dtype=bool) if deviations is None else deviations & (at.x != 0)
+    old, change = at.x[curved] ** 2, 2.0 * at.x[curved] * step[curved]
+    # The step ends where the first variance is zero.
+    longest = min(1.0, float((-old[change < 0] / change[change < 0]).min(initial=1.0)))
     for halving in range(30):
-        x = at.x + 0.5**halving * step
+        length = longest * 0.5**halving
+        x, left = at.x + length * step, old + length * change
+        x[curved] = np.sign(at.x[curved]) * np.sqrt(np.where(left > 1e-15 * old, left, 0.0))
         ((value, gradient),) = function([x])
         lower = value < at.value - noise
         flat = abs(value - at.value) <= noise and np.linalg.norm(gradient) < np.linalg.norm(at.gradient)
@@ -227,6 +282,8 @@ _SMALL, _ZERO = 1e-4, 1e-8
 
 def resolve_boundary(criterion: Criterion, best: Optimum) -> Optimum:
     """Set negligible variances to zero; search again from a nearby point if the likelihood rises from there."""
+    if best.failed:
+        return best
     for _ in range(6):
         zeroed = _set_small_to_zero(criterion, best)
         if zeroed is not None:
@@ -235,7 +292,8 @@ def resolve_boundary(criterion: Criterion, best: Optimum) -> Optimum:
         if out is None:
             return best
         x, curvature = approach(criterion, out, 1)
-        again = minimise(criterion.values_and_gradients, x, curvature, progress=criterion.progress)
+        deviations = criterion.parameters.deviations(x)
+        again = minimise(criterion.values_and_gradients, x, curvature, deviations=deviations, progress=criterion.progress)
         if again.value > best.value - NEGLIGIBLE:
             return best
         best = again
@@ -256,7 +314,9 @@ def _minimise_others(criterion: Criterion, best: Optimum) -> Optimum:
         return [(value, gradient[free]) for value, gradient in criterion.values_and_gradients(points)]
 
     guess = approach(criterion, best.x, 0)[1] if len(best.x) > MANY else np.diag(best.hessian)
-    rest = minimise(function, best.x[free], np.maximum(guess[free], 1e-3), progress=criterion.progress)
+    deviations = criterion.parameters.deviations(best.x)[free]
+    guess = np.maximum(guess[free], 1e-3)
+    rest = minimise(function, best.x[free], guess, deviations=deviations, progress=criterion.progress)
     gradient, hessian = np.zeros(len(free)), np.zeros((len(free), len(free)))
     gradient[free], hessian[np.ix_(free, free)] = rest.gradient, rest.hessian
     return Optimum(whole(rest.x), rest.value, gradient, hessian, rest.decrement)
@@ -344,7 +404,7 @@ def notes_at(criterion: Criterion, best: Optimum) -> list[str]:
             notes.append(f"singular: {_what(terms, is_zero[m])} between {units}{where}")
     if len(notes) > 5:
         notes = [*notes[:4], f"singular: {len(notes) - 4} more covariances"]
-    if not best.converged:
+    if not best.converged and not best.failed:
         left = "the likelihood still rises in some direction"
         if np.isfinite(best.decrement):
             left = f"judging by the curvature, twice the log-likelihood can still rise by {best.decrement:.1e}"
