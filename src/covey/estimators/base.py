@@ -14,9 +14,10 @@ from covey.errors import DataError
 from covey.estimators.inference import InferenceMethods
 from covey.fitting.fit import fit
 from covey.model.files import save_model
+from covey.model.new_rows import response_of
 from covey.model.summary import describe
 from covey.nodes.network import InMemory
-from covey.problem.problem import Arrays, Problem, as_frame, read_rows, resolve
+from covey.problem.problem import Arrays, Problem, as_frame, read_rows, resolve, shares_of
 from covey.tables.design import response
 from covey.tree.hierarchy import Level
 
@@ -35,6 +36,7 @@ class HierarchicalEstimator(InferenceMethods):
         cluster: ArrayLike | None = None,
         sample_weight: ArrayLike | None = None,
         offset: ArrayLike | None = None,
+        trials: ArrayLike | None = None,
     ) -> Self:
         """Fit the models of all clients, of all clusters and of the whole.
 
@@ -48,6 +50,8 @@ class HierarchicalEstimator(InferenceMethods):
             Ids of the client and cluster of each row, if they are not columns of ``X``.
         sample_weight, offset : (n_rows,) arrays, optional
             Row weights and offsets, if they are not columns of ``X``.
+        trials : (n_rows,) array, optional
+            The numbers of trials of a classifier, if they are not a column of ``X``. ``y`` is then the share of successes.
 
         Returns
         -------
@@ -69,7 +73,8 @@ class HierarchicalEstimator(InferenceMethods):
                 UserWarning,
                 stacklevel=2,
             )
-        return self._fit(draft, X, y, client=client, cluster=cluster, weights=sample_weight, offset=offset)
+        given = {"client": client, "cluster": cluster, "weights": sample_weight, "offset": offset, "trials": trials}
+        return self._fit(draft, X, y, **given)
 
     def _fit(self, draft: Problem, X: Any, y: Any = None, **given: Any) -> Self:
         """Fit a problem; ``given`` are arrays beside ``X``."""
@@ -86,13 +91,13 @@ class HierarchicalEstimator(InferenceMethods):
             self._library_ = frame.implementation
         else:
             X, given = self._split_off(X, **given)
-            X, y = self._validate(X, y)
+            X, y = self._validate(X, y, given.get("trials") is not None)
             kept = [at for at in range(X.shape[1] + len(self._positions())) if at not in self._positions().values()]
             columns = getattr(self, "feature_names_in_", [f"x{at}" for at in kept])
         data, problem = read_rows(X, draft, Arrays(y, **given), columns)
         return self._adopt(fit(InMemory.of(data, problem.loss), problem))
 
-    def _validate(self, X: Any, y: Any) -> tuple[Floats, Any]:
+    def _validate(self, X: Any, y: Any, shares: bool = False) -> tuple[Floats, Any]:
         # Values that are not finite are refused later, by column and client.
         X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, ensure_all_finite=False)
         return X, y
@@ -177,10 +182,16 @@ class HierarchicalEstimator(InferenceMethods):
             y = response(formula, as_frame(X))
         from sklearn import metrics
 
+        predicted = self.predict(X, client, cluster, offset)
+        frame = as_frame(X) if self.model_.spec.named else None
+        shares = shares_of(*response_of(self.model_, frame, y, None, None)[::2], None, self.model_.problem)
+        if shares is not None:  # a row with successes and failures is two rows, with their numbers as weights
+            (share, trials), rows = shares, len(predicted)
+            y, predicted = np.repeat([1, 0], rows), np.tile(predicted, 2)
+            weights = np.concatenate([share, 1.0 - share]) * np.tile(trials, 2)
+            sample_weight = weights if sample_weight is None else weights * np.tile(np.asarray(sample_weight), 2)
         name, options = self._metric
-        return float(
-            getattr(metrics, name)(y, self.predict(X, client, cluster, offset), sample_weight=sample_weight, **options)
-        )
+        return float(getattr(metrics, name)(y, predicted, sample_weight=sample_weight, **options))
 
     def save(self, path: str | Path, *, sums: bool = True) -> Path:
         """Write the model to a folder of JSON and Parquet files. :func:`covey.load` reads it, without the solver's history.

@@ -41,6 +41,9 @@ class EstimatorCore:
         Columns of ``X`` with row weights and with an offset, which is added to the linear predictor. Cross-validation splits
         them with the rows of ``X``. You can pass the arrays ``sample_weight`` and ``offset`` to ``fit`` instead. A weight
         multiplies the loss of its row: for the linear model, it is the precision of the row relative to the others.
+    trials : str, int or None
+        Column of ``X`` with the number of trials of each row, for a classifier. The response is then the share of successes.
+        In a formula, ``"cbind(successes, failures) ~ x"`` says the same. You can pass the array ``trials`` to ``fit`` instead.
     formula : str or None
         The terms, such as ``"log(x) + zone * year"``. Categories are coded and an intercept is included. With a left-hand side,
         ``"y ~ x"``, the formula also names the response. Bars say which terms vary by group, as in lme4:
@@ -134,6 +137,7 @@ class EstimatorCore:
         cluster: str | int | None = None,
         weights: str | int | None = None,
         offset: str | int | None = None,
+        trials: str | int | None = None,
         formula: str | None = None,
         fit_intercept: bool = True,
         standardize: bool = False,
@@ -157,7 +161,7 @@ class EstimatorCore:
         unseen: Unseen = "parent",
         random_state: RandomState = None,
     ) -> None:
-        self.client, self.cluster, self.weights, self.offset = client, cluster, weights, offset
+        self.client, self.cluster, self.weights, self.offset, self.trials = client, cluster, weights, offset, trials
         self.formula, self.fit_intercept, self.standardize = formula, fit_intercept, standardize
         self.gamma, self.lam, self.alpha, self.penalty = gamma, lam, alpha, penalty
         self.vary, self.covariance, self.per_cluster, self.tests = vary, covariance, per_cluster, tests

@@ -13,7 +13,6 @@ from sklearn.utils.validation import check_is_fitted
 from covey._typing import ArrayLike, Floats, TableLike
 from covey.errors import DataError, SolverError, one_of
 from covey.estimators.core import EstimatorCore
-from covey.fitting.fit import shape_of
 from covey.model.model import quantile
 from covey.model.new_rows import group_rows
 from covey.model.summary import Summary
@@ -203,6 +202,7 @@ class InferenceMethods(EstimatorCore):
         cluster: ArrayLike | None = None,
         sample_weight: ArrayLike | None = None,
         offset: ArrayLike | None = None,
+        trials: ArrayLike | None = None,
         *,
         draws: int = 200,
         coverage: float = 0.95,
@@ -215,7 +215,7 @@ class InferenceMethods(EstimatorCore):
 
         Parameters
         ----------
-        X, y, client, cluster, sample_weight, offset : optional
+        X, y, client, cluster, sample_weight, offset, trials : optional
             The rows, as they were passed to ``fit``. A linear model does not need them, all others do.
         draws : int
             The number of draws.
@@ -244,12 +244,11 @@ class InferenceMethods(EstimatorCore):
         if not model.spec.loss.reml:
             if X is None:
                 raise DataError(f"The bootstrap of a {model.spec.family} model needs the rows: pass X and y as to fit.")
-            data = self._group(X, y, client, cluster, sample_weight, offset)
+            data = self._group(X, y, client, cluster, sample_weight, offset, trials)
             if data.hierarchy.client_ids.to_list() != model.hierarchy.client_ids.to_list():
                 raise DataError("The bootstrap needs the rows that the model was fitted to; these have other clients.")
-        shape = shape_of(model.hierarchy, model.terms, model.spec, model.problem.vary)
         settings: dict[str, Any] = {"draws": draws, "seed": self._seed(), "progress": progress}
-        drawn = bootstrap(learned, shape, model.wbar, data=data, loss=model.problem.loss, **settings)
+        drawn = bootstrap(learned, learned.shape, model.wbar, data=data, loss=model.problem.loss, **settings)
         ids = model.hierarchy.cluster_ids
         named = drawn.intervals(coverage).with_columns(
             pl.col("cluster").map_elements(lambda at: ids[at], return_dtype=ids.dtype, skip_nulls=True)
@@ -264,6 +263,7 @@ class InferenceMethods(EstimatorCore):
         cluster: ArrayLike | None = None,
         sample_weight: ArrayLike | None = None,
         offset: ArrayLike | None = None,
+        trials: ArrayLike | None = None,
     ) -> Self:
         """Return a copy of the estimator with further rows, of new clients or of clients that it has, without a refit.
 
@@ -273,7 +273,7 @@ class InferenceMethods(EstimatorCore):
 
         Parameters
         ----------
-        X, y, client, cluster, sample_weight, offset : optional
+        X, y, client, cluster, sample_weight, offset, trials : optional
             The rows, as for ``fit``.
 
         Returns
@@ -294,7 +294,8 @@ class InferenceMethods(EstimatorCore):
         [[-0.95, 0.26]]
         """
         check_is_fitted(self, "model_")
-        return copy(self)._adopt(add_clients(self.model_, self._group(X, y, client, cluster, sample_weight, offset)))
+        rows = self._group(X, y, client, cluster, sample_weight, offset, trials)
+        return copy(self)._adopt(add_clients(self.model_, rows))
 
     def remove_clients(self, clients: Sequence[Hashable]) -> Self:
         """Return a copy of the estimator as if these clients had never taken part, at the same variance components.
@@ -320,6 +321,6 @@ class InferenceMethods(EstimatorCore):
         check_is_fitted(self, "model_")
         return copy(self)._adopt(remove_clients(self.model_, clients))
 
-    def _group(self, X: Any, y: Any, client: Any, cluster: Any, weights: Any, offset: Any) -> GroupedData:
-        X, given = self._rows(X, client=client, cluster=cluster, weights=weights, offset=offset)
+    def _group(self, X: Any, y: Any, client: Any, cluster: Any, weights: Any, offset: Any, trials: Any) -> GroupedData:
+        X, given = self._rows(X, client=client, cluster=cluster, weights=weights, offset=offset, trials=trials)
         return group_rows(self.model_, X, y, **given)

@@ -178,6 +178,14 @@ class Loss(ABC):
         """Raise an error if a response is impossible, or if all responses together do not determine a model."""
         self.check_values(y, place)
 
+    def draw_rows(self, margin: Floats, weights: Floats | None, rng: np.random.Generator, dispersion: float = 1.0) -> Floats:
+        """Draw random responses of rows with weights."""
+        if weights is not None and (weights != 1).any():
+            raise SolverError(
+                "Only the bootstrap of a linear model takes weights; repeat the rows instead of weighting them."
+            )
+        return self.draw(margin, rng, dispersion)
+
     def check_total(self, total: float) -> None:  # noqa: B027
         """Raise an error if the sum of the responses of all sites shows that they do not determine a model."""
 

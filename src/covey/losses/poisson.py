@@ -43,7 +43,7 @@ class Poisson(Loss):
     code: ClassVar[int | None] = kernels.POISSON
     curvature: ClassVar[tuple[float, float]] = (0.0, np.inf)
     third_per_second: ClassVar[float] = 1.0
-    responses: ClassVar[str] = "counts >= 0"
+    responses: ClassVar[str] = "whole counts >= 0 (for rates, give counts and the log of the exposure as offset)"
 
     def mean(self, margin: Floats) -> Floats:
         return np.exp(np.minimum(margin, kernels.LARGEST_LOG_MEAN))
@@ -81,7 +81,7 @@ class Poisson(Loss):
         return rng.poisson(np.minimum(self.mean(margin), 1e9)).astype(np.float64)
 
     def impossible(self, y: Floats) -> npt.NDArray[np.bool_]:
-        return y < 0
+        return np.asarray((y < 0) | (y != np.round(y)))
 
     def check(self, y: Floats, place: Place) -> None:
         self.check_values(y, place)

@@ -9,7 +9,7 @@ import polars as pl
 
 from covey._typing import Anything, Floats
 from covey.errors import DataError
-from covey.problem.problem import as_frame, encode_known
+from covey.problem.problem import as_frame, encode_known, shares_of
 from covey.tables.design import Frame, column, compose, numeric, response
 from covey.tables.rows import GroupedData, refuse_infinite, side_by_side
 from covey.tree.hierarchy import Level, Resolved, Unseen
@@ -47,7 +47,15 @@ def new_rows(
 
 
 def group_rows(
-    model: Model, X: Any, y: Any = None, *, client: Any = None, cluster: Any = None, weights: Any = None, offset: Any = None
+    model: Model,
+    X: Any,
+    y: Any = None,
+    *,
+    client: Any = None,
+    cluster: Any = None,
+    weights: Any = None,
+    offset: Any = None,
+    trials: Any = None,
 ) -> GroupedData:
     """Group new rows by client, coded as in training. Ids and responses come from the arguments or the table's columns."""
     frame = as_frame(X) if model.spec.named else None
@@ -59,17 +67,18 @@ def group_rows(
         raise DataError("New rows need the ids of their clusters; pass cluster=, or a table with the column of clusters.")
     if cluster is None:
         cluster = pl.Series(model.hierarchy.cluster_ids.to_list() * n_rows)
-    y, weights = _response_of(model, frame, y, weights)
+    y, weights, trials = response_of(model, frame, y, weights, trials)
+    shares = shares_of(y, trials, weights, model.problem)
     return GroupedData.from_blocks(
         blocks,
         n_rows,
-        encode_known(y, model.classes),
+        encode_known(y, model.classes) if shares is None else shares[0],
         client,
         cluster,
-        weights=weights,
+        weights=weights if shares is None else shares[1],
         offset=_offset_of(model, offset, frame, n_rows),
         terms=model.terms,
-        check=model.problem.loss.check_values,
+        check=model.problem.loss.check_values if shares is None else None,
     )
 
 
@@ -107,8 +116,8 @@ def _refuse_missing_ids(model: Model, client: Any, cluster: Any, level: Level) -
         raise DataError("This model was fitted to several clusters: pass cluster= to predict, or level='global'.")
 
 
-def _response_of(model: Model, frame: Frame | None, y: Any, weights: Any) -> tuple[Any, Any]:
-    """The response and weights of new rows: from the arguments, or from the table's columns."""
+def response_of(model: Model, frame: Frame | None, y: Any, weights: Any, trials: Any) -> tuple[Any, Any, Any]:
+    """The response, weights and trials of new rows: from the arguments, or from the table's columns."""
     formula = model.problem.formula
     if y is None:
         if frame is None or formula is None or formula.response is None:
@@ -116,7 +125,9 @@ def _response_of(model: Model, frame: Frame | None, y: Any, weights: Any) -> tup
         y = response(formula, frame)
     if weights is None and frame is not None and model.spec.weights is not None:
         weights = numeric(frame, model.spec.weights)
-    return y, weights
+    if trials is None and frame is not None and model.spec.trials is not None:
+        trials = numeric(frame, model.spec.trials)
+    return y, weights, trials
 
 
 def _offset_of(model: Model, given: Any, frame: Frame | None, n_rows: int) -> Floats | None:

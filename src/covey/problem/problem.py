@@ -15,7 +15,7 @@ from typing import Any
 import narwhals as nw
 import numpy as np
 
-from covey._typing import Anything
+from covey._typing import Anything, Floats
 from covey.errors import DataError, FormulaError, ModelError, listing
 from covey.losses import Loss
 from covey.problem.settings import COLUMNS
@@ -142,6 +142,11 @@ class Problem:
             return vary_from_setting(self.spec.vary, self.terms)
         return vary_from_bars(self.formula.bars, self.spec.client, self.spec.cluster, self._unscaled)
 
+    @cached_property
+    def zero(self) -> tuple[str, ...]:
+        """The terms that vary about zero, because only bars name them."""
+        return self._unscaled.zero if isinstance(self._unscaled, Formula) else ()
+
     @property
     def _unscaled(self) -> Columns | Formula:
         return self.design.inner if isinstance(self.design, Scaled) else self.design
@@ -150,7 +155,7 @@ class Problem:
         """Complete a draft with what its columns hold."""
         design: Design = Columns(schema.columns, self.spec.fit_intercept)
         if self.formula is not None:
-            design = Formula.of(self.formula.common, schema.columns, schema.categories)
+            design = Formula.of(self.formula.common, schema.columns, schema.categories, self.formula.bars)
         return self.of_design(design, schema.classes, schema.has_offset, schema.nested)
 
     def of_design(self, design: Design, classes: Classes | None, has_offset: bool, nested: bool | None) -> Problem:
@@ -226,6 +231,7 @@ class Arrays:
     cluster: Any = None
     weights: Any = None
     offset: Any = None
+    trials: Any = None
 
 
 def read_rows(
@@ -252,7 +258,10 @@ def read_rows(
     if frame is not None:
         given, y = _from_columns(frame, draft.spec, given), _response(frame, draft, y)
     names, categories = (tuple(columns or ()), {}) if frame is None else _columns(frame, draft)
-    outcome, classes = encode_response(y, draft.loss)
+    shares = shares_of(y, given.trials, given.weights, draft)
+    outcome, classes = encode_response(y, draft.loss) if shares is None else (shares[0], _SUCCESS)
+    if shares is not None and shares[0] @ shares[1] in (0.0, shares[1].sum()):
+        raise DataError("All trials have the same outcome. A classifier needs successes and failures.")
     nested = None if frame is None else bool(draft.spec.nested) and repeats(given.cluster, given.client)
     problem = draft.agree(Schema(names, categories, Classes.of(classes), nested, given.offset is not None))
     data = GroupedData.from_blocks(
@@ -261,10 +270,10 @@ def read_rows(
         outcome,
         compose(given.cluster, given.client) if nested else given.client,
         given.cluster,
-        weights=given.weights,
+        weights=given.weights if shares is None else shares[1],
         offset=given.offset,
         terms=problem.terms,
-        check=problem.loss.check,
+        check=problem.loss.check if shares is None else None,
     )
     if not problem.spec.standardize:
         return data, problem
@@ -313,6 +322,42 @@ def encode_response(y: Any, loss: Loss) -> tuple[Any, Anything | None]:
     return codes.ravel().astype(np.float64), classes
 
 
+_SUCCESS = np.array([0, 1])  # the classes of successes of trials
+
+
+def shares_of(y: Any, trials: Any, weights: Any, problem: Problem) -> tuple[Floats, Floats] | None:
+    """The share of successes and the number of trials of each row; None if the response is not one of trials.
+
+    A row with ``n`` trials has the loss of ``n`` rows, but for the binomial coefficient, which the loss adds as a constant.
+    """
+    counts = problem.formula is not None and problem.formula.counts
+    if not counts and trials is None:
+        return None
+    if not problem.loss.two_classes:
+        raise DataError(f"Successes of trials are for the bernoulli family, not {problem.loss.name}; use a classifier.")
+    if weights is not None or (counts and trials is not None):
+        raise DataError(f"The numbers of trials are given, so leave out {'trials=' if weights is None else 'weights'}.")
+    try:
+        values = np.asarray(series_values(y), dtype=np.float64)
+        n = values.sum(axis=1) if counts else np.asarray(series_values(trials), dtype=np.float64)
+    except (TypeError, ValueError):
+        raise DataError("Successes and trials must be numbers; convert the columns.") from None
+    if values.shape[0] != len(n) or n.ndim != 1:
+        raise DataError(f"There are {len(n)} numbers of trials for {len(values)} responses; give one for each row.")
+    successes = values[:, 0] if counts else n * values
+    whole = np.round(successes)
+    for what, number, wrong in (
+        ("number of trials", n, ~((n >= 0) & (n == np.round(n)) & np.isfinite(n))),
+        ("number of successes", successes, ~((whole >= 0) & (whole <= n) & (np.abs(successes - whole) <= 1e-3))),
+    ):
+        for row in np.flatnonzero(wrong)[:1].tolist():
+            fix = "write cbind(successes, failures), or give the share of successes as response and trials="
+            raise DataError(
+                f"The {what} is {number[row]:g} in row {row}, with {n[row]:g} trials; counts are whole numbers: {fix}."
+            )
+    return whole / np.where(n > 0, n, 1.0), n
+
+
 def encode_known(y: Any, classes: Anything | None) -> Any:
     """New responses as numbers, with the classes of a fitted model."""
     values = series_values(y)
@@ -351,11 +396,11 @@ def _columns(frame: Frame, draft: Problem) -> tuple[tuple[str, ...], dict[str, l
     """The columns of the terms, and their categories."""
     spec, formula = draft.spec, draft.formula
     if formula is not None:
-        columns, categories = inspect(formula.common, frame)
+        columns, categories = inspect(formula.right, frame)
         if formula.response in columns:
             raise FormulaError(f"The response {formula.response!r} is also on the right of '~'; remove it there.")
         return columns, categories
-    features = tuple(name for name in frame.columns if name not in (spec.client, spec.cluster, spec.weights, spec.offset))
+    features = tuple(name for name in frame.columns if name not in [getattr(spec, what) for what in COLUMNS])
     if "Intercept" in features and spec.fit_intercept:
         raise DataError(
             "The column 'Intercept' has the name that covey gives the intercept; rename it, or set fit_intercept=False."

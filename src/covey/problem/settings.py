@@ -28,7 +28,7 @@ Penalties = Literal["auto", "reml", "ml", "cv"]
 PENALTIES = ("auto", "reml", "ml", "cv")
 BASELINES = ("single-model", "locally-trained", "single-cluster")
 KINDS = ("isotropic", "diagonal", "full")
-COLUMNS = ("client", "cluster", "weights", "offset")  # settings that name a column
+COLUMNS = ("client", "cluster", "weights", "offset", "trials")  # settings that name a column
 LEVELS = ("client", "cluster")
 
 
@@ -56,6 +56,9 @@ class Spec:
         formula can name them instead. Without a cluster column all clients are in one cluster.
     weights, offset : str or None
         The columns that hold the weights of the rows and a known part of the linear predictor.
+    trials : str or None
+        The column that holds the number of trials of each row, of which the response is the share of successes. In a formula,
+        ``cbind(successes, failures)`` says the same.
     formula : str or None
         Response and terms, such as ``"y ~ log(x) + zone"``. Bars say which terms vary by which groups, as in
         ``"y ~ x + (1 + x | cluster/client)"``. None takes all other columns as terms.
@@ -119,6 +122,7 @@ class Spec:
     cluster: str | None = setting(None, "Column with the ids of clusters, the groups of clients.", str | None)
     weights: str | None = setting(None, "Column with row weights.", str | None)
     offset: str | None = setting(None, "Column with a known part of the linear predictor.", str | None)
+    trials: str | None = setting(None, "Column with numbers of trials; the response is the share of successes.", str | None)
     formula: str | None = setting(None, "Response and terms: 'y ~ log(x) + zone', 'y ~ x + (x | cluster/client)'.", str)
     fit_intercept: bool = setting(True)
     standardize: bool = setting(False, "Subtract the mean of each term and divide by its standard deviation.", bool)
@@ -155,7 +159,7 @@ class Spec:
     @property
     def named(self) -> bool:
         """Whether columns are found by name, in a table, rather than by position."""
-        return any(name is not None for name in (self.client, self.cluster, self.weights, self.offset, self.formula))
+        return any(getattr(self, name) is not None for name in (*COLUMNS, "formula"))
 
     @property
     def learns(self) -> str | None:
@@ -205,6 +209,10 @@ class Spec:
             raise SolverError(f"The 'tol' parameter must be a positive number. Got {self.tol!r} instead.")
         if not (isinstance(self.seed, int) and self.seed >= 0):
             raise SolverError(f"The seed (random_state) must be a whole number >= 0. Got {self.seed!r} instead.")
+        if self.trials is not None and not self.loss.two_classes:
+            raise SolverError(f"trials= is for the bernoulli family, not {self.family}; leave it out, or choose that family.")
+        if self.trials is not None and self.weights is not None:
+            raise SolverError("trials= weights the rows by their numbers of trials; leave out weights=.")
         if self.max_iter is not None:
             whole("max_iter", self.max_iter, least=1)
 

@@ -53,26 +53,49 @@ class Columns:
 
 @dataclass(frozen=True)
 class Formula:
-    """The common terms of a formula, the columns that they need, and the categories of these columns (``levels``)."""
+    """The common terms of a formula, the columns that they need, and the categories of these columns (``levels``).
+
+    ``extra`` are the terms of bars with columns that the common terms do not have. These columns follow the others; they vary
+    about zero, because they have no common coefficient.
+    """
 
     rhs: Terms
     terms: tuple[str, ...]
     columns: tuple[str, ...]
     levels: Mapping[str, Sequence[Any]]
+    extra: tuple[Terms, ...] = ()
 
     @classmethod
-    def of(cls, rhs: Terms, columns: Sequence[str], levels: Mapping[str, Sequence[Any]]) -> Formula:
+    def of(cls, rhs: Terms, columns: Sequence[str], levels: Mapping[str, Sequence[Any]], bars: Sequence[Bar] = ()) -> Formula:
         """The design for columns with these categories; no data are needed."""
         design = cls(rhs, (), tuple(columns), levels)
-        terms = tuple(design.terms_of(rhs))
-        if not terms:
+        names, extra = dict.fromkeys(design.terms_of(rhs)), []
+        for terms in dict.fromkeys(design.like_common(bar.terms) for bar in bars):
+            own = design.terms_of(terms)
+            if not set(own) <= set(names):
+                extra.append(terms)
+                names |= dict.fromkeys(own)
+        if not names:
             raise FormulaError(f"The formula {rhs.text!r} has no terms; write at least '1' for an intercept.")
-        return replace(design, terms=terms)
+        return replace(design, terms=tuple(names), extra=tuple(extra))
+
+    @property
+    def zero(self) -> tuple[str, ...]:
+        """The terms that have no common coefficient."""
+        return self.terms[len(self.terms_of(self.rhs)) :] if self.extra else ()
+
+    def like_common(self, terms: Terms) -> Terms:
+        """Terms as the common terms write them and in their order, on which the coding of categories depends."""
+        common, asked = self.rhs.by_factors(), terms.by_factors()
+        shared = tuple(term for factors, term in common.items() if factors in asked)
+        return Terms(terms.text, (*shared, *(term for factors, term in asked.items() if factors not in common)))
 
     def terms_of(self, terms: Terms) -> list[str]:
         """The names of the columns of ``X`` that some terms make."""
         import pandas as pd
 
+        if not terms.terms:
+            return []
         # The names depend on the categories, not on the values. One row is enough.
         row: dict[str, Any] = {name: [1.0] for name in self.columns}
         for name, levels in self.levels.items():
@@ -86,13 +109,17 @@ class Formula:
         if not isinstance(rows, nw.DataFrame):
             raise DataError("A formula needs a table with named columns; pass a data frame.")
         table = {name: self._column(rows, name) for name in self.columns}
-        matrix = self.rhs.evaluate(pd.DataFrame(table, index=range(len(rows))))
-        return [matrix[name].to_numpy(dtype=np.float64) for name in matrix.columns]
+        frame, blocks = pd.DataFrame(table, index=range(len(rows))), dict[str, Anything]()
+        for terms in (self.rhs, *self.extra):
+            matrix = terms.evaluate(frame) if terms.terms else pd.DataFrame()
+            blocks |= {name: matrix[name].to_numpy(dtype=np.float64) for name in matrix.columns if name not in blocks}
+        return list(blocks.values())
 
     def to_json(self) -> dict[str, Any]:
         levels = {name: list(values) for name, values in self.levels.items()}
         terms, columns = list(self.terms), list(self.columns)
-        return {"kind": "formula", "rhs": self.rhs.text, "terms": terms, "columns": columns, "levels": levels}
+        document = {"kind": "formula", "rhs": self.rhs.text, "terms": terms, "columns": columns, "levels": levels}
+        return {**document, "extra": [terms.to_json() for terms in self.extra]} if self.extra else document
 
     def _column(self, frame: Frame, name: str) -> Any:
         import pandas as pd
@@ -115,7 +142,7 @@ class Formula:
 
 
 def response(formula: ParsedFormula, frame: Frame) -> Any:
-    """The left-hand side of a formula: a column, or an expression such as ``log(radon)``."""
+    """The left-hand side of a formula: a column, an expression such as ``log(radon)``, or the two columns of ``cbind``."""
     lhs = formula.response or ""
     plain = lhs.strip("`")
     if plain in frame.columns:
@@ -128,9 +155,9 @@ def response(formula: ParsedFormula, frame: Frame) -> Any:
     if categorical:
         raise FormulaError(f"The response {lhs!r} must be numeric; {listing(categorical)} holds categories.")
     values = formula.expression.evaluate(pd.DataFrame({name: numeric(frame, name) for name in columns}))
-    if values.shape[1] != 1:
+    if values.shape[1] != 1 + formula.counts:
         raise FormulaError(f"The response {lhs!r} must be one column or expression.")
-    return values.iloc[:, 0].to_numpy(dtype=np.float64)
+    return values.to_numpy(dtype=np.float64) if formula.counts else values.iloc[:, 0].to_numpy(dtype=np.float64)
 
 
 def column(frame: Frame, name: Any) -> nw.Series[Any]:
@@ -316,26 +343,10 @@ def _vary_by(bars: Sequence[Bar], design: Formula) -> tuple[tuple[str, ...], str
 
 
 def _terms_of_bar(bar: Bar, design: Formula) -> list[str]:
-    """The columns of ``X`` that a bar names; they must be among those of the terms outside the bars."""
-    common, asked = design.rhs.by_factors(), bar.terms.by_factors()
-    if not asked:
+    """The columns of ``X`` that a bar names."""
+    if not bar.terms.terms:
         raise FormulaError(f"The bar term {quoted(str(bar))} has no terms; write 1 for an intercept that varies.")
-    for factors, term in asked.items():
-        if factors not in common:
-            lost = ":".join(factor.expression for factor in term)
-            what, more = ("The intercept", ", or 0 to the bar") if lost == "1" else (quoted(lost), "")
-            raise FormulaError(
-                f"{what} varies by {quoted(bar.group)} but has no common coefficient; add {lost[:48]} to the terms outside the "
-                f"bars{more}."
-            )
-    # formulaic codes categories by which other terms are there, so the names may differ from those of all terms.
-    names = design.terms_of(Terms(bar.terms.text, tuple(term for factors, term in common.items() if factors in asked)))
-    for name in (name for name in names if name not in design.terms):
-        raise FormulaError(
-            f"The bar term {quoted(str(bar))} has the column {quoted(name)}, but the terms outside the bars code its "
-            "categories in another way; write the bar's terms as they stand there, including the intercept."
-        )
-    return names
+    return design.terms_of(design.like_common(bar.terms))
 
 
 def _named_terms(names: Any, terms: Sequence[str]) -> tuple[str, ...]:

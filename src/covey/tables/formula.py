@@ -165,10 +165,24 @@ class ParsedFormula:
     bars: tuple[Bar, ...] = ()
 
     @property
+    def counts(self) -> bool:
+        """Whether the response is ``cbind(successes, failures)``."""
+        return self.expression is not None and _counts(self.response) is not None
+
+    @property
+    def right(self) -> Terms:
+        """All terms to the right of ``~``: the common terms, then those of the bars that are not among them."""
+        terms = self.common.by_factors()
+        for bar in self.bars:
+            terms = {**bar.terms.by_factors(), **terms}
+        extra = [term for term in terms.values() if term not in self.common.terms]
+        return Terms(self.common.text, (*self.common.terms, *extra))
+
+    @property
     def factors(self) -> list[Factor]:
-        """The factors of both sides; those of the bars are among them."""
+        """The factors of both sides."""
         left = [] if self.response is None else [Factor(self.response.strip("`"), "lookup")]
-        return (left if self.expression is None else self.expression.factors) + self.common.factors
+        return (left if self.expression is None else self.expression.factors) + self.right.factors
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -205,10 +219,28 @@ def _expression(response: str | None) -> Terms | None:
     """The response as terms; None for the name of a column."""
     if response is None or re.fullmatch(r"`[^`]+`|\w+", response):
         return None
+    counts = _counts(response)
+    if counts is not None:
+        wrapped = [text if re.fullmatch(_NAME, text) else f"I({text})" for text in counts]
+        return Terms.parse(f"0 + {' + '.join(wrapped)}")
     try:
         return Terms.parse(f"0 + {response}")
     except FormulaError:
         return None  # only a column can have this name
+
+
+def _counts(response: str | None) -> list[str] | None:
+    """The two parts of ``cbind(successes, failures)``; None for another response."""
+    found = re.fullmatch(r"cbind\s*\((.*)\)", response or "", re.DOTALL)
+    if found is None:
+        return None
+    inner, mask = found[1], _mask(found[1])
+    depths = _depths(mask)
+    commas = [at for at, char in enumerate(mask) if char == "," and depths[at] == 0]
+    parts = [inner[: commas[0]].strip(), inner[commas[0] + 1 :].strip()] if len(commas) == 1 else []
+    if not all(parts) or not parts or parts[0] == parts[1]:
+        raise FormulaError(f"The response {quoted(response)} must name two columns: cbind(successes, failures).")
+    return parts
 
 
 def quoted(text: str | None) -> str:

@@ -126,7 +126,8 @@ def _inner_from_json(document: Mapping[str, Any], rhs: Terms | None) -> Columns 
     for name, levels in document["levels"].items():
         if len(set(levels)) < len(levels):
             raise ModelError(f"The categories of column {name!r} are listed twice; fit the model again.")
-    return Formula(terms, tuple(document["terms"]), tuple(document["columns"]), dict(document["levels"]))
+    extra = tuple(Terms.from_json(each) for each in document.get("extra", ()))
+    return Formula(terms, tuple(document["terms"]), tuple(document["columns"]), dict(document["levels"]), extra)
 
 
 def moments(X: Floats) -> Exact:

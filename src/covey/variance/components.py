@@ -33,7 +33,8 @@ Kind = Literal["isotropic", "diagonal", "full"]
 class Shape:
     """The positions of the terms that vary at each level, and the form of their covariance.
 
-    With ``per_cluster`` there is one covariance of clients for each cluster, instead of one for all clusters.
+    With ``per_cluster`` there is one covariance of clients for each cluster, instead of one for all clusters. The terms of
+    ``zero`` have the global coefficient 0: they vary about zero, or were dropped because other terms determine them.
     """
 
     client: tuple[int, ...]
@@ -41,6 +42,11 @@ class Shape:
     client_kind: Kind = "diagonal"
     cluster_kind: Kind = "diagonal"
     per_cluster: bool = False
+    zero: tuple[int, ...] = ()
+
+    def free(self, order: Ints) -> Anything:
+        """Which of the terms at these positions have a global coefficient that is estimated."""
+        return ~np.isin(order, self.zero)
 
     def without(self) -> dict[str, Shape]:
         """The two models with one level less. The key is the level that does not vary."""
@@ -307,6 +313,7 @@ class Components:
     notes : sentences on singular covariances and on convergence
     tests : likelihood-ratio tests, one per level that varies
     shares : the shares of clusters, clients and residual in the variance of a row's margin, as a mean over rows
+    zero : terms whose global coefficient is 0 and not estimated: they have none in the formula, or other terms determine them
     """
 
     method: Method
@@ -319,6 +326,7 @@ class Components:
     notes: tuple[str, ...] = ()
     tests: tuple[LikelihoodRatio, ...] = ()
     shares: tuple[float, float, float] = (np.nan, np.nan, np.nan)
+    zero: tuple[str, ...] = ()
 
     @property
     def aic(self) -> float:
@@ -332,13 +340,15 @@ class Components:
         plain = {name: getattr(self, name) for name in ("method", "residual", "log_likelihood", "parameters", "rows")}
         levels = {"client": self.client.to_json(), "cluster": self.cluster.to_json()}
         tests = [asdict(test) for test in self.tests]
-        return {**plain, **levels, "notes": list(self.notes), "tests": tests, "shares": list(self.shares)}
+        lists = {name: list(getattr(self, name)) for name in ("notes", "shares", "zero") if name != "zero" or self.zero}
+        return {**plain, **levels, **lists, "tests": tests}
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> Components:
         levels = {level: LevelComponents.from_json(plain[level]) for level in ("client", "cluster")}
         tests = tuple(LikelihoodRatio(**test) for test in plain["tests"])
-        return cls(**{**plain, **levels, "notes": tuple(plain["notes"]), "tests": tests, "shares": tuple(plain["shares"])})
+        tuples = {name: tuple(plain.get(name, ())) for name in ("notes", "shares", "zero")}
+        return cls(**{**plain, **levels, **tuples, "tests": tests})
 
 
 @dataclass(frozen=True)
@@ -387,6 +397,19 @@ class Learned:
     origin: Floats
     log_weights: float = 0.0
     whole: Whole | None = None
+
+    @property
+    def shape(self) -> Shape:
+        """Which terms vary, as it was fitted."""
+        parts = self.components
+        named = parts.client.terms, parts.cluster.terms, parts.zero
+        client, cluster, zero = (tuple(map(self.terms.index, names)) for names in named)
+        return Shape(client, cluster, parts.client.kind, parts.cluster.kind, len(parts.client.covariance) > 1, zero)
+
+    @property
+    def free(self) -> Anything:
+        """Which terms have a global coefficient that is estimated, ``(d,)``."""
+        return ~np.isin(self.terms, self.components.zero)
 
     @property
     def dispersion(self) -> float:

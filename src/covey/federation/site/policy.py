@@ -26,6 +26,7 @@ from covey.federation.wire.messages import Privacy, formula_of
 from covey.model.files import check_target
 from covey.nodes.network import Batch, Message, SetGamma
 from covey.problem.problem import Problem
+from covey.problem.settings import COLUMNS
 from covey.tables.rows import GroupedData
 
 MINIMUM = 3  # clients in a sum, unless the site sets another minimum
@@ -67,7 +68,7 @@ class Policy:
                 asked = f"not about {factor.expression!r}; leave it out"
                 raise FederationError(f"This site answers about columns as they are, {asked}.")
         named = {factor.expression for factor in formula.factors}
-        named |= {name for name in (spec.client, spec.cluster, spec.weights, spec.offset) if name is not None}
+        named |= {name for name in (getattr(spec, what) for what in COLUMNS) if name is not None}
         foreign = sorted(named - {*self.columns, self.client})
         if foreign:
             raise FederationError(f"This site does not answer about column {foreign[0]!r}; use {listing(self.columns, 8)}.")
