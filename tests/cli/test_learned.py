@@ -100,7 +100,7 @@ def test_learned_variances_are_printed_by_fit_and_show(shell):
         (("y ~ x + (1 | g/h)", "--penalty", "cv"), "penalty='cv'"),
         (("y ~ x + (1 | g/h)", "--vary", "x"), "leave one out"),
         (("y ~ x + (1 | g/h", ), "parentheses"),
-        (("y ~ x + (z | g/h)", ), "'z' varies by 'h' but has no common coefficient"),
+        (("y ~ x + (z | g/h)", ), "There is no column 'z'"),
         (("y ~ x + (1 | nowhere/h)", ), "There is no column 'nowhere'"),
         (("y ~ x", "--client", "h", "--cluster", "g", "--penalty", "ml", "--gamma", "2"), "leave out gamma="),
         (("y ~ x", "--client", "h", "--cluster", "g", "--penalty", "best"), "must be one of 'auto', 'reml', 'ml', 'cv'"),

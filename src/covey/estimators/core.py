@@ -47,7 +47,8 @@ class EstimatorCore:
     formula : str or None
         The terms, such as ``"log(x) + zone * year"``. Categories are coded and an intercept is included. With a left-hand side,
         ``"y ~ x"``, the formula also names the response. Bars say which terms vary by group, as in lme4:
-        ``"y ~ x + z + (1 + x | state/county)"``; ``||`` leaves out correlations. None takes every other column of ``X``.
+        ``"y ~ x + z + (1 + x | state/county)"``; ``||`` leaves out correlations. A term that only a bar names varies about
+        zero. None takes every other column of ``X``.
     fit_intercept : bool
         Add an intercept, which varies like any other term. A formula decides this itself.
     standardize : bool
@@ -68,7 +69,7 @@ class EstimatorCore:
         model and ML for the others; it learns nothing if ``gamma``, ``lam`` or ``alpha`` is given.
     vary : list of terms, mapping from "client" and "cluster" to lists, or None
         Terms that differ by client and by cluster. The others are common to all. None takes what the bars say;
-        without bars all terms vary.
+        without bars all terms vary. Terms that are constant within every client (or cluster) then do not vary there.
     covariance : {None, "isotropic", "diagonal", "full"}, or mapping from "client" and "cluster" to one of them
         Covariance of the varying terms: one variance for all of them (the paper's model), one for each, or correlations too.
         None takes what the bars say, full for ``|`` and diagonal for ``||``; without bars it is diagonal.

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from covey._typing import Floats
-from covey.errors import CoveyError, DataError, FormulaError, PenaltyError, SolverError, warn
+from covey.errors import CoveyError, DataError, FormulaError, PenaltyError, SolverError, listing, warn
 from covey.fitting.selection import Count, fit_baseline, search
 from covey.model.model import Elsewhere, Fitted, Model, assemble
 from covey.nodes.network import Network, SetGamma
@@ -174,7 +174,8 @@ def _isotropic(network: Network, problem: Problem, progress: Progress | None) ->
     shape = shape_of(tree, terms, replace(spec, covariance="isotropic"), vary, () if problem.draft else problem.zero)
     learned = estimate(network, shape, reml=spec.learns == "reml", progress=progress)[1]
     if learned.components.zero:
-        raise PenaltyError(f"{why} estimates every global coefficient: {learned.components.notes[0]}; leave the terms out.")
+        without = listing(learned.components.zero, 5)
+        raise PenaltyError(f"{why} estimates every global coefficient, but {without} cannot have one; leave out {why}.")
     levels = learned.components.client, learned.components.cluster
     client, cluster = (level.sd[:, :1].ravel() ** 2 / learned.dispersion for level in levels)
     if (client == 0).any():

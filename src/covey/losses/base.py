@@ -174,6 +174,9 @@ class Loss(ABC):
             row = int(bad.argmax())
             raise DataError(f"The response is {y[row]:g} in {place(row)}; the {self.name} family takes {self.responses}.")
 
+    def check_grouped(self, y: Floats, place: Place) -> None:  # noqa: B027
+        """Raise an error if a response is impossible in a model of groups, though a plain regression could use it."""
+
     def check(self, y: Floats, place: Place) -> None:
         """Raise an error if a response is impossible, or if all responses together do not determine a model."""
         self.check_values(y, place)
@@ -181,9 +184,7 @@ class Loss(ABC):
     def draw_rows(self, margin: Floats, weights: Floats | None, rng: np.random.Generator, dispersion: float = 1.0) -> Floats:
         """Draw random responses of rows with weights."""
         if weights is not None and (weights != 1).any():
-            raise SolverError(
-                "Only the bootstrap of a linear model takes weights; repeat the rows instead of weighting them."
-            )
+            raise SolverError("Only the bootstrap of a linear model takes weights; repeat the rows instead of weighting them.")
         return self.draw(margin, rng, dispersion)
 
     def check_total(self, total: float) -> None:  # noqa: B027

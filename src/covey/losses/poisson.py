@@ -43,7 +43,7 @@ class Poisson(Loss):
     code: ClassVar[int | None] = kernels.POISSON
     curvature: ClassVar[tuple[float, float]] = (0.0, np.inf)
     third_per_second: ClassVar[float] = 1.0
-    responses: ClassVar[str] = "whole counts >= 0 (for rates, give counts and the log of the exposure as offset)"
+    responses: ClassVar[str] = "counts >= 0"
 
     def mean(self, margin: Floats) -> Floats:
         return np.exp(np.minimum(margin, kernels.LARGEST_LOG_MEAN))
@@ -81,12 +81,19 @@ class Poisson(Loss):
         return rng.poisson(np.minimum(self.mean(margin), 1e9)).astype(np.float64)
 
     def impossible(self, y: Floats) -> npt.NDArray[np.bool_]:
-        return np.asarray((y < 0) | (y != np.round(y)))
+        return y < 0
 
     def check(self, y: Floats, place: Place) -> None:
         self.check_values(y, place)
         if not y.any():
             raise DataError("The response is 0 in every row. The poisson family needs a positive count.")
+
+    def check_grouped(self, y: Floats, place: Place) -> None:
+        for row in np.flatnonzero(y != np.round(y))[:1].tolist():
+            raise DataError(
+                f"The response is {y[row]:g} in {place(row)}; counts are whole numbers. For rates, give the counts and the "
+                "log of the exposure as offset."
+            )
 
     def check_total(self, total: float) -> None:
         if not total > 0:

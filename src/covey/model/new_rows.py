@@ -78,7 +78,7 @@ def group_rows(
         weights=weights if shares is None else shares[1],
         offset=_offset_of(model, offset, frame, n_rows),
         terms=model.terms,
-        check=model.problem.loss.check_values if shares is None else None,
+        checks=(model.problem.loss.check_values, model.problem.loss.check_grouped) if shares is None else (),
     )
 
 

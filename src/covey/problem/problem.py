@@ -264,6 +264,7 @@ def read_rows(
         raise DataError("All trials have the same outcome. A classifier needs successes and failures.")
     nested = None if frame is None else bool(draft.spec.nested) and repeats(given.cluster, given.client)
     problem = draft.agree(Schema(names, categories, Classes.of(classes), nested, given.offset is not None))
+    checks = (problem.loss.check,) if given.client is None else (problem.loss.check, problem.loss.check_grouped)
     data = GroupedData.from_blocks(
         problem.design.blocks(rows),
         len(rows),
@@ -273,7 +274,7 @@ def read_rows(
         weights=given.weights if shares is None else shares[1],
         offset=given.offset,
         terms=problem.terms,
-        check=problem.loss.check if shares is None else None,
+        checks=checks if shares is None else (),
     )
     if not problem.spec.standardize:
         return data, problem
@@ -351,9 +352,9 @@ def shares_of(y: Any, trials: Any, weights: Any, problem: Problem) -> tuple[Floa
         ("number of successes", successes, ~((whole >= 0) & (whole <= n) & (np.abs(successes - whole) <= 1e-3))),
     ):
         for row in np.flatnonzero(wrong)[:1].tolist():
-            fix = "write cbind(successes, failures), or give the share of successes as response and trials="
             raise DataError(
-                f"The {what} is {number[row]:g} in row {row}, with {n[row]:g} trials; counts are whole numbers: {fix}."
+                f"The {what} is {number[row]:g} in row {row}, with {n[row]:g} trials; write cbind(successes, failures) with "
+                "whole numbers, or give the share of successes as response and trials=."
             )
     return whole / np.where(n > 0, n, 1.0), n
 

@@ -78,7 +78,7 @@ class Spec:
         How the variance components are estimated: by restricted maximum likelihood, maximum likelihood or cross-validation.
         ``auto`` takes REML for the Gaussian family and ML for the others.
     vary : list of terms, mapping from "client" and "cluster" to lists, or None
-        The terms whose coefficients vary by group. None means all terms.
+        The terms whose coefficients vary by group. None means all terms, but for those that are constant within every group.
     covariance : {"isotropic", "diagonal", "full"}, mapping from "client" and "cluster" to one of them, or None
         The covariance of the varying coefficients: one variance, one variance for each term, or with correlations. None takes
         what the bars say, full for ``|`` and diagonal for ``||``; without bars it is diagonal.

@@ -118,11 +118,11 @@ class GroupedData:
         weights: Any = None,
         offset: Any = None,
         terms: tuple[str, ...],
-        check: Check | None = None,
+        checks: Sequence[Check] = (),
     ) -> GroupedData:
         """Group columns or matrices that stand side by side; every other constructor calls this one.
 
-        ``check`` refuses responses that are outside the range of a family.
+        ``checks`` refuse responses that are outside the range of a family.
         """
         if n_rows == 0:
             raise DataError("The table has no rows; covey needs at least one.")
@@ -141,8 +141,8 @@ class GroupedData:
             return f"row {at}" if data.n_clients == 1 else f"row {at} (client {owner!r})"
 
         data._refuse_bad_values(place)
-        if check is not None:
-            check(data.y, place)
+        for each in checks:
+            each(data.y, place)
         return data
 
     @property

@@ -312,7 +312,7 @@ def pooled(network: CountingNetwork, free: Anything) -> Floats:
         along = listing(np.array(network.terms)[chosen[runaway]].tolist(), 3)
         raise DataError(
             f"The terms {along} separate the responses perfectly, so some coefficient has no finite estimate; drop terms, "
-            "merge categories, keep these terms in a bar only, so that they vary about zero, or set gamma= and ridge=."
+            "merge categories, or set gamma= and ridge=."
         )
     whole[chosen] = top.wbar
     return whole

@@ -109,7 +109,7 @@ def grouped(table: Any, problem: Problem, clusters: pl.Series) -> GroupedData:
         weights=(numeric(frame, spec.weights) if spec.weights else None) if shares is None else shares[1],
         offset=numeric(frame, spec.offset) if spec.offset else None,
         terms=problem.terms,
-        check=problem.loss.check_values if shares is None else None,
+        checks=(problem.loss.check_values, problem.loss.check_grouped) if shares is None else (),
     )
     tree = data.hierarchy
     place = lookup(tree.cluster_ids, clusters, "cluster")
