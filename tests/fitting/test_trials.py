@@ -86,6 +86,9 @@ def test_arrays_of_trials(model):
         np.column_stack([X, given["trials"]]), TABLE["share"].to_numpy(), client=given["client"]
     )
     assert by_position.global_coef_ == pytest.approx(model.global_coef_, abs=1e-10)
+    rows = np.column_stack([X, given["trials"]])
+    assert by_position.score(rows, TABLE["share"].to_numpy(), client=given["client"]) == model.score(TABLE)
+    assert arrays.score(X, TABLE["share"].to_numpy(), **given) == model.score(TABLE)
 
 
 def test_predictions_are_probabilities_of_success(model):

@@ -14,11 +14,10 @@ from covey.errors import DataError
 from covey.estimators.inference import InferenceMethods
 from covey.fitting.fit import fit
 from covey.model.files import save_model
-from covey.model.new_rows import response_of
 from covey.model.summary import describe
 from covey.nodes.network import InMemory
 from covey.problem.problem import Arrays, Problem, as_frame, read_rows, resolve, shares_of
-from covey.tables.design import response
+from covey.tables.design import numeric, response
 from covey.tree.hierarchy import Level
 
 
@@ -148,6 +147,7 @@ class HierarchicalEstimator(InferenceMethods):
         client: ArrayLike | None = None,
         cluster: ArrayLike | None = None,
         offset: ArrayLike | None = None,
+        trials: ArrayLike | None = None,
     ) -> float:
         """Compute R^2 of a linear model, accuracy of a classifier, or the share of deviance explained (D^2) of the others.
 
@@ -159,8 +159,8 @@ class HierarchicalEstimator(InferenceMethods):
             The response. Leave it out if the formula names it.
         sample_weight : (n_rows,) array, optional
             Weights of the rows in the score. A column named by the parameter ``weights`` does not count here.
-        client, cluster, offset : (n_rows,) arrays, optional
-            Ids and offsets, if they are not columns of ``X``.
+        client, cluster, offset, trials : (n_rows,) arrays, optional
+            Ids, offsets and numbers of trials, if they are not columns of ``X``.
 
         Returns
         -------
@@ -183,12 +183,14 @@ class HierarchicalEstimator(InferenceMethods):
         from sklearn import metrics
 
         predicted = self.predict(X, client, cluster, offset)
-        frame = as_frame(X) if self.model_.spec.named else None
-        shares = shares_of(*response_of(self.model_, frame, y, None, None)[::2], None, self.model_.problem)
+        trials = self._rows(X, trials=trials)[1]["trials"]
+        if trials is None and self.model_.spec.trials is not None:
+            trials = numeric(as_frame(X), self.model_.spec.trials)
+        shares = shares_of(y, trials, None, self.model_.problem)
         if shares is not None:  # a row with successes and failures is two rows, with their numbers as weights
-            (share, trials), rows = shares, len(predicted)
+            (share, n), rows = shares, len(predicted)
             y, predicted = np.repeat([1, 0], rows), np.tile(predicted, 2)
-            weights = np.concatenate([share, 1.0 - share]) * np.tile(trials, 2)
+            weights = np.concatenate([share, 1.0 - share]) * np.tile(n, 2)
             sample_weight = weights if sample_weight is None else weights * np.tile(np.asarray(sample_weight), 2)
         name, options = self._metric
         return float(getattr(metrics, name)(y, predicted, sample_weight=sample_weight, **options))

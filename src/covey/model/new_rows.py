@@ -67,7 +67,7 @@ def group_rows(
         raise DataError("New rows need the ids of their clusters; pass cluster=, or a table with the column of clusters.")
     if cluster is None:
         cluster = pl.Series(model.hierarchy.cluster_ids.to_list() * n_rows)
-    y, weights, trials = response_of(model, frame, y, weights, trials)
+    y, weights, trials = _response_of(model, frame, y, weights, trials)
     shares = shares_of(y, trials, weights, model.problem)
     return GroupedData.from_blocks(
         blocks,
@@ -116,7 +116,7 @@ def _refuse_missing_ids(model: Model, client: Any, cluster: Any, level: Level) -
         raise DataError("This model was fitted to several clusters: pass cluster= to predict, or level='global'.")
 
 
-def response_of(model: Model, frame: Frame | None, y: Any, weights: Any, trials: Any) -> tuple[Any, Any, Any]:
+def _response_of(model: Model, frame: Frame | None, y: Any, weights: Any, trials: Any) -> tuple[Any, Any, Any]:
     """The response, weights and trials of new rows: from the arguments, or from the table's columns."""
     formula = model.problem.formula
     if y is None:
