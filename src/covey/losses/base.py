@@ -181,10 +181,13 @@ class Loss(ABC):
         """Raise an error if a response is impossible, or if all responses together do not determine a model."""
         self.check_values(y, place)
 
-    def draw_rows(self, margin: Floats, weights: Floats | None, rng: np.random.Generator, dispersion: float = 1.0) -> Floats:
-        """Draw random responses of rows with weights."""
-        if weights is not None and (weights != 1).any():
+    def check_drawable(self, weights: Floats) -> None:
+        """Raise an error if random responses of rows with these weights cannot be drawn."""
+        if (weights != 1).any():
             raise SolverError("Only the bootstrap of a linear model takes weights; repeat the rows instead of weighting them.")
+
+    def draw_rows(self, margin: Floats, weights: Floats | None, rng: np.random.Generator, dispersion: float = 1.0) -> Floats:
+        """Draw random responses of rows with weights that :meth:`check_drawable` accepts."""
         return self.draw(margin, rng, dispersion)
 
     def check_total(self, total: float) -> None:  # noqa: B027

@@ -67,11 +67,15 @@ class Bernoulli(Loss):
     def draw(self, margin: Floats, rng: np.random.Generator, dispersion: float = 1.0) -> Floats:
         return (rng.random(len(margin)) < self.mean(margin)).astype(np.float64)
 
+    def check_drawable(self, weights: Floats) -> None:
+        if (weights != np.round(weights)).any():
+            raise SolverError(
+                "Weights must be numbers of trials to draw responses again; repeat rows instead of weighting them."
+            )
+
     def draw_rows(self, margin: Floats, weights: Floats | None, rng: np.random.Generator, dispersion: float = 1.0) -> Floats:
         if weights is None:
             return self.draw(margin, rng)
-        if (weights != np.round(weights)).any():
-            raise SolverError("Responses with weights cannot be drawn again, unless the weights are numbers of trials.")
         return np.asarray(rng.binomial(weights.astype(np.int64), self.mean(margin)) / np.where(weights > 0, weights, 1.0))
 
     def constant(self, data: GroupedData) -> float:

@@ -72,6 +72,8 @@ def bootstrap(
     by_rows = learned.components.method == "Laplace"
     if by_rows and (data is None or loss is None):
         raise SolverError("Only the bootstrap of a linear model needs no rows; give the rows that the model was fitted to.")
+    if by_rows and loss is not None and data is not None and data.weights is not None:
+        loss.check_drawable(data.weights)
     rng, reml = np.random.default_rng(seed), learned.components.method == "REML"
     estimates = []
     with warnings.catch_warnings():

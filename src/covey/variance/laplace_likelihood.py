@@ -370,9 +370,9 @@ class LaplaceCriterion(Criterion):
 
     def start_from(self, smaller: Criterion, x: Floats, level: str) -> Floats:
         self.forget()
-        wbar = self.middle
-        if isinstance(smaller, LaplaceCriterion):
-            wbar = smaller.wbar(x)[smaller.order.inverse][self.order.terms]
+        wbar = (
+            smaller.wbar(x)[smaller.order.inverse][self.order.terms] if isinstance(smaller, LaplaceCriterion) else self.middle
+        )
         return np.concatenate([super().start_from(smaller, x, level), self._parameters_of(wbar)])
 
     def global_gradient(self, centre: Floats) -> Floats:
