@@ -330,7 +330,7 @@ class LaplaceCriterion(Criterion):
     """The Laplace approximation for counts and classes, from the rows.
 
     The global model is ``wbar = middle + half z``. Its parameters ``z`` are in units of about a standard error, so that one
-    step length suits them and the parameters of the covariances. Only coefficients that are estimated have a parameter.
+    step length suits them and the parameters of the covariances. Only coefficients that are estimated have one.
     """
 
     method = "Laplace"
@@ -370,9 +370,9 @@ class LaplaceCriterion(Criterion):
 
     def start_from(self, smaller: Criterion, x: Floats, level: str) -> Floats:
         self.forget()
-        wbar = (
-            smaller.wbar(x)[smaller.order.inverse][self.order.terms] if isinstance(smaller, LaplaceCriterion) else self.middle
-        )
+        wbar = self.middle
+        if isinstance(smaller, LaplaceCriterion):
+            wbar = smaller.wbar(x)[smaller.order.inverse][self.order.terms]
         return np.concatenate([super().start_from(smaller, x, level), self._parameters_of(wbar)])
 
     def global_gradient(self, centre: Floats) -> Floats:
@@ -380,8 +380,7 @@ class LaplaceCriterion(Criterion):
 
     def global_step(self, x: Floats, here: Evaluation) -> Floats:
         """A Newton step that neglects the determinants."""
-        covariance, _ = invert(here.top.D.sum(axis=0), self.free)
-        return self._parameters_of(self.wbar(x) + covariance @ here.top.force.sum(axis=0))
+        return self._parameters_of(self.wbar(x) + invert(here.top.D.sum(axis=0), self.free)[0] @ here.top.force.sum(axis=0))
 
     def global_covariance(self, errors: Floats, top: UpperPosterior) -> Floats:
         """From the Hessian of the criterion, if it was computed."""
