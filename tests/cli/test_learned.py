@@ -126,7 +126,7 @@ def test_predictions_for_new_groups_are_means_or_at_effect_zero(shell, tmp_path)
         (("y ~ x + (1 | g/h)", "--penalty", "cv"), "penalty='cv'"),
         (("y ~ x + (1 | g/h)", "--vary", "x"), "leave one out"),
         (("y ~ x + (1 | g/h", ), "parentheses"),
-        (("y ~ x + (z | g/h)", ), "'z' varies by 'h' but has no common coefficient"),
+        (("y ~ x + (z | g/h)", ), "There is no column 'z'"),
         (("y ~ x + (1 | nowhere/h)", ), "There is no column 'nowhere'"),
         (("y ~ x", "--client", "h", "--cluster", "g", "--penalty", "ml", "--gamma", "2"), "leave out gamma="),
         (("y ~ x", "--client", "h", "--cluster", "g", "--penalty", "best"), "must be one of 'auto', 'reml', 'ml', 'cv'"),

@@ -19,7 +19,7 @@ from covey.federation.wire.codec import Placeholder
 from covey.federation.wire.messages import SiteMessage
 from covey.nodes.network import Batch, Message
 from covey.records import Record, decode
-from covey.variance.identify import CountUnlike
+from covey.variance.evidence import CountUnlike
 from covey.variance.linear_likelihood import IntegrateClients, LikelihoodSlope
 from covey.variance.quadrature import IntegrateAtMode
 from tests.federation.sites import FaultyTransport, fit, kind, sites_of, spec, split_by, table

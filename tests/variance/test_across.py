@@ -238,14 +238,12 @@ REFUSED = [
     (rows(CLIENT, CLIENT), BOTH, "Every cluster has one client"),
     (rows(ONE_ROW, ONE_ROW // 8), Shape((0,), (0,)), "Every client has one row"),
     (rows(CLIENT, np.maximum(CLIENT // 5, 1 * (CLIENT > 0))), Shape((0,), (), per_cluster=True), "Cluster 0 has one client"),
-    (rows(CLIENT, CLIENT // 5, x=CONSTANT), BOTH, "The term 'x' is constant within every client"),
+    (rows(CLIENT, CLIENT // 5, x=np.sign(CONSTANT)), BOTH, "The term 'x' is constant within every client"),
     (
-        rows(CLIENT, CLIENT // 5, x=CONSTANT[6 * (CLIENT // 5)]),
+        rows(CLIENT, CLIENT // 5, x=np.sign(CLIENT // 5 - 1.5)),
         Shape((0,), (0, 1)),
         "The term 'x' is constant within every cluster",
     ),
-    (rows(CLIENT, CLIENT // 5, x=0.0 * CLIENT), Shape((0,), ()), "The term 'x' is zero in every row"),
-    (rows(CLIENT, CLIENT // 5, x=0.0 * CLIENT + 3.0), Shape((0,), ()), "are linearly dependent"),
     (rows(CLIENT, CLIENT // 5, y=2.0 * CONSTANT), Shape((0,), (0,)), "The residual variance is zero"),
     (rows(CLIENT, CLIENT // 5, y=CONSTANT[6 * (CLIENT // 5)]), Shape((), (0,)), "The residual variance is zero"),
     (

@@ -38,8 +38,8 @@ Table = Annotated[Path, typer.Argument(help="File with the table: .parquet, .csv
 
 FITTING = (
     "client", "cluster", "family", "penalty", "vary", "covariance", "per_cluster", "tests", "gamma", "lam", "alpha",
-    "reduction", "weights", "offset", "frequency", "na", "standardize", "ridge", "james_stein", "solver", "options", "tol",
-    "max_iter", "seed",
+    "reduction", "weights", "offset", "frequency", "trials", "na", "standardize", "ridge", "james_stein", "solver", "options",
+    "tol", "max_iter", "seed",
 )  # fmt: skip
 """The settings of every command that fits, in the order of their help."""
 

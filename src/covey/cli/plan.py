@@ -12,7 +12,7 @@ from covey.cli._options import AsJson, Table, console, from_settings, print_json
 
 @from_settings(
     "formula", "client", "cluster", "family", "gamma", "lam", "alpha", "reduction", "ridge", "weights", "offset",
-    "frequency", "na", "standardize",
+    "frequency", "trials", "na", "standardize",
     "seed", gamma="Pull of clients towards their cluster; learned if left out.", seed="Seed of random choices in the figure.",
 )  # fmt: skip
 def plan(

@@ -53,7 +53,8 @@ class HierarchicalRegressor(HierarchicalEstimator, RegressorMixin, BaseEstimator
 class HierarchicalClassifier(HierarchicalEstimator, ClassifierMixin, BaseEstimator):
     """Logistic mixed model: a logistic regression for every client, every cluster and the whole.
 
-    The response has two classes, of any type of label.
+    The response has two classes, of any type of label; or successes of trials, as ``cbind(successes, failures)`` in a formula
+    or as a share with ``trials``. The classes are then 0 and 1, and ``predict_proba`` gives the probability of a success.
 
     Examples
     --------
@@ -216,9 +217,10 @@ class HierarchicalClassifier(HierarchicalEstimator, ClassifierMixin, BaseEstimat
         """
         return self._margin(X, client, cluster, offset, level)
 
-    def _validate(self, X: Any, y: Any) -> tuple[Floats, Any]:
+    def _validate(self, X: Any, y: Any, shares: bool = False) -> tuple[Floats, Any]:
         X, y = validate_data(self, X, y, dtype=np.float64, ensure_all_finite=False)
-        check_classification_targets(y)
+        if not shares:
+            check_classification_targets(y)
         return X, y
 
     def _adopt(self, model: Model) -> Self:

@@ -16,8 +16,8 @@ from covey.fitting.fit import fit
 from covey.model.files import save_model
 from covey.model.summary import describe
 from covey.nodes.network import InMemory
-from covey.problem.problem import Arrays, Problem, as_frame, read_rows, refuse_odd_table, resolve
-from covey.tables.design import response
+from covey.problem.problem import Arrays, Problem, as_frame, read_rows, refuse_odd_table, resolve, shares_of
+from covey.tables.design import numeric, response
 from covey.tree.hierarchy import Level
 
 
@@ -36,6 +36,7 @@ class HierarchicalEstimator(InferenceMethods):
         sample_weight: ArrayLike | None = None,
         offset: ArrayLike | None = None,
         frequency: ArrayLike | None = None,
+        trials: ArrayLike | None = None,
     ) -> Self:
         """Fit the models of all clients, of all clusters and of the whole.
 
@@ -49,6 +50,8 @@ class HierarchicalEstimator(InferenceMethods):
             Ids of the client and cluster of each row, if they are not columns of ``X``.
         sample_weight, offset, frequency : (n_rows,) arrays, optional
             Row weights (precisions), offsets and frequencies (how often each row counts), if they are not columns of ``X``.
+        trials : (n_rows,) array, optional
+            The numbers of trials of a classifier, if they are not a column of ``X``. ``y`` is then the share of successes.
 
         Returns
         -------
@@ -70,7 +73,7 @@ class HierarchicalEstimator(InferenceMethods):
                 UserWarning,
                 stacklevel=2,
             )
-        beside = {"weights": sample_weight, "offset": offset, "frequency": frequency}
+        beside = {"weights": sample_weight, "offset": offset, "frequency": frequency, "trials": trials}
         return self._fit(draft, X, y, client=client, cluster=cluster, **beside)
 
     def _fit(self, draft: Problem, X: Any, y: Any = None, **given: Any) -> Self:
@@ -92,13 +95,13 @@ class HierarchicalEstimator(InferenceMethods):
             if draft.spec.na == "drop":  # scikit-learn refuses responses that are missing
                 X = validate_data(self, X, dtype=np.float64, ensure_all_finite=False)
             else:
-                X, y = self._validate(X, y)
+                X, y = self._validate(X, y, given.get("trials") is not None)
             kept = [at for at in range(X.shape[1] + len(self._positions())) if at not in self._positions().values()]
             columns = getattr(self, "feature_names_in_", [f"x{at}" for at in kept])
         data, problem = read_rows(X, draft, Arrays(y, **given), columns)
         return self._adopt(fit(InMemory.of(data, problem.loss), problem))
 
-    def _validate(self, X: Any, y: Any) -> tuple[Floats, Any]:
+    def _validate(self, X: Any, y: Any, shares: bool = False) -> tuple[Floats, Any]:
         # Values that are not finite are refused later, by column and client.
         X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, ensure_all_finite=False)
         return X, y
@@ -157,6 +160,7 @@ class HierarchicalEstimator(InferenceMethods):
         client: ArrayLike | None = None,
         cluster: ArrayLike | None = None,
         offset: ArrayLike | None = None,
+        trials: ArrayLike | None = None,
     ) -> float:
         """Compute R^2 of a linear model, accuracy of a classifier, or the share of deviance explained (D^2) of the others.
 
@@ -168,8 +172,8 @@ class HierarchicalEstimator(InferenceMethods):
             The response. Leave it out if the formula names it.
         sample_weight : (n_rows,) array, optional
             Weights of the rows in the score. A column named by the parameter ``weights`` does not count here.
-        client, cluster, offset : (n_rows,) arrays, optional
-            Ids and offsets, if they are not columns of ``X``.
+        client, cluster, offset, trials : (n_rows,) arrays, optional
+            Ids, offsets and numbers of trials, if they are not columns of ``X``.
 
         Returns
         -------
@@ -191,10 +195,18 @@ class HierarchicalEstimator(InferenceMethods):
             y = response(formula, as_frame(X))
         from sklearn import metrics
 
+        predicted = self.predict(X, client, cluster, offset)
+        trials = self._rows(X, trials=trials)[1]["trials"]
+        if trials is None and self.model_.spec.trials is not None:
+            trials = numeric(as_frame(X), self.model_.spec.trials)
+        shares = shares_of(y, trials, None, self.model_.problem)
+        if shares is not None:  # a row with successes and failures is two rows, with their numbers as weights
+            (share, n), rows = shares, len(predicted)
+            y, predicted = np.repeat([1, 0], rows), np.tile(predicted, 2)
+            weights = np.concatenate([share, 1.0 - share]) * np.tile(n, 2)
+            sample_weight = weights if sample_weight is None else weights * np.tile(np.asarray(sample_weight), 2)
         name, options = self._metric
-        return float(
-            getattr(metrics, name)(y, self.predict(X, client, cluster, offset), sample_weight=sample_weight, **options)
-        )
+        return float(getattr(metrics, name)(y, predicted, sample_weight=sample_weight, **options))
 
     def save(self, path: str | Path, *, sums: bool = True) -> Path:
         """Write the model to a folder of JSON and Parquet files. :func:`covey.load` reads it, without the solver's history.

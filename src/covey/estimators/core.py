@@ -49,10 +49,14 @@ class EstimatorCore:
     na : {"refuse", "drop"}
         Rows with missing values in the columns that the model uses, including response and ids: raise an error, or drop them
         and say how many in the summary. New rows to predict must be complete.
+    trials : str, int or None
+        Column of ``X`` with the number of trials of each row, for a classifier. The response is then the share of successes.
+        In a formula, ``"cbind(successes, failures) ~ x"`` says the same. You can pass the array ``trials`` to ``fit`` instead.
     formula : str or None
         The terms, such as ``"log(x) + zone * year"``. Categories are coded and an intercept is included. With a left-hand side,
         ``"y ~ x"``, the formula also names the response. Bars say which terms vary by group, as in lme4:
-        ``"y ~ x + z + (1 + x | state/county)"``; ``||`` leaves out correlations. None takes every other column of ``X``.
+        ``"y ~ x + z + (1 + x | state/county)"``; ``||`` leaves out correlations. A term that only a bar names varies about
+        zero. None takes every other column of ``X``.
     fit_intercept : bool
         Add an intercept, which varies like any other term. A formula decides this itself.
     standardize : bool
@@ -73,7 +77,7 @@ class EstimatorCore:
         model and ML for the others; it learns nothing if ``gamma``, ``lam`` or ``alpha`` is given.
     vary : list of terms, mapping from "client" and "cluster" to lists, or None
         Terms that differ by client and by cluster. The others are common to all. None takes what the bars say;
-        without bars all terms vary.
+        without bars all terms vary. Terms that are constant within every client (or cluster) then do not vary there.
     covariance : {None, "isotropic", "diagonal", "full"}, or mapping from "client" and "cluster" to one of them
         Covariance of the varying terms: one variance for all of them (the paper's model), one for each, or correlations too.
         None takes what the bars say, full for ``|`` and diagonal for ``||``; without bars it is diagonal.
@@ -147,6 +151,7 @@ class EstimatorCore:
         offset: str | int | None = None,
         frequency: str | int | None = None,
         na: Literal["refuse", "drop"] = "refuse",
+        trials: str | int | None = None,
         formula: str | None = None,
         fit_intercept: bool = True,
         standardize: bool = False,
@@ -171,7 +176,7 @@ class EstimatorCore:
         random_state: RandomState = None,
     ) -> None:
         self.client, self.cluster, self.weights, self.offset = client, cluster, weights, offset
-        self.frequency, self.na = frequency, na
+        self.frequency, self.trials, self.na = frequency, trials, na
         self.formula, self.fit_intercept, self.standardize = formula, fit_intercept, standardize
         self.gamma, self.lam, self.alpha, self.penalty = gamma, lam, alpha, penalty
         self.vary, self.covariance, self.per_cluster, self.tests = vary, covariance, per_cluster, tests

@@ -13,7 +13,6 @@ from sklearn.utils.validation import check_is_fitted
 from covey._typing import ArrayLike, Floats, TableLike
 from covey.errors import DataError, SolverError, one_of
 from covey.estimators.core import EstimatorCore
-from covey.fitting.fit import shape_of
 from covey.model.model import quantile
 from covey.model.new_rows import group_rows
 from covey.model.summary import Summary
@@ -213,6 +212,7 @@ class InferenceMethods(EstimatorCore):
         sample_weight: ArrayLike | None = None,
         offset: ArrayLike | None = None,
         frequency: ArrayLike | None = None,
+        trials: ArrayLike | None = None,
         *,
         draws: int = 200,
         coverage: float = 0.95,
@@ -225,7 +225,7 @@ class InferenceMethods(EstimatorCore):
 
         Parameters
         ----------
-        X, y, client, cluster, sample_weight, offset, frequency : optional
+        X, y, client, cluster, sample_weight, offset, frequency, trials : optional
             The rows, as they were passed to ``fit``. A linear model does not need them, all others do.
         draws : int
             The number of draws.
@@ -254,12 +254,11 @@ class InferenceMethods(EstimatorCore):
         if not model.spec.loss.reml:
             if X is None:
                 raise DataError(f"The bootstrap of a {model.spec.family} model needs the rows: pass X and y as to fit.")
-            data = self._group(X, Arrays(y, client, cluster, sample_weight, offset, frequency))
+            data = self._group(X, Arrays(y, client, cluster, sample_weight, offset, frequency, trials))
             if data.hierarchy.identities.tolist() != model.hierarchy.identities.tolist():
                 raise DataError("The bootstrap needs the rows that the model was fitted to; these have other clients.")
-        shape = shape_of(model.hierarchy, model.terms, model.spec, model.problem.vary)
         settings: dict[str, Any] = {"draws": draws, "seed": self._seed(), "progress": progress}
-        drawn = bootstrap(learned, shape, model.wbar, data=data, loss=model.problem.loss, **settings)
+        drawn = bootstrap(learned, learned.shape, model.wbar, data=data, loss=model.problem.loss, **settings)
         ids = model.hierarchy.cluster_ids
         named = drawn.intervals(coverage).with_columns(
             pl.col("cluster").map_elements(lambda at: ids[at], return_dtype=ids.dtype, skip_nulls=True)
@@ -275,6 +274,7 @@ class InferenceMethods(EstimatorCore):
         sample_weight: ArrayLike | None = None,
         offset: ArrayLike | None = None,
         frequency: ArrayLike | None = None,
+        trials: ArrayLike | None = None,
     ) -> Self:
         """Return a copy of the estimator with the rows of new clients, without a refit.
 
@@ -284,7 +284,7 @@ class InferenceMethods(EstimatorCore):
 
         Parameters
         ----------
-        X, y, client, cluster, sample_weight, offset, frequency : optional
+        X, y, client, cluster, sample_weight, offset, frequency, trials : optional
             The rows, as for ``fit``.
 
         Returns
@@ -304,7 +304,7 @@ class InferenceMethods(EstimatorCore):
         >>> model.add_clients(few).predict_interval(few[:1]).round(2).tolist()
         [[-0.95, 0.26]]
         """
-        rows = self._group(X, Arrays(y, client, cluster, sample_weight, offset, frequency))
+        rows = self._group(X, Arrays(y, client, cluster, sample_weight, offset, frequency, trials))
         return copy(self)._adopt(add_clients(self.model_, rows))
 
     def update(
@@ -316,6 +316,7 @@ class InferenceMethods(EstimatorCore):
         sample_weight: ArrayLike | None = None,
         offset: ArrayLike | None = None,
         frequency: ArrayLike | None = None,
+        trials: ArrayLike | None = None,
         *,
         repeat: bool = False,
     ) -> Self:
@@ -326,7 +327,7 @@ class InferenceMethods(EstimatorCore):
 
         Parameters
         ----------
-        X, y, client, cluster, sample_weight, offset, frequency : optional
+        X, y, client, cluster, sample_weight, offset, frequency, trials : optional
             The rows, as for ``fit``.
         repeat : bool
             Add the rows even if the model has a batch of equal rows.
@@ -348,7 +349,7 @@ class InferenceMethods(EstimatorCore):
         Traceback (most recent call last):
         covey.errors.DataError: These rows are in the model already...
         """
-        rows = self._group(X, Arrays(y, client, cluster, sample_weight, offset, frequency))
+        rows = self._group(X, Arrays(y, client, cluster, sample_weight, offset, frequency, trials))
         return copy(self)._adopt(update(self.model_, rows, repeat=repeat))
 
     def remove_clients(self, clients: Sequence[Hashable]) -> Self:

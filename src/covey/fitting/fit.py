@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from covey._typing import Floats
-from covey.errors import CoveyError, DataError, PenaltyError, SolverError, warn
+from covey.errors import CoveyError, DataError, FormulaError, PenaltyError, SolverError, listing, warn
 from covey.fitting.plain import plain_regression
 from covey.fitting.selection import Count, fit_baseline, search
 from covey.model.batches import Batches
@@ -180,8 +180,11 @@ def _isotropic(network: Network, problem: Problem, progress: Progress | None) ->
     for level, varying in (("client", vary.client), ("cluster", vary.cluster if tree.n_clusters > 1 else terms)):
         if set(varying) != set(terms):
             raise PenaltyError(f"{why} needs every term to vary by {level}; let all terms vary, or leave out {why}.")
-    shape = shape_of(tree, terms, replace(spec, covariance="isotropic"), vary)
+    shape = shape_of(tree, terms, replace(spec, covariance="isotropic"), vary, () if problem.draft else problem.zero)
     learned = estimate(network, shape, reml=spec.learns == "reml", progress=progress)[1]
+    if learned.components.zero:
+        without = listing(learned.components.zero, 5)
+        raise PenaltyError(f"{why} estimates every global coefficient, but {without} cannot have one; leave out {why}.")
     levels = learned.components.client, learned.components.cluster
     client, cluster = (level.sd[:, :1].ravel() ** 2 / learned.dispersion for level in levels)
     if (client == 0).any():
@@ -212,9 +215,13 @@ def _gamma_by_cluster(gamma: PenaltyLike, tree: Hierarchy) -> Floats:
 def _by_likelihood(network: Network, problem: Problem, progress: Progress | None) -> Fitted:
     """Learn covariances from the likelihood, and test each level by a fit without it."""
     spec = problem.spec
-    shape = shape_of(network.tree, network.terms, spec, _vary(problem, network.terms))
+    zero = () if problem.draft else problem.zero
+    if spec.standardize and "Intercept" in zero:
+        raise FormulaError("standardize=True centres terms and needs a common intercept; add 1 outside the bars.")
+    shape = shape_of(network.tree, network.terms, spec, _vary(problem, network.terms), zero)
     settings: dict[str, Any] = {"reml": spec.learns == "reml", "progress": progress}
-    known = survey(network, shape)
+    known = survey(network, shape, settle=spec.vary is None and not problem.has_bars)
+    shape = known.shape or shape
     found, learned = estimate(network, shape, surveyed=known, **settings)
     if not spec.tests:
         return Fitted(found, None, learned)
@@ -246,8 +253,11 @@ def _vary(problem: Problem, terms: Sequence[str]) -> Vary:
     return vary_from_setting(problem.spec.vary, terms) if problem.draft else problem.vary
 
 
-def shape_of(tree: Hierarchy, terms: Sequence[str], spec: Spec, vary: Vary) -> Shape:
-    """Return which terms vary at each level, and the kind of covariance; raise an error for a level with one unit."""
+def shape_of(tree: Hierarchy, terms: Sequence[str], spec: Spec, vary: Vary, zero: Sequence[str] = ()) -> Shape:
+    """Return which terms vary at each level, and the kind of covariance; raise an error for a level with one unit.
+
+    The terms of ``zero`` vary about zero.
+    """
     clustered = tree.n_clusters > 1
     if not clustered and tree.cluster_ids.to_list() != ["all"]:
         raise _only_one("cluster", f", {tree.cluster_ids[0]!r}")
@@ -257,7 +267,7 @@ def shape_of(tree: Hierarchy, terms: Sequence[str], spec: Spec, vary: Vary) -> S
     if not client and not cluster:
         raise DataError("Nothing varies, neither by client nor by cluster; let a term vary, or fit baseline='single-model'.")
     kinds = spec.kinds["client"] or vary.client_kind or "diagonal", spec.kinds["cluster"] or vary.cluster_kind or "diagonal"
-    return Shape(client, cluster, *kinds, bool(spec.per_cluster))  # type: ignore[arg-type]
+    return Shape(client, cluster, *kinds, bool(spec.per_cluster), tuple(at[term] for term in zero))  # type: ignore[arg-type]
 
 
 def _refuse_one_client(network: Network, problem: Problem) -> None:

@@ -27,7 +27,7 @@ from covey.tables.rows import GroupedData
 
 RACE_ITERATIONS = 20_000
 
-_COLUMNS = ("formula", "client", "cluster", "weights", "offset", "frequency", "na", "fit_intercept", "standardize")
+_COLUMNS = ("formula", "client", "cluster", "weights", "offset", "frequency", "trials", "na", "fit_intercept", "standardize")
 _SETTINGS = (*_COLUMNS, "gamma", "lam", "alpha", "reduction", "ridge")
 
 
@@ -131,7 +131,8 @@ def plan(
     if problem.has_bars:
         raise SolverError("A plan is for solvers that let every term vary; leave out the bars, and name client= and cluster=.")
     data, problem = (table, problem) if isinstance(table, GroupedData) else read_rows(table, problem)
-    problem.loss.check(data.y, lambda row: f"row {row}")
+    if data is table:
+        problem.loss.check(data.y, lambda row: f"row {row}")
     objective = _objective(data, problem)
     found, constants = costs(objective, _direct(objective), accuracy=accuracy, latency=latency, bandwidth=bandwidth)
     sizes = ((data.n_clients, "client"), (data.n_clusters, "cluster"), (data.n_terms, "coefficient"))

@@ -178,6 +178,9 @@ class Loss(ABC):
             row = int(bad.argmax())
             raise DataError(f"The response is {y[row]:g} in {place(row)}; the {self.name} family takes {self.responses}.")
 
+    def check_grouped(self, y: Floats, place: Place) -> None:  # noqa: B027
+        """Raise an error if a response is impossible in a model of groups, though a plain regression could use it."""
+
     def check(self, y: Floats, place: Place) -> None:
         """Raise an error if a response is impossible, or if all responses together do not determine a model."""
         self.check_values(y, place)
@@ -189,6 +192,15 @@ class Loss(ABC):
                 f"The offset has the value {offset[np.abs(offset).argmax()]:g}. In the {self.name} family it is on the log "
                 "scale: exp(offset) multiplies the mean. Give the logarithm of the exposure."
             )
+
+    def check_drawable(self, weights: Floats) -> None:
+        """Raise an error if random responses of rows with these weights cannot be drawn."""
+        if (weights != 1).any():
+            raise SolverError("Only the bootstrap of a linear model takes weights; repeat the rows instead of weighting them.")
+
+    def draw_rows(self, margin: Floats, weights: Floats | None, rng: np.random.Generator, dispersion: float = 1.0) -> Floats:
+        """Draw random responses of rows with weights that :meth:`check_drawable` accepts."""
+        return self.draw(margin, rng, dispersion)
 
     def check_total(self, total: float) -> None:  # noqa: B027
         """Raise an error if the sum of the responses of all sites shows that they do not determine a model."""

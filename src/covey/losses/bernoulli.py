@@ -1,17 +1,21 @@
-"""Binary responses with the logit link: ``loss = log(1 + exp(margin)) - y margin`` with ``y`` in {0, 1}."""
+"""Binary responses with the logit link: ``loss = log(1 + exp(margin)) - y margin`` with ``y`` in {0, 1}.
+
+A row of ``n`` trials has the share of successes as response ``y`` and the weight ``n``: its loss is that of ``n`` rows, up to
+the binomial coefficient, which is part of :meth:`Bernoulli.constant`.
+"""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
 import numpy as np
-from scipy.special import expit, ndtr
+from scipy.special import expit, gammaln, ndtr
 
 from covey._typing import Floats
-from covey.errors import DataError
+from covey.errors import DataError, SolverError
 from covey.losses import kernels
 from covey.losses.base import Loss
-from covey.tables.rows import Place
+from covey.tables.rows import GroupedData, Place
 
 _STEP = 0.75
 _LATENT = np.arange(-40.0, 40.1, _STEP)  # values of a logistic variable, for the trapezoidal rule
@@ -76,6 +80,24 @@ class Bernoulli(Loss):
 
     def draw(self, margin: Floats, rng: np.random.Generator, dispersion: float = 1.0) -> Floats:
         return (rng.random(len(margin)) < self.mean(margin)).astype(np.float64)
+
+    def check_drawable(self, weights: Floats) -> None:
+        if (weights != np.round(weights)).any():
+            raise SolverError(
+                "Weights must be numbers of trials to draw responses again; repeat rows instead of weighting them."
+            )
+
+    def draw_rows(self, margin: Floats, weights: Floats | None, rng: np.random.Generator, dispersion: float = 1.0) -> Floats:
+        if weights is None:
+            return self.draw(margin, rng)
+        return np.asarray(rng.binomial(weights.astype(np.int64), self.mean(margin)) / np.where(weights > 0, weights, 1.0))
+
+    def constant(self, data: GroupedData) -> float:
+        """Return minus the sum of the logs of the binomial coefficients; it is zero for classes."""
+        if data.weights is None:
+            return 0.0
+        n, successes = data.weights, data.weights * data.y
+        return float((gammaln(successes + 1.0) + gammaln(n - successes + 1.0) - gammaln(n + 1.0)).sum())
 
     def check(self, y: Floats, place: Place) -> None:
         self.check_values(y, place)

@@ -89,6 +89,13 @@ class Poisson(Loss):
         if not y.any():
             raise DataError("The response is 0 in every row. The poisson family needs a positive count.")
 
+    def check_grouped(self, y: Floats, place: Place) -> None:
+        for row in np.flatnonzero(y != np.round(y))[:1].tolist():
+            raise DataError(
+                f"The response is {y[row]:g} in {place(row)}; counts are whole numbers. For rates, give the counts and the "
+                "log of the exposure as offset."
+            )
+
     def check_total(self, total: float) -> None:
         if not total > 0:
             raise DataError("The response is 0 in every row of every site. The poisson family needs a positive count.")

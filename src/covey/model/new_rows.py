@@ -10,7 +10,7 @@ import polars as pl
 
 from covey._typing import Anything, Floats
 from covey.errors import DataError
-from covey.problem.problem import Arrays, as_frame, encode_known, usable_rows
+from covey.problem.problem import Arrays, as_frame, encode_known, shares_of, usable_rows
 from covey.tables.design import Frame, column, numeric, response
 from covey.tables.rows import GroupedData, refuse_infinite, side_by_side
 from covey.tree.hierarchy import Level, Resolved, Unseen
@@ -51,8 +51,7 @@ def group_rows(model: Model, X: Any, given: Arrays) -> GroupedData:
     """Group new rows by client, coded as in training. Ids and responses are ``given``, or the table's columns."""
     X = as_frame(X) if model.spec.named else X
     X, given, numbers, dropped = usable_rows(X, model.problem, given, model.design.columns)
-    frame = X if model.spec.named else None
-    y, weights, frequency = given.y, given.weights, given.frequency
+    frame, frequency = X if model.spec.named else None, given.frequency
     blocks, n_rows = _blocks(model, X, frame)
     client, cluster = _ids_of(model, frame, given.client, given.cluster, "client")
     if client is None:
@@ -61,21 +60,22 @@ def group_rows(model: Model, X: Any, given: Arrays) -> GroupedData:
         raise DataError("New rows need the ids of their clusters; pass cluster=, or a table with the column of clusters.")
     if cluster is None:
         cluster = pl.Series(model.hierarchy.cluster_ids.to_list() * n_rows)
-    y, weights = _response_of(model, frame, y, weights)
+    y, weights, trials = _response_of(model, frame, given.y, given.weights, given.trials)
+    shares = shares_of(y, trials, weights, model.problem)
     if frequency is None and frame is not None and model.spec.frequency is not None:
         frequency = numeric(frame, model.spec.frequency)
     data = GroupedData.from_blocks(
         blocks,
         n_rows,
-        encode_known(y, model.classes),
+        encode_known(y, model.classes) if shares is None else shares[0],
         client,
         cluster,
-        weights=weights,
+        weights=weights if shares is None else shares[1],
         offset=_offset_of(model, given.offset, frame, n_rows),
         frequency=frequency,
         terms=model.terms,
         nested=model.hierarchy.nested,
-        check=model.problem.loss.check_values,
+        checks=(model.problem.loss.check_values, model.problem.loss.check_grouped) if shares is None else (),
         numbers=numbers,
     )
     model.problem.loss.check_offset(data.offset)
@@ -113,8 +113,8 @@ def _refuse_missing_ids(model: Model, client: Any, cluster: Any, level: Level) -
         raise DataError("This model was fitted to several clusters: pass cluster= to predict, or level='global'.")
 
 
-def _response_of(model: Model, frame: Frame | None, y: Any, weights: Any) -> tuple[Any, Any]:
-    """The response and weights of new rows: from the arguments, or from the table's columns."""
+def _response_of(model: Model, frame: Frame | None, y: Any, weights: Any, trials: Any) -> tuple[Any, Any, Any]:
+    """The response, weights and trials of new rows: from the arguments, or from the table's columns."""
     formula = model.problem.formula
     if y is None:
         if frame is None or formula is None or formula.response is None:
@@ -122,7 +122,9 @@ def _response_of(model: Model, frame: Frame | None, y: Any, weights: Any) -> tup
         y = response(formula, frame)
     if weights is None and frame is not None and model.spec.weights is not None:
         weights = numeric(frame, model.spec.weights)
-    return y, weights
+    if trials is None and frame is not None and model.spec.trials is not None:
+        trials = numeric(frame, model.spec.trials)
+    return y, weights, trials
 
 
 def _offset_of(model: Model, given: Any, frame: Frame | None, n_rows: int) -> Floats | None:

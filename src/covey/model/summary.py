@@ -175,7 +175,9 @@ def _learned_tables(model: Model, coverage: float) -> list[str]:
     for row in model.coefficients("global", coverage).iter_rows(named=True):
         interval = f"{row['lower']:.4g} to {row['upper']:.4g}"
         spreads = [_sd(level, row["term"]) for level in levels.values()]
-        rows.append([row["term"], f"{row['estimate']:.4g}", f"{row['std_error']:.3g}", interval, *spreads])
+        known = row["term"] in components.zero  # a coefficient that is 0 by the model has no error
+        estimate = ["0", "-", "-"] if known else [f"{row['estimate']:.4g}", f"{row['std_error']:.3g}", interval]
+        rows.append([row["term"], *estimate, *spreads])
     lines = table(rows, [_first(model), 10, 10, 19, 24, 23])
     s2 = components.residual
     if _is_plain(model):

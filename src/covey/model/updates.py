@@ -18,14 +18,13 @@ from covey._typing import Floats, Ints
 from covey.errors import DataError, SolverError, listing, warn
 from covey.model.batches import Batches
 from covey.model.model import Fitted, Model, assemble
-from covey.solvers.direct.elimination import Quadratic, descend, eliminate
+from covey.solvers.direct.elimination import Quadratic, descend, eliminate, invert
 from covey.solvers.direct.sweep import solve_top
 from covey.solvers.result import Fit
 from covey.tables.rows import GroupedData
 from covey.tree.hierarchy import Hierarchy, as_labels, encode, lookup
 from covey.variance.components import Learned
 from covey.variance.identify import check_rank
-from covey.variance.linear_likelihood import invert
 
 _STEPS, _CLOSE, _REACH = 100, 1e-10, 2.0
 _LATER = "rows were added or removed after the fit: variances, log-likelihood and tests are those of the fit"
@@ -106,7 +105,7 @@ def remove_clients(model: Model, clients: Sequence[Any]) -> Model:
     ptr = np.concatenate([[0], np.cumsum(counts)])
     left = replace(tree, cluster_ptr=ptr, client_ids=tree.client_ids.filter(pl.Series(keep)))
     units = learned.units
-    check_rank(units.C[keep].sum(axis=0), model.terms)
+    check_rank(units.C[keep].sum(axis=0), model.terms, learned.free)
     fewer = Quadratic(units.C[keep], units.r[keep], units.c[keep], units.n[keep])
     solved = _solved(model, replace(learned, units=fewer), left, model.rows[keep])
     place = np.where(keep, np.cumsum(keep) - 1, -1)
@@ -144,12 +143,13 @@ def _solved(model: Model, learned: Learned, tree: Hierarchy, rows: Ints) -> Mode
     learned = replace(learned, tree=tree)
     seen, whole = _top(learned)
     _, before = _top(model.posterior.learned)
+    inverse = invert(whole.C[0], learned.free)[0]
     # The gradient of the likelihood's determinants in the global model, as at the fit. It is zero in a linear model.
     own = before.C[0] @ (model.wbar - learned.origin) - before.r[0]
-    w, _, wbar = solve_top(seen, learned.cluster, own=own)
+    w, _, wbar = solve_top(seen, learned.cluster, settle=lambda *_: inverse @ (whole.r[0] + own))
     theta, _ = descend(learned.units.C, learned.units.r, learned.client, tree.parent, w)
     # The sums give the change of the covariance. They do not give all of the covariance itself in a model of counts.
-    change = invert(whole.C[0])[0] - invert(before.C[0])[0]
+    change = inverse - invert(before.C[0], learned.free)[0]
     covariance = model.posterior.learned.covariance + learned.dispersion * change
     components = learned.components
     if _LATER not in components.notes:

@@ -162,6 +162,11 @@ class Problem:
             return vary_from_setting(self.spec.vary, self.terms)
         return vary_from_bars(self.formula.bars, self.spec.client, self.spec.cluster, self._unscaled)
 
+    @cached_property
+    def zero(self) -> tuple[str, ...]:
+        """The terms that vary about zero, because only bars name them."""
+        return self._unscaled.zero if isinstance(self._unscaled, Formula) else ()
+
     @property
     def learning(self) -> bool:
         """Whether functions such as ``scale(x)`` have not yet learned all they need from training rows."""
@@ -175,7 +180,7 @@ class Problem:
         """Complete a draft with what its columns hold."""
         design: Design = Columns(schema.columns, self.spec.fit_intercept)
         if self.formula is not None:
-            design = Formula.of(self.formula.common, schema.columns, schema.categories)
+            design = Formula.of(self.formula.common, schema.columns, schema.categories, self.formula.bars)
         return self.of_design(design, schema.classes, schema.has_offset)
 
     def learn_from(self, rows: Frame | Anything) -> Problem:
@@ -264,6 +269,7 @@ class Arrays:
     weights: Any = None
     offset: Any = None
     frequency: Any = None
+    trials: Any = None
 
 
 def used_columns(problem: Problem) -> tuple[str, ...]:
@@ -326,20 +332,24 @@ def read_rows(
     if frame is not None:
         given, y = _from_columns(frame, draft, given), _response(frame, draft, y)
     names, categories = (tuple(columns or ()), {}) if frame is None else _columns(frame, draft)
-    outcome, classes = encode_response(y, draft.loss)
+    shares = shares_of(y, given.trials, given.weights, draft)
+    outcome, classes = encode_response(y, draft.loss) if shares is None else (shares[0], _SUCCESS)
+    if shares is not None and shares[0] @ shares[1] in (0.0, shares[1].sum()):
+        raise DataError("All trials have the same outcome. A classifier needs successes and failures.")
     problem = draft.agree(Schema(names, categories, Classes.of(classes), given.offset is not None)).learn_from(rows)
+    checks = (problem.loss.check,) if given.client is None else (problem.loss.check, problem.loss.check_grouped)
     data = GroupedData.from_blocks(
         problem.design.blocks(rows),
         len(rows),
         outcome,
         given.client,
         given.cluster,
-        weights=given.weights,
+        weights=given.weights if shares is None else shares[1],
         offset=given.offset,
         frequency=given.frequency,
         terms=problem.terms,
         nested=bool(problem.spec.nested),
-        check=problem.loss.check,
+        checks=checks if shares is None else (),
         numbers=numbers,
     )
     data = replace(data, dropped=dropped)
@@ -411,6 +421,42 @@ def encode_response(y: Any, loss: Loss) -> tuple[Any, Anything | None]:
     return codes.ravel().astype(np.float64), classes
 
 
+_SUCCESS = np.array([0, 1])  # the classes of successes of trials
+
+
+def shares_of(y: Any, trials: Any, weights: Any, problem: Problem) -> tuple[Floats, Floats] | None:
+    """The share of successes and the number of trials of each row; None if the response is not one of trials.
+
+    A row with ``n`` trials has the loss of ``n`` rows, but for the binomial coefficient, which the loss adds as a constant.
+    """
+    counts = problem.formula is not None and problem.formula.counts
+    if not counts and trials is None:
+        return None
+    if not problem.loss.two_classes:
+        raise DataError(f"Successes of trials are for the bernoulli family, not {problem.loss.name}; use a classifier.")
+    if weights is not None or (counts and trials is not None):
+        raise DataError(f"The numbers of trials are given, so leave out {'trials=' if weights is None else 'weights'}.")
+    try:
+        values = np.asarray(series_values(y), dtype=np.float64)
+        n = values.sum(axis=1) if counts else np.asarray(series_values(trials), dtype=np.float64)
+    except (TypeError, ValueError):
+        raise DataError("Successes and trials must be numbers; convert the columns.") from None
+    if values.shape[0] != len(n) or n.ndim != 1:
+        raise DataError(f"There are {len(n)} numbers of trials for {len(values)} responses; give one for each row.")
+    successes = values[:, 0] if counts else n * values
+    whole = np.round(successes)
+    for what, number, wrong in (
+        ("number of trials", n, ~((n >= 0) & (n == np.round(n)) & np.isfinite(n))),
+        ("number of successes", successes, ~((whole >= 0) & (whole <= n) & (np.abs(successes - whole) <= 1e-3))),
+    ):
+        for row in np.flatnonzero(wrong)[:1].tolist():
+            raise DataError(
+                f"The {what} is {number[row]:g} in row {row}, with {n[row]:g} trials; write cbind(successes, failures) with "
+                "whole numbers, or give the share of successes as response and trials=."
+            )
+    return whole / np.where(n > 0, n, 1.0), n
+
+
 def encode_known(y: Any, classes: Anything | None) -> Any:
     """New responses as numbers, with the classes of a fitted model."""
     values = series_values(y)
@@ -425,7 +471,7 @@ def encode_known(y: Any, classes: Anything | None) -> Any:
 
 def _from_columns(frame: Frame, draft: Problem, given: Arrays) -> Arrays:
     """Ids, weights and offset: as given, or from the columns that the settings name."""
-    read = {"client": column, "cluster": column, "weights": numeric, "frequency": numeric}
+    read = {"client": column, "cluster": column, "weights": numeric, "frequency": numeric, "trials": numeric}
     named = {what: getattr(draft.spec, what) for what in read if getattr(given, what) is None}
     found: dict[str, Any] = {what: read[what](frame, name) for what, name in named.items() if name is not None}
     return replace(given, **found, offset=draft.offset_of(frame) if given.offset is None else given.offset)
@@ -450,7 +496,7 @@ def _columns(frame: Frame, draft: Problem) -> tuple[tuple[str, ...], dict[str, l
     """The columns of the terms, and their categories."""
     spec, formula = draft.spec, draft.formula
     if formula is not None:
-        columns, categories = inspect(formula.common, frame)
+        columns, categories = inspect(formula.right, frame)
         if formula.response in columns:
             raise FormulaError(f"The response {formula.response!r} is also on the right of '~'; remove it there.")
         return columns, categories

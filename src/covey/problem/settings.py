@@ -29,7 +29,7 @@ PENALTIES = ("auto", "reml", "ml", "cv")
 BASELINES = ("single-model", "locally-trained", "single-cluster")
 NA = ("refuse", "drop")
 KINDS = ("isotropic", "diagonal", "full")
-COLUMNS = ("client", "cluster", "weights", "offset", "frequency")  # settings that name a column
+COLUMNS = ("client", "cluster", "weights", "offset", "frequency", "trials")  # settings that name a column
 LEVELS = ("client", "cluster")
 
 
@@ -64,6 +64,9 @@ class Spec:
     na : {"refuse", "drop"}
         What to do with rows that have missing values in the columns that the model uses: raise an error, or drop and count
         them.
+    trials : str or None
+        The column that holds the number of trials of each row, of which the response is the share of successes. In a formula,
+        ``cbind(successes, failures)`` says the same.
     formula : str or None
         Response and terms, such as ``"y ~ log(x) + zone"``. Bars say which terms vary by which groups, as in
         ``"y ~ x + (1 + x | cluster/client)"``. None takes all other columns as terms.
@@ -83,7 +86,7 @@ class Spec:
         How the variance components are estimated: by restricted maximum likelihood, maximum likelihood or cross-validation.
         ``auto`` takes REML for the Gaussian family and ML for the others.
     vary : list of terms, mapping from "client" and "cluster" to lists, or None
-        The terms whose coefficients vary by group. None means all terms.
+        The terms whose coefficients vary by group. None means all terms, but for those that are constant within every group.
     covariance : {"isotropic", "diagonal", "full"}, mapping from "client" and "cluster" to one of them, or None
         The covariance of the varying coefficients: one variance, one variance for each term, or with correlations. None takes
         what the bars say, full for ``|`` and diagonal for ``||``; without bars it is diagonal.
@@ -132,6 +135,7 @@ class Spec:
     )
     frequency: str | None = setting(None, "Column that says how often each row counts.", str | None)
     na: Literal["refuse", "drop"] = setting("refuse", "Rows with missing values: 'refuse' them, or 'drop' and count them.", str)
+    trials: str | None = setting(None, "Column with numbers of trials; the response is the share of successes.", str | None)
     formula: str | None = setting(None, "Response and terms: 'y ~ log(x) + zone', 'y ~ x + (x | cluster/client)'.", str)
     fit_intercept: bool = setting(True)
     standardize: bool = setting(False, "Subtract the mean of each term and divide by its standard deviation.", bool)
@@ -222,6 +226,10 @@ class Spec:
             raise SolverError(f"The 'tol' parameter must be a positive number. Got {self.tol!r} instead.")
         if not (isinstance(self.seed, int) and self.seed >= 0):
             raise SolverError(f"The seed (random_state) must be a whole number >= 0. Got {self.seed!r} instead.")
+        if self.trials is not None and not self.loss.two_classes:
+            raise SolverError(f"trials= is for the bernoulli family, not {self.family}; leave it out, or choose that family.")
+        if self.trials is not None and self.weights is not None:
+            raise SolverError("trials= weights the rows by their numbers of trials; leave out weights=.")
         if self.max_iter is not None:
             whole("max_iter", self.max_iter, least=1)
 

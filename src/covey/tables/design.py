@@ -59,7 +59,8 @@ class Formula:
     """The common terms of a formula, the columns that they need, and the categories of these columns (``levels``).
 
     ``state`` is what functions such as ``scale(x)`` have learned from training rows, by the text of the call
-    (:mod:`covey.tables.transforms`).
+    (:mod:`covey.tables.transforms`). ``extra`` are the terms of bars with columns that the common terms do not have. These
+    columns follow the others; they vary about zero, because they have no common coefficient.
     """
 
     rhs: Terms
@@ -67,21 +68,46 @@ class Formula:
     columns: tuple[str, ...]
     levels: Mapping[str, Sequence[Any]]
     state: Mapping[str, State] = field(default_factory=dict)
+    extra: tuple[Terms, ...] = ()
 
     @classmethod
-    def of(cls, rhs: Terms, columns: Sequence[str], levels: Mapping[str, Sequence[Any]]) -> Formula:
+    def of(cls, rhs: Terms, columns: Sequence[str], levels: Mapping[str, Sequence[Any]], bars: Sequence[Bar] = ()) -> Formula:
         """The design for columns with these categories; no data are needed."""
-        given = {text: transform.given() for text, (_, transform) in rhs.transforms.items()}
-        design = cls(rhs, (), tuple(columns), levels, {text: state for text, state in given.items() if state})
-        terms = tuple(design.terms_of(rhs))
-        if not terms:
+        design = cls(rhs, (), tuple(columns), levels)
+        names, extra = dict.fromkeys(design.terms_of(rhs)), []
+        for terms in dict.fromkeys(design.like_common(bar.terms) for bar in bars):
+            own = design.terms_of(terms)
+            if not set(own) <= set(names):
+                extra.append(terms)
+                names |= dict.fromkeys(own)
+        if not names:
             raise FormulaError(f"The formula {rhs.text!r} has no terms; write at least '1' for an intercept.")
-        return replace(design, terms=terms)
+        design = replace(design, terms=tuple(names), extra=tuple(extra))
+        given = {text: transform.given() for text, (_, transform) in design.transforms.items()}
+        return replace(design, state={text: state for text, state in given.items() if state})
+
+    @property
+    def transforms(self) -> dict[str, tuple[Expression, Transform]]:
+        """The functions that learn from training rows, by the text of the call."""
+        return {text: found for terms in (self.rhs, *self.extra) for text, found in terms.transforms.items()}
+
+    @property
+    def zero(self) -> tuple[str, ...]:
+        """The terms that have no common coefficient."""
+        return self.terms[len(self.terms_of(self.rhs)) :] if self.extra else ()
+
+    def like_common(self, terms: Terms) -> Terms:
+        """Terms as the common terms write them and in their order, on which the coding of categories depends."""
+        common, asked = self.rhs.by_factors(), terms.by_factors()
+        shared = tuple(term for factors, term in common.items() if factors in asked)
+        return Terms(terms.text, (*shared, *(term for factors, term in asked.items() if factors not in common)))
 
     def terms_of(self, terms: Terms) -> list[str]:
         """The names of the columns of ``X`` that some terms make."""
         import pandas as pd
 
+        if not terms.terms:
+            return []
         # The names depend on the categories, not on the values. One row is enough.
         row: dict[str, Any] = {name: [1.0] for name in self.columns}
         for name, levels in self.levels.items():
@@ -95,13 +121,16 @@ class Formula:
         if not isinstance(rows, nw.DataFrame):
             raise DataError("A formula needs a table with named columns; pass a data frame.")
         table = {name: self._column(rows, name) for name in self.columns}
-        matrix = self.rhs.evaluate(pd.DataFrame(table, index=range(len(rows))), self.state)
-        return [matrix[name].to_numpy(dtype=np.float64) for name in matrix.columns]
+        frame, blocks = pd.DataFrame(table, index=range(len(rows))), dict[str, Anything]()
+        for terms in (self.rhs, *self.extra):
+            matrix = terms.evaluate(frame, self.state) if terms.terms else pd.DataFrame()
+            blocks |= {name: matrix[name].to_numpy(dtype=np.float64) for name in matrix.columns if name not in blocks}
+        return list(blocks.values())
 
     @property
     def unlearned(self) -> list[tuple[str, Expression, Transform]]:
         """The functions that have not yet learned all they need from training rows."""
-        calls = [(text, *found) for text, found in self.rhs.transforms.items()]
+        calls = [(text, *found) for text, found in self.transforms.items()]
         return [call for call in calls if len(self.state.get(call[0], ())) < call[2].size]
 
     def sums(self, rows: Frame) -> Exact:
@@ -131,8 +160,15 @@ class Formula:
     def to_json(self) -> dict[str, Any]:
         levels = {name: list(values) for name, values in self.levels.items()}
         terms, columns = list(self.terms), list(self.columns)
-        plain = {"kind": "formula", "rhs": self.rhs.text, "terms": terms, "columns": columns, "levels": levels}
-        return plain | ({"state": {text: list(state) for text, state in self.state.items()}} if self.state else {})
+        document: dict[str, Any] = {
+            "kind": "formula",
+            "rhs": self.rhs.text,
+            "terms": terms,
+            "columns": columns,
+            "levels": levels,
+        }
+        document |= {"extra": [terms.to_json() for terms in self.extra]} if self.extra else {}
+        return document | ({"state": {text: list(state) for text, state in self.state.items()}} if self.state else {})
 
     def _column(self, frame: Frame, name: str) -> Any:
         import pandas as pd
@@ -155,24 +191,27 @@ class Formula:
 
 
 def response(formula: ParsedFormula, frame: Frame) -> Any:
-    """The left-hand side of a formula: a column, or an expression such as ``log(radon)``."""
+    """The left-hand side of a formula: a column, an expression such as ``log(radon)``, or the two columns of ``cbind``."""
     lhs = formula.response or ""
     plain = lhs.strip("`")
     if plain in frame.columns:
         return frame.get_column(plain).to_native()
     if formula.expression is None:
         raise unknown_column(plain, frame.columns)
-    if len(formula.expression.terms) != 1:
+    if len(formula.expression.terms) != 1 + formula.counts:
         raise FormulaError(f"The response {lhs!r} must be one column or expression.")
-    return sum_of(formula.expression, frame)
+    return _values(formula.expression, frame).to_numpy(np.float64) if formula.counts else sum_of(formula.expression, frame)
 
 
 def sum_of(terms: Terms, frame: Frame) -> Floats:
     """The sum of some expressions of numeric columns, such as a response or an offset."""
+    return np.asarray(_values(terms, frame).sum(axis=1, skipna=False), dtype=np.float64)
+
+
+def _values(terms: Terms, frame: Frame) -> Any:
     import pandas as pd
 
-    table = pd.DataFrame({name: numeric(frame, name) for name in terms.names}, index=range(len(frame)))
-    return np.asarray(terms.evaluate(table).sum(axis=1, skipna=False), dtype=np.float64)
+    return terms.evaluate(pd.DataFrame({name: numeric(frame, name) for name in terms.names}, index=range(len(frame))))
 
 
 def column(frame: Frame, name: Any) -> nw.Series[Any]:
@@ -349,26 +388,10 @@ def _vary_by(bars: Sequence[Bar], design: Formula) -> tuple[tuple[str, ...], str
 
 
 def _terms_of_bar(bar: Bar, design: Formula) -> list[str]:
-    """The columns of ``X`` that a bar names; they must be among those of the terms outside the bars."""
-    common, asked = design.rhs.by_factors(), bar.terms.by_factors()
-    if not asked:
+    """The columns of ``X`` that a bar names."""
+    if not bar.terms.terms:
         raise FormulaError(f"The bar term {quoted(str(bar))} has no terms; write 1 for an intercept that varies.")
-    for factors, term in asked.items():
-        if factors not in common:
-            lost = ":".join(factor.expression for factor in term)
-            what, more = ("The intercept", ", or 0 to the bar") if lost == "1" else (quoted(lost), "")
-            raise FormulaError(
-                f"{what} varies by {quoted(bar.group)} but has no common coefficient; add {lost[:48]} to the terms outside the "
-                f"bars{more}."
-            )
-    # formulaic codes categories by which other terms are there, so the names may differ from those of all terms.
-    names = design.terms_of(Terms(bar.terms.text, tuple(term for factors, term in common.items() if factors in asked)))
-    for name in (name for name in names if name not in design.terms):
-        raise FormulaError(
-            f"The bar term {quoted(str(bar))} has the column {quoted(name)}, but the terms outside the bars code its "
-            "categories in another way; write the bar's terms as they stand there, including the intercept."
-        )
-    return names
+    return design.terms_of(design.like_common(bar.terms))
 
 
 def _named_terms(names: Any, terms: Sequence[str]) -> tuple[str, ...]:

@@ -199,11 +199,25 @@ class ParsedFormula:
     offset: Terms | None = None
 
     @property
+    def counts(self) -> bool:
+        """Whether the response is ``cbind(successes, failures)``."""
+        return self.expression is not None and _counts(self.response) is not None
+
+    @property
+    def right(self) -> Terms:
+        """All terms to the right of ``~``: the common terms, then those of the bars that are not among them."""
+        terms = self.common.by_factors()
+        for bar in self.bars:
+            terms = {**bar.terms.by_factors(), **terms}
+        extra = [term for term in terms.values() if term not in self.common.terms]
+        return Terms(self.common.text, (*self.common.terms, *extra))
+
+    @property
     def factors(self) -> list[Factor]:
-        """The factors of both sides and of the offset; those of the bars are among them."""
+        """The factors of both sides and of the offset."""
         left = [] if self.response is None else [Factor(self.response.strip("`"), "lookup")]
         known = [] if self.offset is None else self.offset.factors
-        return (left if self.expression is None else self.expression.factors) + self.common.factors + known
+        return (left if self.expression is None else self.expression.factors) + self.right.factors + known
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -251,6 +265,10 @@ def read_column(text: str | None, *, arithmetic: bool = False) -> Terms | None:
     """
     if text is None or re.fullmatch(r"`[^`]+`|\w+", text):
         return None
+    counts = None if arithmetic else _counts(text)
+    if counts is not None:
+        wrapped = [part if re.fullmatch(_NAME, part) else f"I({part})" for part in counts]
+        return plain_expression(Terms.parse(f"0 + {' + '.join(wrapped)}"))
     try:
         terms = Terms.parse(f"0 + I({text})" if arithmetic else f"0 + {text}")
     except FormulaError as problem:
@@ -266,6 +284,20 @@ def plain_expression(terms: Terms) -> Terms:
     for text in (text for found in read for text in [*([] if found.category is None else ["C()"]), *terms.transforms]):
         raise FormulaError(f"{text} is not supported in a response or an offset; add a column with its values to the table.")
     return terms
+
+
+def _counts(response: str | None) -> list[str] | None:
+    """The two parts of ``cbind(successes, failures)``; None for another response."""
+    found = re.fullmatch(r"cbind\s*\((.*)\)", response or "", re.DOTALL)
+    if found is None:
+        return None
+    inner, mask = found[1], _mask(found[1])
+    depths = _depths(mask)
+    commas = [at for at, char in enumerate(mask) if char == "," and depths[at] == 0]
+    parts = [inner[: commas[0]].strip(), inner[commas[0] + 1 :].strip()] if len(commas) == 1 else []
+    if not all(parts) or not parts or parts[0] == parts[1]:
+        raise FormulaError(f"The response {quoted(response)} must name two columns: cbind(successes, failures).")
+    return parts
 
 
 def quoted(text: str | None) -> str:

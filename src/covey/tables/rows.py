@@ -131,12 +131,12 @@ class GroupedData:
         frequency: Any = None,
         terms: tuple[str, ...],
         nested: bool = False,
-        check: Check | None = None,
+        checks: Sequence[Check] = (),
         numbers: Ints | None = None,
     ) -> GroupedData:
         """Group columns or matrices that stand side by side; every other constructor calls this one.
 
-        If ``nested``, client ids are unique only within their cluster. ``check`` refuses responses that are outside the range
+        If ``nested``, client ids are unique only within their cluster. ``checks`` refuse responses that are outside the range
         of a family. A ``frequency`` is at least 1. ``numbers`` are the numbers of the rows in the user's table, if some were
         left out.
         """
@@ -164,8 +164,8 @@ class GroupedData:
             return f"row {at}" if data.n_clients == 1 else f"row {at} (client {owner!r})"
 
         data._refuse_bad_values(place)
-        if check is not None:
-            check(data.y, place)
+        for each in checks:
+            each(data.y, place)
         return data
 
     @property

@@ -126,8 +126,10 @@ def _inner_from_json(document: Mapping[str, Any], rhs: Terms | None) -> Columns 
     for name, levels in document["levels"].items():
         if len(set(levels)) < len(levels):
             raise ModelError(f"The categories of column {name!r} are listed twice; fit the model again.")
-    state = {text: terms.transforms[text][1].check(numbers) for text, numbers in document.get("state", {}).items()}
-    return Formula(terms, tuple(document["terms"]), tuple(document["columns"]), dict(document["levels"]), state)
+    extra = tuple(Terms.from_json(each) for each in document.get("extra", ()))
+    design = Formula(terms, tuple(document["terms"]), tuple(document["columns"]), dict(document["levels"]), {}, extra)
+    state = {text: design.transforms[text][1].check(numbers) for text, numbers in document.get("state", {}).items()}
+    return replace(design, state=state)
 
 
 def moments(X: Floats) -> Exact:

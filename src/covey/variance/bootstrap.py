@@ -72,15 +72,15 @@ def bootstrap(
     by_rows = learned.components.method == "Laplace"
     if by_rows and (data is None or loss is None):
         raise SolverError("Only the bootstrap of a linear model needs no rows; give the rows that the model was fitted to.")
-    if by_rows and data is not None and data.weights is not None and (data.weights != 1).any():
-        raise SolverError("Only the bootstrap of a linear model takes weights; repeat the rows instead of weighting them.")
+    if by_rows and loss is not None and data is not None and data.weights is not None:
+        loss.check_drawable(data.weights)
     rng, reml = np.random.default_rng(seed), learned.components.method == "REML"
     estimates = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
         for theta in _draw_clients(learned, wbar, rng, draws):
             if data is not None and loss is not None and not loss.reml:
-                y = loss.draw(data.margin(theta), rng, learned.dispersion)
+                y = loss.draw_rows(data.margin(theta), data.weights, rng, learned.dispersion)
                 components = estimate(InMemory.of(replace(data, y=y), loss), shape)[1].components
             else:
                 sums = _draw_sums(learned, theta, rng)
@@ -129,9 +129,9 @@ def _survey(sums: ClientSums, learned: Learned) -> Survey:
     tree, d = learned.tree, len(learned.terms)
     no_rows = GroupedData(np.empty((0, d)), np.empty(0), np.zeros(tree.n_clients + 1, dtype=np.int64), tree, learned.terms)
     network = InMemory.of(no_rows, loss_of("gaussian"))
-    columns = WorkingColumns(np.zeros(d), -1, sums.origin)
+    columns = replace(WorkingColumns.plain(d), origin=sums.origin)
     network.node.keep(columns)
-    network.node.cache["losses"] = (columns.shift, columns.origin), sums.units
+    network.node.cache["losses"] = (columns.basis, columns.origin), sums.units
     cluster_sums = Quadratic(*(tree.sum_up(part) for part in (sums.units.C, sums.units.r, sums.units.c, sums.units.n)))
     nothing_constant = np.zeros((2, d), dtype=bool)
     return Survey(CountingNetwork(network), columns, cluster_sums, sums.log_weights, np.zeros(d), nothing_constant)

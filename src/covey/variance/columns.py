@@ -1,16 +1,8 @@
 """The columns, rows and sums that a node works with while covariances are estimated.
 
-A node works with shifted columns, with losses about an origin that all nodes share, and with terms in a working order: terms
-that vary come first. Arrays that were computed for one message are cached for the next. Several processes may serve a node in
-turn, so a cached value is used only if it was computed from equal arrays.
-
-Columns that are far from zero, such as a year, are centred. With ``x - c`` in place of ``x`` the intercept becomes
-``t_0' = t_0 + c t_x``. The model is the same if the intercept varies wherever ``x`` does, with a full covariance. Centring
-matters: where ``c`` is hundreds of times the spread of ``x``, the intercept (at the year 0) is almost a multiple of the slope,
-and the search for their covariance is ill-conditioned.
-
-    node          sends     RowTotals: sums and squares of columns, X'X, X'y, the number of ones in each column
-    coordinator   chooses   the column of ones, if there is one, and the columns to centre
+A node works with combinations of columns (:mod:`.dependence`), with losses about an origin that all nodes share, and with
+terms in a working order: terms that vary come first. Arrays that were computed for one message are cached for the next.
+Several processes may serve a node in turn, so a cached value is used only if it was computed from equal arrays.
 """
 
 from __future__ import annotations
@@ -40,42 +32,46 @@ class LearningState(Record):
 
 @dataclass(frozen=True)
 class WorkingColumns(LearningState):
-    """The vector ``shift (d,)`` is subtracted from the columns. Losses are about the coefficients ``origin (d,)``.
+    """The working columns are ``X basis``, with ``basis (d, d)``. Losses are about the coefficients ``origin (d,)``.
 
-    ``one`` is the position of a column of ones, whose coefficient changes with the shift; -1 if there is none.
+    ``one`` is the position of a column of ones; -1 if there is none.
 
-    >>> columns = WorkingColumns(np.array([0.0, 2000.0]), 0, np.zeros(2))
+    >>> columns = WorkingColumns(np.array([[1.0, -2000.0], [0.0, 1.0]]), 0, np.zeros(2))
     >>> columns.to_user_units(np.array([[5.0, 3.0]])).tolist()  # the intercept at the year 2000, then at the year 0
     [[-5995.0, 3.0]]
     """
 
-    shift: Floats
+    basis: Floats
     one: int
     origin: Floats
 
-    def to_user_units(self, coefficients: Floats) -> Floats:
-        """Convert coefficients ``(..., d)`` of shifted columns to those of the user's columns."""
-        return coefficients @ self.to_user.T if self.shift.any() else coefficients
+    @classmethod
+    def plain(cls, d: int, one: int = -1) -> WorkingColumns:
+        """The user's columns as they are."""
+        return cls(np.eye(d), one, np.zeros(d))
 
-    @property
-    def to_user(self) -> Floats:
-        """The matrix ``(d, d)`` that converts coefficients of shifted columns to those of the user's columns."""
-        matrix = np.eye(len(self.shift))
-        if self.shift.any():
-            matrix[self.one] -= self.shift
-        return matrix
+    def to_user_units(self, coefficients: Floats) -> Floats:
+        """Convert coefficients ``(..., d)`` of working columns to those of the user's columns."""
+        return coefficients if is_identity(self.basis) else coefficients @ self.basis.T
 
     def losses_to_user_units(self, losses: Quadratic) -> Quadratic:
         """Convert losses to functions of the coefficients of the user's columns."""
-        if not self.shift.any():
+        if is_identity(self.basis):
             return losses
-        inverse = 2.0 * np.eye(len(self.shift)) - self.to_user
+        inverse = np.linalg.inv(self.basis)
         return Quadratic(inverse.T @ losses.C @ inverse, losses.r @ inverse, losses.c, losses.n)
+
+
+def is_identity(basis: Floats) -> bool:
+    return np.array_equal(basis, np.eye(len(basis)))
 
 
 @dataclass(frozen=True)
 class TermOrder(Record):
-    """The working order of terms: positions ``(d,)`` in the data. Only the first ``width`` may vary between clients."""
+    """The working order of terms: their positions in the data. Only the first ``width`` may vary between clients.
+
+    Terms may be left out.
+    """
 
     terms: Ints
     width: int
@@ -138,6 +134,8 @@ class Survey:
     middle : (d,) for counts and classes the coefficients of one model for all rows; zero for a linear model
     constant_within : (2, d) which terms are constant within every cluster, and within every client
     totals : the totals of all rows; None if there are only sums
+    shape : which terms vary, after terms were left out that cannot vary or that other terms determine
+    notes : sentences on these terms
     """
 
     network: CountingNetwork
@@ -147,6 +145,8 @@ class Survey:
     middle: Floats
     constant_within: Anything
     totals: RowTotals | None = None
+    shape: Shape | None = None
+    notes: tuple[str, ...] = ()
 
 
 # At the node
@@ -154,8 +154,7 @@ class Survey:
 
 def working_columns(node: Node) -> WorkingColumns:
     """The working columns that the coordinator has set, or else the columns as they are."""
-    d = node.data.n_terms
-    return node.find(WorkingColumns) or WorkingColumns(np.zeros(d), -1, np.zeros(d))
+    return node.find(WorkingColumns) or WorkingColumns.plain(node.data.n_terms)
 
 
 def from_cache(node: Node, name: str, key: tuple[Anything, ...], compute: Callable[[], T]) -> T:
@@ -168,19 +167,23 @@ def from_cache(node: Node, name: str, key: tuple[Anything, ...], compute: Callab
 
 
 def client_rows(node: Node, order: Ints | None = None) -> GroupedData:
-    """The node's rows, with shifted columns in the working order."""
-    data, shift = node.data, working_columns(node).shift
+    """The node's rows, with working columns in the working order."""
+    data, basis = node.data, working_columns(node).basis
     order = np.arange(data.n_terms) if order is None else order
-    permuted = bool((order != np.arange(data.n_terms)).any())
-    if not (permuted or shift.any()):
+    permuted = not np.array_equal(order, np.arange(data.n_terms))
+    if not permuted and is_identity(basis):
         return data
 
     def compute() -> GroupedData:
-        X = data.X - shift if shift.any() else data.X
+        X = _combined(data.X, basis)
         terms = tuple(data.terms[at] for at in order)
         return replace(data, X=np.ascontiguousarray(X[:, order]) if permuted else X, terms=terms)
 
-    return from_cache(node, "rows", (shift, order), compute)
+    return from_cache(node, "rows", (basis, order), compute)
+
+
+def _combined(X: Floats, basis: Floats) -> Floats:
+    return X if is_identity(basis) else X @ basis
 
 
 def client_losses(node: Node, order: Ints | None = None) -> Quadratic:
@@ -192,7 +195,7 @@ def client_losses(node: Node, order: Ints | None = None) -> Quadratic:
         here = node.loss.expand(data, np.tile(columns.origin, (data.n_clients, 1)))
         return Quadratic(here.hessian, -here.gradient, here.value, data.rows_that_count)
 
-    losses = from_cache(node, "losses", (columns.shift, columns.origin), compute)
+    losses = from_cache(node, "losses", (columns.basis, columns.origin), compute)
     if order is None or not (order != np.arange(len(order))).any():
         return losses
 
@@ -200,7 +203,7 @@ def client_losses(node: Node, order: Ints | None = None) -> Quadratic:
         C, r = losses.C[:, order[:, None], order], losses.r[:, order]
         return replace(losses, C=np.ascontiguousarray(C), r=np.ascontiguousarray(r))
 
-    return from_cache(node, "losses in order", (columns.shift, columns.origin, order), permute)
+    return from_cache(node, "losses in order", (columns.basis, columns.origin, order), permute)
 
 
 def client_spread(node: Node, S: Floats, order: TermOrder) -> Spread:
@@ -251,14 +254,9 @@ class ForgetCovariances(Message[None], label="forget covariances", phase="learn"
         node.cache.clear()
 
 
-_FAR = 5.0  # standard deviations
-_LOST_DIGITS = 1e-6  # below this ratio of variance to squared mean, sums of squares about zero do not give the variance
-_ROUNDING = 4 * float(np.finfo(float).eps)
-
-
 @dataclass(frozen=True)
 class RowTotals(Reply):
-    """Sums over all rows of a node, with shifted columns.
+    """Sums over all rows of a node, with working columns.
 
     Attributes
     ----------
@@ -289,15 +287,14 @@ class RowTotals(Reply):
 
 @dataclass(frozen=True)
 class SumRows(Message[RowTotals], label="totals of rows", phase="learn"):
-    """Sum the rows, after ``shift (d,)`` is subtracted from the columns."""
+    """Sum the rows, with the columns ``X basis``."""
 
-    shift: Floats
+    basis: Floats
 
     def at(self, node: Node) -> RowTotals:
         data = node.data
         weights = data.weights
-        if self.shift.any():
-            data = replace(data, X=data.X - self.shift)
+        data = replace(data, X=_combined(data.X, self.basis))
         here = loss_of("gaussian").expand(data, np.zeros((data.n_clients, data.n_terms)))
         return RowTotals(
             data.n_rows,
@@ -316,42 +313,11 @@ class SumRows(Message[RowTotals], label="totals of rows", phase="learn"):
         )
 
 
-def choose_columns(network: CountingNetwork, shape: Shape) -> tuple[WorkingColumns, RowTotals]:
-    """Centre columns that are far from zero, if the model stays the same. Returns the columns and the totals of their rows."""
-    d = len(network.terms)
-    totals = network.ask(SumRows(np.zeros(d)))
-    one = next((a for a in range(d) if totals.ones[a] == totals.rows), -1)
-    columns, mean = WorkingColumns(np.zeros(d), one, np.zeros(d)), totals.total / totals.rows
-    far = _may_be_far(totals, mean) & np.array([one >= 0 and _may_centre(a, one, shape) for a in range(d)])
-    if not far.any():
-        return columns, totals
-    mean = np.where(far, mean, 0.0)
-    about = network.ask(SumRows(mean))
-    spread = np.sqrt(np.maximum(about.squares / about.rows - (about.total / about.rows) ** 2, 0.0))
-    shift = np.where((np.abs(mean) > _FAR * spread) & (spread > _ROUNDING * np.abs(mean)), mean, 0.0)
-    if not shift.any():
-        return columns, totals
-    return replace(columns, shift=shift), about if (shift == mean).all() else network.ask(SumRows(shift))
-
-
-def _may_be_far(totals: RowTotals, mean: Floats) -> Anything:
-    """Which columns may be far from zero. Some sums of squares have lost the digits that would decide."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        variance = totals.squares / totals.rows - mean**2
-        return np.asarray((mean**2 > _FAR**2 * variance) | ((variance < _LOST_DIGITS * mean**2) & (mean != 0)))
-
-
-def _may_centre(a: int, one: int, shape: Shape) -> bool:
-    """Whether the model stays the same if term ``a`` is centred."""
-    levels = (shape.client, shape.client_kind), (shape.cluster, shape.cluster_kind)
-    return a != one and all(a not in varying or (kind == "full" and one in varying) for varying, kind in levels)
-
-
 def uncentred(fit: Fit, learned: Learned, columns: WorkingColumns) -> tuple[Fit, Learned]:
-    """Convert a fit to shifted columns to the user's units. The nodes convert the coefficients of their clients."""
-    if not columns.shift.any():
+    """Convert a fit to working columns to the user's units. The nodes convert the coefficients of their clients."""
+    if is_identity(columns.basis):
         return fit, learned
-    to_user, whole = columns.to_user, learned.whole
+    to_user, whole = columns.basis, learned.whole
     fit = replace(fit, w=columns.to_user_units(fit.w), wbar=columns.to_user_units(fit.wbar))
     parts = learned.components
     client, cluster = (_level_uncentred(level, learned.terms, columns) for level in (parts.client, parts.cluster))
@@ -364,10 +330,10 @@ def uncentred(fit: Fit, learned: Learned, columns: WorkingColumns) -> tuple[Fit,
 
 def _level_uncentred(level: LevelComponents, terms: tuple[str, ...], columns: WorkingColumns) -> LevelComponents:
     at = np.array([terms.index(term) for term in level.terms], dtype=np.int64)
-    # The variance of the intercept changes only if a centred column varies at this level.
-    if columns.one not in at or not columns.shift[at].any():
+    to_user = columns.basis[at[:, None], at]
+    # The variance of a term, such as the intercept, changes only if a combination with it varies at this level.
+    changed = (to_user != np.eye(len(at))).any(axis=1)
+    if not changed.any():
         return level
-    to_user = columns.to_user[at[:, None], at]
-    errors = level.sd_error.copy()
-    errors[:, level.terms.index(terms[columns.one])] = np.nan  # an intercept so far from the rows has no useful estimate
+    errors = np.where(changed, np.nan, level.sd_error)  # an intercept so far from the rows has no useful estimate
     return replace(level, covariance=to_user @ level.covariance @ to_user.T, sd_error=errors)

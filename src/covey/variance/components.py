@@ -34,7 +34,8 @@ Kind = Literal["isotropic", "diagonal", "full"]
 class Shape:
     """The positions of the terms that vary at each level, and the form of their covariance.
 
-    With ``per_cluster`` there is one covariance of clients for each cluster, instead of one for all clusters.
+    With ``per_cluster`` there is one covariance of clients for each cluster, instead of one for all clusters. The terms of
+    ``zero`` have the global coefficient 0: they vary about zero, or were dropped because other terms determine them.
     """
 
     client: tuple[int, ...]
@@ -42,6 +43,11 @@ class Shape:
     client_kind: Kind = "diagonal"
     cluster_kind: Kind = "diagonal"
     per_cluster: bool = False
+    zero: tuple[int, ...] = ()
+
+    def free(self, order: Ints) -> Anything:
+        """Which of the terms at these positions have a global coefficient that is estimated."""
+        return ~np.isin(order, self.zero)
 
     def without(self) -> dict[str, Shape]:
         """The two models with one level less. The key is the level that does not vary."""
@@ -316,6 +322,7 @@ class Components:
     tests : likelihood-ratio tests, one per level that varies
     shares : the shares of clusters, clients and residual in the variance of a row's margin, as a mean over rows
     approximation : the error of Laplace's approximation; None if the likelihood is exact
+    zero : terms whose global coefficient is 0 and not estimated: they have none in the formula, or other terms determine them
     """
 
     method: Method
@@ -329,6 +336,7 @@ class Components:
     tests: tuple[LikelihoodRatio, ...] = ()
     shares: tuple[float, float, float] = (np.nan, np.nan, np.nan)
     approximation: Approximation | None = None
+    zero: tuple[str, ...] = ()
 
     @property
     def grouped(self) -> bool:
@@ -348,8 +356,8 @@ class Components:
         levels = {"client": self.client.to_json(), "cluster": self.cluster.to_json()}
         tests = [asdict(test) for test in self.tests]
         check = None if self.approximation is None else asdict(self.approximation)
-        rest = {"notes": list(self.notes), "tests": tests, "shares": list(self.shares), "approximation": check}
-        return {**plain, **levels, **rest}
+        lists = {name: list(getattr(self, name)) for name in ("notes", "shares", "zero") if name != "zero" or self.zero}
+        return {**plain, **levels, **lists, "tests": tests, "approximation": check}
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> Components:
@@ -357,8 +365,8 @@ class Components:
         tests = tuple(LikelihoodRatio(**test) for test in plain["tests"])
         check = plain.get("approximation")  # models saved by earlier versions have none
         check = None if check is None else Approximation.from_json(check)
-        rest = {"notes": tuple(plain["notes"]), "tests": tests, "shares": tuple(plain["shares"]), "approximation": check}
-        return cls(**{**plain, **levels, **rest})
+        tuples = {name: tuple(plain.get(name, ())) for name in ("notes", "shares", "zero")}
+        return cls(**{**plain, **levels, **tuples, "tests": tests, "approximation": check})
 
 
 @dataclass(frozen=True)
@@ -407,6 +415,19 @@ class Learned:
     origin: Floats
     log_weights: float = 0.0
     whole: Whole | None = None
+
+    @property
+    def shape(self) -> Shape:
+        """Which terms vary, as it was fitted."""
+        parts = self.components
+        named = parts.client.terms, parts.cluster.terms, parts.zero
+        client, cluster, zero = (tuple(map(self.terms.index, names)) for names in named)
+        return Shape(client, cluster, parts.client.kind, parts.cluster.kind, len(parts.client.covariance) > 1, zero)
+
+    @property
+    def free(self) -> Anything:
+        """Which terms have a global coefficient that is estimated, ``(d,)``."""
+        return ~np.isin(self.terms, self.components.zero)
 
     @property
     def dispersion(self) -> float:

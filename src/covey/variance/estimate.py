@@ -91,6 +91,7 @@ def estimate(
     """
     with threads_of(network):
         surveyed = survey(network, shape) if surveyed is None else surveyed
+        shape = surveyed.shape or shape
         criterion = criterion_for(surveyed, shape, reml=reml, progress=progress)
         best = find_optimum(criterion)
         if not best.failed and (thorough or criterion.is_doubtful(best.x)):
@@ -205,11 +206,12 @@ def finish(criterion: Criterion, best: Optimum) -> tuple[Fit, Learned]:
         *levels,
         residual=s2 if loss.dispersion else None,
         log_likelihood=-0.5 * best.value,
-        parameters=d + cut + int(loss.dispersion),
+        parameters=int(criterion.free.sum()) + cut + int(loss.dispersion),
         rows=criterion.rows,
-        notes=tuple(notes),
+        notes=(*criterion.survey.notes, *notes),
         shares=(cluster / total, client / total, residual / total),
         approximation=approximation,
+        zero=tuple(criterion.terms[at] for at in criterion.shape.zero),
     )
     covariance = criterion.global_covariance(errors[cut:, cut:], top)
     clusters = s2 * cluster_covariances(top.C, criterion.covariances(best.x)[1][0], covariance / s2)[:, back[:, None], back]

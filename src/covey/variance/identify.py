@@ -5,203 +5,47 @@ If they are not, :func:`survey` raises an error that says which terms to leave o
 The covariance of the responses is a sum ``V = s2 I + sum_a s_a Z_a Z_a'`` with one matrix for each variance. The variances can
 be identifiable only if these matrices, ``I`` included, are linearly independent. Under REML this is necessary, not sufficient.
 Their inner products decide it: ``<Z_a Z_a', Z_b Z_b'>`` is the sum over groups of squared entries of ``X'X``, so it comes from
-sums over clients. Where single clients matter, a node checks a property of each client and sends only the number of clients
-that have it.
-
-    coordinator   sends   the working columns, the terms that vary by client, and (X'X)^-1 of all rows
-    node          sends   Evidence: sums over its clients, in all and for each cluster, and numbers of clients
+sums over clients (:class:`.Evidence`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
 
 from covey._typing import Anything, Floats
 from covey.errors import DataError, listing
-from covey.losses import loss_of
-from covey.nodes.network import Message, Network, Node
-from covey.records import Count, Reply
-from covey.solvers.direct.elimination import Quadratic, Spread, solve_symmetric
+from covey.nodes.network import Network
+from covey.solvers.direct.elimination import Spread, invert, solve_symmetric
 from covey.solvers.direct.newton import UpperLevels
-from covey.tree.hierarchy import segment_sum
-from covey.variance.columns import (
-    CountingNetwork,
-    Survey,
-    TermOrder,
-    WorkingColumns,
-    choose_columns,
-    client_losses,
-    client_rows,
-    threads_of,
-)
+from covey.variance.columns import CountingNetwork, RowTotals, Survey, TermOrder, WorkingColumns, threads_of
 from covey.variance.components import Kind, Shape
+from covey.variance.dependence import choose_columns
+from covey.variance.evidence import (
+    PROPORTIONAL,
+    ROUNDING,
+    CountUnlike,
+    Evidence,
+    ResidualEvidence,
+    WeighEvidence,
+    n_not_determined,
+    n_not_proportional,
+    products,
+)
 from covey.variance.laplace_likelihood import BeginMode, SumLogCounts, run_newton
-from covey.variance.linear_likelihood import invert
-
-_ROUNDING = 1e-13
-_ALIKE = 1e-12  # relative to a mean that is itself rounded
-_DETERMINED = 1e-8
-_PROPORTIONAL = 1e-10  # degrees of freedom count columns as proportional to this precision
-_BLOCK = 1 << 12  # clients whose matrices are in memory at the same time
 
 
-# The node
-
-
-@dataclass(frozen=True)
-class ResidualEvidence(Reply):
-    """The residual of a model where every client has separate coefficients of the varying terms, and all share the others.
-
-    Attributes
-    ----------
-    within : the sum of squares about the clients' separate fits
-    common, rhs : (s, s) and (s,), the normal equations of the shared terms after these fits
-    rank : the number of coefficients in the clients' separate fits
-    """
-
-    within: float
-    common: Floats
-    rhs: Floats
-    rank: int
-
-    @classmethod
-    def of(cls, losses: Quadratic, varying: Sequence[int]) -> ResidualEvidence:
-        """From the losses of clients, or of clusters."""
-        v = list(varying)
-        shared = [a for a in range(losses.r.shape[1]) if a not in v]
-        Avv, Avs, bv = losses.C[:, v][:, :, v], losses.C[:, v][:, :, shared], losses.r[:, v]
-        into = [solve_symmetric(Avv, Avs[:, :, a]) if v else bv for a in range(len(shared))]
-        fits = solve_symmetric(Avv, bv) if v else bv
-        within = 2 * losses.c - np.einsum("iv,iv->i", bv, fits)
-        common = losses.C[:, shared][:, :, shared].sum(axis=0)
-        common -= np.array([np.einsum("iva,iv->a", Avs, column) for column in into]).reshape(common.shape)
-        rhs = (losses.r[:, shared] - np.einsum("iva,iv->ia", Avs, fits)).sum(axis=0)
-        rank = int(np.linalg.matrix_rank(Avv, hermitian=True).sum()) if v else 0
-        return cls(float(within.sum()), common, rhs, rank)
-
-
-@dataclass(frozen=True)
-class Evidence(Reply):
-    """Sums over a node's clients that decide whether the variances are identifiable.
-
-    Attributes
-    ----------
-    cluster_sums : each cluster's sum of its clients' losses about the origin (for counts and classes ``X'X`` only)
-    gram_squares : (d, d) sums of squared entries of the clients' ``X'X``
-    n_several_rows : the number of clients with more than one row of positive weight
-    not_proportional : (d, d) the number of clients within which two terms are not proportional, beyond rounding
-    clearly_not_proportional : the same for the user's columns, to the precision ``_PROPORTIONAL``
-    not_determined : (d,) the number of clients whose coefficient of a term the common coefficients do not determine
-    residual : the residual of a linear model where clients have separate coefficients
-    n_both_classes : the number of clients whose sum of responses is neither 0 nor their number of rows. For classes these are
-        the clients with rows of both classes; other families do not use it
-    n_repeated : the number of clients with more than one row
-    cluster_ones, cluster_rows : (k,) each cluster's sum of responses (for classes the number of rows of class 1), and its
-        number of rows; only classes use them
-    """
-
-    cluster_sums: Quadratic
-    gram_squares: Floats
-    n_several_rows: int
-    not_proportional: Floats
-    clearly_not_proportional: Floats
-    not_determined: Floats
-    residual: ResidualEvidence
-    n_both_classes: int
-    n_repeated: int
-    cluster_ones: Floats
-    cluster_rows: Floats
-
-
-@dataclass(frozen=True)
-class WeighEvidence(Message[Evidence], label="weigh evidence", phase="learn"):
-    """Use these working columns from now on, and sum the evidence.
-
-    ``varying`` are the terms that vary by client. ``inverse (d, d)`` is the inverse of ``X'X`` of all rows of all nodes.
-    """
-
-    columns: WorkingColumns
-    varying: tuple[int, ...]
-    inverse: Floats
-
-    def at(self, node: Node) -> Evidence:
-        node.keep(self.columns)
-        data, tree = client_rows(node), node.data.hierarchy
-        if node.loss.reml:
-            losses = client_losses(node)
-            residual = ResidualEvidence.of(losses, self.varying)
-        else:
-            n, d = data.n_clients, data.n_terms
-            gram = loss_of("gaussian").hessian(data, np.zeros((n, d)))
-            losses = Quadratic(gram, np.zeros((n, d)), np.zeros(n), data.rows_that_count)
-            residual = ResidualEvidence(0.0, np.zeros((0, 0)), np.zeros(0), 0)  # there is no residual to identify
-        ones, rows = segment_sum(data.y, data.client_ptr), data.rows_per_client.astype(np.float64)
-        return Evidence(
-            Quadratic(*(tree.sum_up(part) for part in (losses.C, losses.r, losses.c, losses.n))),
-            (losses.C**2).sum(axis=0),
-            int((losses.n > 1).sum()),
-            n_not_proportional(losses.C, _ROUNDING),
-            n_not_proportional(self.columns.losses_to_user_units(losses).C, _PROPORTIONAL),
-            _n_not_determined(losses.C, self.inverse),
-            residual,
-            int(((ones != 0) & (ones != rows)).sum()),
-            int((rows > 1).sum()),
-            tree.sum_up(ones),
-            tree.sum_up(rows),
-        )
-
-
-def n_not_proportional(A: Floats, precision: float) -> Floats:
-    """For each pair of terms, the number of matrices ``X'X`` in ``A (n, d, d)`` with columns that are not proportional."""
-    count = np.zeros(A.shape[1:])
-    for start in range(0, len(A), _BLOCK):
-        block = A[start : start + _BLOCK]
-        size = np.einsum("iaa->ia", block)
-        full = size[:, :, None] * size[:, None, :]
-        count += (full - block**2 > precision * np.maximum(full, 1e-300)).sum(axis=0)
-    return count
-
-
-def _n_not_determined(A: Floats, inverse: Floats) -> Floats:
-    """The number of clients or clusters whose coefficient of a term the common coefficients do not determine, ``(d,)``."""
-    count = np.zeros(A.shape[1])
-    for start in range(0, len(A), _BLOCK):
-        block = A[start : start + _BLOCK]
-        total, fitted = np.einsum("iaa->ia", block), np.einsum("iac,iac->ic", block, inverse @ block)
-        count += (total - fitted > _DETERMINED * total).sum(axis=0)
-    return count
-
-
-@dataclass(frozen=True)
-class CountUnlike(Message[Count], label="clients unlike the others", phase="learn"):
-    """Count the clients whose ``x'x`` over the varying terms differs from ``mean``, the mean over all clients.
-
-    ``mean`` has one value per term, or one for their sum.
-    """
-
-    varying: tuple[int, ...]
-    mean: Floats
-
-    def at(self, node: Node) -> Count:
-        size = np.einsum("iaa->ia", client_losses(node).C)[:, list(self.varying)]
-        total = size if len(self.mean) == size.shape[1] else size.sum(axis=1, keepdims=True)
-        return Count(int((np.abs(total - self.mean) > _ALIKE * np.abs(self.mean)).any(axis=1).sum()))
-
-
-# The coordinator
-
-
-def check_rank(gram: Floats, terms: Sequence[str]) -> None:
-    """Raise an error if a term is a linear combination of others, so that its global coefficient is not identifiable."""
+def check_rank(gram: Floats, terms: Sequence[str], free: Anything) -> None:
+    """Raise an error if a ``free`` term is a linear combination of others, so that its coefficient is not identifiable."""
+    gram, terms = gram[np.ix_(free, free)], [terms[a] for a in np.flatnonzero(free).tolist()]
     size = np.sqrt(np.maximum(np.diag(gram), 0.0))
     for a in np.flatnonzero(size == 0).tolist():
         raise DataError(f"The term {terms[a]!r} is zero in every row, so its coefficient cannot be estimated; leave it out.")
     values, vectors = np.linalg.eigh(gram / (size[:, None] * size))
-    if values[0] > len(gram) * 1e-12 * values[-1]:
+    if not len(gram) or values[0] > len(gram) * 1e-12 * values[-1]:
         return
     involved = [terms[a] for a in np.flatnonzero(np.abs(vectors[:, 0]) > 1e-4).tolist()]
     raise DataError(
@@ -218,12 +62,15 @@ def check_identifiable(network: CountingNetwork, evidence: Evidence, shape: Shap
     linear, terms = squares is not None, network.terms
     sums = evidence.cluster_sums
     _refuse_too_few(network, evidence, shape, linear)
-    clusters = n_not_proportional(sums.C, _ROUNDING), _n_not_determined(sums.C, invert(sums.C.sum(axis=0))[0])
-    for (level, varying, kind), (not_proportional, not_determined) in zip(
-        _levels(shape), ((evidence.not_proportional, evidence.not_determined), clusters), strict=True
+    inverse = invert(sums.C.sum(axis=0), shape.free(np.arange(len(terms))))[0]
+    clusters = n_not_proportional(sums.C, ROUNDING), n_not_determined(sums.C, inverse)
+    moments = (evidence.gram_squares, evidence.gram_products), ((sums.C**2).sum(axis=0), products(sums.C))
+    for (level, varying, kind), (not_proportional, not_determined), sizes in zip(
+        _levels(shape), ((evidence.not_proportional, evidence.not_determined), clusters), moments, strict=True
     ):
         if kind != "isotropic" and evidence.n_several_rows:
-            _refuse_proportional(not_proportional, varying, terms, level)
+            several = None if shape.per_cluster and level == "client" else sizes
+            _refuse_proportional(not_proportional, varying, terms, level, kind, several)
         _refuse_determined(not_determined, varying, terms, level)
     if squares is not None:
         residual = evidence.residual if shape.client else ResidualEvidence.of(sums, shape.cluster)
@@ -240,8 +87,9 @@ def _refuse_too_few(network: CountingNetwork, evidence: Evidence, shape: Shape, 
     """Too few rows for the terms, or levels whose groups have one client or one row each."""
     tree, terms = network.tree, network.terms
     rows = float(evidence.cluster_sums.n.sum())
-    if rows <= len(terms):
-        raise DataError(f"There are {rows:.0f} rows for {len(terms)} global coefficients; add rows, or leave out terms.")
+    estimated = len(terms) - len(shape.zero)
+    if rows <= estimated:
+        raise DataError(f"There are {rows:.0f} rows for {estimated} global coefficients; add rows, or leave out terms.")
     if shape.client and shape.cluster and (tree.sizes <= 1).all():
         raise DataError(
             "Every cluster has one client, so variation between clients cannot be separated from variation between clusters; "
@@ -273,11 +121,29 @@ def _all_clients_alike(network: CountingNetwork, evidence: Evidence, shape: Shap
     return network.ask(CountUnlike(shape.client, mean)).number == 0
 
 
-def _refuse_proportional(not_proportional: Floats, varying: Sequence[int], terms: Sequence[str], level: str) -> None:
-    """Two terms that are proportional within every client or cluster. One may be the intercept."""
+def _refuse_proportional(
+    not_proportional: Floats,
+    varying: Sequence[int],
+    terms: Sequence[str],
+    level: str,
+    kind: Kind,
+    moments: tuple[Floats, Floats] | None,
+) -> None:
+    """Two terms that are proportional within every client or cluster, if also their ratio ``m`` differs too little among these.
+
+    One may be the intercept. The variance of a client's mean is then ``s_aa + 2 m s_ab + m^2 s_bb``, so two variances need two
+    values of ``m^2``, and a covariance needs a third value of ``m``. The moments of ``m`` over clients decide.
+    """
     for a, b in combinations(varying, 2):
         if not_proportional[a, b]:
             continue
+        if moments is not None:
+            squares, crossed = moments
+            m = np.array([squares[a, a], crossed[a, b], squares[a, b], crossed[b, a], squares[b, b]])
+            powers = np.array([0, 1, 2] if kind == "full" else [0, 2])
+            size = np.sqrt(m[2 * powers]) if kind == "full" else np.sqrt(m[[0, 4]])
+            if (size > 0).all() and np.linalg.eigvalsh(m[powers[:, None] + powers] / (size[:, None] * size))[0] > 1e-9:
+                continue
         other, term = sorted((terms[a], terms[b]), key=lambda name: name != "Intercept")
         what = "constant" if other == "Intercept" else f"proportional to {other!r}"
         raise DataError(
@@ -360,24 +226,60 @@ def _inner_products(evidence: Evidence, terms: Sequence[str], shape: Shape) -> t
     return added @ gram @ added.T, labels
 
 
-def survey(network: Network, shape: Shape, *, check: bool = True) -> Survey:
-    """Ask the nodes. With ``check``, raise an error if this data cannot identify the variances."""
+def survey(network: Network, shape: Shape, *, check: bool = True, settle: bool = False) -> Survey:
+    """Ask the nodes, and leave out terms that other terms determine.
+
+    With ``check``, raise an error if this data cannot identify the variances. With ``settle``, terms that are constant within
+    every client or cluster do not vary there.
+    """
     counting, terms, linear = CountingNetwork(network), network.terms, network.loss.reml
     with threads_of(network):
-        columns, totals = choose_columns(counting, shape)
-        check_rank(totals.gram, terms)
-        inverse = invert(totals.gram)[0]
+        columns, totals, dropped = choose_columns(counting, shape)
+        shape, notes = _without_dropped(shape, dropped, totals, terms, settle)
+        free = shape.free(np.arange(len(terms)))
+        check_rank(totals.gram, terms, free)
+        inverse = invert(totals.gram, free)[0]
         if linear:
             # About the pooled fit, so that sums of squares are of residuals and lose no digits to a large mean.
             columns = replace(columns, origin=inverse @ totals.rhs)
         evidence = counting.ask(WeighEvidence(columns, shape.client, inverse))
+        if settle:
+            shape, more = _without_constant(shape, evidence, columns.one, terms)
+            notes += more
         if check:
             check_identifiable(counting, evidence, shape, squares=totals.response_squares if linear else None)
         if check and network.loss.two_classes:
             check_classes(evidence, shape)
-        middle = np.zeros(len(terms)) if linear else pooled(counting)
+        middle = np.zeros(len(terms)) if linear else pooled(counting, free)
         constant = _constant_within(evidence, columns, terms)
-    return Survey(counting, columns, evidence.cluster_sums, totals.log_weights, middle, constant, totals)
+    return Survey(counting, columns, evidence.cluster_sums, totals.log_weights, middle, constant, totals, shape, notes)
+
+
+def _without_dropped(
+    shape: Shape, dropped: tuple[int, ...], totals: RowTotals, terms: Sequence[str], settle: bool
+) -> tuple[Shape, tuple[str, ...]]:
+    """The shape without the global coefficients of dropped terms; a column of zeros does not vary either."""
+    gone = {a for a in range(len(terms)) if totals.gram[a, a] == 0 or (settle and a in dropped)}
+    levels = {level: tuple(a for a in getattr(shape, level) if a not in gone) for level in ("client", "cluster")}
+    shape = replace(shape, **levels, zero=tuple(sorted({*shape.zero, *dropped})))  # type: ignore[arg-type]
+    if not dropped:
+        return shape, ()
+    named = listing([terms[a] for a in dropped], 8)
+    are, have = ("is", "has") if len(dropped) == 1 else ("are", "have")
+    return shape, (f"dropped: {named} {are} zero or a linear combination of the other terms, and {have} the coefficient 0",)
+
+
+def _without_constant(shape: Shape, evidence: Evidence, one: int, terms: Sequence[str]) -> tuple[Shape, tuple[str, ...]]:
+    """The shape without terms that are constant within every client or cluster, where the intercept varies."""
+    notes: list[str] = []
+    clusters = n_not_proportional(evidence.cluster_sums.C, ROUNDING)
+    for (level, varying, kind), not_proportional in zip(_levels(shape), (evidence.not_proportional, clusters), strict=True):
+        fixed = [a for a in varying if a != one and one in varying and not not_proportional[one, a]]
+        if fixed and kind != "isotropic":
+            shape = replace(shape, **{level: tuple(a for a in varying if a not in fixed)})  # type: ignore[arg-type]
+            what = f"{listing([terms[a] for a in fixed], 8)} {'is' if len(fixed) == 1 else 'are'} constant within every {level}"
+            notes.append(f"{what}, and so {'does' if len(fixed) == 1 else 'do'} not vary by {level}")
+    return shape, tuple(notes)
 
 
 def _constant_within(evidence: Evidence, columns: WorkingColumns, terms: Sequence[str]) -> Anything:
@@ -385,14 +287,21 @@ def _constant_within(evidence: Evidence, columns: WorkingColumns, terms: Sequenc
     if "Intercept" not in terms:
         return np.zeros((2, len(terms)), dtype=bool)
     one = terms.index("Intercept")
-    clusters = n_not_proportional(columns.losses_to_user_units(evidence.cluster_sums).C, _PROPORTIONAL)
+    clusters = n_not_proportional(columns.losses_to_user_units(evidence.cluster_sums).C, PROPORTIONAL)
     return np.stack([clusters[one] == 0, evidence.clearly_not_proportional[one] == 0])
 
 
-def pooled(network: CountingNetwork) -> Floats:
-    """The coefficients ``(d,)`` of one model for all rows. It is an error if some coefficient has no finite estimate."""
-    k, d = network.tree.n_clusters, len(network.terms)
-    S, order, wbar = np.zeros((1, d, d)), TermOrder(np.arange(d), 0), np.zeros(d)
+def pooled(network: CountingNetwork, free: Anything) -> Floats:
+    """The coefficients ``(d,)`` of one model for all rows, zero where they are not ``free``.
+
+    It is an error if some coefficient has no finite estimate.
+    """
+    chosen = np.flatnonzero(free)
+    k, d = network.tree.n_clusters, len(chosen)
+    whole = np.zeros(len(free))
+    if not d:
+        return whole
+    S, order, wbar = np.zeros((1, d, d)), TermOrder(chosen, 0), np.zeros(d)
     if network.loss.linear_start:
         seen = network.ask(SumLogCounts(S, order, wbar))
         wbar = solve_symmetric(seen.C.sum(axis=0), seen.r.sum(axis=0))
@@ -400,9 +309,10 @@ def pooled(network: CountingNetwork) -> Floats:
     begin, above = BeginMode(S, order, top.w, True), Spread.of_covariances(S, k, 0)
     top, _, runaway, _ = run_newton(network, begin, top, above, tol=1e-8, max_iter=100)
     if runaway.any() and network.loss.curvature[0] == 0.0:
-        along = listing(np.array(network.terms)[runaway].tolist(), 3)
+        along = listing(np.array(network.terms)[chosen[runaway]].tolist(), 3)
         raise DataError(
             f"The terms {along} separate the responses perfectly, so some coefficient has no finite estimate; drop terms, "
             "merge categories, or set gamma= and ridge=."
         )
-    return top.wbar
+    whole[chosen] = top.wbar
+    return whole

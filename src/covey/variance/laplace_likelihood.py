@@ -44,6 +44,7 @@ from covey.solvers.direct.elimination import (
     Spread,
     descend,
     eliminate,
+    invert,
     marginalise,
     posterior,
     sensitivity,
@@ -62,7 +63,7 @@ from covey.variance.columns import (
     keep_results,
 )
 from covey.variance.components import Shape
-from covey.variance.linear_likelihood import Criterion, Evaluation, Slopes, UpperPosterior, cluster_covariances, invert
+from covey.variance.linear_likelihood import Criterion, Evaluation, Slopes, UpperPosterior, cluster_covariances
 
 START = 0.5  # the first standard deviation of everything that varies, in units of the residual's
 _STEPS = 60  # Newton steps to a mode, at most; a few suffice from the mode at a nearby point
@@ -329,7 +330,7 @@ class LaplaceCriterion(Criterion):
     """The Laplace approximation for counts and classes, from the rows.
 
     The global model is ``wbar = middle + half z``. Its parameters ``z`` are in units of about a standard error, so that one
-    step length suits them and the parameters of the covariances.
+    step length suits them and the parameters of the covariances. Only coefficients that are estimated have one.
     """
 
     method = "Laplace"
@@ -344,10 +345,10 @@ class LaplaceCriterion(Criterion):
         width, weight = self.parameters.cluster.width, totals.weight
         self.likelihood = LaplaceLikelihood(self.network, self.order, width, tol, weight, totals.perfect)
         self.scale = 1.0  # the root of the dispersion at the last point
-        self.middle, self.half = survey.middle[self.order.terms], np.eye(len(self.terms))
+        self.middle, self.half = survey.middle[self.order.terms], np.eye(len(self.terms))[:, self.free]
         begin = self.evaluate(self.start(START, START)).top
-        values, vectors = np.linalg.eigh(invert(begin.D.sum(axis=0))[0])
-        self.half = vectors * (np.sqrt(np.maximum(values, 0.0)) * self.scale)
+        values, vectors = np.linalg.eigh(invert(begin.D.sum(axis=0), self.free)[0][np.ix_(self.free, self.free)])
+        self.half = self.half @ (vectors * (np.sqrt(np.maximum(values, 0.0)) * self.scale))
 
     def evaluate(self, x: Floats) -> Evaluation:
         self.evaluations += 1
@@ -362,22 +363,24 @@ class LaplaceCriterion(Criterion):
 
     def start(self, client: float, cluster: float) -> Floats:
         self.forget()
-        return np.concatenate([super().start(client, cluster), np.zeros(len(self.terms))])
+        return np.concatenate([super().start(client, cluster), np.zeros(self.half.shape[1])])
+
+    def _parameters_of(self, wbar: Floats) -> Floats:
+        return np.asarray(np.linalg.solve(self.half[self.free], (wbar - self.middle)[self.free]))
 
     def start_from(self, smaller: Criterion, x: Floats, level: str) -> Floats:
         self.forget()
         wbar = self.middle
         if isinstance(smaller, LaplaceCriterion):
             wbar = smaller.wbar(x)[smaller.order.inverse][self.order.terms]
-        return np.concatenate([super().start_from(smaller, x, level), np.linalg.solve(self.half, wbar - self.middle)])
+        return np.concatenate([super().start_from(smaller, x, level), self._parameters_of(wbar)])
 
     def global_gradient(self, centre: Floats) -> Floats:
         return np.asarray(centre @ self.half)
 
     def global_step(self, x: Floats, here: Evaluation) -> Floats:
         """A Newton step that neglects the determinants."""
-        covariance, _ = invert(here.top.D.sum(axis=0))
-        return np.asarray(np.linalg.solve(self.half, self.wbar(x) + covariance @ here.top.force.sum(axis=0) - self.middle))
+        return self._parameters_of(self.wbar(x) + invert(here.top.D.sum(axis=0), self.free)[0] @ here.top.force.sum(axis=0))
 
     def global_covariance(self, errors: Floats, top: UpperPosterior) -> Floats:
         """From the Hessian of the criterion, if it was computed."""

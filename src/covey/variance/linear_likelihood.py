@@ -42,11 +42,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from covey._typing import Floats, Ints
+from covey._typing import Anything, Floats, Ints
 from covey.errors import SolverError
 from covey.nodes.network import Message, Node
 from covey.records import Reply
-from covey.solvers.direct.elimination import Marginal, Quadratic, descend, marginalise, sensitivity, solve_symmetric
+from covey.solvers.direct.elimination import Marginal, Quadratic, descend, invert, marginalise, sensitivity, solve_symmetric
 from covey.solvers.result import Progress
 from covey.variance.columns import (
     LearningState,
@@ -124,6 +124,7 @@ class Criterion(ABC):
     survey : what the nodes reported before the search
     shape : which terms vary
     order : the working order of terms
+    free : (d,) which terms, in that order, have a global coefficient that is estimated
     parameters : the covariances as functions of a vector
     moments : (d, d) the mean over rows of ``x x'``
     rows : the number of rows of positive weight
@@ -142,6 +143,7 @@ class Criterion(ABC):
         rms = np.sqrt(np.diag(moments))
         self.parameters = Parameters.of(shape, 1.0 / np.where(rms > 0, rms, 1.0), self.tree.n_clusters)
         self.order = TermOrder(shape.order(len(self.terms)), self.parameters.client.width)
+        self.free = shape.free(self.order.terms)
 
     @abstractmethod
     def evaluate(self, x: Floats) -> Evaluation:
@@ -210,7 +212,7 @@ class Criterion(ABC):
 
     def global_covariance(self, errors: Floats, top: UpperPosterior) -> Floats:
         """The posterior covariance of the global model. ``errors`` is the covariance of its parameters, if there are any."""
-        return np.asarray(top.dispersion * invert(top.D.sum(axis=0))[0])
+        return np.asarray(top.dispersion * invert(top.D.sum(axis=0), self.free)[0])
 
     def forget(self) -> None:  # noqa: B027
         """Evaluate the next point without starting values from the last."""
@@ -320,7 +322,7 @@ def _integrated(node: Node, asked: IntegrateClients) -> tuple[Marginal, ...]:
         losses, ptr = client_losses(node, order.terms), node.data.hierarchy.cluster_ptr
         return tuple(marginalise(losses, client_spread(node, S, order), ptr) for S in asked.S)
 
-    return from_cache(node, "integrated", (asked.S, *order.key, columns.shift, columns.origin), compute)
+    return from_cache(node, "integrated", (asked.S, *order.key, columns.basis, columns.origin), compute)
 
 
 def _client_fits(node: Node, order: TermOrder) -> tuple[Floats, Floats]:
@@ -333,7 +335,7 @@ def _client_fits(node: Node, order: TermOrder) -> tuple[Floats, Floats]:
         squares = 2 * node.loss.value(client_rows(node), columns.origin + fits)
         return np.ascontiguousarray(fits[:, order.terms]), squares
 
-    return from_cache(node, "client fits", (columns.shift, columns.origin, order.terms), compute)
+    return from_cache(node, "client fits", (columns.basis, columns.origin, order.terms), compute)
 
 
 # The coordinator
@@ -382,7 +384,9 @@ class LinearCriterion(Criterion):
         sums = ask(IntegrateClients(np.stack([S for S, _ in points]), self.order, self.about_client_fits))
         seen = map(Quadratic, sums.seen.C, sums.seen.r, sums.seen.c, sums.seen.n)
         parts = zip(seen, sums.volume - self.survey.log_weights, points, strict=True)
-        tops = [upper(clusters, float(log_determinants), S[0], self.reml) for clusters, log_determinants, (_, S) in parts]
+        tops = [
+            upper(clusters, float(log_determinants), S[0], self.reml, self.free) for clusters, log_determinants, (_, S) in parts
+        ]
         slopes = ask(LikelihoodSlope(np.stack([top.w for top in tops]), np.stack([top.P for top in tops])))
         return [_evaluation(top, bend, pull) for top, bend, pull in zip(tops, slopes.bend, slopes.pull, strict=True)]
 
@@ -408,18 +412,21 @@ def _evaluation(top: UpperPosterior, bend: Floats, pull: Floats) -> Evaluation:
     return Evaluation(top.criterion, bend - pull, cluster_bend - cluster_pull, np.empty(0), (pull, cluster_pull), top)
 
 
-def upper(seen: Quadratic, log_determinants: float, S: Floats, reml: bool) -> UpperPosterior:
-    """Solve for the upper levels, given the clients' losses as functions of ``w_j``: the coordinator's part of the sweep."""
+def upper(seen: Quadratic, log_determinants: float, S: Floats, reml: bool, free: Anything | None = None) -> UpperPosterior:
+    """Solve for the upper levels, given the clients' losses as functions of ``w_j``: the coordinator's part of the sweep.
+
+    The global coefficients of terms that are not ``free (d,)`` are zero.
+    """
     d = seen.r.shape[1]
     K = np.eye(d) + seen.C @ S
     solved = np.linalg.solve(K, np.concatenate([seen.C, seen.r[:, :, None]], axis=2))
     D, q = 0.5 * (solved[:, :, :d] + solved[:, :, :d].swapaxes(1, 2)), solved[:, :, d]
     log_determinants += float(np.linalg.slogdet(K)[1].sum())
     whole, total = D.sum(axis=0), q.sum(axis=0)
-    inverse, log_whole = invert(whole)
+    inverse, log_whole = invert(whole, free)
     wbar = inverse @ total
     rows = float(seen.n.sum())
-    dof = rows - d if reml else rows
+    dof = rows - (d if free is None else int(free.sum())) if reml else rows
     squares = 2.0 * float(seen.c.sum()) - float(np.einsum("ja,ab,jb->", seen.r, S, q)) - float(wbar @ total)
     dispersion = max(squares, 0.0) / dof
     with np.errstate(divide="ignore"):
@@ -438,11 +445,3 @@ def cluster_covariances(C: Floats, S: Floats, P0: Floats) -> Floats:
     JS, J = solved[:, :, :d], solved[:, :, d:]
     P: Floats = 0.5 * (JS + JS.swapaxes(1, 2)) + J @ P0 @ J.swapaxes(1, 2)
     return P
-
-
-def invert(A: Floats) -> tuple[Floats, float]:
-    """The inverse and the log-determinant of a positive definite matrix, accurate for columns of any units."""
-    size = np.sqrt(np.diag(A))
-    values, vectors = np.linalg.eigh(A / (size[:, None] * size))
-    half = vectors / np.sqrt(np.maximum(values, np.finfo(float).tiny)) / size[:, None]
-    return half @ half.T, float(np.log(np.maximum(values, np.finfo(float).tiny)).sum() + 2 * np.log(size).sum())

@@ -355,6 +355,8 @@ def check_spec(spec: Spec) -> None:
     other = f"baseline={spec.baseline!r}" if spec.baseline is not None else f"solver={spec.solver!r}"
     if spec.baseline is not None or spec.solver in first_order():
         raise SolverError(f"Differential privacy goes with solver 'auto', 'sweep' or 'newton'; leave out {other}.")
+    if spec.trials is not None or (spec.formula or "").lstrip().startswith("cbind"):
+        raise SolverError("Differential privacy does not go with numbers of trials; give one row for each trial.")
     if spec.standardize:
         raise SolverError("Differential privacy does not go with standardize=True, whose sums have no noise; scale columns.")
     if spec.james_stein:

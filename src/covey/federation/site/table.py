@@ -15,7 +15,7 @@ from covey.errors import DataError, FederationError, FormulaError
 from covey.exact import Exact, segment_sum
 from covey.federation.wire.codec import client_tags, ids_to_json, in_order, keyed_hash
 from covey.federation.wire.messages import Agree, Joined, Profile, SiteTotals, check_knots, formula_of
-from covey.problem.problem import Arrays, Problem, Spec, as_frame, encode_known, series_values, usable_rows
+from covey.problem.problem import Arrays, Problem, Spec, as_frame, encode_known, series_values, shares_of, usable_rows
 from covey.records import digest
 from covey.tables.design import Formula, column, inspect, numeric, response
 from covey.tables.rows import GroupedData
@@ -32,13 +32,15 @@ def profile_of(table: Any, draft: Problem, key: str = "", minimum: int = 1, *, p
     frame, spec, (formula, lhs) = as_frame(table), draft.spec, formula_of(draft)
     if len(frame) == 0:
         raise DataError("The table has no rows; start the node with a table that has some.")
-    check_knots(formula.common, private=private)
+    check_knots(formula.right, private=private)
     frame, *_ = usable_rows(frame, draft, Arrays())
-    columns, levels = inspect(formula.common, frame)
+    columns, levels = inspect(formula.right, frame)
     if lhs in columns:
         raise FormulaError(f"The response {lhs!r} is also on the right of '~'; leave it out there.")
     y = series_values(response(formula, frame))
-    classes = _classes_of(y) if draft.loss.two_classes else None
+    trials = numeric(frame, spec.trials) if spec.trials else None
+    shares = shares_of(y, trials, None, draft)
+    classes = _classes_of(y) if draft.loss.two_classes and shares is None else None
     clusters, _ = encode(column(frame, spec.cluster), "cluster") if spec.cluster else (pl.Series(["all"]), None)
     client = as_labels(column(frame, spec.client), "client") if spec.client else pl.Series(["all"])
     kinds = {name: "categories" if name in levels else "numbers" for name in columns}
@@ -51,6 +53,8 @@ def profile_of(table: Any, draft: Problem, key: str = "", minimum: int = 1, *, p
     check_shared(frame, spec, [*filter(None, (spec.cluster, *levels))], minimum)
     if classes is not None and len(client) == len(y):
         classes = tuple(value for value in classes if client.filter(pl.Series(y == value)).n_unique() >= minimum)
+    if shares is not None:
+        classes = (0, 1)  # failures and successes, whether or not both occur here
     sent = {} if private else {name: tuple(values) for name, values in levels.items()}
     ids_of_clusters = tuple(ids_to_json(clusters))
     return Profile(__version__, kinds, ids, sent, ids_of_clusters, None if private else classes, key)
@@ -86,10 +90,11 @@ def check_design(problem: Problem, *, private: bool = False) -> Formula:
     """Refuse an agreed design that does not belong to the formula: the design says which columns are read, and how."""
     formula, _ = formula_of(problem)
     design = problem.design
-    if not isinstance(design, Formula) or Formula.of(formula.common, design.columns, design.levels).terms != design.terms:
+    wanted = Formula.of(formula.common, design.columns, design.levels, formula.bars) if isinstance(design, Formula) else None
+    if wanted is None or not isinstance(design, Formula) or replace(design, state=wanted.state) != wanted:
         text = problem.spec.formula
         raise FederationError(f"The design that was agreed on is not that of the formula {text!r}; start a new run.")
-    check_knots(formula.common, private=private)
+    check_knots(formula.right, private=private)
     return design
 
 
@@ -99,18 +104,20 @@ def grouped(table: Any, problem: Problem, clusters: pl.Series) -> GroupedData:
     frame, _, numbers, dropped = usable_rows(as_frame(table), problem, Arrays())
     client = column(frame, spec.client) if spec.client else None
     cluster = column(frame, spec.cluster) if spec.cluster else None
+    y, trials = response(formula, frame), numeric(frame, spec.trials) if spec.trials else None
+    shares = shares_of(y, trials, None, problem)
     data = GroupedData.from_blocks(
         problem.design.blocks(frame),
         len(frame),
-        encode_known(response(formula, frame), None if problem.classes is None else problem.classes.array),
+        encode_known(y, None if problem.classes is None else problem.classes.array) if shares is None else shares[0],
         client,
         cluster,
-        weights=numeric(frame, spec.weights) if spec.weights else None,
+        weights=(numeric(frame, spec.weights) if spec.weights else None) if shares is None else shares[1],
         offset=problem.offset_of(frame),
         frequency=numeric(frame, spec.frequency) if spec.frequency else None,
         terms=problem.terms,
         nested=bool(spec.nested),
-        check=problem.loss.check_values,
+        checks=(problem.loss.check_values, problem.loss.check_grouped) if shares is None else (),
         numbers=numbers,
     )
     problem.loss.check_offset(data.offset)

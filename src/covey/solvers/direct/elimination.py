@@ -177,3 +177,18 @@ def solve_symmetric(A: Floats, b: Floats) -> Floats:
         flat_x[deficient] = np.einsum("iab,ib->ia", pseudo, flat_b[deficient])
         x = flat_x.reshape(b.shape)
     return x
+
+
+def invert(A: Floats, free: Anything | None = None) -> tuple[Floats, float]:
+    """The inverse and the log-determinant of a positive definite matrix, accurate for columns of any units.
+
+    With ``free (d,)``, of its rows and columns where ``free`` is true; the others of the inverse are zero.
+    """
+    if free is not None and not free.all():
+        inverse, within = np.zeros_like(A), np.ix_(free, free)
+        inverse[within], log_determinant = invert(A[within])
+        return inverse, log_determinant
+    size = np.sqrt(np.diag(A))
+    values, vectors = np.linalg.eigh(A / (size[:, None] * size))
+    half = vectors / np.sqrt(np.maximum(values, np.finfo(float).tiny)) / size[:, None]
+    return half @ half.T, float(np.log(np.maximum(values, np.finfo(float).tiny)).sum() + 2 * np.log(size).sum())
