@@ -181,7 +181,7 @@ def _isotropic(network: Network, problem: Problem, progress: Progress | None) ->
         if set(varying) != set(terms):
             raise PenaltyError(f"{why} needs every term to vary by {level}; let all terms vary, or leave out {why}.")
     shape = shape_of(tree, terms, replace(spec, covariance="isotropic"), vary)
-    learned = estimate(network, shape, reml=spec.learns == "reml", progress=progress)[1]
+    learned = estimate(network, shape, reml=spec.learns == "reml", progress=progress, uncertainty=False)[1]
     levels = learned.components.client, learned.components.cluster
     client, cluster = (level.sd[:, :1].ravel() ** 2 / learned.dispersion for level in levels)
     if (client == 0).any():

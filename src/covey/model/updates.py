@@ -154,7 +154,7 @@ def _solved(model: Model, learned: Learned, tree: Hierarchy, rows: Ints) -> Mode
     components = learned.components
     if _LATER not in components.notes:
         components = replace(components, notes=(*components.notes, _LATER))
-    learned = replace(learned, covariance=covariance, components=components)
+    learned = replace(learned, covariance=covariance, components=components, satterthwaite=None, draws=None)
     shift = learned.origin
     fit = Fit(shift + theta, shift + w, shift + wbar, model.convergence)
     return assemble(model.problem, Fitted(fit, None, learned), tree, rows)
