@@ -304,7 +304,7 @@ class InferenceMethods(EstimatorCore):
         >>> import polars as pl
         >>> few = homes[:3].with_columns(county=pl.lit("a new one"))
         >>> model.predict_interval(few[:1]).round(2).tolist()
-        [[-0.85, 0.64]]
+        [[-0.85, 0.65]]
         >>> model.add_clients(few).predict_interval(few[:1]).round(2).tolist()
         [[-0.95, 0.26]]
         """

@@ -82,7 +82,7 @@ class Posterior:
         """Degrees of freedom of combinations ``L (m, d)`` of the global coefficients, or of each coefficient."""
         if self.satterthwaite is None:
             return self.contained if L is None else np.full(len(L), self.contained.min())
-        return self.satterthwaite.freedom(self.learned.covariance, np.eye(len(self.learned.terms)) if L is None else L)
+        return self.satterthwaite.freedom(np.eye(len(self.learned.terms)) if L is None else L)
 
     @cached_property
     def contained(self) -> Floats:

@@ -145,7 +145,8 @@ class Differences:
         solid = values > 1e-7 * values.max(initial=0.0)
         # The covariance of the parameters is twice the inverse of the Hessian of -2 log-likelihood.
         half = vectors[:, solid] * np.sqrt(2.0 / values[solid])
-        return Satterthwaite(np.einsum("pr,pab->rab", half, dV), np.array(here[-1].top.dof))
+        covariance = self.turn @ V[-1] @ self.turn.T
+        return Satterthwaite(covariance, np.einsum("pr,pab->rab", half, dV), np.array(float(here[-1].top.dof)))
 
 
 class Sample:

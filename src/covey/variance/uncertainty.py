@@ -46,23 +46,25 @@ class Satterthwaite(_Arrays):
 
     Attributes
     ----------
-    slopes : (p, d, d) derivatives of the coefficients' covariance, in ``p`` uncorrelated directions of the variance parameters,
-        for a step of one standard error
+    covariance : (d, d) the covariance of the coefficients
+    slopes : (p, d, d) its derivatives in ``p`` uncorrelated directions of the variance parameters, for a step of one standard
+        error
     dof : the degrees of freedom of the residual variance
     """
 
+    covariance: Floats
     slopes: Floats
     dof: Floats
 
-    def freedom(self, covariance: Floats, L: Floats) -> Floats:
-        """Degrees of freedom of ``L (m, d)`` times the coefficients, whose covariance is ``(d, d)``."""
-        v = np.einsum("ma,ab,mb->m", L, covariance, L)
+    def freedom(self, L: Floats) -> Floats:
+        """Degrees of freedom of ``L (m, d)`` times the coefficients."""
+        v = np.einsum("ma,ab,mb->m", L, self.covariance, L)
         change = np.einsum("ma,pab,mb->mp", L, self.slopes, L)
         with np.errstate(invalid="ignore", divide="ignore"):
             return np.where(v > 0, 2 * v**2 / ((change**2).sum(axis=1) + 2 * v**2 / self.dof), self.dof)
 
     def matches(self, d: int) -> bool:
-        return self.finite and self.slopes.shape[1:] == (d, d) and self.dof.shape == ()
+        return self.finite and self.slopes.shape[1:] == self.covariance.shape == (d, d) and self.dof.shape == ()
 
 
 @dataclass(frozen=True)
