@@ -23,10 +23,13 @@ for unequal units and for the dependence between levels. The residual variance i
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import numpy as np
 from scipy import special
 
 from covey._typing import Floats
+from covey.errors import SolverError
 from covey.losses import loss_of
 from covey.nodes.network import InMemory
 from covey.solvers.direct.elimination import Quadratic
@@ -47,30 +50,36 @@ Point = tuple[Floats, Floats]
 
 
 def satterthwaite_of(learned: Learned) -> Satterthwaite | None:
-    """Degrees of freedom, for a linear model with the sums of all its clients. None if there are too many parameters."""
+    """Degrees of freedom, for a linear model with the sums of all its clients. None if they cannot be computed."""
     criterion, x, turn = _criterion(learned)
-    plan = Differences(criterion, x, turn) if len(x) <= MANY else None
-    return None if plan is None else plan.result(_evaluated(criterion, plan.points))
+    with suppress(SolverError, np.linalg.LinAlgError):
+        if len(x) <= MANY:
+            plan = Differences(criterion, x, turn)
+            return plan.result(_evaluated(criterion, plan.points))
+    return None
 
 
 def draws_of(learned: Learned) -> Draws | None:
     """A sample, for a linear model with the sums of all its clients. None if it cannot be drawn."""
     criterion, x, turn = _criterion(learned)
-    plan = Sample(criterion, x, turn) if len(x) <= MANY else None
-    return None if plan is None else plan.result(_tops(criterion, plan.points))
+    with suppress(SolverError, np.linalg.LinAlgError):
+        if len(x) <= MANY:
+            plan = Sample(criterion, x, turn)
+            return plan.result(_tops(criterion, plan.points))
+    return None
 
 
 def uncertainty_at(criterion: LinearCriterion, x: Floats) -> tuple[Satterthwaite | None, Draws | None]:
     """Both at an optimum ``x``, in two exchanges. A model without the sums of all clients has to keep them."""
-    k, d = criterion.tree.n_clusters, len(criterion.terms)
-    if len(x) > MANY:
-        return None, None
-    turn = criterion.survey.columns.to_user
-    first = Differences(criterion, x, turn)
-    second = Sample(criterion, x, turn) if POINTS * k * d * d <= _STORED else None
-    here = _evaluated(criterion, [*first.points, *(() if second is None else second.points)])
-    cut = len(first.points)
-    return first.result(here[:cut]), None if second is None else second.result([one.top for one in here[cut:]])
+    k, d, turn = criterion.tree.n_clusters, len(criterion.terms), criterion.survey.columns.to_user
+    with suppress(SolverError, np.linalg.LinAlgError):
+        if len(x) <= MANY:
+            first = Differences(criterion, x, turn)
+            second = Sample(criterion, x, turn) if POINTS * k * d * d <= _STORED else None
+            here = _evaluated(criterion, [*first.points, *(() if second is None else second.points)])
+            cut = len(first.points)
+            return first.result(here[:cut]), None if second is None else second.result([one.top for one in here[cut:]])
+    return None, None
 
 
 def _criterion(learned: Learned) -> tuple[LinearCriterion, Floats, Floats]:
@@ -134,7 +143,7 @@ class Differences:
         self.at = [*(x + ways), *(x - ways), x]
         self.points = [criterion.covariances(at) for at in self.at]
 
-    def result(self, here: list[Evaluation]) -> Satterthwaite:
+    def result(self, here: list[Evaluation]) -> Satterthwaite | None:
         p = len(self.free)
         slopes = np.array([self.criterion.gradient(at, one)[self.free] for at, one in zip(self.at, here, strict=True)])
         V = np.array([one.top.dispersion * invert(one.top.D.sum(axis=0))[0] for one in here])
@@ -146,7 +155,8 @@ class Differences:
         # The covariance of the parameters is twice the inverse of the Hessian of -2 log-likelihood.
         half = vectors[:, solid] * np.sqrt(2.0 / values[solid])
         covariance = self.turn @ V[-1] @ self.turn.T
-        return Satterthwaite(covariance, np.einsum("pr,pab->rab", half, dV), np.array(float(here[-1].top.dof)))
+        found = Satterthwaite(covariance, np.einsum("pr,pab->rab", half, dV), np.array(float(here[-1].top.dof)))
+        return found if found.finite else None
 
 
 class Sample:
@@ -192,8 +202,7 @@ class Sample:
             by_client = C / np.maximum(tree.sizes, 1)[:, None, None] if self.client.shape[1] > 1 else C.sum(axis=1)[:, None]
             for level, means in zip(self.levels, (by_client, D.mean(axis=1)[:, None]), strict=True):
                 log_weights += level.log_prior(level.variation.pick(means)) if level else 0.0
-        log_weights[~np.isfinite(log_weights)] = -np.inf
-        if not np.isfinite(log_weights).any() or not dof > 0:
+        if not np.isfinite(log_weights).all() or not dof > 0:  # the residual is zero, for example
             return None
         s2 = squares / (2 * special.gammaincinv(dof / 2, self.uniform[:, 0]))
         S = self.cluster[:, 0]
@@ -203,7 +212,8 @@ class Sample:
             (s2.reshape(-1, *[1] * (each.ndim - 1)) * (self.turn @ each @ self.turn.T))
             for each in (self.client, S, inverse, clusters)
         ]
-        return Draws(_weights(log_weights), s2, scaled[0], scaled[1], wbar, scaled[2], w, scaled[3])
+        found = Draws(_weights(log_weights), s2, scaled[0], scaled[1], wbar, scaled[2], w, scaled[3])
+        return found if found.finite else None
 
 
 def _weights(logs: Floats) -> Floats:

@@ -57,11 +57,12 @@ class Satterthwaite(_Arrays):
     dof: Floats
 
     def freedom(self, L: Floats) -> Floats:
-        """Degrees of freedom of ``L (m, d)`` times the coefficients."""
+        """Degrees of freedom of ``L (m, d)`` times the coefficients, at least 1."""
         v = np.einsum("ma,ab,mb->m", L, self.covariance, L)
         change = np.einsum("ma,pab,mb->mp", L, self.slopes, L)
         with np.errstate(invalid="ignore", divide="ignore"):
-            return np.where(v > 0, 2 * v**2 / ((change**2).sum(axis=1) + 2 * v**2 / self.dof), self.dof)
+            freedom = np.where(v > 0, 2 * v**2 / ((change**2).sum(axis=1) + 2 * v**2 / self.dof), self.dof)
+        return np.maximum(freedom, 1.0)
 
     def matches(self, d: int) -> bool:
         return self.finite and self.slopes.shape[1:] == self.covariance.shape == (d, d) and self.dof.shape == ()
