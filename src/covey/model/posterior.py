@@ -61,8 +61,8 @@ class Posterior:
     @property
     def _can_compute(self) -> bool:
         """Whether the sums here give the uncertainty of the components."""
-        learned = self.learned
-        return learned.components.method in ("REML", "ML") and learned.whole is None and learned.has_sums
+        learned, components = self.learned, self.learned.components
+        return components.grouped and components.method in ("REML", "ML") and learned.whole is None and learned.has_sums
 
     @cached_property
     def satterthwaite(self) -> Satterthwaite | None:
@@ -295,7 +295,7 @@ def p_value(estimate: Floats, error: Floats, freedom: Floats) -> Floats:
     """The p-value of the hypothesis that a coefficient is zero, by a t distribution."""
     with np.errstate(divide="ignore", invalid="ignore"):
         z = -np.abs(estimate / error)
-        return np.where(np.isinf(freedom), 2 * special.ndtr(z), 2 * special.stdtr(freedom, z))
+        return np.asarray(np.where(np.isinf(freedom), 2 * special.ndtr(z), 2 * special.stdtr(freedom, z)))
 
 
 def quantile(coverage: float, freedom: Any = np.inf) -> Any:
