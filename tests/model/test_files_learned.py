@@ -128,19 +128,46 @@ def test_sums_over_all_sites_are_saved_and_checked(tmp_path):
     fitted = HierarchicalRegressor(formula="y ~ x + (1 | cluster/client)").fit(FRAME)
     model, posterior = fitted.model_, fitted.model_.posterior
     flat = np.array([[True, False], [True, False]])
-    learned = replace(model.learned, whole=Whole(30, posterior.clusters, flat))
+    found = {"satterthwaite": posterior.satterthwaite, "draws": posterior.draws}
+    learned = replace(model.learned, whole=Whole(30, posterior.clusters, flat), **found)
     part = replace(model, learned=learned)
     again, _ = load_model(save_model(part, tmp_path / "model", sums=False))
     assert again.coefficients("cluster").equals(model.coefficients("cluster"))
     assert "std_error" not in again.coefficients("client").columns
-    np.testing.assert_array_equal(again.posterior.freedom, posterior.freedom)
+    np.testing.assert_array_equal(again.posterior.freedom(), posterior.freedom())
     with_sums, _ = load_model(save_model(part, tmp_path / "model"))
     assert with_sums.coefficients("client").equals(model.coefficients("client"))
     with pytest.raises(ValueError, match="one part of a fit across sites") as caught:
         remove_clients(with_sums, [0])
     one_sentence(caught)
     document = json.loads((tmp_path / "model" / "model.json").read_text())
+    draws = document["learned"]["draws"]["w"]
+    document["learned"]["draws"]["w"] = draws[1:]
+    (tmp_path / "model" / "model.json").write_text(json.dumps(document))
+    with pytest.raises(ValueError, match="uncertainty of its variance components does not match"):
+        load_model(tmp_path / "model")
+    document["learned"]["draws"]["w"] = draws
     document["learned"]["whole"]["clusters"].pop()
     (tmp_path / "model" / "model.json").write_text(json.dumps(document))
     with pytest.raises(ValueError, match="do not match its clients, clusters and terms"):
         load_model(tmp_path / "model")
+
+
+def test_a_folder_without_the_uncertainty_of_components_has_intervals_that_take_them_as_known(tmp_path):
+    """As written by earlier versions, at a site: normal quantiles, and containment for global coefficients."""
+    fitted = HierarchicalRegressor(formula="y ~ x + (1 | cluster/client)").fit(FRAME)
+    model, posterior = fitted.model_, fitted.model_.posterior
+    whole = Whole(30, posterior.clusters, np.array([[True, False], [True, False]]))
+    path = save_model(replace(model, learned=replace(model.learned, whole=whole)), tmp_path / "model")
+    document = json.loads((path / "model.json").read_text())
+    for name in ("basis", "satterthwaite", "draws"):
+        assert document["learned"].pop(name) is None
+    (path / "model.json").write_text(json.dumps(document))
+    again, _ = load_model(path)
+    for level in ("client", "cluster"):
+        frame = again.coefficients(level)
+        half = 1.959963984540054 * frame["std_error"].to_numpy()
+        np.testing.assert_allclose((frame["upper"] - frame["lower"]).to_numpy(), 2 * half, rtol=1e-12)
+    assert again.coefficients("global")["df"].to_list() == [5.0, 268.0]
+    fewer, _ = load_model(save_model(model, tmp_path / "fewer", sums=False))
+    assert fewer.coefficients("global").equals(model.coefficients("global"))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from scipy import stats
+from scipy import optimize, stats
 
 from covey import HierarchicalClassifier, HierarchicalPoissonRegressor, HierarchicalRegressor
 from covey.datasets import simulate
 from covey.losses.poisson import count_interval
-from covey.model.model import quantile
-from tests.henderson import beside
+from tests.henderson import beside, henderson
 
 SETTINGS = [
     {},
@@ -62,18 +61,49 @@ def test_covariances_are_those_of_hendersons_equations(drawn, heavy, settings):
     np.testing.assert_allclose(posterior.new_clients[-1], dense.whole + above[0] + own.mean(axis=0), atol=1e-9)
 
 
+def averaged(model, X, y, client, cluster, **settings):
+    """Henderson's equations at each point of the model's sample of components, with the points' weights."""
+    draws = model.model_.posterior.draws
+    codes = [np.searchsorted(known, ids) for known, ids in ((model.clients_, client), (model.clusters_, cluster))]
+    points = zip(draws.dispersion, draws.client, draws.cluster, strict=True)
+    return draws, [henderson(X, y, *codes, *point, **settings) for point in points]
+
+
+def mixture(weights, means, sds, coverage):
+    """The ends of an interval of a mixture of normals, by root finding."""
+
+    def quantile(p):
+        ends = stats.norm.ppf(p, means, sds)
+        return optimize.brentq(
+            lambda at: weights @ stats.norm.cdf(at, means, sds) - p, ends.min() - 1, ends.max() + 1, xtol=1e-12
+        )
+
+    return quantile((1 - coverage) / 2), quantile((1 + coverage) / 2)
+
+
 @pytest.mark.parametrize("level", ["client", "cluster", "global"])
-def test_the_frame_of_coefficients_has_standard_errors_and_intervals(drawn, heavy, level):
-    model = fit(drawn)
-    dense = beside(model, heavy[0], drawn.y, drawn.client, drawn.cluster)
+@pytest.mark.parametrize("settings", [{}, {"covariance": "full"}, {"covariance": "isotropic", "penalty": "ml"}])
+def test_the_frame_of_coefficients_has_standard_errors_and_intervals(drawn, heavy, level, settings):
+    X, given = heavy
+    model, y = fit(drawn, heavy, **settings), drawn.y + given["offset"]
+    dense = beside(model, X, y, drawn.client, drawn.cluster, **given)
     spread = {"client": dense.clients, "cluster": dense.clusters, "global": dense.whole[None]}[level]
     error = np.sqrt(np.einsum("uaa->ua", spread)).ravel()
     frame = model.coef_frame(level, 0.8)
     np.testing.assert_allclose(frame["std_error"], error, atol=1e-9)
-    few = len(dense.clusters) - 1  # degrees of freedom by containment
-    reach = stats.t.ppf(0.9, few) if level == "global" else 1.2815515655446004
-    np.testing.assert_allclose(frame["upper"] - frame["estimate"], reach * error, atol=1e-9)
-    np.testing.assert_allclose(frame["estimate"] - frame["lower"], reach * error, atol=1e-9)
+    if level == "global":
+        reach = stats.t.ppf(0.9, frame["df"]) * error
+        np.testing.assert_allclose(frame["upper"] - frame["estimate"], reach, atol=1e-9)
+        np.testing.assert_allclose(frame["p_value"], 2 * stats.t.sf(np.abs(frame["estimate"] / error), frame["df"]), rtol=1e-9)
+        return
+    draws, points = averaged(model, X, y, drawn.client, drawn.cluster, **given)
+    means, covariances = ("theta", "clients") if level == "client" else ("w", "clusters")
+    for row in (0, 4, 11):
+        at = np.unravel_index(row, dense.w.shape)
+        mean = np.array([getattr(point, means)[at] for point in points])
+        sd = np.sqrt([getattr(point, covariances)[at[0], at[1], at[1]] for point in points])
+        found = frame["lower"][row], frame["upper"][row]
+        np.testing.assert_allclose(found, mixture(draws.weights, mean, sd, 0.8), atol=1e-6)
 
 
 def test_the_reliability_of_an_intercept_has_its_closed_form(drawn):
@@ -95,30 +125,37 @@ def test_reliability_lies_between_0_and_1_and_skips_what_does_not_vary(drawn):
 def test_intervals_of_predictions_by_hand(drawn, heavy):
     model = fit(drawn)
     X, rows, z = heavy[0], [0, 50, 120], 1.959963984540054
-    dense = beside(model, X, drawn.y, drawn.client, drawn.cluster)
-    s2 = model.components_.residual
-    ask = {"client": drawn.client[rows], "cluster": drawn.cluster[rows]}
-    by_level = {
-        "client": (dense.theta[drawn.client[rows]], dense.clients[drawn.client[rows]]),
-        "cluster": (dense.w[drawn.cluster[rows]], dense.clusters[drawn.cluster[rows]]),
-        "global": (np.tile(dense.wbar, (3, 1)), np.tile(dense.whole, (3, 1, 1))),
-    }
-    for level, (coefficients, spread) in by_level.items():
-        mean = np.einsum("ld,ld->l", X[rows], coefficients)
-        variance = np.einsum("la,lab,lb->l", X[rows], spread, X[rows])
-        reach = stats.t.ppf(0.975, len(dense.clusters) - 1) if level == "global" else z
+    client, cluster = drawn.client[rows], drawn.cluster[rows]
+    dense, s2 = beside(model, X, drawn.y, drawn.client, drawn.cluster), model.components_.residual
+    draws, points = averaged(model, X, drawn.y, drawn.client, drawn.cluster)
+    own = draws.client[:, 0]
+    pairs = list(zip(points, own, strict=True))
+    new = [point.whole + S for point, S in zip(points, draws.cluster, strict=True)]
+    cases = {  # ids, the level, and means and covariances by point
+        "client": (client, cluster, "client", [(p.theta[client], p.clients[client]) for p in points]),
+        "cluster": (client, cluster, "cluster", [(p.w[cluster], p.clusters[cluster]) for p in points]),
+        "new client": ([99] * 3, cluster, "client", [(p.w[cluster], p.clusters[cluster] + S) for p, S in pairs]),
+        "new cluster": ([99] * 3, [99] * 3, "cluster", [([p.wbar] * 3, [V] * 3) for p, V in zip(points, new, strict=True)]),
+        "new": ([99] * 3, [99] * 3, "client", [([p.wbar] * 3, [V + S] * 3) for p, V, S in zip(points, new, own, strict=True)]),
+    }  # fmt: skip
+    for name, (clients, clusters, level, moments) in cases.items():
+        means = np.array([np.einsum("ld,ld->l", X[rows], mean) for mean, _ in moments])
+        variances = np.array([np.einsum("la,lab,lb->l", X[rows], V, X[rows]) for _, V in moments])
         for noise in (False, True):
-            half = np.sqrt(reach**2 * variance + noise * z**2 * s2)
-            got = model.predict_interval(drawn.X[rows], **ask, level=level, noise=noise, expected=False)
-            np.testing.assert_allclose(got, np.column_stack([mean - half, mean + half]), atol=1e-8)
-
-
-def test_a_new_cluster_has_the_variance_of_clusters(drawn, heavy):
-    model = fit(drawn)
-    above, whole = model.components_.cluster.embedded(model.terms_)[0], model.model_.posterior.learned.covariance
-    x = heavy[0][0]
-    low, high = model.predict_interval(drawn.X[:1], cluster=[99], level="cluster")[0]
-    assert (high - low) / 2 == pytest.approx(quantile(0.95, len(model.clusters_) - 1) * np.sqrt(x @ (whole + above) @ x))
+            sds = np.sqrt(variances + noise * draws.dispersion[:, None])
+            got = model.predict_interval(drawn.X[rows], clients, clusters, level=level, noise=noise, expected=False)
+            for row in range(3):
+                ends = mixture(draws.weights, means[:, row], sds[:, row], 0.95)
+                np.testing.assert_allclose(got[row], ends, atol=1e-6, err_msg=name)
+    # With expected=True, a new response of the cluster is one of an unknown client.
+    got = model.predict_interval(drawn.X[rows], [99] * 3, cluster, level="cluster", noise=True)
+    np.testing.assert_allclose(got, model.predict_interval(drawn.X[rows], [99] * 3, cluster, noise=True), rtol=1e-10)
+    mean, variance = X[rows] @ dense.wbar, np.einsum("la,ab,lb->l", X[rows], dense.whole, X[rows])
+    for noise in (False, True):
+        reach = stats.t.ppf(0.975, model.model_.posterior.freedom(X[rows]))
+        half = np.sqrt(reach**2 * variance + noise * z**2 * s2)
+        got = model.predict_interval(drawn.X[rows], client, cluster, level="global", noise=noise, expected=False)
+        np.testing.assert_allclose(got, np.column_stack([mean - half, mean + half]), atol=1e-8)
 
 
 def test_intervals_are_wider_with_less_data(drawn):
@@ -144,7 +181,7 @@ def test_rows_of_old_and_new_clients_together(drawn):
         model.predict_interval(drawn.X[at : at + 1], client=[ask["client"][at]], cluster=[ask["cluster"][at]])[0]
         for at in range(4)
     ]
-    np.testing.assert_array_equal(together, alone)
+    np.testing.assert_allclose(together, alone, rtol=1e-12)
 
 
 @pytest.mark.parametrize(("margin", "sd"), [(0.5, 0.4), (2.0, 1.0), (-3.0, 0.2), (5.0, 0.1), (1.0, 0.0)])

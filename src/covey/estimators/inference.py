@@ -13,8 +13,8 @@ from sklearn.utils.validation import check_is_fitted
 from covey._typing import ArrayLike, Floats, TableLike
 from covey.errors import DataError, SolverError, one_of
 from covey.estimators.core import EstimatorCore
-from covey.model.model import quantile
 from covey.model.new_rows import group_rows
+from covey.model.posterior import quantile
 from covey.model.summary import Summary
 from covey.model.updates import add_clients, remove_clients, update
 from covey.problem.problem import Arrays
@@ -69,8 +69,12 @@ class InferenceMethods(EstimatorCore):
     def coef_frame(self, level: Level = "client", coverage: float = 0.95) -> IntoDataFrame:
         """Tabulate coefficients, with standard errors and intervals if the penalties were learned by likelihood.
 
-        Intervals of clients and clusters use normal quantiles. Those of global coefficients use t quantiles with containment
-        degrees of freedom.
+        Intervals of a linear model include the uncertainty of the variance components. For global coefficients they are those
+        of a t distribution with Satterthwaite's degrees of freedom ``df``, as is ``p_value``, which tests the hypothesis that
+        the coefficient is zero. Those of clients and clusters are between quantiles of the posterior, averaged over the
+        components, so the estimate need not be in their middle. Other families take the components as known: normal quantiles
+        for clients and clusters, and a t distribution with containment degrees of freedom for global coefficients. Standard
+        errors always take them as known.
 
         Parameters
         ----------
@@ -135,8 +139,8 @@ class InferenceMethods(EstimatorCore):
         clients if the client is unseen, and also that between clusters if the cluster is unseen. With ``level="cluster"`` it is
         for the mean response of all clients of the row's cluster, and includes the variation between clusters if the cluster is
         unseen. With ``level="global"`` it is for the mean response of clients of all clusters. Interval ends are those of the
-        linear predictor, transformed to the response. The variance components are treated as known, so intervals are too short
-        with few groups.
+        linear predictor, transformed to the response. Intervals of a linear model include the uncertainty of the variance
+        components. Those of other families do not, and are too short with few groups.
 
         Parameters
         ----------
@@ -300,7 +304,7 @@ class InferenceMethods(EstimatorCore):
         >>> import polars as pl
         >>> few = homes[:3].with_columns(county=pl.lit("a new one"))
         >>> model.predict_interval(few[:1]).round(2).tolist()
-        [[-0.85, 0.64]]
+        [[-0.85, 0.65]]
         >>> model.add_clients(few).predict_interval(few[:1]).round(2).tolist()
         [[-0.95, 0.26]]
         """

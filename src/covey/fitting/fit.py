@@ -181,7 +181,7 @@ def _isotropic(network: Network, problem: Problem, progress: Progress | None) ->
         if set(varying) != set(terms):
             raise PenaltyError(f"{why} needs every term to vary by {level}; let all terms vary, or leave out {why}.")
     shape = shape_of(tree, terms, replace(spec, covariance="isotropic"), vary, () if problem.draft else problem.zero)
-    learned = estimate(network, shape, reml=spec.learns == "reml", progress=progress)[1]
+    learned = estimate(network, shape, reml=spec.learns == "reml", progress=progress, uncertainty=False)[1]
     if learned.components.zero:
         without = listing(learned.components.zero, 5)
         raise PenaltyError(f"{why} estimates every global coefficient, but {without} cannot have one; leave out {why}.")

@@ -18,7 +18,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from covey.tables.scaling import design_from_json
 from covey.tables.values import Dropped
 from covey.tree.hierarchy import Hierarchy
 from covey.variance.components import Components, Learned, Whole
+from covey.variance.uncertainty import Draws, Satterthwaite
 
 FORMAT = 3
 _TABLES = ("clusters", "clients")
@@ -58,6 +59,8 @@ def save_model(model: Model, path: str | Path, *, sums: bool = True, extra: Mapp
     The path of the folder.
     """
     path = check_target(path)
+    if model.learned is not None and not sums:  # without sums it cannot be computed from the folder
+        model = replace(model, learned=replace(model.learned, satterthwaite=model.posterior.satterthwaite))
     document = _document(model, dict(extra or {}))
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
@@ -169,13 +172,30 @@ def _elsewhere(plain: Mapping[str, Any] | None, clusters: int) -> Elsewhere | No
 
 def learned_to_json(learned: Learned) -> dict[str, Any]:
     """The estimates as JSON, without the clients' sums."""
+    rest = {name: getattr(learned, name) for name in ("whole", "satterthwaite", "draws")}
     return {
         "components": learned.components.to_json(),
         "covariance": learned.covariance.tolist(),
         "origin": learned.origin.tolist(),
         "log_weights": learned.log_weights,
-        "whole": None if learned.whole is None else learned.whole.to_json(),
+        "basis": None if learned.basis is None else learned.basis.tolist(),
+        **{name: None if value is None else value.to_json() for name, value in rest.items()},
     }
+
+
+def uncertainty_from_json(plain: Mapping[str, Any], clusters: int, d: int) -> dict[str, Any]:
+    """The fields ``basis``, ``satterthwaite`` and ``draws`` of the estimates. Older files do not have them."""
+    basis = None if plain.get("basis") is None else np.array(plain["basis"], dtype=np.float64)
+    satterthwaite = Satterthwaite.from_json(plain.get("satterthwaite"))
+    draws = Draws.from_json(plain.get("draws"))
+    good = [
+        basis is None or (basis.shape == (d, d) and bool(np.isfinite(basis).all())),
+        satterthwaite is None or satterthwaite.matches(d),
+        draws is None or draws.matches(clusters, d),
+    ]
+    if not all(good):
+        raise _damaged("the uncertainty of its variance components does not match its clusters and terms")
+    return {"basis": basis, "satterthwaite": satterthwaite, "draws": draws}
 
 
 def _sums_table(learned: Learned) -> pl.DataFrame:
@@ -212,7 +232,8 @@ def _learned(
     s2 = components.residual
     if not all(shapes) or not all(np.isfinite(values).all() for values in numbers) or not (s2 is None or 0 < s2 < np.inf):
         raise _damaged("its variance components do not match its clients, clusters and terms")
-    return Learned(components, terms, tree, covariance, units, origin, float(document["log_weights"]), whole)
+    more = uncertainty_from_json(document, tree.n_clusters, d)
+    return Learned(components, terms, tree, covariance, units, origin, float(document["log_weights"]), whole, **more)
 
 
 def _tables(model: Model) -> tuple[pl.DataFrame, pl.DataFrame]:

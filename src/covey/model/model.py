@@ -1,15 +1,6 @@
-"""A fitted model: coefficients at three levels, predictions, intervals and posterior covariances.
+"""A fitted model: coefficients at three levels, predictions and intervals.
 
-The scikit-learn estimators and the command line both use :class:`Model`. :class:`Posterior` has the covariances of the
-coefficients, given the variance components. From the global model down to clusters and clients they are
-
-    V = s2 (sum D_j)^-1       V_j = s2 (I + S C_j)^-1 S + J_j V J_j'       V_i = s2 (I + S_i A_i)^-1 S_i + J_i V_j J_i'
-
-where ``J_j = (I + S C_j)^-1`` and ``J_i = (I + S_i A_i)^-1`` (see :mod:`covey.variance.linear_likelihood` for the other
-symbols). The first part of ``V_j`` and ``V_i`` is the variance about the parent that the data leaves open. The second is the
-parent's variance, as far as the child depends on it. A client without training data has ``V_j + s2 S_i``; in a cluster without
-training data it has ``V + s2 S + s2 S_i``. The variance components are treated as exact, so with few clusters intervals are a
-little short. For the global model and new clusters, where that matters most, they use a t distribution.
+The scikit-learn estimators and the command line both use :class:`Model`.
 """
 
 from __future__ import annotations
@@ -20,184 +11,21 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-from scipy import special
 
 from covey._typing import Anything, Floats, Ints
 from covey.errors import ModelError, SolverError, listing, one_of
 from covey.model.batches import Batches
 from covey.model.new_rows import new_rows
+from covey.model.posterior import Posterior, p_value, quantile
 from covey.objective.objective import Penalty
 from covey.problem.problem import Problem, Spec, as_frame
-from covey.solvers.direct.elimination import eliminate, posterior
 from covey.solvers.registry import first_order
 from covey.solvers.result import Fit
 from covey.tables.design import numeric
 from covey.tables.scaling import Design
 from covey.tables.values import Dropped
-from covey.tree.hierarchy import Hierarchy, Level, Resolved, segment_sum
+from covey.tree.hierarchy import Hierarchy, Level, Resolved
 from covey.variance.components import Learned
-from covey.variance.linear_likelihood import cluster_covariances
-
-_ROWS = 1 << 16  # rows whose covariances are in memory at the same time
-
-
-@dataclass(frozen=True)
-class Posterior:
-    """Posterior covariances of the coefficients of a fitted hierarchy, in the units of the response."""
-
-    learned: Learned
-
-    def require_sums(self, *, all_clients: bool = False) -> Learned:
-        """``learned``, if it has the sums of its clients; with ``all_clients``, those of every client of the fit."""
-        if all_clients and self.learned.whole is not None:
-            raise SolverError(
-                "This model is one part of a fit across sites, and no site has the sums of all clients; fit across the sites "
-                "again instead."
-            )
-        if not self.learned.has_sums:
-            raise SolverError(
-                "This model has no sums of its clients, which intervals and updates need: save it with sums=True, or use the "
-                "models at the sites."
-            )
-        return self.learned
-
-    @cached_property
-    def freedom(self) -> Floats:
-        """Degrees of freedom of each global coefficient ``(d,)``, by containment.
-
-        A term that varies by cluster, or is constant within clusters whose intercepts vary, has about as many degrees of
-        freedom as there are clusters. The same holds for clients. Other terms have those of the rows. Without groups they are
-        infinite, for normal quantiles, if the dispersion is not estimated.
-        """
-        components, whole, terms = self.learned.components, self.learned.whole, self.learned.terms
-        tree, d = self.learned.tree, len(terms)
-        n, k = tree.n_clients if whole is None else whole.clients, tree.n_clusters
-        between, within = (np.isin(terms, level.terms) for level in (components.cluster, components.client))
-        if whole is None:
-            flat_cluster, flat_client = self._constant(tree.cluster_ptr), self._constant(np.arange(n + 1))
-        else:
-            flat_cluster, flat_client = whole.flat
-        one = np.array([term == "Intercept" for term in terms])
-        steady = flat_cluster & bool((between & one).any())
-        settled = flat_client & ~(flat_cluster & (k > 1)) & bool((within & one).any())
-        by_cluster = k - np.where(flat_cluster, flat_cluster.sum(), 1)
-        by_client = n - (k if k > 1 else 0) - np.where(settled, settled.sum(), int(k == 1))
-        if not components.grouped and components.residual is None:
-            return np.full(d, np.inf)
-        freedom = np.where(between | steady, by_cluster, np.where(within | settled, by_client, components.rows - d))
-        return np.asarray(np.maximum(freedom, 1), dtype=np.float64)
-
-    def _constant(self, ptr: Ints) -> Anything:
-        """Which terms are constant within every unit, judging by the sums."""
-        one = np.array([term == "Intercept" for term in self.learned.terms])
-        if not self.learned.has_sums or not one.any():
-            return one
-        A, at = segment_sum(self.learned.units.C, ptr), int(one.argmax())
-        full = np.einsum("iaa->ia", A) * A[:, at, at][:, None]
-        return np.asarray((full - A[:, at] ** 2 <= 1e-10 * full).all(axis=0))
-
-    def reach(self, coverage: float, chosen: Resolved, level: Level) -> Floats:
-        """The half width of each row's interval, in standard errors.
-
-        It is a quantile of the normal distribution in a cluster of the training data. In a new cluster, and for the global
-        model, it is one of the t distribution with as many degrees of freedom as the clusters give.
-        """
-        is_global = (chosen.cluster < 0) | (level == "global") | (level == "cluster" and self.learned.tree.n_clusters == 1)
-        return np.asarray(np.where(is_global, quantile(coverage, self.freedom.min()), quantile(coverage)))
-
-    @cached_property
-    def clusters(self) -> Floats:
-        """The covariance of each cluster's coefficients, ``(k, d, d)``."""
-        if self.learned.whole is not None:
-            return self.learned.whole.clusters
-        learned = self.require_sums()
-        seen = eliminate(learned.units, learned.client, learned.tree.cluster_ptr)
-        s2 = learned.dispersion
-        return s2 * cluster_covariances(seen.C, learned.cluster.shape[0], learned.covariance / s2)
-
-    @cached_property
-    def clients(self) -> Floats:
-        """The covariance of each client's coefficients, ``(n, d, d)``."""
-        learned = self.require_sums()
-        above = self.clusters / learned.dispersion
-        return learned.dispersion * posterior(learned.units.C, learned.client, learned.tree.parent, above)
-
-    @property
-    def new_cluster(self) -> Floats:
-        """The covariance of the coefficients of a cluster without training data, ``(d, d)``."""
-        return np.asarray(self.learned.covariance + self.learned.dispersion * self.learned.cluster.shape[0])
-
-    @cached_property
-    def between_clients(self) -> Floats:
-        """The covariance between the clients of each cluster, and of a new cluster, ``(k + 1, d, d)``."""
-        S, k = self.learned.client_covariances, self.learned.tree.n_clusters
-        return self.learned.dispersion * np.concatenate([np.broadcast_to(S, (k, *S.shape[1:])), S.mean(axis=0)[None]])
-
-    @cached_property
-    def new_clients(self) -> Floats:
-        """The covariance of a client without training data in each cluster, and in a new cluster, ``(k + 1, d, d)``."""
-        return np.concatenate([self.clusters, self.new_cluster[None]]) + self.between_clients
-
-    def standard_errors(self, level: Level) -> Floats:
-        """The standard error of every coefficient of a level: ``(n, d)``, ``(k, d)`` or ``(d,)``."""
-        if level == "global":
-            return np.asarray(np.sqrt(np.diag(self.learned.covariance)))
-        covariance = self.clients if level == "client" else self.clusters
-        return np.asarray(np.sqrt(np.maximum(np.einsum("iaa->ia", covariance), 0.0)))
-
-    def margin_variance(self, X: Floats, chosen: Resolved, level: Level) -> Floats:
-        """The variance of ``x'theta`` for each row, whose model is ``chosen``. A new client's variance is included."""
-        return _forms(X, *self._table(chosen, level))
-
-    def spread(self, X: Floats, chosen: Resolved, *, clusters: bool = True) -> Floats:
-        """The variance of ``x'theta`` between the clients that a row may belong to; 0 if ``chosen`` has its client.
-
-        If ``chosen`` does not have its cluster either, this includes the variance between clusters, unless ``clusters=False``.
-        """
-        out, client, cluster = np.zeros(len(X)), chosen.client < 0, chosen.cluster < 0
-        out[client] = _forms(X[client], self.between_clients, chosen.index(0)[client])
-        if clusters:
-            S = self.learned.dispersion * self.learned.cluster.shape
-            out[cluster] += _forms(X[cluster], S, np.zeros(int(cluster.sum()), dtype=np.int64))
-        return out
-
-    def _table(self, chosen: Resolved, level: Level) -> tuple[Floats, Ints]:
-        """Covariances, and the position of each row's."""
-        if level == "global":
-            return self.learned.covariance[None], np.zeros(len(chosen.client), dtype=np.int64)
-        if level == "cluster":
-            return np.concatenate([self.clusters, self.new_cluster[None]]), chosen.index(0)
-        if not (chosen.client >= 0).any():
-            return self.new_clients, chosen.index(0)
-        return np.concatenate([self.clients, self.new_clients]), chosen.index(self.learned.tree.n_clients)
-
-    @cached_property
-    def reliability(self) -> Floats:
-        """The share of each coefficient's variance among clients that a client's rows resolve, ``(n, d)``.
-
-        0: the client has its cluster's coefficient. 1: its coefficient comes from its rows alone. NaN if it does not vary.
-        """
-        learned, zero = self.require_sums(), np.zeros((self.learned.tree.n_clusters, *self.learned.covariance.shape))
-        alone = posterior(learned.units.C, learned.client, learned.tree.parent, zero)
-        before = np.einsum("iaa->ia", learned.client.shape)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return np.where(before > 0, 1.0 - np.einsum("iaa->ia", alone) / before, np.nan)
-
-
-def _forms(X: Floats, table: Floats, which: Ints) -> Floats:
-    """``x'Vx`` of each row, with the covariance ``V`` at its position in the table."""
-    out = np.empty(len(X))
-    for start in range(0, len(X), _ROWS):
-        rows = slice(start, start + _ROWS)
-        out[rows] = np.einsum("la,lab,lb->l", X[rows], table[which[rows]], X[rows])
-    return np.maximum(out, 0.0)
-
-
-def quantile(coverage: float, freedom: Any = np.inf) -> Any:
-    """The half width of an interval in standard errors, given degrees of freedom. Checks ``coverage``."""
-    if not (isinstance(coverage, int | float | np.number) and 0 < coverage < 1):
-        raise SolverError(f"The 'coverage' parameter must lie between 0 and 1. Got {coverage!r} instead.")
-    return np.where(np.isinf(freedom), special.ndtri(0.5 + coverage / 2), special.stdtrit(freedom, 0.5 + coverage / 2))[()]
 
 
 @dataclass(frozen=True)
@@ -329,9 +157,13 @@ class Model(Fit):
         quantile(coverage)
         posterior, level = self.posterior, where.get("level", "client")
         rows, chosen, shift = new_rows(self, X, **where)
-        margin, variance = self._margin(rows, chosen, shift), posterior.margin_variance(rows, chosen, level)
-        reach = posterior.reach(coverage, chosen, level)
         average = expected and level != "client"
+        if posterior.is_averaged(level):  # a linear model, so a mean over clients differs for a new response only
+            relative = self._noise(X, coverage) / posterior.learned.dispersion if noise else None
+            ends = posterior.averaged(rows, chosen, "client" if noise and average else level, coverage, relative)
+            return np.column_stack(ends if shift is None else [end + shift for end in ends])
+        margin, variance = self._margin(rows, chosen, shift), posterior.margin_variance(rows, chosen, level)
+        reach = posterior.reach(coverage, rows, chosen, level)
         spread = posterior.spread(rows, chosen, clusters=level == "global") if average else np.zeros(len(rows))
         if noise:
             return self.problem.loss.response_interval(margin, variance + spread, reach, coverage, self._noise(X, coverage))
@@ -343,7 +175,7 @@ class Model(Fit):
         s2, name = self.posterior.learned.dispersion, self.spec.weights
         if self.spec.loss.reml and not self.posterior.learned.components.grouped:
             # In a plain regression an exact interval has t quantiles for the noise too.
-            s2 *= (quantile(coverage, self.posterior.freedom.min()) / quantile(coverage)) ** 2
+            s2 *= (quantile(coverage, self.posterior.freedom().min()) / quantile(coverage)) ** 2
         if name is None or not self.spec.loss.reml or name not in as_frame(X).columns:
             return np.asarray(s2)
         with np.errstate(divide="ignore"):
@@ -355,13 +187,18 @@ class Model(Fit):
         quantile(coverage)
         if self.learned is None or not self.learned.has_standard_errors(level):
             return tidy
-        error = self.posterior.standard_errors(level).ravel()
-        is_global = level == "global" or (level == "cluster" and self.hierarchy.n_clusters == 1)
-        is_global |= not self.learned.components.grouped
-        reach = error * (quantile(coverage, self.posterior.freedom) if is_global else quantile(coverage))
-        estimate = tidy["estimate"].to_numpy()
-        bounds = {"lower": pl.Series(estimate - reach), "upper": pl.Series(estimate + reach)}
-        return tidy.with_columns(std_error=pl.Series(error), **bounds)
+        posterior, estimate = self.posterior, tidy["estimate"].to_numpy()
+        columns = {"std_error": posterior.standard_errors(level).ravel()}
+        if posterior.is_averaged(level):
+            ends = posterior.coefficient_intervals(level, coverage)
+            columns["lower"], columns["upper"] = (end.ravel() for end in ends)
+        else:
+            freedom = posterior.freedom() if posterior.is_global(level) else np.full(len(estimate), np.inf)
+            reach = columns["std_error"] * quantile(coverage, freedom)
+            columns |= {"lower": estimate - reach, "upper": estimate + reach}
+            if level == "global":
+                columns |= {"df": freedom, "p_value": p_value(estimate, columns["std_error"], freedom)}
+        return tidy.with_columns(pl.Series(name, values) for name, values in columns.items())
 
     def reliability(self) -> pl.DataFrame:
         """The reliability of coefficients, 0 to 1: one row per client and varying term (:attr:`Posterior.reliability`)."""

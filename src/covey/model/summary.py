@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from covey._typing import Floats
-from covey.model.model import Model, quantile
+from covey.model.model import Model
+from covey.model.posterior import quantile
 from covey.tree.hierarchy import Hierarchy
 from covey.variance.components import Components, LevelComponents
 
@@ -119,7 +120,7 @@ def facts(model: Model) -> list[str]:
     rows = "" if model.elsewhere is not None and model.n_rows == 0 else f"{counted(model.n_rows, 'row')} of "
     lines = [f"{rows}{clients}{away}"]
     if _is_plain(model):
-        freedom = model.posterior.freedom.min()
+        freedom = model.posterior.freedom().min()
         use = "normal quantiles" if np.isinf(freedom) else f"quantiles of t with {freedom:g} degrees of freedom"
         lines = [f"{counted(model.n_rows, 'row')}, no groups: a plain regression; intervals use {use}"]
     if model.dropped is not None:
@@ -161,7 +162,7 @@ def _gammas(model: Model) -> Floats:
 def _test_lines(components: Components) -> Iterator[str]:
     """A sentence for each level that was tested."""
     for test in components.tests:
-        p = "p < 1e-4" if test.p_value < 1e-4 else f"p = {test.p_value:.2g}"
+        p = f"p {'' if test.p_value < 1e-4 else '= '}{_p(test.p_value)}"
         statistic = f"likelihood-ratio statistic {test.statistic:.1f} for {counted(test.parameters, 'parameter')}"
         yield f"variation between {test.level}s: {statistic}, {p}"
 
@@ -171,14 +172,14 @@ def _learned_tables(model: Model, coverage: float) -> list[str]:
     components = model.posterior.learned.components
     levels = {"sd between clusters (se)": components.cluster, "sd between clients (se)": components.client}
     levels = {head: level for head, level in levels.items() if level.terms}
-    rows = [["", "global", "std. error", f"{100 * coverage:g}% interval", *levels]]
+    rows = [["", "global", "std. error", f"{100 * coverage:g}% interval", "p", *levels]]
     for row in model.coefficients("global", coverage).iter_rows(named=True):
         interval = f"{row['lower']:.4g} to {row['upper']:.4g}"
         spreads = [_sd(level, row["term"]) for level in levels.values()]
         known = row["term"] in components.zero  # a coefficient that is 0 by the model has no error
-        estimate = ["0", "-", "-"] if known else [f"{row['estimate']:.4g}", f"{row['std_error']:.3g}", interval]
-        rows.append([row["term"], *estimate, *spreads])
-    lines = table(rows, [_first(model), 10, 10, 19, 24, 23])
+        estimate = [f"{row['estimate']:.4g}", f"{row['std_error']:.3g}", interval, _p(row["p_value"])]
+        rows.append([row["term"], *(["0", "-", "-", "-"] if known else estimate), *spreads])
+    lines = table(rows, [_first(model), 10, 10, 19, 8, 24, 23])
     s2 = components.residual
     if _is_plain(model):
         return lines if s2 is None else [*lines, f"residual {model.spec.loss.dispersion_name} {np.sqrt(s2):.4g}"]
@@ -193,6 +194,10 @@ def _learned_tables(model: Model, coverage: float) -> list[str]:
             text = ", ".join(f"{level.terms[b]} and {level.terms[a]} {level.correlation[0, a, b]:.2f}" for a, b in pairs[:6])
             lines.append(f"correlation between {name}: {text}" + (", ..." if len(pairs) > 6 else ""))
     return lines
+
+
+def _p(value: float) -> str:
+    return "< 1e-4" if value < 1e-4 else f"{value:.2g}"
 
 
 def _sd(level: LevelComponents, term: str) -> str:

@@ -154,7 +154,8 @@ def _solved(model: Model, learned: Learned, tree: Hierarchy, rows: Ints) -> Mode
     components = learned.components
     if _LATER not in components.notes:
         components = replace(components, notes=(*components.notes, _LATER))
-    learned = replace(learned, covariance=covariance, components=components)
+    known = model.posterior.satterthwaite  # the uncertainty of the components is that of the fit
+    learned = replace(learned, covariance=covariance, components=components, satterthwaite=known, draws=None)
     shift = learned.origin
     fit = Fit(shift + theta, shift + w, shift + wbar, model.convergence)
     return assemble(model.problem, Fitted(fit, None, learned), tree, rows)

@@ -15,14 +15,15 @@ import polars as pl
 
 from covey._typing import Floats
 from covey.errors import ConvergenceWarning, SolverError
-from covey.losses import Loss, loss_of
+from covey.losses import Loss
 from covey.nodes.network import InMemory, threads_for
 from covey.solvers.direct.elimination import Quadratic, Spread
 from covey.tables.rows import GroupedData
-from covey.variance.columns import ClientSums, CountingNetwork, Survey, WorkingColumns
+from covey.variance.columns import ClientSums
 from covey.variance.components import Components, Learned, Shape
 from covey.variance.estimate import estimate, finish, search
 from covey.variance.linear_likelihood import LinearCriterion
+from covey.variance.sampling import survey_of_sums
 
 Count = Callable[[int, int], None]
 
@@ -85,7 +86,7 @@ def bootstrap(
             else:
                 sums = _draw_sums(learned, theta, rng)
                 with threads_for(learned.tree.n_clients * len(wbar) ** 2):
-                    criterion = LinearCriterion(_survey(sums, learned), shape, reml=reml)
+                    criterion = LinearCriterion(survey_of_sums(sums, learned), shape, reml=reml)
                     components = finish(criterion, search(criterion))[1].components
             estimates.append(components)
             if progress is not None:
@@ -122,16 +123,3 @@ def _draw_sums(learned: Learned, theta: Floats, rng: np.random.Generator) -> Cli
     left = np.where(units.n > solid.sum(axis=1), left, 0.0)
     r = np.einsum("iab,ib->ia", vectors, root * seen)
     return ClientSums(Quadratic(units.C, r, 0.5 * ((seen**2).sum(axis=1) + left), units.n), learned.origin, learned.log_weights)
-
-
-def _survey(sums: ClientSums, learned: Learned) -> Survey:
-    """The survey of a node that has its clients' sums but no rows."""
-    tree, d = learned.tree, len(learned.terms)
-    no_rows = GroupedData(np.empty((0, d)), np.empty(0), np.zeros(tree.n_clients + 1, dtype=np.int64), tree, learned.terms)
-    network = InMemory.of(no_rows, loss_of("gaussian"))
-    columns = replace(WorkingColumns.plain(d), origin=sums.origin)
-    network.node.keep(columns)
-    network.node.cache["losses"] = (columns.basis, columns.origin), sums.units
-    cluster_sums = Quadratic(*(tree.sum_up(part) for part in (sums.units.C, sums.units.r, sums.units.c, sums.units.n)))
-    nothing_constant = np.zeros((2, d), dtype=bool)
-    return Survey(CountingNetwork(network), columns, cluster_sums, sums.log_weights, np.zeros(d), nothing_constant)

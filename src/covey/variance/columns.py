@@ -239,9 +239,9 @@ def node_learned(node: Node, components: Components, covariance: Floats, whole: 
     ``components``, ``covariance`` and ``whole`` are fields of the coordinator's :class:`.Learned`. Leave out ``whole`` if the
     node holds all clients.
     """
-    data, kept = node.data, node.state(ClientSums)
-    sums = kept.units, kept.origin, kept.log_weights
-    return Learned(components, data.terms, data.hierarchy, covariance, *sums, whole)
+    data, kept, columns = node.data, node.state(ClientSums), working_columns(node)
+    sums, basis = (kept.units, kept.origin, kept.log_weights), None if is_identity(columns.basis) else columns.basis
+    return Learned(components, data.terms, data.hierarchy, covariance, *sums, whole, basis)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from covey._typing import Anything, Floats, Ints
 from covey.solvers.direct.elimination import Quadratic, Spread
 from covey.tree.hierarchy import Hierarchy
 from covey.variance.approximation import Approximation
+from covey.variance.uncertainty import Draws, Satterthwaite
 
 Kind = Literal["isotropic", "diagonal", "full"]
 """The form of a covariance: one variance for all terms (as in the paper), one per term, or one per term and correlations."""
@@ -144,12 +145,11 @@ class Variation:
 
     def even(self, sd: float) -> Floats:
         """The parameters if every term has the standard deviation ``sd``, in its unit."""
-        S = np.diag((sd * self.size) ** 2)
-        return self.of_covariances(np.broadcast_to(S, (self.count, self.q, self.q)))
+        return self.of_covariances(np.broadcast_to(np.diag((sd * self.size) ** 2), (self.count, self.q, self.q)))
 
     def pick(self, G: Floats) -> Floats:
-        """The rows and columns of the varying terms of matrices ``(count, d, d)``."""
-        return np.asarray(G[:, self.terms[:, None], self.terms])
+        """The rows and columns of the varying terms of matrices ``(..., d, d)``."""
+        return np.asarray(G[..., self.terms[:, None], self.terms])
 
 
 @dataclass(frozen=True)
@@ -389,8 +389,7 @@ class Whole:
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> Whole:
-        flat = np.array(plain["flat"], dtype=bool)
-        return cls(int(plain["clients"]), np.array(plain["clusters"], dtype=np.float64), flat)
+        return cls(int(plain["clients"]), np.array(plain["clusters"], dtype=np.float64), np.array(plain["flat"], dtype=bool))
 
 
 @dataclass(frozen=True)
@@ -405,6 +404,8 @@ class Learned:
         sums are at other sites or were not saved
     log_weights : the sum over all rows of the logarithms of their weights
     whole : after a fit across sites, the sums over the clients of all sites
+    basis : (d, d) converts coefficients of the columns of the fit, some of them centred, to the user's; None if none was
+    satterthwaite, draws : uncertainty of the components, if the sums in ``units`` do not determine it
     """
 
     components: Components
@@ -415,6 +416,9 @@ class Learned:
     origin: Floats
     log_weights: float = 0.0
     whole: Whole | None = None
+    basis: Floats | None = None
+    satterthwaite: Satterthwaite | None = None
+    draws: Draws | None = None
 
     @property
     def shape(self) -> Shape:

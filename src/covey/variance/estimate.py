@@ -44,7 +44,9 @@ from covey.variance.identify import survey
 from covey.variance.laplace_likelihood import START, LaplaceCriterion
 from covey.variance.linear_likelihood import Criterion, LinearCriterion, cluster_covariances
 from covey.variance.quadrature import Watch, check
+from covey.variance.sampling import uncertainty_at
 from covey.variance.search import CONVERGED, NEGLIGIBLE, Optimum, approach, minimise, notes_at, resolve_boundary
+from covey.variance.uncertainty import Draws, Satterthwaite
 
 NOT_FINITE = "The coefficients are not finite, probably because columns have extreme scales; standardise them."
 _OTHER_STARTS = ((5.0, 5.0), (0.05, 0.05), (20.0, 0.5), (0.5, 20.0))  # sds of clients and clusters, in units of the residual's
@@ -62,6 +64,7 @@ def estimate(
     thorough: bool = False,
     progress: Progress | None = None,
     surveyed: Survey | None = None,
+    uncertainty: bool = True,
 ) -> tuple[Fit, Learned]:
     """Estimate the covariances of a hierarchy over a network, and fit the hierarchy with them.
 
@@ -73,6 +76,7 @@ def estimate(
     thorough : also search from the optima of the models without one of the two levels, as if the first optimum were doubtful
     progress : called with the number of evaluations, the criterion and the norm of its gradient
     surveyed : the survey of the same network by an earlier fit, if there was one
+    uncertainty : also compute what intervals need of the uncertainty of the components, if clients are not in this process
 
     Returns
     -------
@@ -96,7 +100,9 @@ def estimate(
         best = find_optimum(criterion)
         if not best.failed and (thorough or criterion.is_doubtful(best.x)):
             best = _from_smaller_models(criterion, best)
+        satterthwaite, draws = _uncertainty(criterion, best) if uncertainty else (None, None)
         fit, learned = uncentred(*finish(criterion, best), surveyed.columns)
+        learned = replace(learned, satterthwaite=satterthwaite, draws=draws)
     if not fit.convergence.converged:
         warn(learned.components.notes[-1])
     if not all(np.isfinite(values).all() for values in (fit.w, fit.wbar, learned.covariance)):
@@ -104,7 +110,17 @@ def estimate(
     node = network.clients()
     if node is None:
         return fit, learned
-    return replace(fit, theta=node.coefficients()), node_learned(node, learned.components, learned.covariance)
+    here = node_learned(node, learned.components, learned.covariance)
+    return replace(fit, theta=node.coefficients()), replace(here, satterthwaite=satterthwaite, draws=draws)
+
+
+def _uncertainty(criterion: Criterion, best: Optimum) -> tuple[Satterthwaite | None, Draws | None]:
+    """The uncertainty of the components, if it cannot be computed on demand from the sums that the model keeps."""
+    if not isinstance(criterion, LinearCriterion) or not (
+        criterion.network.network.clients() is None or criterion.about_client_fits
+    ):
+        return None, None
+    return uncertainty_at(criterion, best.x)
 
 
 def criterion_for(surveyed: Survey, shape: Shape, *, reml: bool, progress: Progress | None = None) -> Criterion:

@@ -63,7 +63,7 @@ from covey.variance.columns import (
 from covey.variance.components import Method, Parameters, Shape
 
 _LOST_DIGITS = 1e-7  # share of the sum of squares about the pooled fit
-_AT_ONCE = 1 << 24  # numbers that nodes keep of their clients for points that are evaluated together
+AT_ONCE = 1 << 24  # numbers that nodes keep of their clients for points that are evaluated together
 
 
 @dataclass(frozen=True)
@@ -359,7 +359,7 @@ class LinearCriterion(Criterion):
     def values_and_gradients(self, points: Sequence[Floats], *, independent: bool = False) -> list[tuple[float, Floats]]:
         """All points take as many exchanges as one, if the criterion can be computed at all of them."""
         n, d = self.tree.n_clients, len(self.terms)
-        size = max(1, _AT_ONCE // (n * d * (d + 1)))
+        size = max(1, AT_ONCE // (n * d * (d + 1)))
         results: list[tuple[float, Floats]] = []
         for first in range(0, len(points), size):
             part = points[first : first + size]
@@ -380,15 +380,17 @@ class LinearCriterion(Criterion):
 
     def at_covariances(self, points: Sequence[tuple[Floats, Floats]]) -> list[Evaluation]:
         """Evaluate covariances, ``(1 or k, d, d)`` of clients and ``(1, d, d)`` of clusters. All points take two exchanges."""
-        ask = self.network.ask
-        sums = ask(IntegrateClients(np.stack([S for S, _ in points]), self.order, self.about_client_fits))
+        tops = self.upper_levels(points)
+        slopes = self.network.ask(LikelihoodSlope(np.stack([top.w for top in tops]), np.stack([top.P for top in tops])))
+        return [_evaluation(top, bend, pull) for top, bend, pull in zip(tops, slopes.bend, slopes.pull, strict=True)]
+
+    def upper_levels(self, points: Sequence[tuple[Floats, Floats]]) -> list[UpperPosterior]:
+        """The upper levels at covariances. All points take one exchange."""
+        S = np.stack([S for S, _ in points])
+        sums = self.network.ask(IntegrateClients(S, self.order, self.about_client_fits))
         seen = map(Quadratic, sums.seen.C, sums.seen.r, sums.seen.c, sums.seen.n)
         parts = zip(seen, sums.volume - self.survey.log_weights, points, strict=True)
-        tops = [
-            upper(clusters, float(log_determinants), S[0], self.reml, self.free) for clusters, log_determinants, (_, S) in parts
-        ]
-        slopes = ask(LikelihoodSlope(np.stack([top.w for top in tops]), np.stack([top.P for top in tops])))
-        return [_evaluation(top, bend, pull) for top, bend, pull in zip(tops, slopes.bend, slopes.pull, strict=True)]
+        return [upper(clusters, float(volume), S[0], self.reml, self.free) for clusters, volume, (_, S) in parts]
 
     def log_dispersion(self, x: Floats, here: Evaluation) -> tuple[Floats, float]:
         return self.parameters.gradient(x, *(-pull / here.top.dof for pull in here.pull)), 0.0

@@ -31,7 +31,7 @@ from covey.federation.site.state import RunStore, SiteRun, locked
 from covey.federation.site.table import check_design, check_shared, grouped, joined, profile_of, rows_digest, totals
 from covey.federation.wire.codec import SAME_VERSION, Envelope, Refusal, split
 from covey.federation.wire.messages import Agree, Deliver, DrawSalt, Hello, Joined, Profile, SealedSalts, SiteMessage
-from covey.model.files import save_model
+from covey.model.files import save_model, uncertainty_from_json
 from covey.model.model import Fitted, Model, assemble
 from covey.nodes.network import Batch, Message, Node, threads_for
 from covey.objective.objective import Penalty
@@ -272,6 +272,7 @@ def _site_model(node: Node, problem: Problem, delivered: Deliver) -> Model:
     if upper is not None:
         components, upper_levels = Components.from_json(upper["components"]), Whole.from_json(upper["whole"])
         learned = node_learned(node, components, np.array(upper["covariance"]), upper_levels)
+        learned = replace(learned, **uncertainty_from_json(upper, tree.n_clusters, data.n_terms))
     scale = node.find(Scale)
     fit = Fit(node.coefficients(), delivered.w, delivered.wbar, Convergence(**delivered.convergence))
     scaled = problem if scale is None else problem.scaled(scale)
