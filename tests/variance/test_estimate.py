@@ -345,7 +345,7 @@ def test_a_converged_fit_has_a_zero_gradient(seed, kind, per_cluster):
 def test_a_search_that_is_cut_short_is_not_converged(monkeypatch):
     """There is a warning and a note."""
     module = sys.modules["covey.variance.search"]
-    monkeypatch.setattr(module, "_quasi_newton", lambda criterion, z: module.Optimum(
+    monkeypatch.setattr(module, "_quasi_newton", lambda criterion, z, _: module.Optimum(
         z, *criterion([z])[0], np.eye(len(z)), np.inf))  # fmt: skip
     monkeypatch.setattr(module, "_descend", lambda *_: None)
     with pytest.warns(ConvergenceWarning, match="did not converge"):

@@ -114,11 +114,13 @@ class Rule:
 
 def factor(S: Floats) -> Floats:
     """``L (..., d, r)`` with ``L L' = S``; ``r`` is the largest rank of the covariances ``S (..., d, d)``."""
-    values, vectors = np.linalg.eigh(S)
+    size = np.sqrt(np.maximum(np.einsum("...aa->...a", S), 0.0))
+    unit = np.where(size > 0, size, 1.0)  # a rank must not depend on the units of the columns
+    values, vectors = np.linalg.eigh(S / (unit[..., :, None] * unit[..., None, :]))
     values = np.where(values > 1e-12 * values.max(initial=0.0), values, 0.0)
     r = int((values > 0).sum(axis=-1).max(initial=0))
     d = S.shape[-1]
-    return np.asarray((vectors * np.sqrt(values)[..., None, :])[..., d - r :])
+    return np.asarray((size[..., :, None] * vectors * np.sqrt(values)[..., None, :])[..., d - r :])
 
 
 # The node
