@@ -7,7 +7,8 @@ from typing import Any
 from covey.fitting.fit import fit
 from covey.model.model import Model
 from covey.nodes.network import InMemory
-from covey.problem.problem import Arrays, Spec, read_rows, resolve
+from covey.problem.problem import Spec, resolve
+from covey.problem.rows import Arrays, read_rows
 
 
 def fit_table(X: Any, spec: Spec, y: Any = None, **arrays: Any) -> Model:

@@ -11,8 +11,8 @@ from covey.losses import loss_of
 from covey.nodes.network import InMemory, Node
 from covey.objective.theory import Constants, largest_gamma, mixing
 from covey.tree.hierarchy import Hierarchy
-from covey.variance.components import Shape
 from covey.variance.identify import survey
+from covey.variance.parameters import Shape
 
 
 def in_memory(data, loss):

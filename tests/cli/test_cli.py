@@ -262,7 +262,8 @@ def test_poisson_comparison_is_a_deviance(tmp_path):
 
 def test_penalties_for_the_comparison_are_chosen_on_training_rows(folder, homes):
     from covey.fitting.comparison import compare
-    from covey.problem.problem import Spec, read_rows, resolve
+    from covey.problem.problem import Spec, resolve
+    from covey.problem.rows import read_rows
 
     spec = Spec(client="county", cluster="state", formula="log_radon ~ floor", penalty="cv")
     expected = compare(*read_rows(homes, resolve(spec))).errors["hierarchical"]

@@ -12,9 +12,9 @@ from covey.datasets import simulate
 from covey.errors import CoveyError
 from covey.losses import Gamma
 from covey.solvers import minimise
-from covey.variance.components import Shape
 from covey.variance.estimate import criterion_for, estimate
 from covey.variance.identify import survey
+from covey.variance.parameters import Shape
 from tests.conftest import random_problem
 from tests.networks import Sharded, in_memory
 

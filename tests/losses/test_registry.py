@@ -15,8 +15,8 @@ from covey.datasets import simulate
 from covey.errors import CoveyError
 from covey.losses import FAMILIES, Gamma, Poisson, family_of, loss_of
 from covey.solvers import minimise
-from covey.variance.components import Shape
 from covey.variance.estimate import estimate
+from covey.variance.parameters import Shape
 from tests.networks import in_memory
 
 SOURCE = Path(covey.__file__).parent

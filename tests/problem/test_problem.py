@@ -10,7 +10,8 @@ import pytest
 
 from covey import HierarchicalClassifier, HierarchicalRegressor
 from covey.errors import CoveyError, FormulaError, ModelError
-from covey.problem.problem import Problem, Schema, Spec, read_rows, resolve
+from covey.problem.problem import Problem, Schema, Spec, resolve
+from covey.problem.rows import read_rows
 from covey.problem.settings import declared
 
 FRAME = pl.DataFrame(

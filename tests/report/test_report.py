@@ -12,7 +12,8 @@ from scipy import stats
 from covey.fitting import comparison
 from covey.fitting.fit import fit
 from covey.nodes.network import InMemory
-from covey.problem.problem import Spec, read_rows, resolve
+from covey.problem.problem import Spec, resolve
+from covey.problem.rows import read_rows
 from covey.report import plots
 from covey.report.plots import shrinkage_figure
 from covey.report.tables import coefficient_table, comparison_table, shrinkage_table

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 
 from covey import GroupedData, read_table
-from covey.problem.problem import Spec, read_rows, resolve
+from covey.problem.problem import Spec, resolve
+from covey.problem.rows import read_rows
 from covey.tree.hierarchy import as_labels, encode, lookup, segment_sum
 from tests.conftest import random_problem, seeds
 

@@ -17,10 +17,12 @@ from covey import CoveyError, HierarchicalPoissonRegressor, HierarchicalRegresso
 from covey.errors import DataError, FormulaError
 from covey.federation.operator.settings import RunSettings
 from covey.federation.wire.messages import Privacy
-from covey.problem.problem import Problem, read_rows, resolve
+from covey.problem.problem import Problem, resolve
+from covey.problem.rows import read_rows
 from covey.tables.design import Formula, inspect
-from covey.tables.formula import MOST_TERMS, Terms, parse_formula
+from covey.tables.formula import Terms, parse_formula
 from covey.tables.scaling import design_from_json
+from covey.tables.text import MOST_TERMS
 
 X = [0.2, 0.5, 0.9, 1.4, 2.0, 2.7, 3.5, 4.4, 5.4, 6.5]
 NEW = [-0.5, 3.0, 8.0]  # inside the training values and beyond both ends

@@ -15,7 +15,8 @@ import covey
 from covey import HierarchicalRegressor, Spec, simulate_sites
 from covey.errors import DataError
 from covey.objective.objective import Penalty
-from covey.problem.problem import Problem, read_rows, resolve
+from covey.problem.problem import Problem, resolve
+from covey.problem.rows import read_rows
 
 FORMULA = "y ~ x + (1 | school/class)"
 

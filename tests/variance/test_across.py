@@ -20,9 +20,9 @@ from covey.nodes.network import InMemory
 from covey.problem.problem import Spec, resolve
 from covey.records import decode, encode
 from covey.variance.columns import node_learned
-from covey.variance.components import Shape
 from covey.variance.estimate import estimate, likelihood_ratios
 from covey.variance.identify import survey
+from covey.variance.parameters import Shape
 from tests.conftest import seeds
 from tests.networks import Sharded, in_memory, leaves
 

@@ -15,8 +15,8 @@ from covey.errors import SolverError
 from covey.losses import Bernoulli, Gamma, Gaussian, Poisson
 from covey.solvers.direct.elimination import Quadratic
 from covey.variance.bootstrap import _draw_clients, _draw_sums, bootstrap
-from covey.variance.components import Shape
 from covey.variance.estimate import estimate
+from covey.variance.parameters import Shape
 from tests.networks import in_memory
 
 SHAPE = Shape((0, 1), (0,), "full", "diagonal")

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from covey import GroupedData
 from covey.datasets import simulate
 from covey.losses import Bernoulli, Gaussian
-from covey.variance.components import Shape
 from covey.variance.estimate import estimate, search
 from covey.variance.laplace_likelihood import LaplaceCriterion
 from covey.variance.linear_likelihood import LinearCriterion
+from covey.variance.parameters import Shape
 from covey.variance.search import Optimum, minimise, notes_at, resolve_boundary
 from tests.conftest import seeds
 from tests.networks import in_memory, surveyed

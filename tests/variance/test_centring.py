@@ -7,8 +7,8 @@ import pytest
 
 from covey import GroupedData
 from covey.losses import loss_of
-from covey.variance.components import Shape
 from covey.variance.estimate import estimate
+from covey.variance.parameters import Shape
 from tests.networks import in_memory
 
 FULL = Shape((0, 1), (), "full", "full")

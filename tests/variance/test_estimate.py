@@ -15,9 +15,9 @@ from covey import GroupedData
 from covey.datasets import simulate
 from covey.errors import ConvergenceWarning
 from covey.losses import Bernoulli, Gaussian, Poisson
-from covey.variance.components import Shape
 from covey.variance.estimate import estimate, search
 from covey.variance.linear_likelihood import LinearCriterion
+from covey.variance.parameters import Shape
 from tests.conftest import seeds
 from tests.networks import in_memory, surveyed
 from tests.variance.dense import linear_log_likelihood, slopes

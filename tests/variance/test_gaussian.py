@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from covey.losses import Gaussian as Squares
 from covey.solvers.direct.elimination import Quadratic, Spread, marginalise, sensitivity
 from covey.variance.columns import ClientSums, client_losses
-from covey.variance.components import Shape
 from covey.variance.linear_likelihood import LinearCriterion, cluster_covariances, invert, upper
+from covey.variance.parameters import Shape
 from tests.conftest import random_problem, seeds
 from tests.networks import surveyed
 from tests.variance.dense import linear_log_likelihood, random_covariances, slopes, symmetric_slopes

@@ -8,8 +8,8 @@ import pytest
 from covey import GroupedData
 from covey.errors import CoveyError, DataError
 from covey.losses import Bernoulli, Gaussian, Poisson
-from covey.variance.components import Shape
 from covey.variance.estimate import estimate
+from covey.variance.parameters import Shape
 from tests.networks import in_memory
 
 BOTH = Shape((0, 1), (0, 1))

@@ -14,7 +14,6 @@ from covey.losses import Bernoulli, Poisson
 from covey.solvers.direct.elimination import Spread
 from covey.solvers.direct.newton import LocalProblem, node_start
 from covey.variance.columns import TermOrder
-from covey.variance.components import Shape
 from covey.variance.identify import survey
 from covey.variance.laplace_likelihood import (
     LaplaceCriterion,
@@ -25,6 +24,7 @@ from covey.variance.laplace_likelihood import (
     node_slopes,
 )
 from covey.variance.linear_likelihood import cluster_covariances
+from covey.variance.parameters import Shape
 from tests.conftest import random_problem, seeds
 from tests.networks import in_memory, shard
 from tests.variance.dense import laplace_log_likelihood, random_covariances, slopes, symmetric_slopes

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from covey.datasets import simulate
 from covey.losses import Gaussian
-from covey.variance.components import Parameters, Shape, Variation
 from covey.variance.linear_likelihood import LinearCriterion
+from covey.variance.parameters import Parameters, Shape, Variation
 from covey.variance.search import approach, mm_step
 from tests.conftest import random_problem, seeds
 from tests.networks import surveyed

@@ -14,9 +14,10 @@ from scipy.special import expit, logsumexp
 from covey import GroupedData, HierarchicalClassifier, HierarchicalPoissonRegressor
 from covey.errors import ConvergenceWarning
 from covey.losses import loss_of
-from covey.variance.components import Components, Shape
+from covey.variance.components import Components
 from covey.variance.estimate import criterion_for, estimate
 from covey.variance.identify import survey
+from covey.variance.parameters import Shape
 from covey.variance.quadrature import _integrated, error_at_mode
 from tests.networks import Sharded, in_memory
 from tests.variance.test_across import random_owner, table

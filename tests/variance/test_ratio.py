@@ -9,9 +9,9 @@ from scipy import stats
 from covey import GroupedData
 from covey.datasets import simulate
 from covey.losses import Bernoulli, Gaussian
-from covey.variance.components import Shape
 from covey.variance.estimate import chi_bar_tail, estimate, likelihood_ratios
 from covey.variance.identify import survey
+from covey.variance.parameters import Shape
 from tests.networks import in_memory
 
 

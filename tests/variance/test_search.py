@@ -9,8 +9,8 @@ from scipy.optimize import rosen, rosen_der, rosen_hess
 
 from covey import GroupedData
 from covey.losses import loss_of
-from covey.variance.components import Shape
 from covey.variance.estimate import estimate
+from covey.variance.parameters import Shape
 from covey.variance.search import minimise
 from tests.conftest import seeds
 from tests.networks import in_memory

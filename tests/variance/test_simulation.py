@@ -9,8 +9,8 @@ from covey import Penalty
 from covey.datasets import simulate
 from covey.losses import Gaussian
 from covey.solvers import minimise
-from covey.variance.components import Shape
 from covey.variance.estimate import estimate
+from covey.variance.parameters import Shape
 from tests.networks import in_memory
 
 ALL = tuple(range(20))

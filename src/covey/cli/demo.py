@@ -29,7 +29,8 @@ def demo(
     from covey.model.files import check_target, save_model
     from covey.model.summary import Summary, describe
     from covey.nodes.network import InMemory
-    from covey.problem.problem import Spec, read_rows, resolve
+    from covey.problem.problem import Spec, resolve
+    from covey.problem.rows import read_rows
     from covey.report.plots import shrinkage_figure
     from covey.report.tables import comparison_table, shrinkage_table
     from covey.reproduce.radon import Shrinkage

@@ -36,7 +36,8 @@ def fit(
     from covey.model.files import check_target, save_model
     from covey.model.summary import describe
     from covey.nodes.network import InMemory
-    from covey.problem.problem import read_rows, resolve
+    from covey.problem.problem import resolve
+    from covey.problem.rows import read_rows
     from covey.tables.rows import read_table
 
     if out is not None:

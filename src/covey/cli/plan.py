@@ -38,7 +38,8 @@ def plan(
     from covey.errors import DataError
     from covey.fitting.planning import plan as plan_solvers
     from covey.fitting.planning import race
-    from covey.problem.problem import read_rows, resolve
+    from covey.problem.problem import resolve
+    from covey.problem.rows import read_rows
     from covey.tables.rows import read_table
 
     if figure is not None and (figure.suffix not in (".png", ".pdf", ".svg") or not figure.absolute().parent.is_dir()):

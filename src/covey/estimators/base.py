@@ -16,7 +16,8 @@ from covey.fitting.fit import fit
 from covey.model.files import save_model
 from covey.model.summary import describe
 from covey.nodes.network import InMemory
-from covey.problem.problem import Arrays, Problem, as_frame, read_rows, refuse_odd_table, resolve, shares_of
+from covey.problem.problem import Problem, as_frame, refuse_odd_table, resolve
+from covey.problem.rows import Arrays, read_rows, shares_of
 from covey.tables.design import numeric, response
 from covey.tree.hierarchy import Level
 

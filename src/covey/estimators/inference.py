@@ -17,7 +17,7 @@ from covey.model.new_rows import group_rows
 from covey.model.posterior import quantile
 from covey.model.summary import Summary
 from covey.model.updates import add_clients, remove_clients, update
-from covey.problem.problem import Arrays
+from covey.problem.rows import Arrays
 from covey.tables.rows import GroupedData
 from covey.tree.hierarchy import Level
 from covey.variance.bootstrap import bootstrap

@@ -17,7 +17,8 @@ from covey.federation.site.policy import Policy
 from covey.federation.site.site import Site
 from covey.federation.wire.transport import InProcess
 from covey.model.model import Model
-from covey.problem.problem import Spec, as_frame, read_rows, resolve
+from covey.problem.problem import Spec, as_frame, resolve
+from covey.problem.rows import read_rows
 from covey.tables.design import column
 from covey.tree.hierarchy import as_labels, encode, lookup
 

@@ -34,9 +34,10 @@ from covey.solvers.registry import check_options, first_order
 from covey.tables.design import Vary, vary_from_setting
 from covey.tree.hierarchy import Hierarchy
 from covey.variance.columns import ForgetCovariances
-from covey.variance.components import LikelihoodRatio, Shape
+from covey.variance.components import LikelihoodRatio
 from covey.variance.estimate import NOT_FINITE, estimate, likelihood_ratios
 from covey.variance.identify import survey
+from covey.variance.parameters import Shape
 
 
 def fit(
@@ -71,7 +72,7 @@ def fit(
     >>> from covey.datasets import load_radon
     >>> from covey.nodes.network import InMemory
     >>> from covey.problem.problem import Spec, resolve
-    >>> from covey.problem.problem import read_rows
+    >>> from covey.problem.rows import read_rows
     >>> data, problem = read_rows(load_radon(), resolve(Spec(formula="log_radon ~ floor + (1 | state/county)")))
     >>> fit(InMemory.of(data, problem.loss), problem).wbar.round(3).tolist()
     [0.941, -0.712]

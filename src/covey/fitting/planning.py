@@ -19,7 +19,8 @@ from covey.model.summary import counted
 from covey.nodes.network import InMemory
 from covey.objective.objective import Objective
 from covey.objective.theory import Constants
-from covey.problem.problem import Problem, Spec, read_rows, resolve
+from covey.problem.problem import Problem, Spec, resolve
+from covey.problem.rows import read_rows
 from covey.solvers import Fit, minimise
 from covey.solvers.costs import BANDWIDTH, LATENCY, Cost, check_network, costs
 from covey.solvers.registry import direct, find, first_order

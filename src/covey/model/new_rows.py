@@ -10,7 +10,8 @@ import polars as pl
 
 from covey._typing import Anything, Floats
 from covey.errors import DataError
-from covey.problem.problem import Arrays, as_frame, encode_known, shares_of, usable_rows
+from covey.problem.problem import as_frame
+from covey.problem.rows import Arrays, encode_known, shares_of, usable_rows
 from covey.tables.design import Frame, column, numeric, response
 from covey.tables.rows import GroupedData, refuse_infinite, side_by_side
 from covey.tree.hierarchy import Level, Resolved, Unseen

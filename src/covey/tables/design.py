@@ -23,7 +23,8 @@ from covey._typing import Anything, Floats
 from covey.errors import DataError, FormulaError, listing, unknown_column
 from covey.exact import Exact
 from covey.tables.expressions import Expression
-from covey.tables.formula import Bar, ParsedFormula, Terms, quoted
+from covey.tables.formula import Bar, ParsedFormula, Terms
+from covey.tables.text import quoted
 from covey.tables.transforms import State, Transform
 from covey.tables.values import as_numbers, category_values, declared_order, is_categorical, is_numeric
 from covey.tree.hierarchy import is_missing

@@ -13,24 +13,21 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from covey.errors import CoveyError, FormulaError
-from covey.tables.expressions import HIGHEST_POWER, Expression, read_expression, refuse_habits
+from covey.tables.expressions import Expression, read_expression, refuse_habits
+from covey.tables.text import MOST_TERMS, MOST_TEXT, depths_of, masked, quoted, read_terms, summands, too_many
 from covey.tables.transforms import State, Transform
 
 if TYPE_CHECKING:
     import pandas as pd
 
-MOST_TERMS = 5_000
-_MOST_TEXT = 100_000
-_QUOTED = re.compile(r"`[^`]*`|'[^']*'|\"[^\"]*\"")
 _NAME = r"`[^`]+`|[^\W\d][\w.]*"
 _GROUPS = re.compile(rf"({_NAME})(?:\s*([/:])\s*({_NAME})(\s*[/:].*)?)?")
 
@@ -44,7 +41,7 @@ class Factor:
 
     def __post_init__(self) -> None:
         text = self.expression
-        if not isinstance(text, str) or self.kind not in ("literal", "lookup", "python") or len(text) > _MOST_TEXT:
+        if not isinstance(text, str) or self.kind not in ("literal", "lookup", "python") or len(text) > MOST_TEXT:
             raise FormulaError(f"The term {quoted(str(text))} is neither a column nor a number nor an expression.")
         if self.kind == "literal" and not re.fullmatch(r"\d+(\.\d*)?|\.\d+", text):
             raise FormulaError(f"The constant {quoted(text)} of a term is not a number.")
@@ -95,15 +92,15 @@ class Terms:
 
     def __post_init__(self) -> None:
         if len(self.terms) > MOST_TERMS:
-            raise _too_many(self.text)
+            raise too_many(self.text)
         read = [[factor.read(self.text) for factor in term] for term in self.terms]
         if sum(math.prod(1 if each is None else each.width for each in term) for term in read) > MOST_TERMS:
-            raise _too_many(self.text)
+            raise too_many(self.text)
 
     @classmethod
     def parse(cls, text: str) -> Terms:
         """Read terms in Wilkinson's notation; an intercept is added unless the text says ``0`` or ``- 1``."""
-        return cls(text, _read_terms(text))
+        return cls(text, tuple(tuple(Factor(*each) for each in term) for term in read_terms(text)))
 
     @property
     def factors(self) -> list[Factor]:
@@ -249,7 +246,7 @@ def parse_formula(text: str) -> ParsedFormula:
     if len(sides) > 2 or not sides[-1]:
         raise FormulaError(f"The formula {text!r} must read 'response ~ terms', with one '~' and at least one term.")
     response = sides[0] if len(sides) == 2 and sides[0] else None
-    refuse_habits(_mask(text))
+    refuse_habits(masked(text))
     rhs, known = _split_offsets(sides[-1])
     common, bars = split_bars(rhs)
     return ParsedFormula(response, read_column(response), Terms.parse(common), bars, known)
@@ -291,8 +288,8 @@ def _counts(response: str | None) -> list[str] | None:
     found = re.fullmatch(r"cbind\s*\((.*)\)", response or "", re.DOTALL)
     if found is None:
         return None
-    inner, mask = found[1], _mask(found[1])
-    depths = _depths(mask)
+    inner, mask = found[1], masked(found[1])
+    depths = depths_of(mask)
     commas = [at for at, char in enumerate(mask) if char == "," and depths[at] == 0]
     parts = [inner[: commas[0]].strip(), inner[commas[0] + 1 :].strip()] if len(commas) == 1 else []
     if not all(parts) or not parts or parts[0] == parts[1]:
@@ -300,87 +297,20 @@ def _counts(response: str | None) -> list[str] | None:
     return parts
 
 
-def quoted(text: str | None) -> str:
-    """The text in quotes for a message, shortened if it is long."""
-    return repr(text if text is None or len(text) <= 48 else f"{text[:45]}...")
-
-
-# Terms
-
-
-def _read_terms(text: str) -> tuple[Term, ...]:
-    from formulaic import Formula
-    from formulaic.parser import DefaultFormulaParser
-
-    class BoundedParser(DefaultFormulaParser):  # type: ignore[misc]
-        """Counts the terms of products and powers before it expands them."""
-
-        def get_terms_from_ast(self, ast: Any, *, context: Any) -> Any:
-            if _n_terms(ast) > MOST_TERMS:
-                raise _too_many(text)
-            return super().get_terms_from_ast(ast, context=context)
-
-    if len(text) > _MOST_TEXT:
-        raise _too_many(text)
-    if re.search(r"(^|[\s+(*:-])\.($|[\s+)*:-])", text):
-        raise FormulaError(f"The formula {text!r} uses '.' for all columns, which is not supported; name the columns.")
-    try:
-        parsed = Formula(text, _parser=BoundedParser())
-        if type(parsed).__name__ != "SimpleFormula":
-            raise FormulaError(f"The formula {text!r} has several parts; write one, without '|' or a second '~'.")
-        return tuple(tuple(Factor(str(each.expr), each.eval_method.value) for each in term.factors) for term in parsed)
-    except FormulaError:
-        raise
-    except Exception as problem:  # formulaic has no common base class for its parser's errors
-        reason = re.sub(r"\x1b\[[0-9;]*m", "", str(problem)).strip().splitlines() or ["it cannot be parsed"]
-        raise FormulaError(f"The formula {text!r} cannot be read: {reason[0]}") from None
-
-
-def _too_many(text: str) -> FormulaError:
-    return FormulaError(f"The formula {quoted(text)} has more than {MOST_TERMS:,} terms; write fewer.")
-
-
-def _n_terms(root: Any) -> int:
-    """An upper bound of the number of terms that a syntax tree of formulaic expands to."""
-    nodes = [root]
-    for node in nodes:
-        nodes += getattr(node, "args", ())
-    counts: dict[int, int] = {}
-    for node in reversed(nodes):  # children before their parents
-        below = [counts[id(child)] for child in getattr(node, "args", ())]
-        counts[id(node)] = min(_n_terms_of(node, below), 2 * MOST_TERMS)
-    return counts[id(root)]
-
-
-def _n_terms_of(node: Any, below: Sequence[int]) -> int:
-    if len(below) < 2:
-        return max(below, default=1)
-    symbol, (left, right) = node.operator.symbol, below
-    if symbol in ("**", "^"):
-        digits = str(getattr(node.args[1], "token", ""))
-        power = int(digits) if digits.isdecimal() and len(digits) < 4 else 0
-        if left == 1 and 1 < power <= HIGHEST_POWER:
-            base = getattr(node.args[0], "token", "x")
-            equal = f"{base}{symbol}{power} in a formula is a product of terms, so it is {base}"
-            raise FormulaError(f"{equal}; write I({base}**{power}) for a power.")
-        return int(left**power) if 0 < power <= HIGHEST_POWER else 2 * MOST_TERMS
-    return left + right if symbol in ("+", "-", "~", "|") else left * right + left + right
-
-
 # Offsets and bars
 
 
 def _split_offsets(rhs: str) -> tuple[str, Terms | None]:
     """Separate ``offset(...)`` from the other terms of a right-hand side."""
-    mask = _mask(rhs)
+    mask = masked(rhs)
     if not re.search(r"\boffset\s*\(", mask):
         return rhs, None
     rest, known = "", []
-    for sign, start, end in _summands(rhs, mask):
+    for sign, start, end in summands(rhs, mask):
         part = rhs[start:end].strip()
         inner = re.fullmatch(r"offset\s*(\(.*\))", part, re.DOTALL)
-        if inner is None or _depths(_mask(inner[1])).index(0) < len(inner[1]) - 1:
-            if re.search(r"\boffset\s*\(", _mask(part)):
+        if inner is None or depths_of(masked(inner[1])).index(0) < len(inner[1]) - 1:
+            if re.search(r"\boffset\s*\(", masked(part)):
                 raise FormulaError(f"The offset in {quoted(part)} must stand by itself, as in x + offset(log(n)).")
             rest += sign + rhs[start:end]
         elif not inner[1][1:-1].strip():
@@ -399,11 +329,11 @@ def split_bars(rhs: str) -> tuple[str, tuple[Bar, ...]]:
     >>> fixed, *map(str, bars)
     ('x', '(1 + x | state)', '(1 + x | state:county)')
     """
-    mask = _mask(rhs)
+    mask = masked(rhs)
     if "|" not in mask:
         return rhs, ()
     common, bars = "", []
-    for sign, start, end in _summands(rhs, mask):
+    for sign, start, end in summands(rhs, mask):
         if "|" in mask[start:end]:
             bars += _read_bar(rhs[start:end].strip(), sign.strip())
         else:
@@ -411,31 +341,9 @@ def split_bars(rhs: str) -> tuple[str, tuple[Bar, ...]]:
     return re.sub(r"^\+\s*(?=\S)", "", common.strip()) or "1", tuple(bars)
 
 
-def _mask(text: str) -> str:
-    """The text with quoted names overwritten, so that signs in them are not taken for operators."""
-    return _QUOTED.sub(lambda name: "_" * len(name[0]), text)
-
-
-def _depths(mask: str) -> list[int]:
-    """How many parentheses are open after each character."""
-    return list(accumulate((char == "(") - (char == ")") for char in mask))
-
-
-def _summands(rhs: str, mask: str) -> Iterator[tuple[str, int, int]]:
-    """The sign, the start and the end of each term; '+' and '-' outside parentheses separate terms."""
-    depths = _depths(mask)
-    if min(depths) < 0 or depths[-1] > 0:
-        raise FormulaError(f"The parentheses of {quoted(rhs)} do not match; close each bar term, as in (1 | g).")
-    signs = [match for match in re.finditer(r"[+-](?:\s*[+-])*", mask) if depths[match.start()] == 0]
-    ends = [*(match.start() for match in signs), len(rhs)]
-    yield "", 0, ends[0]
-    for match, end in zip(signs, ends[1:], strict=True):
-        yield match[0], match.end(), end
-
-
 def _read_bar(text: str, sign: str) -> list[Bar]:
-    mask = _mask(text)
-    depths = _depths(mask)
+    mask = masked(text)
+    depths = depths_of(mask)
     strokes = list(re.finditer(r"\|+", mask))
     where = {depths[stroke.start()] for stroke in strokes}
     if 0 in where:

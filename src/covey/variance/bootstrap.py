@@ -20,9 +20,10 @@ from covey.nodes.network import InMemory, threads_for
 from covey.solvers.direct.elimination import Quadratic, Spread
 from covey.tables.rows import GroupedData
 from covey.variance.columns import ClientSums
-from covey.variance.components import Components, Learned, Shape
+from covey.variance.components import Components, Learned
 from covey.variance.estimate import estimate, finish, search
 from covey.variance.linear_likelihood import LinearCriterion
+from covey.variance.parameters import Shape
 from covey.variance.sampling import survey_of_sums
 
 Count = Callable[[int, int], None]

@@ -21,7 +21,8 @@ from covey.records import Record, Reply
 from covey.solvers.direct.elimination import Quadratic, Spread
 from covey.solvers.result import Fit
 from covey.tables.rows import GroupedData
-from covey.variance.components import Components, Learned, LevelComponents, Shape, Whole
+from covey.variance.components import Components, Learned, LevelComponents, Whole
+from covey.variance.parameters import Shape
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from covey._typing import Anything, Floats
 from covey.variance.columns import CountingNetwork, RowTotals, SumRows, WorkingColumns, is_identity
-from covey.variance.components import Shape
+from covey.variance.parameters import Shape
 
 DEPENDENT = 1e-7  # a column is dropped if this share of its norm, or less, is left beside other columns
 _NEARLY = 1e-9  # below this share of its squared norm, sums have lost digits of what is left of a column

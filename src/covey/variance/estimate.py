@@ -30,19 +30,11 @@ from covey.solvers.direct.elimination import Quadratic
 from covey.solvers.result import Convergence, Fit, Progress
 from covey.variance.approximation import Approximation
 from covey.variance.columns import Survey, node_learned, threads_of, uncentred
-from covey.variance.components import (
-    Components,
-    Kind,
-    Learned,
-    LevelComponents,
-    LikelihoodRatio,
-    Parameters,
-    Shape,
-    Whole,
-)
+from covey.variance.components import Components, Learned, LevelComponents, LikelihoodRatio, Whole
 from covey.variance.identify import survey
 from covey.variance.laplace_likelihood import START, LaplaceCriterion
 from covey.variance.linear_likelihood import Criterion, LinearCriterion, cluster_covariances
+from covey.variance.parameters import Kind, Parameters, Shape
 from covey.variance.quadrature import Watch, check
 from covey.variance.sampling import uncertainty_at
 from covey.variance.search import CONVERGED, NEGLIGIBLE, Optimum, approach, minimise, notes_at, resolve_boundary

@@ -22,7 +22,6 @@ from covey.nodes.network import Network
 from covey.solvers.direct.elimination import Spread, invert, solve_symmetric
 from covey.solvers.direct.newton import UpperLevels
 from covey.variance.columns import CountingNetwork, RowTotals, Survey, TermOrder, WorkingColumns, threads_of
-from covey.variance.components import Kind, Shape
 from covey.variance.dependence import choose_columns
 from covey.variance.evidence import (
     PROPORTIONAL,
@@ -36,6 +35,7 @@ from covey.variance.evidence import (
     products,
 )
 from covey.variance.laplace_likelihood import BeginMode, SumLogCounts, run_newton
+from covey.variance.parameters import Kind, Shape
 
 
 def check_rank(gram: Floats, terms: Sequence[str], free: Anything) -> None:

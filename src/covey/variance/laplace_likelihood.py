@@ -62,8 +62,8 @@ from covey.variance.columns import (
     from_cache,
     keep_results,
 )
-from covey.variance.components import Shape
 from covey.variance.linear_likelihood import Criterion, Evaluation, Slopes, UpperPosterior, cluster_covariances
+from covey.variance.parameters import Shape
 
 START = 0.5  # the first standard deviation of everything that varies, in units of the residual's
 _STEPS = 60  # Newton steps to a mode, at most; a few suffice from the mode at a nearby point
@@ -134,8 +134,7 @@ class FromLogs(Record):
 class BeginMode(Message[newton.NewtonReport], label="begin mode", phase="learn"):
     """Start Newton's method with clusters at ``w (k, d)`` and covariances ``S (1 or k, d, d)`` of clients about them.
 
-    Clients start from the forces of the last mode. If ``fresh``, they start from the logs of their counts, if ``logs`` is
-    given, or else from their clusters.
+    Clients start from the forces of the last mode. If ``fresh``, they start from ``logs`` if given, else from their clusters.
     """
 
     S: Floats

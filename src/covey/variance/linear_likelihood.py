@@ -60,7 +60,8 @@ from covey.variance.columns import (
     keep_results,
     working_columns,
 )
-from covey.variance.components import Method, Parameters, Shape
+from covey.variance.components import Method
+from covey.variance.parameters import Parameters, Shape
 
 _LOST_DIGITS = 1e-7  # share of the sum of squares about the pooled fit
 AT_ONCE = 1 << 24  # numbers that nodes keep of their clients for points that are evaluated together

@@ -35,8 +35,8 @@ import numpy as np
 from covey._typing import Anything, Floats
 from covey.errors import listing
 from covey.solvers.result import Progress
-from covey.variance.components import Kind, Variation
 from covey.variance.linear_likelihood import Criterion, Evaluation
+from covey.variance.parameters import Kind, Variation
 
 Function = Callable[[Sequence[Floats]], list[tuple[float, Floats]]]
 """Values and gradients at several points. Across a network several points together cost no more than one."""

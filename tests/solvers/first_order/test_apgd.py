@@ -11,7 +11,8 @@ from covey import Objective, Penalty
 from covey.datasets import load_radon, simulate
 from covey.errors import ConvergenceWarning, SolverError
 from covey.losses import Gaussian, from_functions, loss_of
-from covey.problem.problem import Spec, read_rows, resolve
+from covey.problem.problem import Spec, resolve
+from covey.problem.rows import read_rows
 from covey.reproduce.communication import problem as race_problem
 from covey.solvers import minimise, reference, solve, solving
 from covey.solvers.first_order import apgd, kernels

@@ -21,7 +21,8 @@ from covey.federation.wire.transport import Transport, wait_for_sites
 from covey.fitting.fit import check_elsewhere, check_solver, fit, model_without_clients
 from covey.model.files import check_target, learned_to_json, save_model
 from covey.model.model import Elsewhere, Model
-from covey.problem.problem import Problem, resolve, used_columns
+from covey.problem.problem import Problem, resolve
+from covey.problem.rows import used_columns
 from covey.tables.values import Dropped
 
 OnLoss = Literal["stop", "continue"]

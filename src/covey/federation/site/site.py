@@ -35,7 +35,8 @@ from covey.model.files import save_model, uncertainty_from_json
 from covey.model.model import Fitted, Model, assemble
 from covey.nodes.network import Batch, Message, Node, threads_for
 from covey.objective.objective import Penalty
-from covey.problem.problem import Arrays, Problem, Spec, as_frame, usable_rows
+from covey.problem.problem import Problem, Spec, as_frame
+from covey.problem.rows import Arrays, usable_rows
 from covey.records import decode, encode
 from covey.solvers.registry import load_all
 from covey.solvers.result import Convergence, Fit

@@ -15,7 +15,8 @@ from covey.errors import DataError, FederationError, FormulaError
 from covey.exact import Exact, segment_sum
 from covey.federation.wire.codec import client_tags, ids_to_json, in_order, keyed_hash
 from covey.federation.wire.messages import Agree, Joined, Profile, SiteTotals, check_knots, formula_of
-from covey.problem.problem import Arrays, Problem, Spec, as_frame, encode_known, series_values, shares_of, usable_rows
+from covey.problem.problem import Problem, Spec, as_frame
+from covey.problem.rows import Arrays, encode_known, series_values, shares_of, usable_rows
 from covey.records import digest
 from covey.tables.design import Formula, column, inspect, numeric, response
 from covey.tables.rows import GroupedData
