@@ -50,7 +50,6 @@ def node(
     ] = None,
     epsilon_total: Annotated[float | None, typer.Option(help="The largest epsilon of all runs together.")] = None,
     delta: Annotated[float | None, typer.Option(help="The delta at which these limits are measured (1e-6).")] = None,
-    port: Annotated[int | None, typer.Option(help="Port on this machine for the node's processes; else a free port.")] = None,
 ) -> None:
     """Connect a site to a link, and answer the operator's fits from the site's own table until stopped.
 
@@ -68,4 +67,4 @@ def node(
     Budget.of(limits, home)  # wrong limits are refused here, not at the first message
     about = {"client": client, "columns": columns, "secure": secure or None}
     settings = {"site": site, "minimum": minimum, **about, **limits}
-    start_node(data, home=home, link=link, key=key, ca=ca, insecure=insecure, port=port, settings=settings)
+    start_node(data, home=home, link=link, key=key, ca=ca, insecure=insecure, settings=settings)

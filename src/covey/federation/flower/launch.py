@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import stat
 import subprocess
 import sys
@@ -72,31 +71,37 @@ def start_node(
     key: Path | None = None,
     ca: Path | None = None,
     insecure: bool = False,
-    port: int | None = None,
     settings: Mapping[str, Any] | None = None,
-) -> NoReturn:
-    """Become the node of a site (``flower-supernode``) that answers from ``data`` and keeps its state and models in ``home``.
+) -> None:
+    """Answer from ``data`` until stopped, and keep state and models in ``home``; ``settings`` are those of the site."""
+    check_installed()
+    from covey.federation.flower.node import Link, serve
+    from covey.federation.flower.transport import WHO
+    from covey.federation.site.site import Site, open_site
 
-    ``settings`` (``site``, ``minimum``, ...) reach the site as they are; those that are None are left out.
-    """
-    program = _program("flower-supernode")
     _check_file(data, "table")
     if not re.fullmatch(r".+:\d+", link):
         raise FederationError(f"The --link must be host and port, such as link.example.org:8000. Got {link!r} instead.")
-    words = ["--superlink", link, "--port", str(_free_port() if port is None else port)]
-    if insecure:
-        words += ["--insecure"]
-    else:
-        if key is None or ca is None:
-            raise FederationError("A node needs --key and --ca; say --insecure for a link without TLS, on one machine only.")
-        words += ["--root-certificates", str(_check_file(ca, "certificate"))]
-        words += ["--auth-supernode-private-key", str(_check_secret(key))]
-    home.mkdir(parents=True, exist_ok=True, mode=0o700)
-    config = home / "node.toml"
-    config.write_text(_toml({"data": str(data.resolve()), "home": str(home.resolve()), **(settings or {})}), encoding="utf-8")
-    words += ["--node-config", str(config)]
-    # Several nodes of one machine would unpack the same app into one folder at the same time.
-    _become(program, words, {**_environment(), "FLWR_HOME": str((home / "flower").resolve())})
+    if not insecure and (key is None or ca is None):
+        raise FederationError("A node needs --key and --ca; say --insecure for a link without TLS, on one machine only.")
+    here = Link(link) if key is None or ca is None else Link(link, _check_file(ca, "certificate"), _load_key(key))
+    given = {"data": str(data), "home": str(home), **{k: v for k, v in (settings or {}).items() if v is not None}}
+    own = given.pop("site", None)
+    opened: dict[str, Site] = {}
+
+    def answer(kind: str, record: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        name, message = record.get("site"), record.get("message")
+        if kind == WHO:
+            return {"site": str(own)}
+        if not isinstance(name, str) or not isinstance(message, bytes):
+            return None
+        if own not in (None, name):
+            return {"refusal": f"it was started as {own!r} but is registered as {name!r}; start it with --site {name}"}
+        if name not in opened:
+            opened[name] = open_site(name, given)
+        return {"message": opened[name].answer(message)}
+
+    serve(here, answer)
 
 
 def deploy(settings: Mapping[str, Any], link: str) -> int:
@@ -201,11 +206,15 @@ def _environment() -> dict[str, str]:
     }
 
 
-def _program(name: str) -> str:
-    path = Path(sys.executable).with_name(name)
-    if find_spec("flwr") is None or not path.exists():
+def check_installed() -> None:
+    """Refuse to go on without Flower."""
+    if find_spec("flwr") is None:
         raise FederationError(f"Federation across machines needs Flower; {INSTALL_FLOWER}.")
-    return str(path)
+
+
+def _program(name: str) -> str:
+    check_installed()
+    return str(Path(sys.executable).with_name(name))
 
 
 def _become(program: str, words: list[str], environment: Mapping[str, str]) -> NoReturn:
@@ -230,6 +239,15 @@ def _check_secret(path: Path) -> Path:
     return path
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+def _load_key(path: Path) -> Any:
+    """The private key of a site, as ssh-keygen writes it."""
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+
+    try:
+        key = load_ssh_private_key(_check_secret(path).read_bytes(), None)
+    except ValueError:
+        key = None
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise FederationError(f"The key {str(path)!r} is not one without passphrase of ssh-keygen -t ecdsa -b 384; make one.")
+    return key

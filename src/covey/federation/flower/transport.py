@@ -13,26 +13,25 @@ from collections.abc import Mapping
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
-from covey.errors import INSTALL_FLOWER, FederationError, listing
+from covey.errors import FederationError, listing
 from covey.federation.wire.transport import Failure, Reason
 
 ASK, WHO = "train.covey", "query.covey"  # Flower's types of our messages: for the site, for its node
 RECORD = "covey"  # name of our record in a Flower message
 
-_PAUSE = 0.2  # seconds between looks for replies; Flower's own loop sleeps 3
+_PAUSE = 0.1  # seconds between looks for replies; Flower's own loop sleeps 3
 # seconds that a message outlives the timeout, so that covey reports a late reply before Flower drops the message
 _MARGIN = 10.0
-_PATIENCE_FOR_NAMES = 120.0  # seconds; an idle node looks for messages every 3 seconds and starts a process for each
+_PATIENCE_FOR_NAMES = 20.0  # seconds
 
 _AWAY = "it is not connected; start covey node there"
 _REASONS: dict[int, tuple[Reason, str]] = {
-    1: ("failed", f"covey could not be loaded there; {INSTALL_FLOWER}"),
-    2: ("failed", "it failed while it answered; see the log at the site"),
+    0: ("refused", "its node does not answer this message; install the same version of covey everywhere"),
+    1: ("failed", "it is not a node of covey; start covey node there"),
+    2: ("failed", "it is not a node of covey; start covey node there"),
     3: ("gone", _AWAY),
     4: ("late", "its reply has expired; give a longer --timeout"),
     5: ("gone", "its node has stopped; start covey node there again"),
-    7: ("refused", "its node does not trust the app of this run; start it with covey node, without --trusted-entities"),
-    8: ("failed", "its process was ended while it answered; see the log at the site"),
 }
 
 
