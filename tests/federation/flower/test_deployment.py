@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import time
 
 import numpy as np
@@ -39,12 +38,7 @@ def start_sites(deployment, homes, sites):
     ]
     for site in names:
         homes.filter(pl.Series(at) == site).write_parquet(deployment.folder / f"{site}.parquet")
-        start_site(deployment, site)
-
-
-def start_site(deployment, site):
-    own = f"--key {site}.key --ca link.crt --minimum 1"
-    return deployment.start(site, f"covey node {site}.parquet --home {site} --link {deployment.address} {own}")
+        deployment.start_node(site)
 
 
 def radon(homes, sites):
@@ -132,8 +126,7 @@ def test_a_node_that_is_killed_in_an_exchange(tmp_path, homes):
         run = deployment.start_run({**settings, "out": "fit", "retries": 5, "pause": 20.0})
         hear(run, "message 5 ")
         deployment.kill("south")
-        while _ends(start_site(deployment, "south")):  # as the guide says: until it stays
-            time.sleep(10)
+        deployment.start_node("south")
         out, err = run.communicate(timeout=300)
         assert run.returncode == 0, err
         assert ", again to 1" in err
@@ -148,13 +141,6 @@ def test_a_node_that_is_killed_in_an_exchange(tmp_path, homes):
         assert re.search(r"Without south \(its node has stopped.*\): its clients are in no sum of this fit", out)
         left = homes.filter(homes["county"].is_in(pl.read_parquet(tmp_path / "north.parquet")["county"].to_list()))
         agree(deployment, left, ["north"], settings, "without")
-
-
-def _ends(process):
-    try:
-        return process.wait(timeout=20) is not None
-    except subprocess.TimeoutExpired:
-        return False
 
 
 @pytest.mark.federation

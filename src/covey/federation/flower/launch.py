@@ -18,9 +18,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from covey._version import __version__
 from covey.errors import INSTALL_FLOWER, FederationError
+from covey.federation.privacy.signing import bare, fingerprint, signed_by_operator, verified
+
+if TYPE_CHECKING:
+    from covey.federation.site.file import SiteFile
 
 APP = Path(__file__).parent / "app"
 
@@ -63,45 +68,37 @@ def start_link(
     _become(program, words, _environment())
 
 
-def start_node(
-    data: Path,
-    *,
-    home: Path,
-    link: str,
-    key: Path | None = None,
-    ca: Path | None = None,
-    insecure: bool = False,
-    settings: Mapping[str, Any] | None = None,
-) -> None:
-    """Answer from ``data`` until stopped, and keep state and models in ``home``; ``settings`` are those of the site."""
+def start_node(file: SiteFile) -> None:
+    """Answer for a site until SIGTERM: verify who asks, and let the site decide."""
     check_installed()
     from covey.federation.flower.node import Link, serve
     from covey.federation.flower.transport import WHO
-    from covey.federation.site.site import Site, open_site
 
-    _check_file(data, "table")
-    if not re.fullmatch(r".+:\d+", link):
-        raise FederationError(f"The --link must be host and port, such as link.example.org:8000. Got {link!r} instead.")
-    if not insecure and (key is None or ca is None):
-        raise FederationError("A node needs --key and --ca; say --insecure for a link without TLS, on one machine only.")
-    here = Link(link) if key is None or ca is None else Link(link, _check_file(ca, "certificate"), _load_key(key))
-    given = {"data": str(data), "home": str(home), **{k: v for k, v in (settings or {}).items() if v is not None}}
-    own = given.pop("site", None)
-    opened: dict[str, Site] = {}
+    address, site = str(file.places["link"] or ""), file.open()
+    if not re.fullmatch(r".+:\d+", address):
+        raise FederationError(f"The link must be host and port, such as link.example.org:8000. Got {address!r} instead.")
+    insecure = bool(file.places["insecure"])
+    if not insecure:
+        _check_secret(file.place("key"))
 
     def answer(kind: str, record: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        name, message = record.get("site"), record.get("message")
         if kind == WHO:
-            return {"site": str(own)}
-        if not isinstance(name, str) or not isinstance(message, bytes):
+            return {"site": site.name, "about": json.dumps(file.in_short(__version__))}
+        name, message, operator = (record.get(each) for each in ("site", "message", "operator"))
+        if not (isinstance(name, str) and isinstance(message, bytes) and isinstance(operator, str)):
+            site.audit.add("foreign message", kind=kind[:80])
             return None
-        if own not in (None, name):
-            return {"refusal": f"it was started as {own!r} but is registered as {name!r}; start it with --site {name}"}
-        if name not in opened:
-            opened[name] = open_site(name, given)
-        return {"message": opened[name].answer(message)}
+        if name != site.name:
+            site.audit.add("wrong name", name=name[:80])
+            return {"refusal": f"it is {site.name!r} in its site.toml but is registered as {name!r}; use one name"}
+        if operator and not verified(operator, str(record.get("signature")), *signed_by_operator(name, message)):
+            site.audit.add("wrong signature", operator=fingerprint(operator))
+            return {"refusal": "the signature of the operator is wrong; sign with the key that --operator-key names"}
+        return {"message": site.answer(message, bare(operator))}
 
-    serve(here, answer)
+    site.audit.add("start", covey=__version__, rules=file.in_short(__version__))
+    serve(Link(address) if insecure else Link(address, file.place("ca"), site.identity), answer)
+    site.audit.add("stop")
 
 
 def deploy(settings: Mapping[str, Any], link: str) -> int:
@@ -110,8 +107,41 @@ def deploy(settings: Mapping[str, Any], link: str) -> int:
     What the operator can put right is raised as a :class:`FederationError`, as if the fit ran here. An interrupt stops the run.
     Relative paths among the ``settings`` are those of this folder: the command is for the machine of the link.
     """
-    program = _program("flwr")
-    paths = {name: str(Path(settings[name]).resolve()) for name in ("out", "members") if settings.get(name) is not None}
+    left, log = _run(settings, link)
+    if "text" in left:
+        print(left["text"])
+    for line in log.failure:
+        print(line, file=sys.stderr)
+    listed = _flwr("list", link, "--run-id", str(log.run), "--format", "json")
+    if '"finished:' not in listed:
+        again = f"when it is back, 'flwr log {log.run} {link}' shows whether it continues; if not, run the same command again."
+        raise FederationError(f"The link {link!r} went away in the middle of run {log.run}; {again}")
+    return 0 if '"finished:completed"' in listed else 2
+
+
+def status_of(link: str, *, insecure: bool = False) -> dict[str, dict[str, Any]]:
+    """The sites of a link by name: their state and when the link saw them last, and what their nodes say of themselves."""
+    left, _ = _run({"status": True, "insecure": insecure}, link)
+    about = json.loads(left.get("text", "{}"))
+    try:
+        nodes = json.loads(_flwr("supernode", "list", link, "--format", "json"))["nodes"]
+    except (ValueError, KeyError):
+        raise FederationError(f"The link {link!r} does not list its sites; check that it runs and who may ask it.") from None
+    listed = {str(each.get("name") or each["node-id"]): each for each in nodes}
+    shown = {name: {"state": each["status"], "seen": each["last-seen"]} for name, each in listed.items()}
+    return {name: {**shown.get(name, {"state": "online", "seen": "now"}), **about.get(name, {})} for name in {**shown, **about}}
+
+
+def _flwr(*words: str) -> str:
+    """What a command of Flower prints."""
+    command = [_program("flwr"), *words]
+    return subprocess.run(command, env=_environment(), capture_output=True, text=True, check=False).stdout
+
+
+def _run(settings: Mapping[str, Any], link: str) -> tuple[dict[str, str], _RunLog]:
+    """Start a run on a link and follow it to its end; what the coordinator left, and the log."""
+    program, files = _program("flwr"), ("out", "members", "operator_key")
+    paths = {name: str(Path(settings[name]).resolve()) for name in files if settings.get(name) is not None}
     given = {name: value for name, value in {**settings, **paths}.items() if value is not None}
     log = _RunLog()
     with tempfile.TemporaryDirectory() as folder:
@@ -134,16 +164,7 @@ def deploy(settings: Mapping[str, Any], link: str) -> int:
         raise _not_taken(link, " ".join(" ".join(log.before_start).split()))
     if "mistake" in left:
         raise FederationError(left["mistake"])
-    if "text" in left:
-        print(left["text"])
-    for line in log.failure:
-        print(line, file=sys.stderr)
-    command = [program, "list", link, "--run-id", log.run, "--format", "json"]
-    listed = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=False).stdout
-    if '"finished:' not in listed:
-        again = f"when it is back, 'flwr log {log.run} {link}' shows whether it continues; if not, run the same command again."
-        raise FederationError(f"The link {link!r} went away in the middle of run {log.run}; {again}")
-    return 0 if '"finished:completed"' in listed else 2
+    return left, log
 
 
 def run_config(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -237,17 +258,3 @@ def _check_secret(path: Path) -> Path:
     if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise FederationError(f"The key {str(path)!r} is open to other users of this machine; chmod 600 it.")
     return path
-
-
-def _load_key(path: Path) -> Any:
-    """The private key of a site, as ssh-keygen writes it."""
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.hazmat.primitives.serialization import load_ssh_private_key
-
-    try:
-        key = load_ssh_private_key(_check_secret(path).read_bytes(), None)
-    except ValueError:
-        key = None
-    if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise FederationError(f"The key {str(path)!r} is not one without passphrase of ssh-keygen -t ecdsa -b 384; make one.")
-    return key

@@ -299,9 +299,7 @@ def _reason(link: Link, problem: httpx.HTTPError) -> str:
         return f"the link answers with the error {response.status_code}"
     if "CERTIFICATE_VERIFY_FAILED" in str(problem):
         why = f"The certificate of the link {link.address} is not one that {str(link.certificate)!r} vouches for"
-        raise FederationError(
-            f"{why}; get it from the operator, and use a host name that it has."
-        ) from None
+        raise FederationError(f"{why}; get it from the operator, and use a host name that it has.") from None
     return f"no connection to the link {link.address}"
 
 

@@ -84,7 +84,8 @@ class SetUp:
         salts: dict[str, str] = {}
         if settings.secure:
             check_spread(profiles)
-            agreed = replace(agreed, keys={site: profile.key for site, profile in profiles.items()})
+            keys, signatures = ({site: getattr(each, name) for site, each in profiles.items()} for name in ("key", "signature"))
+            agreed = replace(agreed, keys=keys, signatures=signatures)
             salts = self._sealed_salts(agreed)
         else:
             agreed = replace(agreed, salt=exchanges.journal.head["salt"])
@@ -117,9 +118,8 @@ class SetUp:
     def _sealed_salts(self, agreed: Agree) -> dict[str, str]:
         """Under masks one site draws the key of the tags; by site, the name of that site and the sealed key."""
         drawing_site = self._exchanges.roster[0]
-        reply = self._exchanges.ask(
-            DrawSalt(agreed.keys), lambda replies: _checked(replies, SealedSalts), sites=(drawing_site,), changes=False
-        )
+        draw = DrawSalt(agreed.keys, agreed.signatures)
+        reply = self._exchanges.ask(draw, lambda replies: _checked(replies, SealedSalts), sites=(drawing_site,), changes=False)
         return {site: f"{drawing_site}:{text}" for site, text in reply[drawing_site].sealed.items()}
 
     def _join(self, agreed: Agree, salts: Mapping[str, str]) -> tuple[dict[str, Joined], SiteTotals]:

@@ -34,6 +34,8 @@ from covey.federation.wire.transport import Failure, Transport
 from covey.nodes.network import Batch, Message, Phase
 from covey.records import RecordError, decode, encode, outline
 
+_ASK_OWNER_AGAIN = 2.0  # seconds before a site is asked again that waits for its owner
+
 Gather = Callable[[dict[str, Any]], Any]
 """Combines the replies of the sites; the journal holds the result in place of the replies."""
 
@@ -132,7 +134,8 @@ class Exchanges:
         waiting, replies = dict(messages), dict[str, Any]()
         problems: dict[str, Unusable] = {}
         start, traffic = time.perf_counter(), np.zeros(2, dtype=np.int64)
-        for attempt in range(1 + self.settings.retries):
+        attempt, patience = 0, time.monotonic() + self.settings.patience
+        while True:
             if attempt:
                 time.sleep(self.settings.pause)
             again = f", again to {len(waiting)}" if attempt else ""
@@ -146,7 +149,11 @@ class Exchanges:
                 _check_final(site, problem)
                 if problem.last_exchange is not None:
                     self._repeat(site, problem.last_exchange, traffic)
-            if not waiting:
+            if waiting and all(problem.waits for problem in problems.values()) and time.monotonic() < patience:
+                time.sleep(_ASK_OWNER_AGAIN)
+                continue
+            attempt += 1
+            if not waiting or attempt > self.settings.retries:
                 break
         if waiting:
             raise SiteLost({site: problems[site].why for site in sorted(waiting)})
@@ -195,11 +202,13 @@ class Unusable:
     why : the reason, as a clause about the site: "it sent no reply"
     last_exchange : the last exchange of a site that has lost its state; else None
     final : whether it is useless to ask again
+    waits : whether the site waits for its owner's decision
     """
 
     why: str
     last_exchange: int | None = None
     final: bool = False
+    waits: bool = False
 
 
 def _check_final(site: str, problem: Unusable) -> None:
@@ -225,6 +234,7 @@ def read_reply(message: bytes, reply: bytes | Failure | None) -> Envelope | Unus
         return {
             "behind": Unusable("it has lost its state of the run; keep its --home folder", last_exchange=refusal.exchange),
             "stale": Unusable(f"it is ahead of the coordinator ({refusal.sentence}); start a new run"),
+            "waiting": Unusable(refusal.sentence, waits=True),
             "broken": Unusable(f"it failed while it answered ({refusal.sentence}); see the log at the site"),
         }.get(refusal.reason, Unusable(refusal.sentence, final=True))
     asked = decode(message)

@@ -6,6 +6,7 @@ A file is readable by its owner only. It is written completely or not at all, an
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -71,6 +72,15 @@ class RunStore:
         self._runs[name] = run
         if self.home is not None:
             write_file(private_folder(self.home / "runs") / f"{name}.state", encode(run))
+
+    def forget(self, days: int | None) -> None:
+        """Delete what was saved of runs that were not asked for so many days."""
+        if days is None or self.home is None:
+            return
+        for file in (self.home / "runs").glob("*.state"):
+            if file.stat().st_mtime < time.time() - 86400 * days:
+                file.unlink()
+                self._runs.pop(file.stem, None)
 
 
 @contextmanager
