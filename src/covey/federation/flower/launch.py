@@ -71,7 +71,7 @@ def start_link(
 def start_node(file: SiteFile) -> None:
     """Answer for a site until SIGTERM: verify who asks, and let the site decide."""
     check_installed()
-    from covey.federation.flower.node import Link, serve
+    from covey.federation.flower.node import Link, say, serve
     from covey.federation.flower.transport import WHO
 
     address, site = str(file.places["link"] or ""), file.open()
@@ -94,7 +94,11 @@ def start_node(file: SiteFile) -> None:
         if operator and not verified(operator, str(record.get("signature")), *signed_by_operator(name, message)):
             site.audit.add("wrong signature", operator=fingerprint(operator))
             return {"refusal": "the signature of the operator is wrong; sign with the key that --operator-key names"}
-        return {"message": site.answer(message, bare(operator))}
+        try:
+            return {"message": site.answer(message, bare(operator))}
+        except Exception as problem:  # such as a full disk; without its line in the audit log nothing leaves
+            say(f"no reply was sent: {type(problem).__name__}: {problem}")
+            return {"refusal": f"it failed with {type(problem).__name__}; see the log at the site"}
 
     site.audit.add("start", covey=__version__, rules=file.in_short(__version__))
     serve(Link(address) if insecure else Link(address, file.place("ca"), site.identity), answer)

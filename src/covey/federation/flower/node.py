@@ -295,7 +295,7 @@ def _reason(link: Link, problem: httpx.HTTPError) -> str:
             fix = clock if abs(skew) > 3 else "send its public half (.pub) to the operator, who registers it"
             raise FederationError(f"{why}; {fix}.") from None
         if "activate" in str(response.url):
-            return "the link still holds the last connection of this node, or another node uses its key"
+            return "the link does not know the key of this node, or still holds its last connection for up to a minute"
         return f"the link answers with the error {response.status_code}"
     if "CERTIFICATE_VERIFY_FAILED" in str(problem):
         why = f"The certificate of the link {link.address} is not one that {str(link.certificate)!r} vouches for"
