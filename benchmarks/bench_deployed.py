@@ -2,8 +2,8 @@
 
     python benchmarks/bench_deployed.py
 
-27,000 rows of 2,000 clients. Every process is real: link, coordinator and nodes. Prints the seconds of each exchange and last the
-ratio of their mean to the 1.5 s that the federation aims at.
+27,000 rows of 2,000 clients. Every process is real: link, coordinator and nodes. Prints the seconds of each exchange and last
+the ratio of their mean to the 1.5 s that the federation aims at.
 """
 
 from __future__ import annotations

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from covey.federation.site.file import SiteFile
     from covey.problem.problem import Problem
 
-Question = Annotated[str, typer.Argument(help="The id of the question, as 'covey site runs' shows it.")]
+Question = Annotated[
+    str | None, typer.Argument(help="The id of the question, as 'covey site runs' shows it; by default the one that waits.")
+]
 
 
 def runs(
@@ -37,12 +39,12 @@ def runs(
     print(in_words(file, kept["questions"][question]))
 
 
-def approve(question: Question, home: Home = Path()) -> None:
+def approve(question: Question = None, home: Home = Path()) -> None:
     """Approve a question; the approval is good for one run."""
     _decide(home, question, "approved")
 
 
-def refuse(question: Question, home: Home = Path()) -> None:
+def refuse(question: Question = None, home: Home = Path()) -> None:
     """Refuse a question, until it is approved."""
     _decide(home, question, "refused")
 
@@ -95,10 +97,17 @@ def _opened(home: Path) -> tuple[SiteFile, Approvals]:
     return file, Approvals(home, file.policy)
 
 
-def _decide(home: Path, question: str, decision: str) -> None:
+def _decide(home: Path, question: str | None, decision: str) -> None:
+    from covey.errors import FederationError, listing
     from covey.federation.site.audit import AuditLog
 
-    _opened(home)[1].decide(question, decision)
+    approvals = _opened(home)[1]
+    if question is None:
+        waiting = [name for name, asked in approvals.read()["questions"].items() if asked["decision"] == "waiting"]
+        if len(waiting) != 1:
+            raise FederationError(f"Say which question is meant; {listing(waiting) or 'none'} wait.")
+        question = waiting[0]
+    approvals.decide(question, decision)
     AuditLog(home).add(decision, question=question)
     print(f"question {question} is {decision}")
 
