@@ -14,7 +14,7 @@ def status(
     insecure: Annotated[bool, typer.Option("--insecure", help="The link has no keys and no TLS.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show the sites of a link: state, when last seen, versions, keys and rules in short.
+    """Show the sites of a link: state and since when, versions, keys and rules in short.
 
     The exit code is 0 if all registered sites are connected and answer, else 1.
 
@@ -31,7 +31,7 @@ def status(
         for name, about in sites.items():
             other = "" if about.get("covey") in (None, __version__) else f" (here {__version__})"
             rules = ", ".join(f"{rule} {about[rule]}" for rule in ("minimum", "share", "secure", "approve") if rule in about)
-            words = [about["state"], f"last seen {about['seen']}", f"covey {about.get('covey', '?')}{other}"]
+            words = [f"{about['state']} since {about['since'] or 'never'}", f"covey {about.get('covey', '?')}{other}"]
             print(f"{name}: {', '.join(words)}, key {about.get('key') or 'none'}; {rules or 'it does not answer'}")
         print(f"{len(sites)} sites")
     raise typer.Exit(0 if sites and all("covey" in about for about in sites.values()) else 1)

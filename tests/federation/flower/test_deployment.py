@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -11,12 +12,13 @@ import numpy as np
 import polars as pl
 import pytest
 
+from covey._version import __version__
 from covey.model.files import load_model
 from covey.problem.problem import Spec
 from tests.fits import fit_table
 
 from .conftest import deployed
-from .deployment import hear
+from .deployment import hear, until
 
 STATES = {"east": ["IN", "MA", "PA"], "north": ["MI", "MN", "ND", "WI"], "south": ["AZ"], "west": ["MO"]}
 SETTINGS = {"client": "county", "cluster": "state", "gamma": 10.0, "lam": 5.0, "timeout": 120.0}
@@ -165,3 +167,21 @@ def test_replayed_messages_change_nothing(tmp_path, homes):
             "covey: the message before deliver: refusal stale",
         ]
         agree(deployment, homes, sites, settings, "fit")
+
+
+@pytest.mark.federation
+def test_status_says_which_sites_answer(tmp_path, homes):
+    """Also in its exit code; what a site says of itself names no column."""
+    with deployed(tmp_path) as deployment:
+        deployment.register("north", "south")
+        radon(homes, ["north"]).write_parquet(tmp_path / "north.parquet")
+        deployment.start_node("north", minimum=7)
+        until(lambda: "connected to" in deployment.log("north"), 90)
+        found = json.loads(deployment.command("covey status --link link --json", code=1, patience=240))
+        assert found["north"]["state"] == "online"
+        assert found["north"]["covey"] == __version__
+        assert (found["north"]["minimum"], found["north"]["approve"]) == (7, "policy")
+        (other,) = (about for name, about in found.items() if name != "north")
+        assert other["state"] == "registered"
+        assert "covey" not in other
+        assert "log_radon" not in json.dumps(found)

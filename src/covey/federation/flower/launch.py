@@ -124,16 +124,27 @@ def deploy(settings: Mapping[str, Any], link: str) -> int:
 
 
 def status_of(link: str, *, insecure: bool = False) -> dict[str, dict[str, Any]]:
-    """The sites of a link by name: their state and when the link saw them last, and what their nodes say of themselves."""
+    """The sites of a link: what their nodes say of themselves, their state and since when.
+
+    Flower lists a node that is not connected without the name of its site, so it goes by its number.
+    """
     left, _ = _run({"status": True, "insecure": insecure}, link)
-    about = json.loads(left.get("text", "{}"))
+    about: dict[str, dict[str, Any]] = json.loads(left.get("text", "{}"))
+    names = {each["node"]: name for name, each in about.items()}
     try:
-        nodes = json.loads(_flwr("supernode", "list", link, "--format", "json"))["nodes"]
-    except (ValueError, KeyError):
+        listed = json.loads(_flwr("supernode", "list", link, "--format", "json"))["nodes"]
+        seen = {
+            names.get(each["node-id"], f"node {each['node-id']}"): each for each in listed if each["status"] != "unregistered"
+        }
+        states = {
+            name: {"state": each["status"], "since": each["online-at" if each["status"] == "online" else "offline-at"]}
+            for name, each in seen.items()
+        }
+    except (ValueError, KeyError, TypeError):
         raise FederationError(f"The link {link!r} does not list its sites; check that it runs and who may ask it.") from None
-    listed = {str(each.get("name") or each["node-id"]): each for each in nodes}
-    shown = {name: {"state": each["status"], "seen": each["last-seen"]} for name, each in listed.items()}
-    return {name: {**shown.get(name, {"state": "online", "seen": "now"}), **about.get(name, {})} for name in {**shown, **about}}
+    return {
+        name: {**states.get(name, {"state": "online", "since": "now"}), **about.get(name, {})} for name in {**about, **states}
+    }
 
 
 def _flwr(*words: str) -> str:

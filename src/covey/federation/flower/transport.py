@@ -81,7 +81,7 @@ class FlowerTransport:
         found = {}
         for name, reply in self._carry(asked, _PATIENCE_FOR_NAMES).items():
             text = reply.content.config_records[RECORD].get("about") if reply is not None and reply.has_content() else None
-            found[name] = json.loads(str(text)) if text else {}
+            found[name] = {"node": str(nodes[name]), **(json.loads(str(text)) if text else {})}
         return found
 
     def _record(self, site: str, message: bytes) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import hashlib
 import secrets
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +30,17 @@ import covey.fitting.fit  # noqa: F401 - registers the messages of the likelihoo
 from covey import __version__
 from covey.errors import CoveyError, FederationError
 from covey.federation.privacy.differential import Draw
-from covey.federation.privacy.masking import Keys, check_keys, check_roster, mask, open_sealed, pair_secret, seal
-from covey.federation.privacy.signing import fingerprint, sign, verified
+from covey.federation.privacy.masking import Keys, seal
+from covey.federation.privacy.signing import fingerprint, sign
 from covey.federation.site.approval import Approvals, Waiting
 from covey.federation.site.audit import AuditLog
 from covey.federation.site.budget import Budget, check_private_message
+from covey.federation.site.masks import Peers, check_peers, join_masked_run, masked, pair_secrets, public_key, signed
 from covey.federation.site.policy import Policy, check_model_folder, refusal
 from covey.federation.site.release import NUMBER, Released, WeakSum, weak_sums
 from covey.federation.site.state import RunStore, SiteRun, locked
 from covey.federation.site.table import check_design, check_shared, grouped, joined, profile_of, rows_digest, totals
-from covey.federation.wire.codec import SAME_VERSION, Envelope, Refusal, split
+from covey.federation.wire.codec import SAME_VERSION, Envelope, Refusal
 from covey.federation.wire.messages import (
     Agree,
     AskReady,
@@ -98,7 +99,7 @@ class Site:
     budget: Budget = field(default_factory=Budget)
     draw: Draw | None = None
     identity: Any = None
-    peers: Mapping[str, tuple[str, ...]] | None = None
+    peers: Peers | None = None
 
     def __post_init__(self) -> None:
         if self.models is None and self.home is not None:
@@ -198,9 +199,9 @@ class Site:
         if hello.secure:
             run = replace(run, key=run.key or Keys.fresh().private.hex())
             self._runs.save(asked.run, run)
-        key = _public_key(run) if hello.secure else ""
+        key = public_key(run) if hello.secure else ""
         profile = profile_of(self.read(draft.spec), draft, key, self.policy.minimum, private=hello.private is not None)
-        signature = sign(self.identity, *_signed(asked.run, self.name, key)) if key and self.identity is not None else ""
+        signature = sign(self.identity, *signed(asked.run, self.name, key)) if key and self.identity is not None else ""
         return replace(profile, signature=signature)
 
     def _ready(self, asked: AskReady, operator: str) -> Ready:
@@ -223,27 +224,11 @@ class Site:
         run = self._runs.load(asked.run)
         if not run.key:
             raise FederationError("This site has no key for this run; start a new run.")
-        self._check_peers(asked.run, wanted.keys, wanted.signatures)
+        check_peers(self.name, self.peers, self.policy, asked.run, wanted)
         run = replace(run, salt=run.salt or secrets.token_hex(16))
         self._runs.save(asked.run, run)
-        shared, salt = _secrets(self.name, asked.run, run, wanted.keys), bytes.fromhex(run.salt)
+        shared, salt = pair_secrets(self.name, asked.run, run, wanted.keys), bytes.fromhex(run.salt)
         return SealedSalts({other: seal(key, salt, f"salt for {other}").hex() for other, key in shared.items()})
-
-    def _check_peers(self, run: str, keys: Mapping[str, str], signatures: Mapping[str, str]) -> None:
-        """Refuse mask keys that the sites named in ``[peers]`` have not signed: the coordinator could have invented them."""
-        if self.peers is None or not (self.peers or self.policy.secure):
-            return
-        others, known = {name for name in keys if name != self.name}, 0
-        for name in sorted(others & self.peers.keys()):
-            parts, signature = _signed(run, name, keys[name]), signatures.get(name, "")
-            if not any(verified(public, signature, *parts) for public in self.peers[name]):
-                why = f"The mask key of site {name!r} is not signed with a key that this site knows for it"
-                raise refusal("peers", why, "add the site's new public key")
-            known += 1
-        if known < (self.policy.pinned or len(others)):
-            strange = sorted(others - self.peers.keys())
-            why = f"This site does not know site {strange[0]!r} of this run" if strange else "Too few known sites take part"
-            raise refusal("peers", why, "add its public key, or say with 'pinned' how many known sites suffice")
 
     def _join(self, asked: Envelope, agreed: Agree, run: SiteRun, operator: str) -> tuple[SiteRun, Any]:
         if self.name not in agreed.roster:
@@ -256,8 +241,8 @@ class Site:
         if (run.key or self.policy.secure) and not agreed.keys:
             raise FederationError("This run needs masks, but the agreement has no keys; start a new run with --secure.")
         if agreed.keys:
-            self._check_peers(asked.run, agreed.keys, agreed.signatures)
-            run = _join_masked_run(self.name, asked.run, run, agreed)
+            check_peers(self.name, self.peers, self.policy, asked.run, agreed)
+            run = join_masked_run(self.name, asked.run, run, agreed)
         self._approvals.admit(asked.run, _question(problem, operator, bool(agreed.keys), agreed.private), join=True)
         self._runs.forget(self.policy.retention)
         table = self.read(problem.spec)
@@ -273,7 +258,7 @@ class Site:
         learning = design.sums(as_frame(table)) if design.unlearned else None
         first = totals(data, standardize=problem.spec.standardize, private=agreed.private is not None, learning=learning)
         hashes = joined(data, run.salt if agreed.keys else agreed.salt, agreed, run.rows)
-        return run, (hashes, _masked(self.name, asked, run, first))
+        return run, (hashes, masked(self.name, asked, run, first))
 
     def _check_sums(self, data: GroupedData, *, private: bool) -> None:
         """Refuse sums over too few clients; with noise, which hides single clients, only the number of clients counts."""
@@ -309,7 +294,7 @@ class Site:
             node.restore(before)
             raise
         run = replace(run, node=node.snapshot())
-        return run, _masked(self.name, asked, run, reply)
+        return run, masked(self.name, asked, run, reply)
 
     def _finish(self, asked: Envelope, delivered: Deliver, run: SiteRun) -> tuple[SiteRun, None]:
         """Write the models of the site's clients, and forget the keys and the node of the run."""
@@ -358,11 +343,6 @@ def _question(problem: Problem, operator: str, secure: bool, private: Privacy | 
     return {"operator": operator, "spec": spec, "formula": plain["formula"], "secure": secure, "private": noise}
 
 
-def _signed(run: str, site: str, key: str) -> tuple[bytes, ...]:
-    """What a site signs about its mask key."""
-    return b"mask key", run.encode(), site.encode(), key.encode()
-
-
 def _site_model(node: Node, problem: Problem, delivered: Deliver) -> Model:
     """The site's own clients under the clusters of all sites: a model that predicts, with intervals, at the site."""
     data, tree = node.data, node.data.hierarchy
@@ -406,55 +386,3 @@ def _out_of_step(asked: Envelope, run: SiteRun) -> Refusal | None:
 
 def _refused(asked: Any, refusal: Refusal) -> Envelope:
     return replace(asked, body=refusal) if isinstance(asked, Envelope) else Envelope("", -1, -1, refusal)
-
-
-# Secure aggregation: keys, shared secrets and masked replies
-
-
-def _public_key(run: SiteRun) -> str:
-    """The public key of the site in a run, in hexadecimal; "" if it has none."""
-    return Keys.fresh(bytes.fromhex(run.key)).public.hex() if run.key else ""
-
-
-def _join_masked_run(site: str, name: str, run: SiteRun, agreed: Agree) -> SiteRun:
-    """Check the agreed keys and roster; the run with the key of the tags."""
-    check_keys({other: bytes.fromhex(key) for other, key in agreed.keys.items()})
-    if agreed.keys.get(site) != _public_key(run):
-        raise FederationError(f"Site {site!r} no longer has its key of this run; start a new run.")
-    if set(agreed.keys) != set(agreed.roster):
-        raise FederationError("The keys that came with the roster are not those of its sites; start a new run.")
-    check_roster(run.rosters, agreed.roster)
-    if run.salt:
-        return run
-    if not agreed.salt:
-        raise FederationError("This run is masked, but no key for the client tags arrived; start a new run.")
-    drawing_site, _, text = agreed.salt.rpartition(":")
-    shared = _secrets(site, name, run, agreed.keys)
-    return replace(run, salt=open_sealed(shared[drawing_site], bytes.fromhex(text), f"salt for {site}").hex())
-
-
-def _masked(site: str, asked: Envelope, run: SiteRun, reply: Any) -> Any:
-    """A reply as it leaves the site: masked, if that was agreed."""
-    agreed = run.agreed
-    if agreed is None or not agreed.keys or reply is None:
-        return reply
-    # The 1.0 is a proof: over all sites it adds up to their number, if the masks cancel.
-    skeleton, numbers = split((_without_bounds(reply), 1.0))
-    body = None if isinstance(asked.body, Agree) else asked.body  # the salt in an agreement differs between sites
-    question = hashlib.sha256(encode(replace(asked, mute=False, body=body))).digest()
-    shared = _secrets(site, asked.run, run, agreed.keys)
-    return (skeleton, mask(numbers, site, shared, asked.epoch, asked.exchange, question))
-
-
-def _secrets(site: str, name: str, run: SiteRun, keys: Mapping[str, str]) -> dict[str, bytes]:
-    """The secret that this site shares with each other site in a run."""
-    own = Keys.fresh(bytes.fromhex(run.key))
-    others = {other: bytes.fromhex(key) for other, key in keys.items() if other != site}
-    return {other: pair_secret(own, key, name, (site, other)) for other, key in others.items()}
-
-
-def _without_bounds(reply: Any) -> Any:
-    """A reply without lower bounds over clients: they do not add, so no mask could hide them."""
-    if is_dataclass(reply) and not isinstance(reply, type):
-        return replace(reply, **{part.name: 0.0 for part in fields(reply) if part.metadata.get("least")})
-    return reply
