@@ -140,7 +140,7 @@ def test_every_message_of_the_fit_belongs_to_a_solver_that_a_site_can_refuse():
     assert {kinds[name] for name in ("SweepUp", "SweepDown", "CurvatureAtFit")} == {"sweep"}
     assert kinds["NewtonStep"] == "newton"
     assert kinds["IntegrateClients"] == kinds["StepToMode"] == "learn"
-    assert kinds["L2gdMove"] == kinds["DrawVector"] == "randomised"
+    assert kinds["L2gdMove"] == kinds["DrawVector"] == "gradient"
     free = {name for name, solver in kinds.items() if solver is None}
     own = {"Hello", "AskReady", "DrawSalt", "Agree", "Deliver", "SiteMessage"}
     assert free == own | {"Batch", "Standardise", "SetGamma", "ReleaseSums", "PlaceClients"}
@@ -170,8 +170,8 @@ def test_limits_on_runs_and_messages():
     fit(sites, spec(formula="y ~ x"))
     with pytest.raises(FederationError, match=r"2 runs.*rule 'runs'"):
         fit(sites, spec())
-    with pytest.raises(FederationError, match="rule 'exchanges'"):
-        fit(sites_of(by_turns(table(1), 2), exchanges=2), spec())
+    with pytest.raises(FederationError, match="rule 'messages'"):
+        fit(sites_of(by_turns(table(1), 2), messages=2), spec())
 
 
 def test_without_a_file_everything_is_refused(tmp_path):

@@ -127,7 +127,7 @@ def in_words(file: SiteFile, asked: dict[str, Any]) -> str:
         f"fit            {spec.formula}, family {spec.family}, solver {spec.solver}, penalties {penalties}",
         f"clients        by column {spec.client!r}, grouped by {spec.cluster!r}",
         f"sums           {'masked' if asked['secure'] else 'not masked'}, {noise}",
-        f"how often      at most {file.policy.exchanges} messages",
+        f"how often      at most {file.policy.messages} messages",
     ]
     return "\n".join([*lines, "", _sums_in_words(file, draft)])
 
@@ -139,8 +139,8 @@ def _sums_in_words(file: SiteFile, draft: Problem) -> str:
     from covey.federation.site.release import weak_sums
     from covey.problem.problem import read_rows
 
-    site, policy = file.open(), file.policy
-    data, _ = read_rows(site.read(draft.spec), draft)
+    read, policy = file.reader(), file.policy
+    data, _ = read_rows(read(draft.spec), draft)
     tree = data.hierarchy
     lines = [f"columns used   {', '.join(dict.fromkeys(n for f in draft.formula.factors for n in f.names()[0]))}"]  # type: ignore[union-attr]
     lines += [f"terms          {', '.join(data.terms)}"]
@@ -155,7 +155,7 @@ def _sums_in_words(file: SiteFile, draft: Problem) -> str:
     for group in (*(policy.groups or ()), None):
         if group != draft.spec.cluster:
             coarse = replace(draft, spec=replace(draft.spec, cluster=group))
-            found, _ = read_rows(site.read(coarse.spec), coarse)
+            found, _ = read_rows(read(coarse.spec), coarse)
             fine += [str(group)] * (not list(weak_sums(found, policy.minimum, policy.share)))
     lines += [f"Groupings with which all may leave: {', '.join(fine).replace('None', 'no groups') or 'none of those allowed'}."]
     return "\n".join(line for line in lines if line)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
 import subprocess
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from covey._version import __version__
 from covey.errors import INSTALL_FLOWER, FederationError
-from covey.federation.privacy.signing import bare, fingerprint, signed_by_operator, verified
+from covey.federation.privacy.signing import bare, check_secret, fingerprint, signed_by_operator, verified
 
 if TYPE_CHECKING:
     from covey.federation.site.file import SiteFile
@@ -60,7 +59,7 @@ def start_link(
         if certificate is None or key is None:
             raise FederationError("A link needs --cert and --key for TLS; say --insecure to go without, on one machine only.")
         _check_file(certificate, "certificate")
-        _check_secret(key)
+        check_secret(_check_file(key, "key"))
         ca = certificate if ca is None else _check_file(ca, "certificate")
         words += ["--ssl-certfile", str(certificate), "--ssl-keyfile", str(key), "--ssl-ca-certfile", str(ca)]
         words += ["--enable-supernode-auth"]
@@ -74,12 +73,11 @@ def start_node(file: SiteFile) -> None:
     from covey.federation.flower.node import Link, say, serve
     from covey.federation.flower.transport import WHO
 
-    address, site = str(file.places["link"] or ""), file.open()
+    address, insecure = str(file.places["link"] or ""), bool(file.places["insecure"])
     if not re.fullmatch(r".+:\d+", address):
         raise FederationError(f"The link must be host and port, such as link.example.org:8000. Got {address!r} instead.")
-    insecure = bool(file.places["insecure"])
-    if not insecure:
-        _check_secret(file.place("key"))
+
+    certificate, site = None if insecure else file.place("ca"), file.open()
 
     def answer(kind: str, record: Mapping[str, Any]) -> Mapping[str, Any] | None:
         if kind == WHO:
@@ -101,7 +99,7 @@ def start_node(file: SiteFile) -> None:
             return {"refusal": f"it failed with {type(problem).__name__}; see the log at the site"}
 
     site.audit.add("start", covey=__version__, rules=file.in_short(__version__))
-    serve(Link(address) if insecure else Link(address, file.place("ca"), site.identity), answer)
+    serve(Link(address, certificate, site.identity), answer)
     site.audit.add("stop")
 
 
@@ -263,13 +261,4 @@ def _check_file(path: Path, what: str) -> Path:
         raise FederationError(f"There is no {what} {str(path)!r}; check the path.")
     if not os.access(path, os.R_OK):
         raise FederationError(f"The {what} {str(path)!r} cannot be read by this user; check its permissions.")
-    return path
-
-
-def _check_secret(path: Path) -> Path:
-    _check_file(path, "key")
-    if path.read_bytes()[:6] in (b"ssh-rs", b"ssh-ed", b"ecdsa-"):
-        raise FederationError(f"The key {str(path)!r} is the public half; give the private half, the file without .pub.")
-    if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise FederationError(f"The key {str(path)!r} is open to other users of this machine; chmod 600 it.")
     return path

@@ -7,6 +7,7 @@ site that they know. An operator may sign its messages, so that a site answers o
 from __future__ import annotations
 
 import hashlib
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,15 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
 
+def check_secret(path: Path) -> Path:
+    """Refuse a file that is not a private key, or that other users can read."""
+    if path.read_bytes()[:6] in (b"ssh-rs", b"ssh-ed", b"ecdsa-"):
+        raise FederationError(f"The key {str(path)!r} is the public half; give the private half, the file without .pub.")
+    if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise FederationError(f"The key {str(path)!r} is open to other users of this machine; chmod 600 it.")
+    return path
+
+
 def load_key(path: Path) -> EllipticCurvePrivateKey:
     """A private key, as ``ssh-keygen -t ecdsa -b 384`` writes it, without a passphrase."""
     try:
@@ -23,8 +33,9 @@ def load_key(path: Path) -> EllipticCurvePrivateKey:
         from cryptography.hazmat.primitives.serialization import load_ssh_private_key
     except ImportError:
         raise FederationError(f"Keys need the package 'cryptography'; {INSTALL_FLOWER}.") from None
+    text = check_secret(path).read_bytes()
     try:
-        key = load_ssh_private_key(path.read_bytes(), None)
+        key = load_ssh_private_key(text, None)
     except (ValueError, TypeError):
         key = None
     if not isinstance(key, EllipticCurvePrivateKey):

@@ -16,7 +16,7 @@ from covey.federation.privacy.differential import DELTA
 from covey.federation.privacy.signing import bare, fingerprint, load_key, public_text
 from covey.federation.site.budget import Budget
 from covey.federation.site.policy import SOLVERS, Policy
-from covey.federation.site.site import Site
+from covey.federation.site.site import Read, Site
 from covey.tables.formula import FUNCTIONS
 from covey.tables.rows import read_table
 
@@ -72,10 +72,11 @@ class SiteFile:
         """A file that is needed; a relative path in ``site.toml`` begins at its folder."""
         found = self.places[name]
         if not found:
-            raise FederationError(f"The site in {str(self.home)!r} has no {name}; write it into {NAME} or give --{name}.")
+            fix = f"write it into {NAME} or give --{name}" + ", or say --insecure on one machine" * (name in ("key", "ca"))
+            raise FederationError(f"The site in {str(self.home)!r} has no {name}; {fix}.")
         path = found if isinstance(found, Path) else self.home / str(found)
         if not path.is_file():
-            raise FederationError(f"There is no {name} {str(path)!r}; check the path.")
+            raise FederationError(f"There is no {'certificate' if name == 'ca' else name} {str(path)!r}; check the path.")
         return path
 
     def in_short(self, version: str) -> dict[str, Any]:
@@ -85,16 +86,17 @@ class SiteFile:
         limits = {"epsilon": self.budget.run, "epsilon_total": self.budget.total}
         return {"covey": version, "key": key, **{name: getattr(self.policy, name) for name in shown}, **limits}
 
+    def reader(self) -> Read:
+        """Reads the table."""
+        table = self.place("table")
+        return lambda spec: read_table(table, ids=[spec.client, spec.cluster])
+
     def open(self) -> Site:
         """The site, with its table and its key."""
-        table, name = self.place("table"), self.places["site"]
+        read, name = self.reader(), self.places["site"]
         if not isinstance(name, str) or not name:
             raise FederationError(f"The site in {str(self.home)!r} has no name; write site = '...' into {NAME} or give --site.")
         key = None if self.places["insecure"] else load_key(self.place("key"))
-
-        def read(spec: Any) -> Any:
-            return read_table(table, ids=[spec.client, spec.cluster])
-
         return Site(name, read, self.policy, self.home, budget=self.budget, identity=key, peers=self.peers)
 
 
@@ -111,7 +113,7 @@ def _checked(name: str, value: Any, strict: Any) -> Any:
         wrong = [value] if good and name in _CHOICES and value not in _CHOICES[name] else []
     if wrong:
         raise FederationError(f"The rule {name!r} in {NAME} has {wrong[0]!r}; {did_you_mean(wrong[0], _CHOICES[name])}")
-    if not good or (name in ("minimum", "runs", "exchanges") and value < 1):
+    if not good or (name in ("minimum", "runs", "messages") and value < 1):
         kinds = {tuple: "a list of texts", bool: "true or false", str: "text", int: "a whole number", float: "a number"}
         raise FederationError(f"The rule {name!r} in {NAME} must be {kinds[type(strict)]}. Got {value!r} instead.")
     return value

@@ -24,7 +24,7 @@ from covey.problem.settings import COLUMNS, LEVELS
 from covey.records import Record, names
 from covey.tables.formula import FUNCTIONS, Factor
 
-SOLVERS = ("sweep", "newton", "learn", "randomised")
+SOLVERS = ("sweep", "newton", "learn", "gradient")
 _ABOUT_SETTINGS = (FederationError, FormulaError, PenaltyError, SolverError)  # errors that are not about rows
 _ABOUT_SCHEMA = ("There is no column", "The table has no rows", "There is no file")  # nor are those that begin so
 
@@ -59,7 +59,7 @@ class Policy:
     expressions: Sequence[str] | None = rule(None, (), "Other expressions, each as it stands in a formula.")
     families: Sequence[str] | None = rule(None, (), "Families: gaussian, bernoulli, poisson, gamma.")
     solvers: Sequence[str] | None = rule(
-        None, (), "Solvers: sweep, newton, learn (penalties by REML or ML), randomised (gradient steps)."
+        None, (), "Solvers: sweep, newton, learn (penalties by REML or ML), gradient (first-order algorithms)."
     )
     replies: str = rule("all", "vectors", "Which replies leave: all, or vectors (at most one number for each term and cell).")
     share: float = rule(1.0, 0.5, "The largest share that one client may have in the sum of squares of a term, in any cell.")
@@ -67,7 +67,7 @@ class Policy:
     operators: Sequence[str] = rule((), (), "Public keys of the operators who may ask; empty: everybody whom the link lets.")
     pinned: int = rule(0, 0, "How many sites of [peers] must take part in a masked run; 0: all sites of the run must be there.")
     runs: int | None = rule(None, 20, "The most runs that this site takes part in.")
-    exchanges: int | None = rule(None, 200, "The most messages of one run that it answers.")
+    messages: int | None = rule(None, 200, "The most messages of one run that it answers.")
     retention: int | None = rule(None, 30, "Days after which it deletes what it remembers of a run.")
     share_row_errors: bool = False  # whether errors about rows may leave the site; only in a simulation
 
@@ -93,7 +93,12 @@ class Policy:
             return
         tree = ast.parse(factor.expression, mode="eval").body
         text, listed = ast.unparse(tree), [ast.unparse(ast.parse(each, mode="eval").body) for each in self.expressions]
-        plain = isinstance(tree, ast.Call) and bool(tree.args) and isinstance(tree.args[0], ast.Name) and isinstance(tree.func, ast.Name)
+        plain = (
+            isinstance(tree, ast.Call)
+            and bool(tree.args)
+            and isinstance(tree.args[0], ast.Name)
+            and isinstance(tree.func, ast.Name)
+        )
         if text not in listed and not (plain and tree.func.id in (self.transforms or ())):  # type: ignore[attr-defined]
             name = "transforms" if plain else "expressions"
             why = f"This site does not answer about the expression {factor.expression!r}"
@@ -107,8 +112,8 @@ class Policy:
 
     def check_message(self, message: Message[Any], exchange: int) -> None:
         """Refuse messages of solvers that are not allowed, and more messages than are allowed."""
-        if self.exchanges is not None and exchange >= self.exchanges:
-            raise refusal("exchanges", f"This site answers {self.exchanges} messages of a run", "raise the number")
+        if self.messages is not None and exchange >= self.messages:
+            raise refusal("messages", f"This site answers {self.messages} messages of a run", "raise the number")
         for part in message.messages if isinstance(message, Batch) else (message,):
             if (solver := solver_of(type(part))) is not None:
                 self._check_all("solvers", f"This site does not answer {part.label!r}, a message of", [solver])
@@ -133,7 +138,7 @@ def solver_of(kind: type[Message[Any]]) -> str | None:
     package, _, module = kind.__module__.removeprefix("covey.").rpartition(".")
     if package in ("nodes", "federation.privacy", "federation.wire"):
         return None
-    known = {"solvers.first_order": "randomised", "variance": "learn"}
+    known = {"solvers.first_order": "gradient", "variance": "learn"}
     return known.get(package, module if package != "solvers.direct" or module == "newton" else "sweep")
 
 
