@@ -19,7 +19,7 @@ test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m "not federation" -n auto --dist loadfile
 
 test-federation: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m federation tests/federation
+	COVEY_FUZZ_SECONDS=600 $(BIN)/python -m pytest -m federation tests/federation
 
 bench: $(VENV)/.installed-dev
 	for script in benchmarks/bench_*.py; do $(BIN)/python $$script || exit 1; done

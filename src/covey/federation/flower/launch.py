@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -69,7 +69,7 @@ def start_link(
 
 def start_node(file: SiteFile) -> None:
     """Answer for a site until SIGTERM: verify who asks, and let the site decide."""
-    check_installed()
+    check_flower(_installed())  # before parts of Flower are imported that other versions may not have
     from covey.federation.flower.node import Link, say, serve
     from covey.federation.flower.transport import WHO
 
@@ -240,14 +240,30 @@ def _environment() -> dict[str, str]:
     }
 
 
-def check_installed() -> None:
-    """Refuse to go on without Flower."""
-    if find_spec("flwr") is None:
+def check_flower(found: str | None) -> None:
+    """Refuse to go on without Flower, or with a version whose fleet protocol a node was not tested with.
+
+    >>> check_flower("1.41.0")
+    >>> check_flower("1.43.0")
+    Traceback (most recent call last):
+    covey.errors.FederationError: This covey works with Flower 1.41 and 1.42, not with 1.43.0; pip install 'flwr>=1.41,<1.43'.
+    """
+    if found is None:
         raise FederationError(f"Federation across machines needs Flower; {INSTALL_FLOWER}.")
+    if not re.match(r"1\.4[12]\.", found):
+        fix = "pip install 'flwr>=1.41,<1.43'"
+        raise FederationError(f"This covey works with Flower 1.41 and 1.42, not with {found}; {fix}.")
+
+
+def _installed() -> str | None:
+    try:
+        return version("flwr")
+    except PackageNotFoundError:
+        return None
 
 
 def _program(name: str) -> str:
-    check_installed()
+    check_flower(_installed())
     return str(Path(sys.executable).with_name(name))
 
 

@@ -19,7 +19,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -58,21 +57,6 @@ POLL, _IDLE, _IDLE_AFTER = 0.1, 1.0, 30.0  # seconds between looks for messages;
 _AGAIN = 5.0  # seconds before the node calls a link again that does not answer
 _OBJECTS = 8  # the most parts of a message; those of covey have three
 _TRIES = 20  # how often a part is asked for that is still on its way to the link
-_SUPPORTED = ((1, 41), (1, 43))  # versions of Flower whose fleet protocol this module speaks: from, and below
-
-
-def check_flower(found: str) -> None:
-    """Refuse a version of Flower whose fleet protocol this module was not tested with.
-
-    >>> check_flower("1.41.0")
-    >>> check_flower("1.43.0")
-    Traceback (most recent call last):
-    covey.errors.FederationError: This covey works with Flower 1.41 and 1.42, not with 1.43.0; ...
-    """
-    least, below = _SUPPORTED
-    if not least <= tuple(int(part) for part in found.split(".")[:2]) < below:
-        fix = "pip install 'flwr>=1.41,<1.43'"
-        raise FederationError(f"This covey works with Flower 1.41 and 1.42, not with {found}; {fix}.")
 
 
 @dataclass(frozen=True)
@@ -90,7 +74,6 @@ class Stopped(Exception):  # noqa: N818 - the node was told to end
 
 def serve(link: Link, answer: Answer) -> None:
     """Answer messages of the link until SIGTERM or SIGINT."""
-    check_flower(version("flwr"))
     stop = _StopSignal()
     while True:
         try:

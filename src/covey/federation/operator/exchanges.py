@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from covey._typing import Ints
-from covey.errors import FederationError
+from covey.errors import CoveyError, FederationError
 from covey.exact import Exact
 from covey.federation.operator.journal import Entry, Exchange, Halted, Journal
 from covey.federation.operator.settings import RunSettings
@@ -34,6 +34,8 @@ from covey.federation.wire.transport import Failure, Transport
 from covey.nodes.network import Batch, Message, Phase
 from covey.records import RecordError, decode, encode, outline
 
+# Errors of replies with other types or shapes than their message declares
+_UNUSABLE = (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError, MemoryError)
 _ASK_OWNER_AGAIN = 2.0  # seconds before a site is asked again that waits for its owner
 
 Gather = Callable[[dict[str, Any]], Any]
@@ -158,7 +160,13 @@ class Exchanges:
         if waiting:
             raise SiteLost({site: problems[site].why for site in sorted(waiting)})
         seconds = time.perf_counter() - start
-        total = gather({site: replies[site] for site in sorted(replies)})
+        try:
+            total = gather({site: replies[site] for site in sorted(replies)})
+        except _UNUSABLE as problem:
+            if isinstance(problem, CoveyError):
+                raise
+            why = f"Replies to {declared.label!r} cannot be added ({type(problem).__name__})"
+            raise Halted(f"{why}; one of {', '.join(sorted(replies))} sent something else than covey does.") from None
         down, up = traffic.tolist()
         about = Exchange(declared.label, phase or declared.phase, len(messages), down, up, seconds)
         return Entry(self._compact(messages), encode(total), about)

@@ -107,6 +107,8 @@ class Released:
             if name != run and 0 < apart < policy.minimum:
                 why = f"Clients of a cell or of the run differ from those of an earlier run by fewer than {policy.minimum}"
                 raise refusal("minimum", f"{why}, so that both together would show these few", "lower the number")
+        if now in kept["runs"].values():
+            return
         kept["runs"][run] = now
         self._kept = kept
         if self.home is not None:

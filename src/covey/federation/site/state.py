@@ -32,7 +32,7 @@ class SiteRun(Record):
     key, salt : private key of the site and key of the client tags, in hexadecimal; only if sums are masked
     rosters : sites that took part in each start of the run
     epoch, exchange, digest, reply : the last message answered: its place, a digest of its bytes, and the reply
-    agreed, rows : what all sites agreed on, and a digest of the rows at that time
+    operator, agreed, rows : who asks, what all sites agreed on, and a digest of the rows at that time
     node : state of the node
     """
 
@@ -43,6 +43,7 @@ class SiteRun(Record):
     exchange: int = -1
     digest: str = ""
     reply: bytes = b""
+    operator: str = ""
     agreed: Agree | None = None
     rows: str = ""
     node: Snapshot | None = None
