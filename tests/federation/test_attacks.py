@@ -19,10 +19,11 @@ from covey.federation.site.file import SiteFile
 from covey.federation.site.policy import Policy, solver_of
 from covey.federation.site.release import COMBINED, weak_sums
 from covey.federation.site.site import Site
+from covey.federation.wire.codec import Refusal
 from covey.federation.wire.transport import InProcess
 from covey.nodes.network import Message
 from covey.problem.problem import read_rows, resolve
-from covey.records import decode
+from covey.records import decode, encode
 
 from .sites import FaultyTransport, by_turns, fit, kind, sites_of, spec, table
 
@@ -275,8 +276,6 @@ def test_an_approved_problem_cannot_be_exchanged_for_another(tmp_path):
         read = decode(message)
         if kind(read) != "agree":
             return reply
-        from covey.records import encode
-
         problem = {**read.body.problem, "spec": real["spec"], "formula": real["formula"]}
         return sites[site].answer(encode(replace(read, epoch=read.epoch + 1, body=replace(read.body, problem=problem))))
 
@@ -385,6 +384,33 @@ def test_a_site_answers_known_operators_only():
             return {name: site.answer(message, key) for name, message in messages.items()}
 
     fit({"s0": site}, spec(), Signed({"s0": site}))
+
+
+# A hostile site
+
+
+def test_what_a_site_says_cannot_change_a_terminal():
+    class Rude(Site):
+        def answer(self, message, operator=""):
+            return encode(replace(decode(message), body=Refusal("data", "no\x1b[2J\x07 rows")))
+
+    with pytest.raises(FederationError) as refused:
+        fit({"s0": Rude("s0", lambda _: None)}, spec())
+    assert "no?[2J? rows" in str(refused.value)
+
+
+def test_a_number_of_clients_without_tags_is_refused_before_memory_is_taken():
+    sites = sites_of(by_turns(table(1), 2))
+
+    def claim(site, message, reply):
+        read = decode(reply)
+        if kind(decode(message)) != "agree" or site != "s1":
+            return reply
+        hashes, totals = read.body
+        return encode(replace(read, body=(hashes, replace(totals, clients=totals.clients + 10**12))))
+
+    with pytest.raises(FederationError, match="not those of their tags"):
+        fit(sites, spec(), FaultyTransport(sites, claim))
 
 
 # Dry run

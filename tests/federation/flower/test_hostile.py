@@ -102,7 +102,15 @@ def test_a_hostile_app_gets_nothing(tmp_path, homes):
         assert county not in json.dumps(found)
         assert "get-fab" not in deployment.log("link")
         events = [line["event"] for line in deployment.audit("north")]
-        assert events == ["start", "message", *["foreign message"], "wrong name", "wrong signature", *["foreign message"] * 3]
+        assert events == [
+            "start",
+            "message",
+            *["foreign message"],
+            "wrong name",
+            "wrong signature",
+            *["foreign message"] * 3,
+            "status",
+        ]
         assert AuditLog(tmp_path / "north").verify()[0] == len(events)
         os.kill(deployment.processes["north"].pid, signal.SIGTERM)
         assert deployment.processes["north"].wait(timeout=10) == 0

@@ -1,8 +1,8 @@
-"""The processes of a deployment: the link, a node, a run. Each is one of Flower's own commands with the options that it needs.
+"""The processes of a deployment: the link, a node, a run.
 
-Flower's programs look for one another on the PATH and keep files in a folder of their own, so both are set here: the programs
-of this environment come first, and every node has its own folder. Nothing is installed at run time, and Flower's telemetry and
-update check are off.
+Link and run are Flower's own commands with the options that they need, a node is covey's (:mod:`.node`). Flower's programs look
+for one another on the PATH, so those of this environment come first. Nothing is installed at run time, and Flower's telemetry
+and update check are off.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ def start_node(file: SiteFile) -> None:
 
     def answer(kind: str, record: Mapping[str, Any]) -> Mapping[str, Any] | None:
         if kind == WHO:
+            site.audit.add("status")
             return {"site": site.name, "about": json.dumps(file.in_short(__version__))}
         name, message, operator = (record.get(each) for each in ("site", "message", "operator"))
         if not (isinstance(name, str) and isinstance(message, bytes) and isinstance(operator, str)):
@@ -92,14 +93,17 @@ def start_node(file: SiteFile) -> None:
         if operator and not verified(operator, str(record.get("signature")), *signed_by_operator(name, message)):
             site.audit.add("wrong signature", operator=fingerprint(operator))
             return {"refusal": "the signature of the operator is wrong; sign with the key that --operator-key names"}
+        return {"message": site.answer(message, bare(operator))}
+
+    def answer_or_fail(kind: str, record: Mapping[str, Any]) -> Mapping[str, Any] | None:
         try:
-            return {"message": site.answer(message, bare(operator))}
-        except Exception as problem:  # such as a full disk; without its line in the audit log nothing leaves
-            say(f"no reply was sent: {type(problem).__name__}: {problem}")
+            return answer(kind, record)
+        except Exception as problem:  # such as a full disk: without its line in the audit log nothing leaves
+            say(f"no reply was sent, {type(problem).__name__}: {str(problem)!a}")
             return {"refusal": f"it failed with {type(problem).__name__}; see the log at the site"}
 
     site.audit.add("start", covey=__version__, rules=file.in_short(__version__))
-    serve(Link(address, certificate, site.identity), answer)
+    serve(Link(address, certificate, site.identity), answer_or_fail)
     site.audit.add("stop")
 
 

@@ -28,7 +28,7 @@ from covey.exact import Exact
 from covey.federation.operator.journal import Entry, Exchange, Halted, Journal
 from covey.federation.operator.settings import RunSettings
 from covey.federation.privacy.masking import unmask
-from covey.federation.wire.codec import SAME_VERSION, Envelope, Refusal, join
+from covey.federation.wire.codec import SAME_VERSION, Envelope, Refusal, join, printable
 from covey.federation.wire.messages import Agree
 from covey.federation.wire.transport import Failure, Transport
 from covey.nodes.network import Batch, Message, Phase
@@ -234,11 +234,11 @@ def read_reply(message: bytes, reply: bytes | Failure | None) -> Envelope | Unus
     try:
         found = decode(reply)
     except RecordError as problem:
-        return Unusable(f"it sent bytes that cannot be read ({problem}){SAME_VERSION}")
+        return Unusable(f"it sent bytes that cannot be read ({printable(problem)}){SAME_VERSION}")
     if not isinstance(found, Envelope):
         return Unusable(f"it sent bytes that are not a reply{SAME_VERSION}")
     if isinstance(found.body, Refusal):
-        refusal = found.body
+        refusal = replace(found.body, sentence=printable(found.body.sentence))
         return {
             "behind": Unusable("it has lost its state of the run; keep its --home folder", last_exchange=refusal.exchange),
             "stale": Unusable(f"it is ahead of the coordinator ({refusal.sentence}); start a new run"),

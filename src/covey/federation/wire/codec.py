@@ -69,6 +69,11 @@ class Refusal(Record):
     exchange: int = -1
 
 
+def printable(text: object) -> str:
+    """A sentence of a site without control characters, which could change what a terminal shows."""
+    return "".join(each if each.isprintable() else "?" for each in str(text))[:2000]
+
+
 # A reply as a skeleton and a row of numbers
 
 
