@@ -74,9 +74,7 @@ def init(
     """
     from covey.errors import FederationError, unknown_column
     from covey.federation.site.file import LIMITS, NAME, PLACES, RULES
-    from covey.federation.site.policy import SOLVERS
     from covey.federation.site.state import private_folder, write_file
-    from covey.losses import FAMILIES
     from covey.tables.rows import read_table
 
     if (home / NAME).exists():
@@ -90,8 +88,8 @@ def init(
     places: dict[str, Any] = {"site": site or home.resolve().name, "table": str(table.resolve()), "link": link}
     places |= {"key": str(key.resolve()) if key else "", "ca": str(ca.resolve()) if ca else "", "insecure": insecure}
     rest = [name for name in found if name != client and name not in grouping] if asked is None else asked
-    chosen: dict[str, Any] = {"client": client, "groups": grouping, "columns": rest, "families": list(FAMILIES)}
-    chosen |= {"solvers": list(SOLVERS), "secure": False, "replies": "all", "share": 0.75}
+    chosen: dict[str, Any] = {"client": client, "groups": grouping, "columns": rest, "families": ["gaussian"]}
+    chosen |= {"solvers": ["sweep", "learn"], "secure": False, "replies": "all", "share": 0.75}
     text = "# What this site allows. The rest is refused, and a rule that is left out has its strictest value.\n"
     for name, comment in PLACES.items():
         text += f"\n# {comment}\n{name} = {_toml(places[name])}\n"

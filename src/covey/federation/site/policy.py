@@ -57,7 +57,11 @@ class Policy:
     groups: Sequence[str] | None = rule(None, (), "Columns by which clients may be grouped.")
     transforms: Sequence[str] | None = rule(None, (), f"Functions of one allowed column: {', '.join(FUNCTIONS)}.")
     expressions: Sequence[str] | None = rule(None, (), "Other expressions, each as it stands in a formula.")
-    families: Sequence[str] | None = rule(None, (), "Families: gaussian, bernoulli, poisson, gamma.")
+    families: Sequence[str] | None = rule(
+        None,
+        (),
+        "Families: gaussian, bernoulli, poisson, gamma. For all but the first see 'Sums are not anonymous' in the docs.",
+    )
     solvers: Sequence[str] | None = rule(
         None, (), "Solvers: sweep, newton, learn (penalties by REML or ML), gradient (first-order algorithms)."
     )
