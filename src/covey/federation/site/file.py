@@ -15,9 +15,8 @@ from covey.errors import FederationError, did_you_mean, number
 from covey.federation.privacy.differential import DELTA
 from covey.federation.privacy.signing import bare, fingerprint, load_key, public_text
 from covey.federation.site.budget import Budget
-from covey.federation.site.policy import SOLVERS, Policy
+from covey.federation.site.policy import SOLVERS, TRANSFORMS, Policy
 from covey.federation.site.site import Read, Site
-from covey.tables.formula import FUNCTIONS
 from covey.tables.rows import read_table
 
 NAME = "site.toml"
@@ -34,7 +33,7 @@ LIMITS = {
     "epsilon_total": "The most epsilon of all runs together.",
     "delta": "The delta of these limits.",
 }
-_CHOICES = {"replies": ("all", "vectors"), "approve": ("ask", "policy"), "solvers": SOLVERS, "transforms": FUNCTIONS}
+_CHOICES = {"replies": ("all", "vectors"), "approve": ("ask", "policy"), "solvers": SOLVERS, "transforms": TRANSFORMS}
 RULES = {part.name: part.metadata for part in fields(Policy) if part.metadata}
 
 

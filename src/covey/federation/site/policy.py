@@ -22,8 +22,11 @@ from covey.nodes.network import Batch, Message
 from covey.problem.problem import Problem
 from covey.problem.settings import COLUMNS, LEVELS
 from covey.records import Record, names
-from covey.tables.formula import FUNCTIONS, Factor
+from covey.tables.expressions import FUNCTIONS, read_expression
+from covey.tables.formula import Factor
+from covey.tables.transforms import OPTIONS
 
+TRANSFORMS = (*FUNCTIONS, "C", *OPTIONS)
 SOLVERS = ("sweep", "newton", "learn", "gradient")
 _ABOUT_SETTINGS = (FederationError, FormulaError, PenaltyError, SolverError)  # errors that are not about rows
 _ABOUT_SCHEMA = ("There is no column", "The table has no rows", "There is no file")  # nor are those that begin so
@@ -55,7 +58,7 @@ class Policy:
     columns: Sequence[str] | None = rule(None, (), "Columns that may be responses, terms, weights or offsets.")
     secure: bool = rule(False, True, "Whether only masked sums leave. Then [peers] must name the sites that take part.")
     groups: Sequence[str] | None = rule(None, (), "Columns by which clients may be grouped.")
-    transforms: Sequence[str] | None = rule(None, (), f"Functions of one allowed column: {', '.join(FUNCTIONS)}.")
+    transforms: Sequence[str] | None = rule(None, (), f"Functions of one allowed column: {', '.join(TRANSFORMS)}.")
     expressions: Sequence[str] | None = rule(None, (), "Other expressions, each as it stands in a formula.")
     families: Sequence[str] | None = rule(
         None,
@@ -93,20 +96,16 @@ class Policy:
 
     def _check_factor(self, factor: Factor) -> None:
         """Refuse an expression that is neither a function of one column nor listed: it could select single rows."""
-        if factor.kind == "lookup" or self.expressions is None:
+        found = factor.read()
+        if found is None or self.expressions is None:
             return
-        tree = ast.parse(factor.expression, mode="eval").body
-        text, listed = ast.unparse(tree), [ast.unparse(ast.parse(each, mode="eval").body) for each in self.expressions]
-        plain = (
-            isinstance(tree, ast.Call)
-            and bool(tree.args)
-            and isinstance(tree.args[0], ast.Name)
-            and isinstance(tree.func, ast.Name)
-        )
-        if text not in listed and not (plain and tree.func.id in (self.transforms or ())):  # type: ignore[attr-defined]
-            name = "transforms" if plain else "expressions"
+        tree, text, function = found.tree, ast.unparse(found.tree), ""
+        if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and len(tree.args) == 1 and not tree.keywords:
+            function = tree.func.id if isinstance(tree.args[0], ast.Name) else ""
+        listed = [ast.unparse(read_expression(each, each).tree) for each in self.expressions]
+        if text not in listed and function not in ("I", *(self.transforms or ())):
             why = f"This site does not answer about the expression {factor.expression!r}"
-            raise refusal(name, why, f"add {tree.func.id if plain else text!r} to the list")  # type: ignore[attr-defined]
+            raise refusal("transforms" if function else "expressions", why, f"add {function or text!r} to the list")
 
     def _check_all(self, name: str, why: str, asked: Sequence[str | None]) -> None:
         allowed = getattr(self, name)
