@@ -39,7 +39,7 @@ def operate(transport, settings, say):
     wait_for_sites(transport, sites if isinstance(sites, int) else tuple(sites.split(",")), settings["wait"], say)
     answer = []
     for messages, timeout in settings["script"]:
-        say(f"exchange {len(answer) + 1}")
+        say(f"message {len(answer) + 1}")
         began = time.monotonic()
         replies = transport.exchange({name: message.encode() for name, message in messages.items()}, timeout)
         seconds = time.monotonic() - began
@@ -49,7 +49,7 @@ def operate(transport, settings, say):
 
 
 standins = {
-    "covey.federation.site.site": {"Site": Site},
+    "covey.federation.site.site": {"Site": Site, "Read": object},
     "covey.federation.operator.operate": {"operate": operate},
 }
 for module, things in standins.items():
