@@ -22,7 +22,8 @@ from covey.federation.site.site import Site
 from covey.federation.wire.codec import Refusal
 from covey.federation.wire.transport import InProcess
 from covey.nodes.network import Message
-from covey.problem.problem import read_rows, resolve
+from covey.problem.problem import resolve
+from covey.problem.rows import read_rows
 from covey.records import decode, encode
 
 from .sites import FaultyTransport, by_turns, fit, kind, sites_of, spec, table

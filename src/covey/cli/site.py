@@ -137,7 +137,7 @@ def _sums_in_words(file: SiteFile, draft: Problem) -> str:
     from dataclasses import replace
 
     from covey.federation.site.release import weak_sums
-    from covey.problem.problem import read_rows
+    from covey.problem.rows import read_rows
 
     read, policy = file.reader(), file.policy
     data, _ = read_rows(read(draft.spec), draft)
