@@ -18,8 +18,8 @@ test: $(VENV)/.installed-dev
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -m "not federation" -n auto --dist loadfile
 
-test-federation: $(VENV)/.installed-simulation
-	$(BIN)/python -m pytest -m federation tests/federation
+test-federation: $(VENV)/.installed-dev
+	COVEY_FUZZ_SECONDS=600 $(BIN)/python -m pytest -m federation tests/federation
 
 bench: $(VENV)/.installed-dev
 	for script in benchmarks/bench_*.py; do $(BIN)/python $$script || exit 1; done
@@ -44,10 +44,6 @@ $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e ".[dev]"
 	@touch $@ $(VENV)/.installed
-
-$(VENV)/.installed-simulation: $(VENV)/.installed-dev
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e ".[simulation]"
-	@touch $@
 
 $(VENV)/.installed-docs: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e ".[docs]"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from functools import reduce
 from importlib import import_module
 from typing import Any
@@ -44,7 +45,15 @@ def resolve(public: str) -> Any:
 def command_line() -> str:
     """Every command of ``covey`` as Markdown: purpose, example, arguments and options with their defaults."""
     group: Any = typer.main.get_command(app)
-    return "\n\n".join(_command(name, command) for name, command in group.commands.items())
+    return "\n\n".join(_command(name, command) for name, command in _with_parts(group))
+
+
+def _with_parts(group: Any, before: str = "") -> Iterator[tuple[str, Any]]:
+    """All commands, those that have further commands with these after them."""
+    for name, command in group.commands.items():
+        yield f"{before}{name}", command
+        if hasattr(command, "commands"):
+            yield from _with_parts(command, f"{before}{name} ")
 
 
 def _command(name: str, command: Any) -> str:

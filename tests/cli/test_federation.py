@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 
+import polars as pl
 import pytest
+
+from covey.errors import FederationError
+from covey.federation.site.file import SiteFile
+from tests.federation.sites import fit, spec, table
 
 from .shell import inside, run
 
-NODE = ("node", "a.csv", "--home", "home", "--link", "localhost:8000")
+NODE = ("node", "--table", "a.csv", "--home", "home", "--link", "localhost:8000")
+KEYS = (*NODE, "--site", "a", "--ca", "a.crt")
 
 
 @pytest.fixture(scope="module")
@@ -37,15 +44,19 @@ def starts_nothing(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "facts"),
     [
-        (("node", "b.csv", *NODE[2:], "--insecure", "--site", "a"), ["table 'b.csv'", "check the path"]),
-        ((*NODE, "--insecure"), ["give it a name with --site"]),
-        (NODE, ["--key and --ca", "--insecure"]),
-        ((*NODE, "--key", "b.key", "--ca", "a.crt"), ["key 'b.key'", "check the path"]),
-        ((*NODE, "--key", "a.key", "--ca", "b.crt"), ["certificate 'b.crt'", "check the path"]),
-        ((*NODE, "--key", "open.key", "--ca", "a.crt"), ["key 'open.key'", "chmod 600"]),
-        ((*NODE, "--key", "a.key.pub", "--ca", "a.crt"), ["key 'a.key.pub'", "public half", "give the private half"]),
-        ((*NODE, "--insecure", "--site", "a", "--minimum", "0"), ["--minimum", ">= 1", "Got 0"]),
-        ((*NODE[:-1], "localhost", "--insecure", "--site", "a"), ["--link", "host and port", "'localhost'"]),
+        (("node", "--table", "b.csv", *NODE[3:], "--insecure", "--site", "a"), ["table 'b.csv'", "check the path"]),
+        ((*NODE, "--insecure"), ["has no name", "--site"]),
+        (NODE, ["has no ca", "--ca", "--insecure"]),
+        (KEYS, ["has no key", "--key", "--insecure"]),
+        ((*KEYS, "--key", "b.key"), ["key 'b.key'", "check the path"]),
+        ((*KEYS[:-1], "b.crt", "--key", "a.key"), ["certificate 'b.crt'", "check the path"]),
+        ((*KEYS, "--key", "open.key"), ["key 'open.key'", "chmod 600"]),
+        ((*KEYS, "--key", "a.key"), ["key 'a.key'", "ssh-keygen -t ecdsa -b 384"]),
+        ((*KEYS, "--key", "a.key.pub"), ["key 'a.key.pub'", "public half", "give the private half"]),
+        ((*NODE[:-1], "localhost", "--insecure", "--site", "a"), ["link", "host and port", "'localhost'"]),
+        (("node", "init", "a.csv", "--home", "new", "--client", "y"), ["column 'y'", "'x'"]),
+        (("site", "approve", "--home", "home"), ["Say which question"]),
+        (("site", "check", "a.csv", "--home", "home"), ["'a.csv'", "JSON"]),
         (("link",), ["--cert and --key", "--insecure"]),
         (("link", "--cert", "b.crt", "--key", "a.key"), ["certificate 'b.crt'", "check the path"]),
         (("link", "--cert", "a.crt", "--key", "open.key"), ["key 'open.key'", "chmod 600"]),
@@ -69,3 +80,41 @@ def test_a_link_that_is_not_there(folder, monkeypatch):
     assert all(fact in done.stderr for fact in ("'other'", str(config), "[superlink.other]", "root-certificates")), done.stderr
     done = run("federate", "y ~ x", "--client", "c", "--link", "dead", cwd=folder, check=False)
     assert all(fact in done.stderr for fact in ("'dead'", "does not answer", "certificate", str(config))), done.stderr
+
+
+def test_a_site_writes_its_rules_checks_a_fit_and_decides(tmp_path):
+    """``covey node init`` and ``covey site``, as an owner uses them."""
+    frame = table(1, clients=60, clusters=3).with_columns(one=(pl.col("client") == "c7").cast(pl.Int64))
+    frame.write_parquet(tmp_path / "t.parquet")
+    inside("node", "init", "t.parquet", "--home", "north", "--client", "client", "--groups", "cluster", cwd=tmp_path)
+    home = tmp_path / "north"
+    assert (home / "site.toml").stat().st_mode & 0o77 == 0
+    policy = SiteFile.read(home).policy
+    assert (policy.client, policy.groups) == ("client", ("cluster",))
+    assert policy.columns == ("x", "z", "y", "weight", "one")
+    assert (policy.approve, policy.minimum, policy.expressions) == ("ask", 10, ())
+    done = inside("node", "init", "t.parquet", "--home", "north", "--client", "client", cwd=tmp_path, check=False)
+    assert "already" in done.stderr
+    asked = {"formula": "y ~ x + one", "client": "client", "cluster": "cluster", "gamma": 1.0}
+    (tmp_path / "problem.json").write_text(json.dumps(asked))
+    said = inside("site", "check", "problem.json", "--home", "north", cwd=tmp_path).stdout
+    assert all(fact in said for fact in ("one in 'b': 1 clients", "100%", "a: 20 clients", "none of those allowed")), said
+
+    text = (home / "site.toml").read_text().replace("insecure = false", "insecure = true")
+    (home / "site.toml").write_text(text)
+    site = SiteFile.read(home).open()
+    for _ in range(2):
+        with pytest.raises(FederationError, match="waits"):
+            fit({"north": site}, spec(formula="y ~ x"))
+    said = inside("site", "runs", "--home", "north", cwd=tmp_path).stdout
+    name = said.split()[0]
+    assert all(fact in said for fact in ("waiting", "y ~ x", "0 of at most 20 runs"))
+    said = inside("site", "runs", name, "--home", "north", cwd=tmp_path).stdout
+    assert all(fact in said for fact in ("operator without a key", "not masked", "'cluster'", "All sums may leave")), said
+    assert "approved" in inside("site", "approve", "--home", "north", cwd=tmp_path).stdout
+    fit({"north": site}, spec(formula="y ~ x"))
+    assert "used" in inside("site", "runs", "--home", "north", cwd=tmp_path).stdout
+    assert "refused" in inside("site", "refuse", name, "--home", "north", cwd=tmp_path).stdout
+    last = inside("site", "log", "--home", "north", "--last", "1", cwd=tmp_path).stdout
+    assert json.loads(last)["event"] == "refused"
+    assert "lines, each follows" in inside("site", "log", "--home", "north", "--verify", cwd=tmp_path).stdout

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import norm
 
-from covey.errors import CoveyError, FederationError, SolverError
+from covey.errors import FederationError, SolverError
 from covey.federation.operator.operate import operate
 from covey.federation.operator.report import report
 from covey.federation.operator.settings import RunSettings, run_settings_of
@@ -26,8 +26,10 @@ from covey.federation.privacy.differential import (
     spent,
 )
 from covey.federation.simulate import simulate_sites
-from covey.federation.site.policy import Budget, Policy
-from covey.federation.site.site import Site, open_site
+from covey.federation.site.budget import Budget
+from covey.federation.site.file import SiteFile
+from covey.federation.site.policy import Policy
+from covey.federation.site.site import Site
 from covey.federation.wire.messages import Joined, Privacy, SiteTotals
 from covey.federation.wire.transport import Failure, InProcess
 from covey.model.files import load_model
@@ -404,9 +406,7 @@ def test_a_coordinator_that_asks_for_more_is_refused(body, why):
 
 def test_a_nodes_settings_are_its_limits(tmp_path):
     table(17).write_parquet(tmp_path / "t.parquet")
-    given = {"data": str(tmp_path / "t.parquet"), "home": str(tmp_path), "epsilon": 2, "epsilon-total": 5.0, "delta": 1e-7}
-    budget = open_site("s", given).budget
+    (tmp_path / "site.toml").write_text("epsilon = 2\nepsilon_total = 5.0\ndelta = 1e-7\n")
+    budget = SiteFile.read(tmp_path, table=tmp_path / "t.parquet", site="s", insecure=True).open().budget
     assert (budget.run, budget.total, budget.delta) == (2.0, 5.0, 1e-7)
     assert budget.file == tmp_path / "privacy.json"
-    with pytest.raises(CoveyError, match=r"--epsilon .* > 0. Got -1"):
-        open_site("s", {**given, "epsilon": -1})

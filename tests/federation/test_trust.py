@@ -12,8 +12,9 @@ from covey import __version__
 from covey.errors import CoveyError, FederationError
 from covey.federation.operator.operate import run_fit
 from covey.federation.operator.settings import Members, RunSettings
+from covey.federation.site.file import SiteFile
 from covey.federation.site.policy import Policy
-from covey.federation.site.site import Site, open_site
+from covey.federation.site.site import Site
 from covey.federation.wire.codec import Envelope
 from covey.federation.wire.messages import DrawSalt, Hello
 from covey.federation.wire.transport import InProcess
@@ -77,24 +78,41 @@ def test_the_minimum_of_categories_holds_without_a_hello():
 
 
 def test_a_site_answers_about_its_own_columns_and_clients_only():
-    own = {"client": "client", "columns": ["y", "x", "z", "cluster"]}
-    assert kind(greeted(spec(), **own)) == "reply"
-    for asked, why in (
-        (spec(weights="weight"), "does not answer about column 'weight'"),
-        (spec(formula="y ~ exp(x)"), "columns as they are, not about 'exp(x)'"),
-        (spec(formula="log(weight) ~ x"), "columns as they are"),
-        (
-            spec(client="cluster", cluster=None),
-            "clients of this site are in column 'client', not 'cluster'; start the run with --client client",
-        ),
+    own = {
+        "client": "client",
+        "columns": ["y", "x", "z"],
+        "groups": ["cluster"],
+        "families": ["gaussian"],
+        "solvers": ["sweep"],
+    }
+    own |= {"transforms": ["log"], "expressions": ["I(x**2)"]}
+    for asked in (spec(), spec(formula="y ~ log(x) + I(x ** 2)"), spec(cluster=None)):
+        assert kind(greeted(asked, **own)) == "reply"
+    for asked, column, rule in (
+        (spec(weights="weight"), "'weight'", "columns"),
+        (spec(offset="weight"), "'weight'", "columns"),
+        (spec(formula="y ~ x:weight"), "'weight'", "columns"),
+        (spec(formula="y ~ log(weight)"), "'weight'", "columns"),
+        (spec(formula="y ~ exp(x)"), "'exp(x)'", "transforms"),
+        (spec(formula="y ~ log(x + z)"), "'log(x + z)'", "expressions"),
+        (spec(formula="y ~ I(x**3)"), "I(x", "expressions"),
+        (spec(formula="y ~ bs(x, knots=(0.1, 0.2), lower_bound=-9, upper_bound=9)"), "'bs(x", "expressions"),
+        (spec(formula="y ~ x + offset(weight)"), "'weight'", "columns"),
+        (spec(formula="log(weight) ~ x"), "'weight'", "columns"),
+        (spec(cluster="z"), "'z'", "groups"),
+        (spec("poisson"), "'poisson'", "families"),
+        (spec(gamma=None, lam=None), "'learn'", "solvers"),
+        (spec(client="cluster", cluster=None), "'cluster'", "client"),
     ):
-        assert why in greeted(asked, **own).body.sentence
+        sentence = greeted(asked, **own).body.sentence
+        assert column in sentence
+        assert f"rule {rule!r} in site.toml" in sentence
     assert "under masks only" in greeted(spec(), secure=True).body.sentence
 
 
 @pytest.mark.parametrize(
     ("with_formula", "sentence"),
-    [(False, "'x . I.weight..2.' of a design are not those of the formula, 'x'"), (True, "not about 'I.weight .. 2.'")],
+    [(False, "'x . I.weight..2.' of a design are not those of the formula, 'x'"), (True, "column 'weight'")],
 )
 def test_a_design_of_other_columns_than_the_formula_is_refused(with_formula, sentence):
     """A dishonest coordinator: the formula has allowed columns, the design reads others."""
@@ -138,15 +156,23 @@ def test_a_cluster_that_is_not_in_the_profile_is_refused():
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"minumum": 50}, "unknown setting 'minumum'; did you mean 'minimum'?"),
-        ({"epsilom": 1.0}, "did you mean 'epsilon'?"),
-        ({"secure": "no"}, "must be true or false. Got 'no' instead"),
-        ({"minimum": 0}, ">= 1. Got 0"),
+        ("minumum = 50", "unknown name 'minumum'; did you mean 'minimum'?"),
+        ("epsilom = 1.0", "did you mean 'epsilon'?"),
+        ("secure = 'no'", "must be true or false. Got 'no' instead"),
+        ("minimum = 0", "'minimum' in site.toml must be a whole number. Got 0 instead"),
+        ("minimum = 2.5", "must be a whole number. Got 2.5 instead"),
+        ("columns = 'x'", "'columns' in site.toml must be a list of texts. Got 'x'"),
+        ("solvers = ['sweeep']", "did you mean 'sweep'?"),
+        ("approve = 'always'", "has 'always'"),
+        ("epsilon = -1", "> 0. Got -1"),
+        ("peers = 3", "must be the text of its .pub file"),
+        ("minimum = [", "is not TOML"),
     ],
 )
-def test_unknown_settings_of_a_node_are_refused(settings, why, tmp_path):
+def test_mistakes_in_a_site_file_are_refused(settings, why, tmp_path):
+    (tmp_path / "site.toml").write_text(settings)
     with pytest.raises(CoveyError) as error:
-        open_site("north", {"data": "x.csv", "home": str(tmp_path), **settings})
+        SiteFile.read(tmp_path)
     assert why in str(error.value)
 
 

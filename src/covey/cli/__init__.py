@@ -15,7 +15,7 @@ from typing import Any
 
 import typer
 
-from covey.cli import demo, federate, fit, node, plan, predict, reproduce, show
+from covey.cli import demo, federate, fit, node, plan, predict, reproduce, show, site, status
 from covey.errors import CoveyError
 
 app = typer.Typer(
@@ -44,9 +44,17 @@ def _stoppable(command: Callable[..., None]) -> Callable[..., None]:
 
 
 for _command in (
-    fit.fit, predict.predict, show.show, plan.plan, demo.demo, reproduce.reproduce, federate.federate, node.link, node.node,
+    fit.fit, predict.predict, show.show, plan.plan, demo.demo, reproduce.reproduce, federate.federate, node.link, status.status,
 ):  # fmt: skip
     app.command()(_stoppable(_command))
+
+_node = typer.Typer(invoke_without_command=True, callback=_stoppable(node.node))
+_node.command()(_stoppable(node.init))
+_site = typer.Typer(no_args_is_help=True, help="At a site: what was asked, the owner's decisions, the audit log, a dry run.")
+for _command in (site.runs, site.approve, site.refuse, site.log, site.check):
+    _site.command()(_stoppable(_command))
+app.add_typer(_node, name="node")
+app.add_typer(_site, name="site")
 
 _ClickError: Any = typer.BadParameter.__mro__[2]  # the base class of all usage errors, in click or in typer's copy of it
 

@@ -43,6 +43,12 @@ class RunOptions:
     categories: Annotated[str | None, typer.Option(help='Allowed values of columns, as JSON: \'{"zone": ["a", "b"]}\'.')] = None
     timeout: Annotated[float | None, typer.Option(help="Seconds to wait for a site's reply (600).")] = None
     retries: Annotated[int | None, typer.Option(help="How often a message without reply is sent again (2).")] = None
+    operator_key: Annotated[
+        Path | None, typer.Option(help="To deploy: your private key; sites that list its public half answer you.")
+    ] = None
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="To deploy: only ask the sites whether they would take part.")] = (
+        False
+    )
     on_loss: Annotated[str, typer.Option(help="When a site is lost: stop, or continue without it.")] = "stop"
     out: Annotated[Path | None, typer.Option(help="Folder for the models of the clusters and the global model.")] = None
 
@@ -66,7 +72,13 @@ class RunOptions:
             raise CoveyError("--minimum is a setting of each node; leave it out.")
         if self.deployed and as_json:
             raise CoveyError("--json does not go with --link; leave it out.")
-        deploys = {"sites": self.sites, "wait": self.wait, "pause": self.pause, "insecure": self.insecure or None}
+        deploys: dict[str, Any] = {
+            "sites": self.sites,
+            "wait": self.wait,
+            "pause": self.pause,
+            "insecure": self.insecure or None,
+        }
+        deploys |= {"operator-key": self.operator_key, "dry-run": self.dry_run or None}
         for name in (name for name, value in deploys.items() if value is not None and not self.deployed):
             raise CoveyError(f"--{name} is for --link; leave it out.")
         if len(words) != (1 if self.deployed else 2):
@@ -109,7 +121,8 @@ def federate(
         from covey.federation.operator.settings import check_settings
 
         check_settings(settings)  # before Flower starts a run
-        raise typer.Exit(deploy({**settings, "insecure": run.insecure}, run.link))
+        key = None if run.operator_key is None else str(run.operator_key)
+        raise typer.Exit(deploy({**settings, "insecure": run.insecure, "operator_key": key}, run.link))
     _simulate(words[0], settings, run, as_json)
 
 

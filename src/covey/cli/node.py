@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+Home = Annotated[Path, typer.Option(help="Folder of the site: its site.toml, its state and its clients' models.")]
 
 
 def link(
@@ -30,42 +32,77 @@ def link(
 
 
 def node(
-    data: Annotated[
-        Path, typer.Argument(help="The site's table: .parquet, .csv, .csv.gz or .tsv. It is read here and stays here.")
-    ],
-    home: Annotated[Path, typer.Option(help="Folder for the site's state and for its clients' models.")],
-    link: Annotated[str, typer.Option(help="Host and port of the operator's link.")],
-    key: Annotated[Path | None, typer.Option(help="The site's private key, whose public half the operator registered.")] = None,
+    context: typer.Context,
+    home: Home = Path(),
+    table: Annotated[Path | None, typer.Option(help="The site's table, if not the one of site.toml.")] = None,
+    link: Annotated[str | None, typer.Option(help="Host and port of the link, if not those of site.toml.")] = None,
+    key: Annotated[Path | None, typer.Option(help="The site's private key, if not the one of site.toml.")] = None,
+    ca: Annotated[Path | None, typer.Option(help="The link's certificate, if not the one of site.toml.")] = None,
+    site: Annotated[str | None, typer.Option(help="The site's name, if not the one of site.toml.")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="No TLS and no keys: on one machine, to try it.")] = False,
+) -> None:
+    """Connect a site to a link, and answer what its site.toml allows, from its own table, until stopped.
+
+    Without a site.toml everything is refused; 'covey node init' writes one.
+
+    [bold]Example[/bold]   covey node --home north
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from covey.federation.flower.launch import start_node
+    from covey.federation.site.file import SiteFile
+
+    given = {"table": table, "link": link, "key": key, "ca": ca, "site": site, "insecure": insecure or None}
+    start_node(SiteFile.read(home, **given))
+
+
+def init(
+    table: Annotated[Path, typer.Argument(help="The site's table: .parquet, .csv, .csv.gz or .tsv.")],
+    home: Home,
+    client: Annotated[str, typer.Option(help="Column with the ids of the clients.")],
+    site: Annotated[str | None, typer.Option(help="The site's name; by default that of its folder.")] = None,
+    groups: Annotated[str, typer.Option(help="Columns by which clients may be grouped, separated by commas.")] = "",
+    columns: Annotated[str | None, typer.Option(help="Columns that fits may use; by default all others.")] = None,
+    link: Annotated[str, typer.Option(help="Host and port of the operator's link.")] = "",
+    key: Annotated[Path | None, typer.Option(help="The site's private key.")] = None,
     ca: Annotated[Path | None, typer.Option(help="The link's certificate, from the operator.")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="No TLS and no keys: on one machine, to try it.")] = False,
-    site: Annotated[str | None, typer.Option(help="The site's name; needed with --insecure, else checked.")] = None,
-    minimum: Annotated[
-        int | None, typer.Option(help="Least number of clients of each cluster and each category; else runs are refused (3).")
-    ] = None,
-    client: Annotated[str | None, typer.Option(help="Column of the clients; fits with another are refused.")] = None,
-    columns: Annotated[str | None, typer.Option(help="Allow-list of columns, separated by commas; no expressions.")] = None,
-    secure: Annotated[bool, typer.Option("--secure", help="Send masked sums only.")] = False,
-    epsilon: Annotated[
-        float | None, typer.Option(help="Answer only with differential privacy, up to this epsilon in one run.")
-    ] = None,
-    epsilon_total: Annotated[float | None, typer.Option(help="The largest epsilon of all runs together.")] = None,
-    delta: Annotated[float | None, typer.Option(help="The delta at which these limits are measured (1e-6).")] = None,
-    port: Annotated[int | None, typer.Option(help="Port on this machine for the node's processes; else a free port.")] = None,
 ) -> None:
-    """Connect a site to a link, and answer the operator's fits from the site's own table until stopped.
+    """Write a site.toml with a comment on every rule. Read it, and take out what the site does not want to answer.
 
-    [bold]Example[/bold]   covey node homes.parquet --home north --link link.example.org:8000 --key north.key --ca link.crt
+    [bold]Example[/bold]   covey node init homes.parquet --home north --client county --groups state --link 127.0.0.1:8000
     """
-    from covey.errors import FederationError, whole
-    from covey.federation.flower.launch import start_node
-    from covey.federation.site.policy import Budget
+    from covey.errors import FederationError, unknown_column
+    from covey.federation.site.file import LIMITS, NAME, PLACES, RULES
+    from covey.federation.site.state import private_folder, write_file
+    from covey.tables.rows import read_table
 
-    if insecure and site is None:
-        raise FederationError("Without keys the operator cannot name this site; give it a name with --site.")
-    if minimum is not None:
-        whole("--minimum", minimum, least=1)
-    limits = {"epsilon": epsilon, "epsilon_total": epsilon_total, "delta": delta}
-    Budget.of(limits, home)  # wrong limits are refused here, not at the first message
-    about = {"client": client, "columns": columns, "secure": secure or None}
-    settings = {"site": site, "minimum": minimum, **about, **limits}
-    start_node(data, home=home, link=link, key=key, ca=ca, insecure=insecure, port=port, settings=settings)
+    if (home / NAME).exists():
+        raise FederationError(f"There is a file {str(home / NAME)!r} already; edit it, or remove it first.")
+    found = read_table(table, ids=[]).columns
+    grouping = [each.strip() for each in groups.split(",") if each.strip()]
+    asked = None if columns is None else [each.strip() for each in columns.split(",")]
+    for name in (client, *grouping, *(asked or ())):
+        if name not in found:
+            raise unknown_column(name, found)
+    places: dict[str, Any] = {"site": site or home.resolve().name, "table": str(table.resolve()), "link": link}
+    places |= {"key": str(key.resolve()) if key else "", "ca": str(ca.resolve()) if ca else "", "insecure": insecure}
+    rest = [name for name in found if name != client and name not in grouping] if asked is None else asked
+    chosen: dict[str, Any] = {"client": client, "groups": grouping, "columns": rest, "families": ["gaussian"]}
+    chosen |= {"solvers": ["sweep", "learn"], "secure": False, "replies": "all", "share": 0.75}
+    text = "# What this site allows. The rest is refused, and a rule that is left out has its strictest value.\n"
+    for name, comment in PLACES.items():
+        text += f"\n# {comment}\n{name} = {_toml(places[name])}\n"
+    for name, about in RULES.items():
+        text += f"\n# {about['comment']}\n{name} = {_toml(chosen.get(name, about['strict']))}\n"
+    for name, comment in LIMITS.items():
+        text += f"\n# {comment}\n# {name} = {'1e-6' if name == 'delta' else '1.0'}\n"
+    text += "\n# Public keys of other sites by name, for masked runs; two in a list while a site replaces its key.\n[peers]\n"
+    write_file(private_folder(home) / NAME, text.encode())
+    print(f"{home / NAME} is written. Read it, and take out the columns that this site does not want to answer about.")
+
+
+def _toml(value: Any) -> str:
+    import json
+
+    return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)

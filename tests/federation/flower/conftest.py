@@ -37,6 +37,6 @@ def two(tmp_path_factory):
     """Two sites whose core is a stand-in: for what the transport does."""
     with deployed(tmp_path_factory.mktemp("two"), changed="standin") as deployment:
         deployment.register("north", "south")
-        deployment.start_node("north", "--minimum 3")
+        deployment.start_node("north")
         deployment.start_node("south")
         yield deployment

@@ -14,7 +14,21 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
+import polars as pl
+
 BIN = Path(sys.executable).parent
+ALLOWED = {
+    "client": "county",
+    "groups": ["state"],
+    "columns": ["log_radon", "radon", "floor", "high"],
+    "families": ["gaussian", "bernoulli"],
+    "solvers": ["sweep", "newton", "learn"],
+    "replies": "all",
+    "secure": False,
+    "approve": "policy",
+    "minimum": 1,
+    "share": 1.0,
+}
 
 
 def free_port() -> int:
@@ -144,12 +158,23 @@ class Deployment(Processes):
             self.command(f"ssh-keygen -q -t ecdsa -b 384 -N '' -f {site}.key")
             self.command(f"flwr supernode register {site}.key.pub link --name {site}")
 
-    def start_node(self, site: str, more: str = "", *, link: str | None = None) -> None:
-        secure = f"--insecure --site {site}" if self.insecure else f"--key {site}.key --ca link.crt"
-        table = self.folder / f"{site}.csv"
+    def start_node(self, site: str, *, link: str | None = None, name: str | None = None, **rules: object) -> None:
+        """Start the node of a site; its site.toml allows the survey of radon, and further rules replace those."""
+        home, table = self.folder / site, self.folder / f"{site}.parquet"
         if not table.exists():
-            table.write_text("x\n1\n")
-        self.start(site, f"covey node {site}.csv --home {site} --link {link or self.address} {secure} {more}")
+            pl.DataFrame({"x": [1]}).write_parquet(table)
+        home.mkdir(exist_ok=True)
+        places = {"site": name or site, "table": str(table), "link": link or self.address, "insecure": self.insecure}
+        if not self.insecure:
+            places |= {"key": str(self.folder / f"{site}.key"), "ca": str(self.folder / "link.crt")}
+        peers = rules.pop("peers", {})
+        lines = [f"{name} = {json.dumps(value)}" for name, value in {**places, **ALLOWED, **rules}.items()]
+        lines += ["[peers]", *(f"{name} = {json.dumps(key)}" for name, key in peers.items())]
+        (home / "site.toml").write_text("\n".join(lines))
+        self.start(site, f"covey node --home {site}")
+
+    def audit(self, site: str) -> list[dict]:
+        return [json.loads(line) for line in (self.folder / site / "audit.jsonl").read_text().splitlines()]
 
     def run(self, settings: dict, *, wait: float = 60.0) -> tuple[int, str, str]:
         """A run through ``deploy`` in a process of its own: exit code, results, progress (and an error, if there is one)."""

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
-import subprocess
 import time
 
 import numpy as np
 import polars as pl
 import pytest
 
+from covey._version import __version__
 from covey.model.files import load_model
 from covey.problem.problem import Spec
 from tests.fits import fit_table
 
 from .conftest import deployed
-from .deployment import hear
+from .deployment import hear, until
 
 STATES = {"east": ["IN", "MA", "PA"], "north": ["MI", "MN", "ND", "WI"], "south": ["AZ"], "west": ["MO"]}
 SETTINGS = {"client": "county", "cluster": "state", "gamma": 10.0, "lam": 5.0, "timeout": 120.0}
@@ -39,12 +40,7 @@ def start_sites(deployment, homes, sites):
     ]
     for site in names:
         homes.filter(pl.Series(at) == site).write_parquet(deployment.folder / f"{site}.parquet")
-        start_site(deployment, site)
-
-
-def start_site(deployment, site):
-    own = f"--key {site}.key --ca link.crt --minimum 1"
-    return deployment.start(site, f"covey node {site}.parquet --home {site} --link {deployment.address} {own}")
+        deployment.start_node(site)
 
 
 def radon(homes, sites):
@@ -132,8 +128,7 @@ def test_a_node_that_is_killed_in_an_exchange(tmp_path, homes):
         run = deployment.start_run({**settings, "out": "fit", "retries": 5, "pause": 20.0})
         hear(run, "message 5 ")
         deployment.kill("south")
-        while _ends(start_site(deployment, "south")):  # as the guide says: until it stays
-            time.sleep(10)
+        deployment.start_node("south")
         out, err = run.communicate(timeout=300)
         assert run.returncode == 0, err
         assert ", again to 1" in err
@@ -148,13 +143,6 @@ def test_a_node_that_is_killed_in_an_exchange(tmp_path, homes):
         assert re.search(r"Without south \(its node has stopped.*\): its clients are in no sum of this fit", out)
         left = homes.filter(homes["county"].is_in(pl.read_parquet(tmp_path / "north.parquet")["county"].to_list()))
         agree(deployment, left, ["north"], settings, "without")
-
-
-def _ends(process):
-    try:
-        return process.wait(timeout=20) is not None
-    except subprocess.TimeoutExpired:
-        return False
 
 
 @pytest.mark.federation
@@ -179,3 +167,21 @@ def test_replayed_messages_change_nothing(tmp_path, homes):
             "covey: the message before deliver: refusal stale",
         ]
         agree(deployment, homes, sites, settings, "fit")
+
+
+@pytest.mark.federation
+def test_status_says_which_sites_answer(tmp_path, homes):
+    """Also in its exit code; what a site says of itself names no column."""
+    with deployed(tmp_path) as deployment:
+        deployment.register("north", "south")
+        radon(homes, ["north"]).write_parquet(tmp_path / "north.parquet")
+        deployment.start_node("north", minimum=7)
+        until(lambda: "connected to" in deployment.log("north"), 90)
+        found = json.loads(deployment.command("covey status --link link --json", code=1, patience=240))
+        assert found["north"]["state"] == "online"
+        assert found["north"]["covey"] == __version__
+        assert (found["north"]["minimum"], found["north"]["approve"]) == (7, "policy")
+        (other,) = (about for name, about in found.items() if name != "north")
+        assert other["state"] == "registered"
+        assert "covey" not in other
+        assert "log_radon" not in json.dumps(found)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import time
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 import pytest
 
 from covey.model.files import load_model
+from covey.problem.problem import Spec
+from tests.fits import fit_table
 
 from .conftest import deployed, needs_programs
 from .deployment import Processes, free_port, until
@@ -45,9 +49,9 @@ class Shell:
         until(lambda: f"{end}: " in self.said.read_text(), patience)
         said = self.said.read_text().removeprefix(before)
         assert said.rstrip().endswith(f"{end}: 0"), f"{command}\n{said}"
-        log = re.search(r"> (\S+\.log) 2>&1 &$", command)
+        log = re.search(r"> (\S+\.log) 2>&1 &$", command)  # a server; a fit in the background is waited for later
         if log:
-            ready = "Uvicorn running" if "covey link" in command else "SuperNode ID"
+            ready = "Uvicorn running" if "covey link" in command else "connected to"
             until(lambda: ready in (self.folder / log[1]).read_text(), patience)
         return said.partition(end)[0]
 
@@ -63,16 +67,21 @@ def test_the_guide_word_by_word(tmp_path):
         shell = Shell(tmp_path, processes.environment)
         said = {command: shell.type(command, 180) for command in typed}
         assert (tmp_path / "link.key").stat().st_mode & 0o77 == 0
-        (federate,) = (command for command in typed if command.startswith("covey federate"))
-        print(said[federate])
-        assert "in 9 clusters (state), at 3 sites" in said[federate]
-        assert "169 clients (county)" in said["covey show north/model"]
-        assert {(tmp_path / name).stat().st_mode & 0o77 for name in ("link.db", "fit", "again")} == {0}
-        by_covey, by_flower = (load_model(tmp_path / name)[0] for name in ("fit", "again"))
-        np.testing.assert_array_equal(by_flower.w, by_covey.w)
-        assert any(command.startswith("flwr run $(python") for command in typed)
+        dry = next(text for command, text in said.items() if command.endswith("--dry-run"))
+        assert "east: its owner would be asked" in dry
+        assert "north: it would take part" in dry
+        assert "All sums may leave" in said["covey site check problem.json --home east"]
+        assert "in 5 clusters (state), at 3 sites" in said["cat result.txt"]
+        assert "138 clients (county)" in said["covey show north/model"]
+        assert "1 of at most 20 runs have joined" in said["covey site runs --home east"]
+        assert re.search(r"\d+ lines, each follows", said["covey site log --home north --verify"])
+        assert "3 sites" in said["covey status --link link"]
+        assert {(tmp_path / name).stat().st_mode & 0o77 for name in ("link.db", "fit", "east")} == {0}
+        tables = pl.concat([pl.read_parquet(tmp_path / f"{site}.parquet") for site in ("east", "north", "west")])
+        settings = json.loads((tmp_path / "problem.json").read_text())
+        np.testing.assert_allclose(load_model(tmp_path / "fit")[0].w, fit_table(tables, Spec(**settings)).w, rtol=0, atol=1e-10)
         assert typed[-1].startswith("kill ")
-        until(lambda: not processes.marked("flower-"), 30)
+        until(lambda: not processes.marked("covey"), 30)
     finally:
         processes.stop()
 

@@ -1,8 +1,8 @@
-"""The processes of a deployment: the link, a node, a run. Each is one of Flower's own commands with the options that it needs.
+"""The processes of a deployment: the link, a node, a run.
 
-Flower's programs look for one another on the PATH and keep files in a folder of their own, so both are set here: the programs
-of this environment come first, and every node has its own folder. Nothing is installed at run time, and Flower's telemetry and
-update check are off.
+Link and run are Flower's own commands with the options that they need, a node is covey's (:mod:`.node`). Flower's programs look
+for one another on the PATH, so those of this environment come first. Nothing is installed at run time, and Flower's telemetry
+and update check are off.
 """
 
 from __future__ import annotations
@@ -10,18 +10,21 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
-import stat
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from covey._version import __version__
 from covey.errors import INSTALL_FLOWER, FederationError
+from covey.federation.privacy.signing import bare, check_secret, fingerprint, signed_by_operator, verified
+
+if TYPE_CHECKING:
+    from covey.federation.site.file import SiteFile
 
 APP = Path(__file__).parent / "app"
 
@@ -56,7 +59,7 @@ def start_link(
         if certificate is None or key is None:
             raise FederationError("A link needs --cert and --key for TLS; say --insecure to go without, on one machine only.")
         _check_file(certificate, "certificate")
-        _check_secret(key)
+        check_secret(_check_file(key, "key"))
         ca = certificate if ca is None else _check_file(ca, "certificate")
         words += ["--ssl-certfile", str(certificate), "--ssl-keyfile", str(key), "--ssl-ca-certfile", str(ca)]
         words += ["--enable-supernode-auth"]
@@ -64,39 +67,44 @@ def start_link(
     _become(program, words, _environment())
 
 
-def start_node(
-    data: Path,
-    *,
-    home: Path,
-    link: str,
-    key: Path | None = None,
-    ca: Path | None = None,
-    insecure: bool = False,
-    port: int | None = None,
-    settings: Mapping[str, Any] | None = None,
-) -> NoReturn:
-    """Become the node of a site (``flower-supernode``) that answers from ``data`` and keeps its state and models in ``home``.
+def start_node(file: SiteFile) -> None:
+    """Answer for a site until SIGTERM: verify who asks, and let the site decide."""
+    check_flower(_installed())  # before parts of Flower are imported that other versions may not have
+    from covey.federation.flower.node import Link, say, serve
+    from covey.federation.flower.transport import WHO
 
-    ``settings`` (``site``, ``minimum``, ...) reach the site as they are; those that are None are left out.
-    """
-    program = _program("flower-supernode")
-    _check_file(data, "table")
-    if not re.fullmatch(r".+:\d+", link):
-        raise FederationError(f"The --link must be host and port, such as link.example.org:8000. Got {link!r} instead.")
-    words = ["--superlink", link, "--port", str(_free_port() if port is None else port)]
-    if insecure:
-        words += ["--insecure"]
-    else:
-        if key is None or ca is None:
-            raise FederationError("A node needs --key and --ca; say --insecure for a link without TLS, on one machine only.")
-        words += ["--root-certificates", str(_check_file(ca, "certificate"))]
-        words += ["--auth-supernode-private-key", str(_check_secret(key))]
-    home.mkdir(parents=True, exist_ok=True, mode=0o700)
-    config = home / "node.toml"
-    config.write_text(_toml({"data": str(data.resolve()), "home": str(home.resolve()), **(settings or {})}), encoding="utf-8")
-    words += ["--node-config", str(config)]
-    # Several nodes of one machine would unpack the same app into one folder at the same time.
-    _become(program, words, {**_environment(), "FLWR_HOME": str((home / "flower").resolve())})
+    address, insecure = str(file.places["link"] or ""), bool(file.places["insecure"])
+    if not re.fullmatch(r".+:\d+", address):
+        raise FederationError(f"The link must be host and port, such as link.example.org:8000. Got {address!r} instead.")
+
+    certificate, site = None if insecure else file.place("ca"), file.open()
+
+    def answer(kind: str, record: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        if kind == WHO:
+            site.audit.add("status")
+            return {"site": site.name, "about": json.dumps(file.in_short(__version__))}
+        name, message, operator = (record.get(each) for each in ("site", "message", "operator"))
+        if not (isinstance(name, str) and isinstance(message, bytes) and isinstance(operator, str)):
+            site.audit.add("foreign message", kind=kind[:80])
+            return None
+        if name != site.name:
+            site.audit.add("wrong name", name=name[:80])
+            return {"refusal": f"it is {site.name!r} in its site.toml but is registered as {name!r}; use one name"}
+        if operator and not verified(operator, str(record.get("signature")), *signed_by_operator(name, message)):
+            site.audit.add("wrong signature", operator=fingerprint(operator))
+            return {"refusal": "the signature of the operator is wrong; sign with the key that --operator-key names"}
+        return {"message": site.answer(message, bare(operator))}
+
+    def answer_or_fail(kind: str, record: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        try:
+            return answer(kind, record)
+        except Exception as problem:  # such as a full disk: without its line in the audit log nothing leaves
+            say(f"no reply was sent, {type(problem).__name__}: {str(problem)!a}")
+            return {"refusal": f"it failed with {type(problem).__name__}; see the log at the site"}
+
+    site.audit.add("start", covey=__version__, rules=file.in_short(__version__))
+    serve(Link(address, certificate, site.identity), answer_or_fail)
+    site.audit.add("stop")
 
 
 def deploy(settings: Mapping[str, Any], link: str) -> int:
@@ -105,8 +113,52 @@ def deploy(settings: Mapping[str, Any], link: str) -> int:
     What the operator can put right is raised as a :class:`FederationError`, as if the fit ran here. An interrupt stops the run.
     Relative paths among the ``settings`` are those of this folder: the command is for the machine of the link.
     """
-    program = _program("flwr")
-    paths = {name: str(Path(settings[name]).resolve()) for name in ("out", "members") if settings.get(name) is not None}
+    left, log = _run(settings, link)
+    if "text" in left:
+        print(left["text"])
+    for line in log.failure:
+        print(line, file=sys.stderr)
+    listed = _flwr("list", link, "--run-id", str(log.run), "--format", "json")
+    if '"finished:' not in listed:
+        again = f"when it is back, 'flwr log {log.run} {link}' shows whether it continues; if not, run the same command again."
+        raise FederationError(f"The link {link!r} went away in the middle of run {log.run}; {again}")
+    return 0 if '"finished:completed"' in listed else 2
+
+
+def status_of(link: str, *, insecure: bool = False) -> dict[str, dict[str, Any]]:
+    """The sites of a link: what their nodes say of themselves, their state and since when.
+
+    Flower lists a node that is not connected without the name of its site, so it goes by its number.
+    """
+    left, _ = _run({"status": True, "insecure": insecure}, link)
+    about: dict[str, dict[str, Any]] = json.loads(left.get("text", "{}"))
+    names = {each["node"]: name for name, each in about.items()}
+    try:
+        listed = json.loads(_flwr("supernode", "list", link, "--format", "json"))["nodes"]
+        seen = {
+            names.get(each["node-id"], f"node {each['node-id']}"): each for each in listed if each["status"] != "unregistered"
+        }
+        states = {
+            name: {"state": each["status"], "since": each["online-at" if each["status"] == "online" else "offline-at"]}
+            for name, each in seen.items()
+        }
+    except (ValueError, KeyError, TypeError):
+        raise FederationError(f"The link {link!r} does not list its sites; check that it runs and who may ask it.") from None
+    return {
+        name: {**states.get(name, {"state": "online", "since": "now"}), **about.get(name, {})} for name in {**about, **states}
+    }
+
+
+def _flwr(*words: str) -> str:
+    """What a command of Flower prints."""
+    command = [_program("flwr"), *words]
+    return subprocess.run(command, env=_environment(), capture_output=True, text=True, check=False).stdout
+
+
+def _run(settings: Mapping[str, Any], link: str) -> tuple[dict[str, str], _RunLog]:
+    """Start a run on a link and follow it to its end; what the coordinator left, and the log."""
+    program, files = _program("flwr"), ("out", "members", "operator_key")
+    paths = {name: str(Path(settings[name]).resolve()) for name in files if settings.get(name) is not None}
     given = {name: value for name, value in {**settings, **paths}.items() if value is not None}
     log = _RunLog()
     with tempfile.TemporaryDirectory() as folder:
@@ -129,16 +181,7 @@ def deploy(settings: Mapping[str, Any], link: str) -> int:
         raise _not_taken(link, " ".join(" ".join(log.before_start).split()))
     if "mistake" in left:
         raise FederationError(left["mistake"])
-    if "text" in left:
-        print(left["text"])
-    for line in log.failure:
-        print(line, file=sys.stderr)
-    command = [program, "list", link, "--run-id", log.run, "--format", "json"]
-    listed = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=False).stdout
-    if '"finished:' not in listed:
-        again = f"when it is back, 'flwr log {log.run} {link}' shows whether it continues; if not, run the same command again."
-        raise FederationError(f"The link {link!r} went away in the middle of run {log.run}; {again}")
-    return 0 if '"finished:completed"' in listed else 2
+    return left, log
 
 
 def run_config(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -201,11 +244,31 @@ def _environment() -> dict[str, str]:
     }
 
 
-def _program(name: str) -> str:
-    path = Path(sys.executable).with_name(name)
-    if find_spec("flwr") is None or not path.exists():
+def check_flower(found: str | None) -> None:
+    """Refuse to go on without Flower, or with a version whose fleet protocol a node was not tested with.
+
+    >>> check_flower("1.41.0")
+    >>> check_flower("1.43.0")
+    Traceback (most recent call last):
+    covey.errors.FederationError: This covey works with Flower 1.41 and 1.42, not with 1.43.0; pip install 'flwr>=1.41,<1.43'.
+    """
+    if found is None:
         raise FederationError(f"Federation across machines needs Flower; {INSTALL_FLOWER}.")
-    return str(path)
+    if not re.match(r"1\.4[12]\.", found):
+        fix = "pip install 'flwr>=1.41,<1.43'"
+        raise FederationError(f"This covey works with Flower 1.41 and 1.42, not with {found}; {fix}.")
+
+
+def _installed() -> str | None:
+    try:
+        return version("flwr")
+    except PackageNotFoundError:
+        return None
+
+
+def _program(name: str) -> str:
+    check_flower(_installed())
+    return str(Path(sys.executable).with_name(name))
 
 
 def _become(program: str, words: list[str], environment: Mapping[str, str]) -> NoReturn:
@@ -219,17 +282,3 @@ def _check_file(path: Path, what: str) -> Path:
     if not os.access(path, os.R_OK):
         raise FederationError(f"The {what} {str(path)!r} cannot be read by this user; check its permissions.")
     return path
-
-
-def _check_secret(path: Path) -> Path:
-    _check_file(path, "key")
-    if path.read_bytes()[:6] in (b"ssh-rs", b"ssh-ed", b"ecdsa-"):
-        raise FederationError(f"The key {str(path)!r} is the public half; give the private half, the file without .pub.")
-    if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise FederationError(f"The key {str(path)!r} is open to other users of this machine; chmod 600 it.")
-    return path
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])

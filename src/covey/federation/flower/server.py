@@ -16,6 +16,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from covey.errors import CoveyError, FederationError
 from covey.federation.flower.transport import FlowerTransport
+from covey.federation.privacy.signing import load_key
 
 app = ServerApp()
 
@@ -31,7 +32,9 @@ def main(grid: Grid, context: Context) -> None:
         report, insecure = settings.pop("report", None), settings.pop("insecure", False)
         if not isinstance(insecure, bool):
             raise FederationError(f"The setting 'insecure' must be true or false. Got {insecure!r} instead.")
-        text = operate(FlowerTransport(grid, named=not insecure), settings, _say)
+        key = settings.pop("operator_key", None)
+        transport = FlowerTransport(grid, named=not insecure, key=None if key is None else load_key(Path(str(key))))
+        text = json.dumps(transport.about()) if settings.pop("status", False) else operate(transport, settings, _say)
     except CoveyError as problem:
         _leave(report, {"mistake": str(problem)})
         # Flower logs what ends a run with its traceback; a mistake in the settings has none that would help.

@@ -7,32 +7,35 @@ replies do not say which node they speak of.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
+from typing import Any
 
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
-from covey.errors import INSTALL_FLOWER, FederationError, listing
+from covey.errors import FederationError, listing
+from covey.federation.privacy.signing import public_text, sign, signed_by_operator
 from covey.federation.wire.transport import Failure, Reason
 
 ASK, WHO = "train.covey", "query.covey"  # Flower's types of our messages: for the site, for its node
 RECORD = "covey"  # name of our record in a Flower message
 
-_PAUSE = 0.2  # seconds between looks for replies; Flower's own loop sleeps 3
+_PAUSE = 0.1  # seconds between looks for replies; Flower's own loop sleeps 3
 # seconds that a message outlives the timeout, so that covey reports a late reply before Flower drops the message
 _MARGIN = 10.0
-_PATIENCE_FOR_NAMES = 120.0  # seconds; an idle node looks for messages every 3 seconds and starts a process for each
+_PATIENCE_FOR_NAMES = 20.0  # seconds
 
 _AWAY = "it is not connected; start covey node there"
 _REASONS: dict[int, tuple[Reason, str]] = {
-    1: ("failed", f"covey could not be loaded there; {INSTALL_FLOWER}"),
-    2: ("failed", "it failed while it answered; see the log at the site"),
+    0: ("refused", "its node does not answer this message; install the same version of covey everywhere"),
+    1: ("failed", "it is not a node of covey; start covey node there"),
+    2: ("failed", "it is not a node of covey; start covey node there"),
     3: ("gone", _AWAY),
     4: ("late", "its reply has expired; give a longer --timeout"),
     5: ("gone", "its node has stopped; start covey node there again"),
-    7: ("refused", "its node does not trust the app of this run; start it with covey node, without --trusted-entities"),
-    8: ("failed", "its process was ended while it answered; see the log at the site"),
 }
 
 
@@ -46,11 +49,12 @@ class FlowerTransport:
     named : bool
         Whether sites go by the names under which the operator registered their keys (the default), so that a node without
         one is an error; else nodes are asked, which is fit only for a link that authenticates nobody.
+    key : EllipticCurvePrivateKey, optional
+        The operator's key, with which messages are signed for sites that answer known operators only.
     """
 
-    def __init__(self, grid: Grid, *, named: bool = True) -> None:
-        self._grid = grid
-        self._named = named
+    def __init__(self, grid: Grid, *, named: bool = True, key: EllipticCurvePrivateKey | None = None) -> None:
+        self._grid, self._named, self._key = grid, named, key
         self._names: dict[int, str] = {}  # names that nodes gave themselves, by node id
 
     def sites(self) -> tuple[str, ...]:
@@ -59,13 +63,32 @@ class FlowerTransport:
     def exchange(self, messages: Mapping[str, bytes], timeout: float) -> dict[str, bytes | Failure]:
         nodes = self._nodes()
         replies: dict[str, bytes | Failure] = {name: Failure("gone", _AWAY) for name in messages}
-        records = {name: ConfigRecord({"message": messages[name], "site": name}) for name in messages if name in nodes}
+        records = {name: ConfigRecord(self._record(name, messages[name])) for name in messages if name in nodes}
         carried = {
             name: Message(RecordDict({RECORD: record}), dst_node_id=nodes[name], message_type=ASK, ttl=timeout + _MARGIN)
             for name, record in records.items()
         }
         answers = self._carry(carried, timeout)
         return replies | {name: _read(reply, timeout) for name, reply in answers.items()}
+
+    def about(self) -> dict[str, dict[str, Any]]:
+        """What each node that is connected says of itself, by the name of its site."""
+        nodes = self._nodes()
+        asked = {
+            name: Message(RecordDict(), dst_node_id=node, message_type=WHO, ttl=_PATIENCE_FOR_NAMES)
+            for name, node in nodes.items()
+        }
+        found = {}
+        for name, reply in self._carry(asked, _PATIENCE_FOR_NAMES).items():
+            text = reply.content.config_records[RECORD].get("about") if reply is not None and reply.has_content() else None
+            found[name] = {"node": str(nodes[name]), **(json.loads(str(text)) if text else {})}
+        return found
+
+    def _record(self, site: str, message: bytes) -> dict[str, Any]:
+        if self._key is None:
+            return {"message": message, "site": site, "operator": ""}
+        signature = sign(self._key, *signed_by_operator(site, message))
+        return {"message": message, "site": site, "operator": public_text(self._key), "signature": signature}
 
     def _nodes(self) -> dict[str, int]:
         """Node ids by site name."""

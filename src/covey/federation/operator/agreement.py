@@ -84,7 +84,8 @@ class SetUp:
         salts: dict[str, str] = {}
         if settings.secure:
             check_spread(profiles)
-            agreed = replace(agreed, keys={site: profile.key for site, profile in profiles.items()})
+            keys, signatures = ({site: getattr(each, name) for site, each in profiles.items()} for name in ("key", "signature"))
+            agreed = replace(agreed, keys=keys, signatures=signatures)
             salts = self._sealed_salts(agreed)
         else:
             agreed = replace(agreed, salt=exchanges.journal.head["salt"])
@@ -117,9 +118,8 @@ class SetUp:
     def _sealed_salts(self, agreed: Agree) -> dict[str, str]:
         """Under masks one site draws the key of the tags; by site, the name of that site and the sealed key."""
         drawing_site = self._exchanges.roster[0]
-        reply = self._exchanges.ask(
-            DrawSalt(agreed.keys), lambda replies: _checked(replies, SealedSalts), sites=(drawing_site,), changes=False
-        )
+        draw = DrawSalt(agreed.keys, agreed.signatures)
+        reply = self._exchanges.ask(draw, lambda replies: _checked(replies, SealedSalts), sites=(drawing_site,), changes=False)
         return {site: f"{drawing_site}:{text}" for site, text in reply[drawing_site].sealed.items()}
 
     def _join(self, agreed: Agree, salts: Mapping[str, str]) -> tuple[dict[str, Joined], SiteTotals]:
@@ -132,11 +132,18 @@ class SetUp:
                 site: body if isinstance(body, tuple) and len(body) == 2 else (body, None) for site, body in replies.items()
             }
             joined = _checked({site: first for site, (first, _) in parts.items()}, Joined)
+            for site, hashes in joined.items():
+                if getattr(hashes.tags, "dtype", None) != np.uint64 or hashes.tags.shape != (len(hashes.tags), 2):
+                    raise SiteLost({site: f"it sent tags of another form{SAME_VERSION}"})
             sums = {site: second for site, (_, second) in parts.items()}
             if not secure:
                 for site, found in _checked(sums, SiteTotals).items():
                     _check_announced(site, agreed, self.profiles[site], found)
-            return joined, total_of(sums, roster, secure=secure)
+            total = total_of(sums, roster, secure=secure)
+            # Every client has a tag, so that no number of clients can be larger than what was really sent.
+            if total.clients.min(initial=0) < 0 or total.clients.sum() != sum(len(hashes.tags) for hashes in joined.values()):
+                raise Halted(f"The numbers of clients that the sites sent are not those of their tags{SAME_VERSION}.")
+            return joined, total
 
         message = {site: replace(agreed, salt=salts.get(site, "")) for site in roster} if secure else agreed
         joined, totals = self._exchanges.ask(message, gather)

@@ -23,16 +23,20 @@ from typing import Any
 import numpy as np
 
 from covey._typing import Ints
-from covey.errors import FederationError
+from covey.errors import CoveyError, FederationError
 from covey.exact import Exact
 from covey.federation.operator.journal import Entry, Exchange, Halted, Journal
 from covey.federation.operator.settings import RunSettings
 from covey.federation.privacy.masking import unmask
-from covey.federation.wire.codec import SAME_VERSION, Envelope, Refusal, join
+from covey.federation.wire.codec import SAME_VERSION, Envelope, Refusal, join, printable
 from covey.federation.wire.messages import Agree
 from covey.federation.wire.transport import Failure, Transport
 from covey.nodes.network import Batch, Message, Phase
 from covey.records import RecordError, decode, encode, outline
+
+# Errors of replies with other types or shapes than their message declares
+_UNUSABLE = (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError, MemoryError)
+_ASK_OWNER_AGAIN = 2.0  # seconds before a site is asked again that waits for its owner
 
 Gather = Callable[[dict[str, Any]], Any]
 """Combines the replies of the sites; the journal holds the result in place of the replies."""
@@ -132,7 +136,8 @@ class Exchanges:
         waiting, replies = dict(messages), dict[str, Any]()
         problems: dict[str, Unusable] = {}
         start, traffic = time.perf_counter(), np.zeros(2, dtype=np.int64)
-        for attempt in range(1 + self.settings.retries):
+        attempt, patience = 0, time.monotonic() + self.settings.patience
+        while True:
             if attempt:
                 time.sleep(self.settings.pause)
             again = f", again to {len(waiting)}" if attempt else ""
@@ -146,12 +151,22 @@ class Exchanges:
                 _check_final(site, problem)
                 if problem.last_exchange is not None:
                     self._repeat(site, problem.last_exchange, traffic)
-            if not waiting:
+            if waiting and all(problem.waits for problem in problems.values()) and time.monotonic() < patience:
+                time.sleep(_ASK_OWNER_AGAIN)
+                continue
+            attempt += 1
+            if not waiting or attempt > self.settings.retries:
                 break
         if waiting:
             raise SiteLost({site: problems[site].why for site in sorted(waiting)})
         seconds = time.perf_counter() - start
-        total = gather({site: replies[site] for site in sorted(replies)})
+        try:
+            total = gather({site: replies[site] for site in sorted(replies)})
+        except _UNUSABLE as problem:
+            if isinstance(problem, CoveyError):
+                raise
+            why = f"Replies to {declared.label!r} cannot be added ({type(problem).__name__})"
+            raise Halted(f"{why}; one of {', '.join(sorted(replies))} sent something else than covey does.") from None
         down, up = traffic.tolist()
         about = Exchange(declared.label, phase or declared.phase, len(messages), down, up, seconds)
         return Entry(self._compact(messages), encode(total), about)
@@ -195,11 +210,13 @@ class Unusable:
     why : the reason, as a clause about the site: "it sent no reply"
     last_exchange : the last exchange of a site that has lost its state; else None
     final : whether it is useless to ask again
+    waits : whether the site waits for its owner's decision
     """
 
     why: str
     last_exchange: int | None = None
     final: bool = False
+    waits: bool = False
 
 
 def _check_final(site: str, problem: Unusable) -> None:
@@ -217,14 +234,15 @@ def read_reply(message: bytes, reply: bytes | Failure | None) -> Envelope | Unus
     try:
         found = decode(reply)
     except RecordError as problem:
-        return Unusable(f"it sent bytes that cannot be read ({problem}){SAME_VERSION}")
+        return Unusable(f"it sent bytes that cannot be read ({printable(problem)}){SAME_VERSION}")
     if not isinstance(found, Envelope):
         return Unusable(f"it sent bytes that are not a reply{SAME_VERSION}")
     if isinstance(found.body, Refusal):
-        refusal = found.body
+        refusal = replace(found.body, sentence=printable(found.body.sentence))
         return {
             "behind": Unusable("it has lost its state of the run; keep its --home folder", last_exchange=refusal.exchange),
             "stale": Unusable(f"it is ahead of the coordinator ({refusal.sentence}); start a new run"),
+            "waiting": Unusable(refusal.sentence, waits=True),
             "broken": Unusable(f"it failed while it answered ({refusal.sentence}); see the log at the site"),
         }.get(refusal.reason, Unusable(refusal.sentence, final=True))
     asked = decode(message)

@@ -11,18 +11,20 @@ from typing import Any, Literal
 from covey import __version__
 from covey.errors import CoveyError, FederationError, ModelError, one_of
 from covey.federation.operator.coordinator import Federation
-from covey.federation.operator.exchanges import Exchanges, SiteLost
+from covey.federation.operator.exchanges import Exchanges, SiteLost, Unusable, read_reply
 from covey.federation.operator.journal import Exchange, ForeignJournal, Halted, Journal
 from covey.federation.operator.report import report
 from covey.federation.operator.settings import RunSettings, check_settings, checked_settings, run_settings_of, spec_of
 from covey.federation.privacy.differential import check_spec, fit_privately, privacy_statement, with_privacy_message
-from covey.federation.wire.messages import Deliver, SiteTotals
+from covey.federation.wire.codec import Envelope
+from covey.federation.wire.messages import AskReady, Deliver, Ready, SiteTotals
 from covey.federation.wire.transport import Transport, wait_for_sites
 from covey.fitting.fit import check_elsewhere, check_solver, fit, model_without_clients
 from covey.model.files import check_target, learned_to_json, save_model
 from covey.model.model import Elsewhere, Model
 from covey.problem.problem import Problem, resolve
 from covey.problem.rows import used_columns
+from covey.records import encode
 from covey.tables.values import Dropped
 
 OnLoss = Literal["stop", "continue"]
@@ -185,6 +187,19 @@ def _close_unfinished(journal: Journal) -> str:
     return kept if journal.begun and journal.path is not None else ""
 
 
+def dry_run(transport: Transport, roster: Sequence[str], draft: Problem, settings: RunSettings) -> str:
+    """Ask all sites whether they would take part in a run; one line for each."""
+    ask = AskReady(__version__, draft.to_json(), settings.secure, settings.private)
+    message = encode(Envelope(secrets.token_hex(8), 0, 0, ask))
+    came = transport.exchange(dict.fromkeys(roster, message), settings.timeout)
+    lines = []
+    for site in sorted(roster):
+        found = read_reply(message, came.get(site))
+        body = found.why if isinstance(found, Unusable) else found.body
+        lines.append(f"{site}: {body.would if isinstance(body, Ready) else body}")
+    return "\n".join(lines)
+
+
 def operate(transport: Transport, settings: Mapping[str, Any], say: Callable[[str], None]) -> str:
     """Wait for the sites, run a fit with settings of a command line or of Flower, and return the text to print at its end."""
     expected, patience = check_settings(settings)
@@ -196,6 +211,8 @@ def operate(transport: Transport, settings: Mapping[str, Any], say: Callable[[st
     journal = None if out is None else out.with_name(f"{out.name}.journal")
     on_loss = given.get("on_loss", "stop")
     draft = resolve(spec_of(settings))
+    if given.get("dry_run", False):
+        return dry_run(transport, roster, draft, run)
     outcome = run_fit(transport, roster, draft, run, journal=journal, out=out, on_loss=on_loss, say=say)
     text = report(outcome)
     return text if out is None else f"{text}\n\nmodels of the clusters and the global model written to {out}"

@@ -103,6 +103,7 @@ class RunSettings:
     ----------
     timeout : seconds to wait for a reply
     retries : how often a message is sent again, each time after ``pause`` seconds
+    patience : seconds to wait for the owners of sites to approve the run
     secure : whether sums are masked: a coordinator that follows the protocol sees only their totals
     categories : allowed categories by column
     members : allow-list of clusters and clients by site
@@ -117,6 +118,7 @@ class RunSettings:
     members: Members = field(default_factory=Members)
     private: Privacy | None = None
     delta: float = DELTA
+    patience: float = 0.0
 
     def check_categories(self, draft: Problem) -> None:
         """Refuse categories of a column that is not in the formula."""
@@ -133,8 +135,10 @@ DEFAULTS: dict[str, Any] = {"timeout": RunSettings.timeout, "retries": RunSettin
 """Defaults across machines, in seconds except for ``retries``. A site has ``pause`` seconds to come back before it is asked
 again. All sites have ``wait`` seconds to connect at first.
 """
-RUN_OPTIONS = (*DEFAULTS, "sites", "members", "categories", "secure", "epsilon", "delta", "clip", "rounds", "on_loss", "out")
-_BOOLEAN = ("secure", "fit_intercept", "standardize", "per_cluster", "tests", "nested", "james_stein")
+RUN_OPTIONS = (
+    *DEFAULTS, "sites", "members", "categories", "secure", "epsilon", "delta", "clip", "rounds", "on_loss", "out", "dry_run",
+)  # fmt: skip
+_BOOLEAN = ("secure", "dry_run", "fit_intercept", "standardize", "per_cluster", "tests", "nested", "james_stein")
 _SPEC = tuple(option.name for option in fields(Spec))
 
 
@@ -190,7 +194,8 @@ def run_settings_of(settings: Mapping[str, Any]) -> RunSettings:
     timeout, retries, pause = (given.get(name, DEFAULTS[name]) for name in ("timeout", "retries", "pause"))
     categories, members = categories_of(given), Members.read(given.get("members"))
     private, delta = privacy_of(given, str(given.get("family", "gaussian")))
-    return RunSettings(timeout, retries, pause, given.get("secure", False), categories, members, private, delta)
+    secure, patience = given.get("secure", False), float(given.get("wait", DEFAULTS["wait"]))
+    return RunSettings(timeout, retries, pause, secure, categories, members, private, delta, patience)
 
 
 def categories_of(settings: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -1,85 +1,130 @@
-"""What a site allows: which columns a fit may use, how few clients a group may have, and how much privacy may be spent.
+"""What a site allows. Everything that its file ``site.toml`` does not allow is refused.
 
-A site counts by itself what its private runs have cost, and does not rely on the coordinator for it:
-
-    home/
-      privacy.json   every release of every run at this site, and the epsilon of all of them together
+Each rule is declared once, in :class:`Policy`: its value in a simulation, where everything is allowed; its value for a node
+whose file does not set it, which is the strictest; and the comment that ``covey node init`` writes above it. A refusal names
+its rule and says how the owner of the site can change it.
 """
 
 from __future__ import annotations
 
-import json
+import ast
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from covey.errors import CoveyError, FederationError, FormulaError, ModelError, PenaltyError, SolverError, listing, number
-from covey.federation.privacy.differential import DELTA, PlaceClients, ReleaseSums, spent
-from covey.federation.site.state import locked, write_file
-from covey.federation.wire.codec import SAME_VERSION
-from covey.federation.wire.messages import Privacy, formula_of
+from covey.errors import CoveyError, FederationError, FormulaError, ModelError, PenaltyError, SolverError, listing
+from covey.exact import Exact
+from covey.federation.wire.messages import formula_of
 from covey.model.files import check_target
-from covey.nodes.network import Batch, Message, SetGamma
+from covey.nodes.network import Batch, Message
 from covey.problem.problem import Problem
-from covey.problem.settings import COLUMNS
-from covey.tables.rows import GroupedData
+from covey.problem.settings import COLUMNS, LEVELS
+from covey.records import Record, names
+from covey.tables.expressions import FUNCTIONS, read_expression
+from covey.tables.formula import Factor
+from covey.tables.transforms import OPTIONS
 
-MINIMUM = 3  # clients in a sum, unless the site sets another minimum
-
+TRANSFORMS = (*FUNCTIONS, "C", *OPTIONS)
+SOLVERS = ("sweep", "newton", "learn", "gradient")
 _ABOUT_SETTINGS = (FederationError, FormulaError, PenaltyError, SolverError)  # errors that are not about rows
 _ABOUT_SCHEMA = ("There is no column", "The table has no rows", "There is no file")  # nor are those that begin so
 
 
+def rule(open_: Any, strict: Any, comment: str) -> Any:
+    """A rule: its value in a simulation, its value for a node whose file does not set it, and its comment in the file."""
+    return field(default=open_, metadata={"strict": strict, "comment": comment})
+
+
+def refusal(name: str, why: str, change: str) -> FederationError:
+    """The error for a request that a rule does not allow.
+
+    >>> str(refusal("columns", "This site does not answer about column 'hiv'", "add it to the list"))
+    "This site does not answer about column 'hiv'. Its owner can add it to the list: rule 'columns' in site.toml."
+    """
+    return FederationError(f"{why}. Its owner can {change}: rule {name!r} in site.toml.")
+
+
 @dataclass(frozen=True)
 class Policy:
-    """What a site allows.
+    """What a site allows; None allows everything.
 
-    Parameters
-    ----------
-    minimum : least number of clients of each cluster and each category at the site, not of combinations of these; else the
-        site refuses the run, which then ends
-    client : column of its clients; None for any
-    columns : allow-list of columns, to be used as they are and not in expressions; None for any
-    secure : whether it sends masked sums only
-    share_row_errors : whether errors about its rows may leave the site; true in a simulation
+    The comments of the rules, which are also those of ``site.toml``, say what each of them means.
     """
 
-    minimum: int = MINIMUM
-    client: str | None = None
-    columns: Sequence[str] | None = None
-    secure: bool = False
-    share_row_errors: bool = False
+    minimum: int = rule(1, 10, "Least number of clients in each sum that leaves: of each cell, and of each term in it.")
+    client: str | None = rule(None, "", "Column with the ids of the clients.")
+    columns: Sequence[str] | None = rule(None, (), "Columns that may be responses, terms, weights or offsets.")
+    secure: bool = rule(False, True, "Whether only masked sums leave. Then [peers] must name the sites that take part.")
+    groups: Sequence[str] | None = rule(None, (), "Columns by which clients may be grouped.")
+    transforms: Sequence[str] | None = rule(None, (), f"Functions of one allowed column: {', '.join(TRANSFORMS)}.")
+    expressions: Sequence[str] | None = rule(None, (), "Other expressions, each as it stands in a formula.")
+    families: Sequence[str] | None = rule(
+        None,
+        (),
+        "Families: gaussian, bernoulli, poisson, gamma. For all but the first see 'Sums are not anonymous' in the docs.",
+    )
+    solvers: Sequence[str] | None = rule(
+        None, (), "Solvers: sweep, newton, learn (penalties by REML or ML), gradient (first-order algorithms)."
+    )
+    replies: str = rule("all", "vectors", "Which replies leave: all, or vectors (at most one number for each term and cell).")
+    share: float = rule(1.0, 0.5, "The largest share that one client may have in the sum of squares of a term, in any cell.")
+    approve: str = rule("policy", "ask", "ask: the owner decides on each run (covey site runs). policy: these rules suffice.")
+    operators: Sequence[str] = rule((), (), "Public keys of the operators who may ask; empty: everybody whom the link lets.")
+    pinned: int = rule(0, 0, "How many sites of [peers] must take part in a masked run; 0: all sites of the run must be there.")
+    runs: int | None = rule(None, 20, "The most runs that this site takes part in.")
+    messages: int | None = rule(None, 200, "The most messages of one run that it answers.")
+    retention: int | None = rule(None, 30, "Days after which it deletes what it remembers of a run.")
+    share_row_errors: bool = False  # whether errors about rows may leave the site; only in a simulation
 
     def check_problem(self, problem: Problem) -> None:
-        """Refuse columns that are not on the allow-list, and another client column."""
+        """Refuse columns, expressions, families and solvers that are not allowed."""
         spec, (formula, _) = problem.spec, formula_of(problem)
         if self.client is not None and spec.client != self.client:
-            clients = f"The clients of this site are in column {self.client!r}, not {spec.client!r}"
-            raise FederationError(f"{clients}; start the run with --client {self.client}.")
-        if self.columns is None:
-            return
+            given = f"Clients by column {spec.client!r} are not allowed at this site, whose clients are in {self.client!r}"
+            raise refusal("client", given, "name another column")
         for factor in formula.factors:
-            if factor.kind != "lookup":  # an expression could select single rows
-                asked = f"not about {factor.expression!r}; leave it out"
-                raise FederationError(f"This site answers about columns as they are, {asked}.")
-        named = {factor.expression for factor in formula.factors}
-        named |= {name for name in (getattr(spec, each) for each in COLUMNS) if name is not None}
-        foreign = sorted(named - {*self.columns, self.client})
-        if foreign:
-            raise FederationError(f"This site does not answer about column {foreign[0]!r}; use {listing(self.columns, 8)}.")
+            self._check_factor(factor)
+        columns = [name for factor in formula.factors for name in factor.names()[0]]
+        columns += [getattr(spec, each) for each in COLUMNS if each not in LEVELS]
+        self._check_all("columns", "This site does not answer about column", columns)
+        self._check_all("groups", "This site does not group clients by column", [spec.cluster])
+        self._check_all("families", "This site does not fit the family", [spec.family])
+        if spec.learns is not None:
+            self._check_all("solvers", "This site does not help to learn penalties; give gamma and lam, not", ["learn"])
 
-    def check_clusters(self, data: GroupedData) -> None:
-        """Refuse sums over fewer clients than the minimum."""
-        sizes = data.hierarchy.sizes
-        few = np.flatnonzero((sizes > 0) & (sizes < self.minimum))
-        if len(few):
-            cluster = f"The cluster {data.hierarchy.cluster_ids[int(few[0])]!r} has fewer than {self.minimum} clients here"
-            raise FederationError(f"{cluster}, the least that this site allows; lower its --minimum, or leave the cluster out.")
+    def _check_factor(self, factor: Factor) -> None:
+        """Refuse an expression that is neither a function of one column nor listed: it could select single rows."""
+        found = factor.read()
+        if found is None or self.expressions is None:
+            return
+        tree, text, function = found.tree, ast.unparse(found.tree), ""
+        if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and len(tree.args) == 1 and not tree.keywords:
+            function = tree.func.id if isinstance(tree.args[0], ast.Name) else ""
+        listed = [ast.unparse(read_expression(each, each).tree) for each in self.expressions]
+        if text not in listed and function not in ("I", *(self.transforms or ())):
+            why = f"This site does not answer about the expression {factor.expression!r}"
+            raise refusal("transforms" if function else "expressions", why, f"add {function or text!r} to the list")
+
+    def _check_all(self, name: str, why: str, asked: Sequence[str | None]) -> None:
+        allowed = getattr(self, name)
+        for each in asked if allowed is not None else ():
+            if each is not None and each not in allowed:
+                raise refusal(name, f"{why} {each!r}; it allows {listing(allowed, 8) or 'none'}", "add it to the list")
+
+    def check_message(self, message: Message[Any], exchange: int) -> None:
+        """Refuse messages of solvers that are not allowed, and more messages than are allowed."""
+        if self.messages is not None and exchange >= self.messages:
+            raise refusal("messages", f"This site answers {self.messages} messages of a run", "raise the number")
+        for part in message.messages if isinstance(message, Batch) else (message,):
+            if (solver := solver_of(type(part))) is not None:
+                self._check_all("solvers", f"This site does not answer {part.label!r}, a message of", [solver])
+
+    def check_reply(self, reply: Any, cells: int, terms: int) -> None:
+        """Refuse a reply with matrices, if only vectors may leave."""
+        if self.replies != "all" and any(numbers > cells * terms for numbers in _sizes(reply)):
+            raise refusal("replies", "This site sends vectors only, and this message asks for more", "set it to 'all'")
 
     def public_sentence(self, problem: CoveyError, home: Path | None) -> str:
         """The sentence about an error that may leave the site; one that names clients or values goes to the site's log only."""
@@ -91,6 +136,25 @@ class Policy:
         return "Its table cannot be used as it is; the site's own log (refusal.txt in its home) says which column and row."
 
 
+def solver_of(kind: type[Message[Any]]) -> str | None:
+    """The solver to which a kind of message belongs, as the rule ``solvers`` names it; None for messages of all solvers."""
+    package, _, module = kind.__module__.removeprefix("covey.").rpartition(".")
+    if package in ("nodes", "federation.privacy", "federation.wire"):
+        return None
+    known = {"solvers.first_order": "gradient", "variance": "learn"}
+    return known.get(package, module if package != "solvers.direct" or module == "newton" else "sweep")
+
+
+def _sizes(reply: Any) -> list[int]:
+    """The sizes of all arrays of a reply."""
+    if isinstance(reply, Exact):
+        return [int(reply.size.size)]
+    if isinstance(reply, Record | tuple | list):
+        parts = [getattr(reply, name) for name in names(reply)] if isinstance(reply, Record) else reply
+        return [size for part in parts for size in _sizes(part)]
+    return [int(reply.size)] if hasattr(reply, "size") else []
+
+
 def check_model_folder(folder: Path | None) -> None:
     """Refuse a folder for models that holds other files; the site's log says which."""
     try:
@@ -99,118 +163,3 @@ def check_model_folder(folder: Path | None) -> None:
     except ModelError as problem:
         print(f"covey: {problem}", file=sys.stderr)
         raise FederationError("The site's folder for models holds other things or cannot be written; see its log.") from None
-
-
-@dataclass
-class Budget:
-    """How much epsilon a site may spend, and how much it has spent.
-
-    Parameters
-    ----------
-    run : the most epsilon for one run; None for no limit. A site with a limit refuses runs without differential privacy
-    total : the most epsilon for all runs together; None for no limit
-    delta : the delta of these limits, whatever the operator's is
-    file : keeps the releases over runs and restarts; None keeps them in this object
-    releases : noise and exchanges of the releases by start of a run, if there is no file
-    """
-
-    run: float | None = None
-    total: float | None = None
-    delta: float = DELTA
-    file: Path | None = None
-    releases: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, settings: Mapping[str, Any], home: Path) -> Budget:
-        """From the settings ``epsilon``, ``epsilon_total`` and ``delta`` of a node."""
-        given = {name: settings[name] for name in ("epsilon", "epsilon_total", "delta") if settings.get(name) not in (None, "")}
-        limits = {name: number(f"option --{name}".replace("_", "-"), value, above=0) for name, value in given.items()}
-        return cls(limits.get("epsilon"), limits.get("epsilon_total"), limits.get("delta", DELTA), home / "privacy.json")
-
-    def admit(self, privacy: Privacy | None, run: str, epoch: int) -> None:
-        """Refuse a run that would cost too much, before anything is sent."""
-        if privacy is None:
-            if self.run is not None or self.total is not None:
-                most = f"epsilon {self.total if self.run is None else self.run:g} at most (delta {self.delta:g})"
-                raise FederationError(f"This site answers only under differential privacy, with {most}; give an epsilon.")
-            return
-        start = f"{run}.{epoch}"
-        releases = {name: entry for name, entry in self._read().items() if name != start}
-        self._check(run, releases | {start: {"noise": privacy.noise, "exchanges": range(privacy.rounds)}})
-
-    def remember(self, privacy: Privacy, run: str, epoch: int, rows: str, *, again: bool) -> None:
-        """Keep a digest of the rows of a run; with ``again``, check that they are still the same."""
-        with self._locked():
-            releases = self._read()
-            entry = releases.setdefault(f"{run}.{epoch}", {"noise": privacy.noise, "exchanges": []})
-            if again and entry.get("rows") != rows:
-                lost = "This site has lost its state of a private run, or its table has changed since"
-                raise FederationError(f"{lost}; put both back, or start a new run.")
-            entry["rows"] = rows
-            self._write(releases)
-
-    def charge(self, privacy: Privacy, run: str, epoch: int, exchange: int) -> None:
-        """Count one release, on disk before it is sent; refuse to make it twice, or more releases than were agreed."""
-        with self._locked():
-            releases = self._read()
-            entry = releases.setdefault(f"{run}.{epoch}", {"noise": privacy.noise, "exchanges": []})
-            entry["noise"] = min(entry["noise"], privacy.noise)  # of two agreements, the one that costs more
-            if exchange in entry["exchanges"]:
-                lost = f"This site has answered message {exchange} before and lost its reply"
-                raise FederationError(f"{lost}; it does not draw noise twice: start a new run.")
-            if len(entry["exchanges"]) >= privacy.rounds:
-                raise FederationError(f"This site agreed to {privacy.rounds} releases and has made them; start a new run.")
-            entry["exchanges"].append(exchange)
-            self._check(run, releases)
-            self._write(releases)
-
-    def spent(self) -> float:
-        """The epsilon of all releases that this site has made."""
-        return self._cost(self._read())
-
-    def _cost(self, releases: Mapping[str, Any]) -> float:
-        return spent([(entry["noise"], len(entry["exchanges"])) for entry in releases.values()], self.delta)
-
-    def _check(self, run: str, releases: Mapping[str, Any]) -> None:
-        """Refuse releases that cost more than this site allows."""
-        of_run = {name: entry for name, entry in releases.items() if name.startswith(f"{run}.")}
-        for what, most, made in (("for one run", self.run, of_run), ("for all runs", self.total, releases)):
-            if most is not None and (cost := self._cost(made)) > most:
-                limit = f"to {cost:.4g} (delta {self.delta:g}), but it allows {most:g} at most"
-                raise FederationError(f"This would bring the site's epsilon {what} {limit}; give a smaller --epsilon.")
-
-    def _locked(self) -> AbstractContextManager[None]:
-        """Two runs at once must not both add to the same count."""
-        return locked(None if self.file is None else self.file.parent, "privacy.lock")
-
-    def _read(self) -> dict[str, Any]:
-        if self.file is None:
-            return {name: {**entry, "exchanges": list(entry["exchanges"])} for name, entry in self.releases.items()}
-        if not self.file.exists():
-            return {}
-        try:
-            found: dict[str, Any] = json.loads(self.file.read_text())["releases"]
-        except (OSError, ValueError, KeyError, TypeError):
-            raise FederationError("The site's privacy.json is damaged, so its spent epsilon is unknown; restore it.") from None
-        return found
-
-    def _write(self, releases: dict[str, Any]) -> None:
-        self.releases = releases
-        if self.file is not None:
-            document = {"epsilon": self._cost(releases), "delta": self.delta, "releases": releases}
-            write_file(self.file, json.dumps(document, indent=2).encode())
-
-
-def check_private_message(message: Message[Any], privacy: Privacy | None) -> bool:
-    """Refuse messages that a private run does not need; return whether this one asks for sums with noise."""
-    if privacy is None or isinstance(message, SetGamma | PlaceClients):
-        return False
-    if isinstance(message, Batch):
-        released = [check_private_message(part, privacy) for part in message.messages]  # checks every part
-        return any(released)
-    if not isinstance(message, ReleaseSums):
-        raise FederationError(f"This run is private: a site does not answer {message.label!r} in it{SAME_VERSION}.")
-    if (message.noise, message.clip) != (privacy.noise, privacy.clip):
-        asked, agreed = (f"noise {each.noise:g} and clip {each.clip:g}" for each in (message, privacy))
-        raise FederationError(f"The message asks for {asked}, but the sites agreed on {agreed}; start a new run.")
-    return True

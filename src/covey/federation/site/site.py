@@ -5,8 +5,13 @@ again. If a message belongs to another exchange, it refuses and says at which ex
 may end: all that the site needs is in its home folder, which only its owner can read.
 
     home/
-      runs/      what it remembers of each run
-      model/     the models of its own clients, after a run; they do not leave the site
+      site.toml        what the site allows, and where its table, its key and the link are
+      audit.jsonl      one line for each message and decision
+      questions.json   runs that wait for the owner, and those that have joined
+      released.json    keyed hashes of the clients of earlier runs
+      privacy.json     epsilon that was spent
+      runs/            what it remembers of each run
+      model/           the models of its own clients, after a run; they do not leave the site
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ import hashlib
 import secrets
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +28,42 @@ import numpy as np
 
 import covey.fitting.fit  # noqa: F401 - registers the messages of the likelihood
 from covey import __version__
-from covey.errors import CoveyError, FederationError, did_you_mean, whole
+from covey.errors import CoveyError, FederationError
 from covey.federation.privacy.differential import Draw
-from covey.federation.privacy.masking import Keys, check_keys, check_roster, mask, open_sealed, pair_secret, seal
-from covey.federation.site.policy import MINIMUM, Budget, Policy, check_model_folder, check_private_message
+from covey.federation.privacy.masking import Keys, seal
+from covey.federation.privacy.signing import fingerprint, sign
+from covey.federation.site.approval import Approvals, Waiting
+from covey.federation.site.audit import AuditLog
+from covey.federation.site.budget import Budget, check_private_message
+from covey.federation.site.masks import Peers, check_peers, join_masked_run, masked, pair_secrets, public_key, signed
+from covey.federation.site.policy import Policy, check_model_folder, refusal
+from covey.federation.site.release import NUMBER, Released, WeakSum, weak_sums
 from covey.federation.site.state import RunStore, SiteRun, locked
 from covey.federation.site.table import check_design, check_shared, grouped, joined, profile_of, rows_digest, totals
-from covey.federation.wire.codec import SAME_VERSION, Envelope, Refusal, split
-from covey.federation.wire.messages import Agree, Deliver, DrawSalt, Hello, Joined, Profile, SealedSalts, SiteMessage
+from covey.federation.wire.codec import SAME_VERSION, Envelope, Refusal
+from covey.federation.wire.messages import (
+    Agree,
+    AskReady,
+    Deliver,
+    DrawSalt,
+    Hello,
+    Joined,
+    Privacy,
+    Profile,
+    Ready,
+    SealedSalts,
+    SiteMessage,
+)
 from covey.model.files import save_model, uncertainty_from_json
 from covey.model.model import Fitted, Model, assemble
 from covey.nodes.network import Batch, Message, Node, threads_for
 from covey.objective.objective import Penalty
 from covey.problem.problem import Problem, Spec, as_frame
-from covey.problem.rows import Arrays, usable_rows
+from covey.problem.rows import Arrays, read_rows, usable_rows
 from covey.records import decode, encode
 from covey.solvers.registry import load_all
 from covey.solvers.result import Convergence, Fit
-from covey.tables.rows import GroupedData, read_table
+from covey.tables.rows import GroupedData
 from covey.tables.scaling import Scale
 from covey.variance.columns import node_learned
 from covey.variance.components import Components, Whole
@@ -49,9 +72,6 @@ load_all()  # registers the messages of all solvers
 
 Read = Callable[[Spec], Any]
 """Reads a site's table; the specification says which columns hold ids."""
-
-SETTINGS = ("data", "home", "minimum", "client", "columns", "secure", "epsilon", "epsilon_total", "delta")
-"""Names of the settings of a node."""
 
 
 @dataclass
@@ -67,6 +87,8 @@ class Site:
     models : folder for its clients' models; by default ``home/model``
     budget : how much epsilon it may spend, and has spent
     draw : source of the noise; None is the system's randomness. Only simulations use another
+    identity : the private key of its node, with which it signs its mask keys; None in a simulation
+    peers : public keys of the other sites by name, several while one is replaced; None in a simulation, where none are checked
     """
 
     name: str
@@ -76,47 +98,79 @@ class Site:
     models: Path | None = None
     budget: Budget = field(default_factory=Budget)
     draw: Draw | None = None
+    identity: Any = None
+    peers: Peers | None = None
 
     def __post_init__(self) -> None:
         if self.models is None and self.home is not None:
             self.models = self.home / "model"
-        self._runs = RunStore(self.home)
+        self.audit, self._approvals = AuditLog(self.home), Approvals(self.home, self.policy)
+        self._runs, self._released = RunStore(self.home), Released(self.home)
         self._nodes: dict[str, tuple[Node, Problem]] = {}
 
-    def answer(self, message: bytes) -> bytes:
-        """The reply to one encoded message. An error is part of the reply, in a sentence that holds no data."""
-        asked = None
+    def answer(self, message: bytes, operator: str = "") -> bytes:
+        """The reply to one encoded message of an operator, given by the public key whose signature was verified.
+
+        An error is part of the reply, in a sentence that holds no data.
+        """
+        asked, refused = None, None
         try:
             asked = decode(message)
             if not isinstance(asked, Envelope):
                 raise FederationError(f"These bytes are not the envelope of a message from a coordinator{SAME_VERSION}.")
             _check_message(asked.body)
             with locked(self.home):
-                return self._answer(asked, message)
+                sent = self._answer(asked, message, operator)
+        except Waiting as problem:
+            refused = Refusal("waiting", str(problem))
         except CoveyError as problem:
-            return encode(_refused(asked, Refusal("data", self.policy.public_sentence(problem, self.home))))
+            refused = Refusal("data", self.policy.public_sentence(problem, self.home))
         except Exception as problem:  # an error of the program; its text could hold values of rows, so it stays here
             traceback.print_exc()
-            return encode(_refused(asked, Refusal("broken", f"{type(problem).__name__} in covey {__version__}")))
+            refused = Refusal("broken", f"{type(problem).__name__} in covey {__version__}")
+        if refused is not None:
+            sent = encode(_refused(asked, refused))
+        self._write_down(asked, operator, len(message), len(sent), refused)
+        return sent
+
+    def _write_down(self, asked: Any, operator: str, came: int, left: int, refused: Refusal | None) -> None:
+        """One line of the audit log about a message and its reply."""
+        about: dict[str, Any] = {"kind": "unreadable", "operator": fingerprint(operator), "in": came, "out": left}
+        if isinstance(asked, Envelope):
+            parts = asked.body.messages if isinstance(asked.body, Batch) else (asked.body,)
+            about["kind"] = ", ".join(getattr(part, "label", "unknown") for part in parts)
+            about |= {"run": asked.run[:40], "epoch": asked.epoch, "exchange": asked.exchange}
+            if asked.run in self._nodes:
+                about["cells"] = int((self.node(asked.run).data.hierarchy.sizes > 0).sum())
+        if refused is not None:
+            about |= {"refused": refused.reason, "sentence": refused.sentence}
+        self.audit.add("message", **about)
 
     def node(self, run: str) -> Node:
         """The node of a run, for simulation and tests."""
         return self._nodes[run][0]
 
-    def _answer(self, asked: Envelope, message: bytes) -> bytes:
+    def _answer(self, asked: Envelope, message: bytes, operator: str) -> bytes:
+        if self.policy.operators and operator not in self.policy.operators:
+            who = f"This site does not know the operator with key {fingerprint(operator) or 'none'}; sign with --operator-key"
+            raise refusal("operators", who, "add the operator's public key to the list")
+        if isinstance(asked.body, AskReady):
+            return encode(replace(asked, body=self._ready(asked.body, operator)))
         if isinstance(asked.body, Hello):
-            return encode(replace(asked, body=self._introduce(asked, asked.body)))
+            return encode(replace(asked, body=self._introduce(asked, asked.body, operator)))
         if isinstance(asked.body, DrawSalt):
             return encode(replace(asked, body=self._draw_salt(asked, asked.body)))
         run, digest = self._runs.load(asked.run), hashlib.sha256(message).hexdigest()
         if (asked.epoch, asked.exchange) == (run.epoch, run.exchange) and run.digest == digest:
             return run.reply
-        refusal = _out_of_step(asked, run)
-        if refusal is not None:
-            return encode(_refused(asked, refusal))
+        if run.agreed is not None and operator != run.operator:
+            raise FederationError("Another operator began this run; start a new one.")
+        out_of_step = _out_of_step(asked, run)
+        if out_of_step is not None:
+            return encode(_refused(asked, out_of_step))
         reply: Any
         if isinstance(asked.body, Agree):
-            run, reply = self._join(asked, asked.body, run)
+            run, reply = self._join(asked, asked.body, run, operator)
         elif isinstance(asked.body, Deliver):
             run, reply = self._finish(asked, asked.body, run)
         else:
@@ -128,33 +182,57 @@ class Site:
 
     # Before the fit
 
-    def _introduce(self, asked: Envelope, hello: Hello) -> Profile:
-        if hello.version != __version__:
-            raise FederationError(f"This site runs covey {__version__}, the coordinator {hello.version}; install the same.")
-        self.budget.admit(hello.private, asked.run, asked.epoch)
-        draft = _read_problem(hello.problem)
+    def _check_asked(self, asked: Hello | AskReady, run: str = "", epoch: int = 0) -> Problem:
+        """The draft of a problem, if the policy allows it; no row is read."""
+        if asked.version != __version__:
+            raise FederationError(f"This site runs covey {__version__}, the coordinator {asked.version}; install the same.")
+        self.budget.admit(asked.private, run, epoch)
+        draft = _read_problem(asked.problem)
         self.policy.check_problem(draft)
+        if self.policy.secure and not asked.secure:
+            raise refusal("secure", "This site sends its sums under masks only; start the run with --secure", "set it to false")
+        return draft
+
+    def _introduce(self, asked: Envelope, hello: Hello, operator: str) -> Profile:
+        draft = self._check_asked(hello, asked.run, asked.epoch)
         check_model_folder(self.models)  # before the fit, not after it
-        if self.policy.secure and not hello.secure:
-            raise FederationError("This site sends its sums under masks only; start the run with --secure.")
+        self._approvals.admit(asked.run, _question(draft, operator, hello.secure, hello.private), join=False)
         run = self._runs.load(asked.run)
         if hello.secure:
             run = replace(run, key=run.key or Keys.fresh().private.hex())
             self._runs.save(asked.run, run)
-        key = _public_key(run) if hello.secure else ""
-        return profile_of(self.read(draft.spec), draft, key, self.policy.minimum, private=hello.private is not None)
+        key = public_key(run) if hello.secure else ""
+        profile = profile_of(self.read(draft.spec), draft, key, self.policy.minimum, private=hello.private is not None)
+        signature = sign(self.identity, *signed(asked.run, self.name, key)) if key and self.identity is not None else ""
+        return replace(profile, signature=signature)
+
+    def _ready(self, asked: AskReady, operator: str) -> Ready:
+        """Whether this site would take part in a run; it names no cell and no value."""
+        draft = self._check_asked(asked)
+        if self.policy.approve != "policy":
+            return Ready("its owner would be asked")
+        if asked.private is None and (weak := self.weak_sums(draft)):
+            why = f"This site has {len(weak)} sums over too few clients, or with a client that dominates"
+            raise refusal("minimum", f"{why}; covey site check names them there", "lower the number, or group more coarsely")
+        return Ready("it would take part")
+
+    def weak_sums(self, draft: Problem) -> list[WeakSum]:
+        """The sums of a problem that may not leave this site."""
+        data, _ = read_rows(self.read(draft.spec), draft)
+        return list(weak_sums(data, self.policy.minimum, self.policy.share))
 
     def _draw_salt(self, asked: Envelope, wanted: DrawSalt) -> SealedSalts:
         """Draw the key of the tags, once for each run, and seal it for each other site."""
         run = self._runs.load(asked.run)
         if not run.key:
             raise FederationError("This site has no key for this run; start a new run.")
+        check_peers(self.name, self.peers, self.policy, asked.run, wanted)
         run = replace(run, salt=run.salt or secrets.token_hex(16))
         self._runs.save(asked.run, run)
-        shared, salt = _secrets(self.name, asked.run, run, wanted.keys), bytes.fromhex(run.salt)
+        shared, salt = pair_secrets(self.name, asked.run, run, wanted.keys), bytes.fromhex(run.salt)
         return SealedSalts({other: seal(key, salt, f"salt for {other}").hex() for other, key in shared.items()})
 
-    def _join(self, asked: Envelope, agreed: Agree, run: SiteRun) -> tuple[SiteRun, Any]:
+    def _join(self, asked: Envelope, agreed: Agree, run: SiteRun, operator: str) -> tuple[SiteRun, Any]:
         if self.name not in agreed.roster:
             fix = "add it to --sites and start a new run, or stop its node"
             raise FederationError(f"Site {self.name!r} is not on the roster of this run; {fix}.")
@@ -165,20 +243,40 @@ class Site:
         if (run.key or self.policy.secure) and not agreed.keys:
             raise FederationError("This run needs masks, but the agreement has no keys; start a new run with --secure.")
         if agreed.keys:
-            run = _join_masked_run(self.name, asked.run, run, agreed)
+            check_peers(self.name, self.peers, self.policy, asked.run, agreed)
+            run = join_masked_run(self.name, asked.run, run, agreed)
+        self._approvals.admit(asked.run, _question(problem, operator, bool(agreed.keys), agreed.private), join=True)
+        self._runs.forget(self.policy.retention)
         table = self.read(problem.spec)
         used, *_ = usable_rows(as_frame(table), problem, Arrays())
         check_shared(used, problem.spec, design.levels, self.policy.minimum)  # a coordinator may have asked less in its hello
         data = grouped(table, problem, agreed.cluster_ids())
-        self.policy.check_clusters(data)
-        run = replace(run, agreed=agreed, rows=rows_digest(data), node=None, rosters=(*run.rosters, agreed.roster))
+        self._check_sums(data, private=agreed.private is not None)
+        if agreed.private is None:  # noise hides a difference of a few clients
+            self._released.admit(asked.run, data, self.policy)
+        run = replace(
+            run, operator=operator, agreed=agreed, rows=rows_digest(data), node=None, rosters=(*run.rosters, agreed.roster)
+        )
         if agreed.private is not None:
             self.budget.remember(agreed.private, asked.run, asked.epoch, run.rows, again=asked.mute)
         self._nodes[asked.run] = self._new_node(data, problem), problem
         learning = design.sums(as_frame(table)) if design.unlearned else None
         first = totals(data, standardize=problem.spec.standardize, private=agreed.private is not None, learning=learning)
         hashes = joined(data, run.salt if agreed.keys else agreed.salt, agreed, run.rows)
-        return run, (hashes, _masked(self.name, asked, run, first))
+        return run, (hashes, masked(self.name, asked, run, first))
+
+    def _check_sums(self, data: GroupedData, *, private: bool) -> None:
+        """Refuse sums over too few clients; with noise, which hides single clients, only the number of clients counts."""
+        for weak in weak_sums(data, self.policy.minimum, 1.0 if private else self.policy.share):
+            if private and weak.term != NUMBER:
+                continue
+            self.audit.add("weak sum", cell=str(weak.cell), term=weak.term, clients=weak.clients, share=round(weak.share, 3))
+            where = f"Term {weak.term!r} in cluster {weak.cell!r}" if self.policy.share_row_errors else "At this site"
+            many, named = weak.clients < self.policy.minimum, "covey site check names all such sums there"
+            few = f"fewer than {self.policy.minimum} clients contribute to a sum"
+            large = f"one client has more than {self.policy.share:g} of a sum of squares"
+            change = f"{'lower' if many else 'raise'} the number, or let clients be grouped more coarsely"
+            raise refusal("minimum" if many else "share", f"{where} {few if many else large}; {named}", change)
 
     # The fit
 
@@ -187,10 +285,13 @@ class Site:
         node, _ = self._open(asked.run, run)
         private = None if run.agreed is None else run.agreed.private
         noisy = check_private_message(asked.body, private)
+        self.policy.check_message(asked.body, asked.exchange)
         data, before = node.data, node.snapshot()
         try:
             with threads_for(node.data), np.errstate(over="ignore", invalid="ignore"):
                 reply = asked.body.at(node)
+            if private is None:
+                self.policy.check_reply(reply, data.n_clusters, data.n_terms)
             if noisy and private is not None and not asked.mute:
                 self.budget.charge(private, asked.run, asked.epoch, asked.exchange)
         except BaseException:
@@ -198,7 +299,7 @@ class Site:
             node.restore(before)
             raise
         run = replace(run, node=node.snapshot())
-        return run, _masked(self.name, asked, run, reply)
+        return run, masked(self.name, asked, run, reply)
 
     def _finish(self, asked: Envelope, delivered: Deliver, run: SiteRun) -> tuple[SiteRun, None]:
         """Write the models of the site's clients, and forget the keys and the node of the run."""
@@ -239,30 +340,12 @@ def _read_problem(plain: Mapping[str, Any]) -> Problem:
         raise FederationError(f"The problem in this message cannot be read{SAME_VERSION} and start a new run.") from None
 
 
-def open_site(name: str, settings: Mapping[str, Any]) -> Site:
-    """The site of a node with these settings.
-
-    Parameters
-    ----------
-    name : the name that the operator gave the site
-    settings : ``data`` (its table) and ``home`` (its folder); optionally ``minimum`` (3), ``client``, ``columns`` (separated by
-        commas), ``secure``, and the limits ``epsilon``, ``epsilon_total`` and ``delta``
-    """
-    settings = {key.replace("-", "_"): value for key, value in settings.items()}
-    for unknown in (key for key in settings if key not in SETTINGS):
-        raise FederationError(f"Site {name!r} has an unknown setting {unknown!r}; {did_you_mean(unknown, SETTINGS)}")
-    for needed in ("data", "home"):
-        if not settings.get(needed):
-            raise FederationError(f"Site {name!r} has no setting {needed!r}; start its node with {needed}=... .")
-    path, home = str(settings["data"]), Path(str(settings["home"]))
-    minimum, secure = settings.get("minimum", MINIMUM), settings.get("secure", False)
-    whole(f"'minimum' of site {name!r}", minimum, least=1)
-    if not isinstance(secure, bool):
-        raise FederationError(f"The 'secure' of site {name!r} must be true or false. Got {secure!r} instead.")
-    columns = [column.strip() for column in str(settings["columns"]).split(",")] if settings.get("columns") else None
-    policy = Policy(minimum, settings.get("client"), columns, secure)
-    read: Read = lambda spec: read_table(path, ids=[spec.client, spec.cluster])  # noqa: E731
-    return Site(name, read, policy, home=home, budget=Budget.of(settings, home))
+def _question(problem: Problem, operator: str, secure: bool, private: Privacy | None) -> dict[str, Any]:
+    """What a run asks for, without what the sites agree on: the owner approves exactly this."""
+    plain = problem.to_json()
+    noise = None if private is None else {"noise": private.noise, "clip": private.clip, "rounds": private.rounds}
+    spec = {name: value for name, value in plain["spec"].items() if name != "nested"}
+    return {"operator": operator, "spec": spec, "formula": plain["formula"], "secure": secure, "private": noise}
 
 
 def _site_model(node: Node, problem: Problem, delivered: Deliver) -> Model:
@@ -308,55 +391,3 @@ def _out_of_step(asked: Envelope, run: SiteRun) -> Refusal | None:
 
 def _refused(asked: Any, refusal: Refusal) -> Envelope:
     return replace(asked, body=refusal) if isinstance(asked, Envelope) else Envelope("", -1, -1, refusal)
-
-
-# Secure aggregation: keys, shared secrets and masked replies
-
-
-def _public_key(run: SiteRun) -> str:
-    """The public key of the site in a run, in hexadecimal; "" if it has none."""
-    return Keys.fresh(bytes.fromhex(run.key)).public.hex() if run.key else ""
-
-
-def _join_masked_run(site: str, name: str, run: SiteRun, agreed: Agree) -> SiteRun:
-    """Check the agreed keys and roster; the run with the key of the tags."""
-    check_keys({other: bytes.fromhex(key) for other, key in agreed.keys.items()})
-    if agreed.keys.get(site) != _public_key(run):
-        raise FederationError(f"Site {site!r} no longer has its key of this run; start a new run.")
-    if set(agreed.keys) != set(agreed.roster):
-        raise FederationError("The keys that came with the roster are not those of its sites; start a new run.")
-    check_roster(run.rosters, agreed.roster)
-    if run.salt:
-        return run
-    if not agreed.salt:
-        raise FederationError("This run is masked, but no key for the client tags arrived; start a new run.")
-    drawing_site, _, text = agreed.salt.rpartition(":")
-    shared = _secrets(site, name, run, agreed.keys)
-    return replace(run, salt=open_sealed(shared[drawing_site], bytes.fromhex(text), f"salt for {site}").hex())
-
-
-def _masked(site: str, asked: Envelope, run: SiteRun, reply: Any) -> Any:
-    """A reply as it leaves the site: masked, if that was agreed."""
-    agreed = run.agreed
-    if agreed is None or not agreed.keys or reply is None:
-        return reply
-    # The 1.0 is a proof: over all sites it adds up to their number, if the masks cancel.
-    skeleton, numbers = split((_without_bounds(reply), 1.0))
-    body = None if isinstance(asked.body, Agree) else asked.body  # the salt in an agreement differs between sites
-    question = hashlib.sha256(encode(replace(asked, mute=False, body=body))).digest()
-    shared = _secrets(site, asked.run, run, agreed.keys)
-    return (skeleton, mask(numbers, site, shared, asked.epoch, asked.exchange, question))
-
-
-def _secrets(site: str, name: str, run: SiteRun, keys: Mapping[str, str]) -> dict[str, bytes]:
-    """The secret that this site shares with each other site in a run."""
-    own = Keys.fresh(bytes.fromhex(run.key))
-    others = {other: bytes.fromhex(key) for other, key in keys.items() if other != site}
-    return {other: pair_secret(own, key, name, (site, other)) for other, key in others.items()}
-
-
-def _without_bounds(reply: Any) -> Any:
-    """A reply without lower bounds over clients: they do not add, so no mask could hide them."""
-    if is_dataclass(reply) and not isinstance(reply, type):
-        return replace(reply, **{part.name: 0.0 for part in fields(reply) if part.metadata.get("least")})
-    return reply

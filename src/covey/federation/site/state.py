@@ -6,6 +6,7 @@ A file is readable by its owner only. It is written completely or not at all, an
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ class SiteRun(Record):
     key, salt : private key of the site and key of the client tags, in hexadecimal; only if sums are masked
     rosters : sites that took part in each start of the run
     epoch, exchange, digest, reply : the last message answered: its place, a digest of its bytes, and the reply
-    agreed, rows : what all sites agreed on, and a digest of the rows at that time
+    operator, agreed, rows : who asks, what all sites agreed on, and a digest of the rows at that time
     node : state of the node
     """
 
@@ -42,6 +43,7 @@ class SiteRun(Record):
     exchange: int = -1
     digest: str = ""
     reply: bytes = b""
+    operator: str = ""
     agreed: Agree | None = None
     rows: str = ""
     node: Snapshot | None = None
@@ -71,6 +73,15 @@ class RunStore:
         self._runs[name] = run
         if self.home is not None:
             write_file(private_folder(self.home / "runs") / f"{name}.state", encode(run))
+
+    def forget(self, days: int | None) -> None:
+        """Delete what was saved of runs that were not asked for so many days."""
+        if days is None or self.home is None:
+            return
+        for file in (self.home / "runs").glob("*.state"):
+            if file.stat().st_mtime < time.time() - 86400 * days:
+                file.unlink()
+                self._runs.pop(file.stem, None)
 
 
 @contextmanager

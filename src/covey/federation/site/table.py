@@ -13,6 +13,7 @@ from covey._typing import Anything
 from covey._version import __version__
 from covey.errors import DataError, FederationError, FormulaError
 from covey.exact import Exact, segment_sum
+from covey.federation.site.policy import refusal
 from covey.federation.wire.codec import client_tags, ids_to_json, in_order, keyed_hash
 from covey.federation.wire.messages import Agree, Joined, Profile, SiteTotals, check_knots, formula_of
 from covey.problem.problem import Problem, Spec, as_frame
@@ -84,7 +85,7 @@ def check_shared(table: Any, spec: Spec, names: Iterable[str], minimum: int) -> 
         )
         if min(shared.group_by("value").agg(pl.col("client").n_unique())["client"].to_list()) < minimum:
             rare = f"Column {name!r} has a value that fewer than {minimum} clients here have"
-            raise FederationError(f"{rare}; merge such values, lower this site's --minimum, or leave their rows out.")
+            raise refusal("minimum", rare, "merge such values, leave their rows out, or lower the number")
 
 
 def check_design(problem: Problem, *, private: bool = False) -> Formula:

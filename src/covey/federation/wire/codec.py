@@ -58,8 +58,8 @@ class Refusal(Record):
 
     Attributes
     ----------
-    reason : ``data`` (its table or its policy; the sentence is for people), ``behind`` (it has not seen the exchanges before
-        this one), ``stale`` (it has answered later exchanges) or ``broken`` (an error of the program)
+    reason : ``data`` (its table or its policy; the sentence is for people), ``waiting`` (for its owner's approval), ``behind``
+        (it has not seen the exchanges before this one), ``stale`` (it has answered later ones) or ``broken`` (a program error)
     sentence : the reason in words, without any data of the site
     exchange : the last exchange that the site has answered
     """
@@ -67,6 +67,11 @@ class Refusal(Record):
     reason: str
     sentence: str
     exchange: int = -1
+
+
+def printable(text: object) -> str:
+    """A sentence of a site without control characters, which could change what a terminal shows."""
+    return "".join(each if each.isprintable() else "?" for each in str(text))[:2000]
 
 
 # A reply as a skeleton and a row of numbers

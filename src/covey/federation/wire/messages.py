@@ -17,7 +17,7 @@ All other messages go to the node that holds the rows of a site. They are declar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import polars as pl
@@ -78,6 +78,7 @@ class Profile(Record):
     classes : classes of a binary response that occur at the site
     key : the site's public key for this run, if sums are masked
     repeated : whether the same client id occurs in two of its clusters
+    signature : of the key, by the key of the site's node
     """
 
     version: str
@@ -87,11 +88,29 @@ class Profile(Record):
     clusters: tuple[Any, ...]
     classes: tuple[Any, ...] | None
     key: str = ""
+    signature: str = ""
 
 
 @dataclass(frozen=True)
 class Hello(SiteMessage[Profile], label="hello", phase="set-up"):
     """The draft of the problem, without categories and clusters, and the coordinator's version of covey."""
+
+    version: str
+    problem: dict[str, Any]
+    secure: bool = False
+    private: Privacy | None = None
+
+
+@dataclass(frozen=True)
+class Ready(Record):
+    """Whether a site would take part in a run, as a clause about the site."""
+
+    would: str
+
+
+@dataclass(frozen=True)
+class AskReady(SiteMessage[Ready], label="dry run", phase="set-up"):
+    """Ask whether a site would take part in a run, without starting it; the fields are those of :class:`Hello`."""
 
     version: str
     problem: dict[str, Any]
@@ -108,9 +127,10 @@ class SealedSalts(Record):
 
 @dataclass(frozen=True)
 class DrawSalt(SiteMessage[SealedSalts], label="salt", phase="set-up"):
-    """Draw the key of the tags, and seal it for the sites with these public keys."""
+    """Draw the key of the tags, and seal it for the sites with these public keys, which they have signed."""
 
     keys: dict[str, str]
+    signatures: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -159,6 +179,7 @@ class Agree(SiteMessage[tuple[Joined, SiteTotals]], label="agree", phase="set-up
     salt : key of the client tags; sealed for this site, if sums are masked
     private : the differential privacy of the fit, if any
     listed : whether the site is to send tags of pairs of cluster and client, for the operator's allow-list
+    signatures : of the keys, by the keys of the sites' nodes
     """
 
     problem: dict[str, Any]
@@ -169,6 +190,7 @@ class Agree(SiteMessage[tuple[Joined, SiteTotals]], label="agree", phase="set-up
     salt: str
     private: Privacy | None = None
     listed: bool = False
+    signatures: dict[str, str] = field(default_factory=dict)
 
     def cluster_ids(self) -> pl.Series:
         """The ids of all clusters in their own type."""

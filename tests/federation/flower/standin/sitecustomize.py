@@ -11,10 +11,14 @@ import types
 
 
 class Site:
-    def __init__(self, name, settings):
-        self.name, self.settings = name, settings
+    def __init__(self, name, read, policy, home, budget, identity, peers):
+        self.name, self.identity, self.audit = name, identity, self
 
-    def answer(self, message):
+    def add(self, event, **about):
+        print(event, file=sys.stderr, flush=True)
+
+    def answer(self, message, operator):
+        print(f"asked: {message.decode()}", file=sys.stderr, flush=True)
         word, _, rest = message.decode().partition(" ")
         if word == "break":
             raise ValueError(f"a secret value {rest}")
@@ -22,8 +26,6 @@ class Site:
             time.sleep(float(rest))
         if word == "die":
             os._exit(1)
-        if word == "settings":
-            return json.dumps(self.settings, sort_keys=True).encode()
         return b"%s: %s, by process %d" % (self.name.encode(), message, os.getpid())
 
 
@@ -37,7 +39,7 @@ def operate(transport, settings, say):
     wait_for_sites(transport, sites if isinstance(sites, int) else tuple(sites.split(",")), settings["wait"], say)
     answer = []
     for messages, timeout in settings["script"]:
-        say(f"exchange {len(answer) + 1}")
+        say(f"message {len(answer) + 1}")
         began = time.monotonic()
         replies = transport.exchange({name: message.encode() for name, message in messages.items()}, timeout)
         seconds = time.monotonic() - began
@@ -47,7 +49,7 @@ def operate(transport, settings, say):
 
 
 standins = {
-    "covey.federation.site.site": {"open_site": Site},
+    "covey.federation.site.site": {"Site": Site, "Read": object},
     "covey.federation.operator.operate": {"operate": operate},
 }
 for module, things in standins.items():

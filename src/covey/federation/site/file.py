@@ -1,0 +1,128 @@
+"""The file ``site.toml`` in the home of a site: where its table, its key and the link are, and what the site allows.
+
+An unknown name or an unusable value is refused when the node starts. A rule that is not in the file has its strictest value.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from covey.errors import FederationError, did_you_mean, number
+from covey.federation.privacy.differential import DELTA
+from covey.federation.privacy.signing import bare, fingerprint, load_key, public_text
+from covey.federation.site.budget import Budget
+from covey.federation.site.policy import SOLVERS, TRANSFORMS, Policy
+from covey.federation.site.site import Read, Site
+from covey.tables.rows import read_table
+
+NAME = "site.toml"
+PLACES = {
+    "site": "Name of this site, under which the operator registers its key.",
+    "table": "The table: .parquet, .csv, .csv.gz or .tsv. It is read here and stays here.",
+    "link": "Host and port of the operator's link.",
+    "key": "Private key of this site.",
+    "ca": "Certificate of the link, from the operator.",
+    "insecure": "Whether to do without TLS and keys: on one machine, to try it.",
+}
+LIMITS = {
+    "epsilon": "The most epsilon of one run. With this or epsilon_total, only private runs are answered.",
+    "epsilon_total": "The most epsilon of all runs together.",
+    "delta": "The delta of these limits.",
+}
+_CHOICES = {"replies": ("all", "vectors"), "approve": ("ask", "policy"), "solvers": SOLVERS, "transforms": TRANSFORMS}
+RULES = {part.name: part.metadata for part in fields(Policy) if part.metadata}
+
+
+@dataclass(frozen=True)
+class SiteFile:
+    """What ``site.toml`` says: places, rules, limits of epsilon, and the public keys of other sites by name."""
+
+    home: Path
+    places: Mapping[str, Any]
+    policy: Policy
+    budget: Budget
+    peers: Mapping[str, tuple[str, ...]]
+
+    @classmethod
+    def read(cls, home: Path, **given: Any) -> SiteFile:
+        """The file of a home; ``given`` places take precedence, and without a file every rule has its strictest value."""
+        path = home / NAME
+        try:
+            plain = tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
+            raise FederationError(f"The file {str(path)!r} is not TOML: {problem}; correct it.") from None
+        peers = plain.pop("peers", {})
+        known = (*PLACES, *RULES, *LIMITS)
+        for name in plain:
+            if name not in known:
+                raise FederationError(f"The file {str(path)!r} has an unknown name {name!r}; {did_you_mean(name, known)}")
+        rules = {name: _checked(name, plain.get(name, about["strict"]), about["strict"]) for name, about in RULES.items()}
+        rules["operators"] = tuple(bare(each) for each in rules["operators"])
+        limits = {name: number(f"rule {name!r}", plain[name], above=0) for name in LIMITS if name in plain}
+        budget = Budget(limits.get("epsilon"), limits.get("epsilon_total"), limits.get("delta", DELTA), home / "privacy.json")
+        places = {name: plain.get(name) for name in PLACES} | {name: each for name, each in given.items() if each is not None}
+        return cls(home, places, Policy(**rules), budget, _peers(peers))
+
+    def place(self, name: str) -> Path:
+        """A file that is needed; a relative path in ``site.toml`` begins at its folder."""
+        found = self.places[name]
+        if not found:
+            fix = f"write it into {NAME} or give --{name}" + ", or say --insecure on one machine" * (name in ("key", "ca"))
+            raise FederationError(f"The site in {str(self.home)!r} has no {name}; {fix}.")
+        path = found if isinstance(found, Path) else self.home / str(found)
+        if not path.is_file():
+            raise FederationError(f"There is no {'certificate' if name == 'ca' else name} {str(path)!r}; check the path.")
+        return path
+
+    def in_short(self, version: str) -> dict[str, Any]:
+        """What the operator may know of this site's rules: numbers and choices, no names of columns and no keys of others."""
+        shown = ("minimum", "share", "secure", "replies", "approve", "families", "solvers")
+        key = fingerprint(public_text(load_key(self.place("key")))) if self.places["key"] else ""
+        limits = {"epsilon": self.budget.run, "epsilon_total": self.budget.total}
+        return {"covey": version, "key": key, **{name: getattr(self.policy, name) for name in shown}, **limits}
+
+    def reader(self) -> Read:
+        """Reads the table."""
+        table = self.place("table")
+        return lambda spec: read_table(table, ids=[spec.client, spec.cluster])
+
+    def open(self) -> Site:
+        """The site, with its table and its key."""
+        read, name = self.reader(), self.places["site"]
+        if not isinstance(name, str) or not name:
+            raise FederationError(f"The site in {str(self.home)!r} has no name; write site = '...' into {NAME} or give --site.")
+        key = None if self.places["insecure"] else load_key(self.place("key"))
+        return Site(name, read, self.policy, self.home, budget=self.budget, identity=key, peers=self.peers)
+
+
+def _checked(name: str, value: Any, strict: Any) -> Any:
+    """A value of a rule, of the type of its strictest value."""
+    if isinstance(strict, tuple):
+        good = isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(each, str) for each in value)
+        value = tuple(value) if good else value
+        wrong = [each for each in value if name in _CHOICES and each not in _CHOICES[name]] if good else []
+    else:
+        number_ok = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+        kind = type(strict)
+        good = isinstance(value, kind) if kind in (bool, str) else number_ok and (kind is float or isinstance(value, int))
+        wrong = [value] if good and name in _CHOICES and value not in _CHOICES[name] else []
+    if wrong:
+        raise FederationError(f"The rule {name!r} in {NAME} has {wrong[0]!r}; {did_you_mean(wrong[0], _CHOICES[name])}")
+    if not good or (name in ("minimum", "runs", "messages") and value < 1):
+        kinds = {tuple: "a list of texts", bool: "true or false", str: "text", int: "a whole number", float: "a number"}
+        raise FederationError(f"The rule {name!r} in {NAME} must be {kinds[type(strict)]}. Got {value!r} instead.")
+    return value
+
+
+def _peers(plain: Any) -> dict[str, tuple[str, ...]]:
+    found = {}
+    for name, keys in plain.items() if isinstance(plain, Mapping) else [("[peers]", None)]:
+        each = (keys,) if isinstance(keys, str) else keys
+        if not isinstance(each, Sequence) or not all(isinstance(key, str) and key.count(" ") for key in each):
+            raise FederationError(f"The peer {name!r} in {NAME} must be the text of its .pub file, or a list of such texts.")
+        found[name] = tuple(bare(key) for key in each)
+    return found

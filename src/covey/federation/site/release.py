@@ -1,0 +1,144 @@
+"""Whether each sum that leaves a site is over enough clients, and whether two runs together would show a few clients.
+
+The sums of a fit are sums over the clients of a cell of products of terms and response. A sum hides a client only if enough
+others contribute to it. For each cell, each term and the response this module counts the clients that contribute, and computes
+the largest share of one client in the sum of squares. The receiver can also combine terms: an indicator of all clients but one
+gives, with the intercept, an indicator of that one. So the largest share is taken over all linear combinations too; it is the
+largest eigenvalue of a client's products relative to those of its cell.
+
+Two runs over sets of clients that differ by a few show these few by difference. The site keeps, for each run, keyed hashes of
+its clients with their numbers of rows, and the cells that they were in, in ``home/released.json``. The key stays there too.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from covey._typing import Floats
+from covey.errors import FederationError
+from covey.federation.site.policy import Policy, refusal
+from covey.federation.site.state import private_folder, write_file
+from covey.federation.wire.codec import keyed_hash
+from covey.tables.rows import GroupedData
+
+COMBINED, NUMBER = "a combination of terms", "the number of clients"
+_CONTRIBUTES = 0.01  # least part of a cell's mean sum of squares with which a client counts as one that contributes
+_KEPT = 1e-9  # combinations of terms with less of the sum of squares than this are zero up to rounding
+
+
+@dataclass(frozen=True)
+class WeakSum:
+    """A sum that may not leave: its cell, its term, how many clients contribute, and the largest share of one of them."""
+
+    cell: Any
+    term: str
+    clients: int
+    share: float
+
+    def __str__(self) -> str:
+        return f"{self.term} in {self.cell!r}: {self.clients} clients contribute, one has {self.share:.0%} of the squares"
+
+
+def weak_sums(data: GroupedData, minimum: int, share: float) -> Iterator[WeakSum]:
+    """All sums over fewer clients than the minimum, or in which one client has more than this share."""
+    tree, labels = data.hierarchy, (*data.terms, "the response")
+    for at in np.flatnonzero(tree.sizes) if minimum > 1 or share < 1 else ():
+        first, last = tree.cluster_ptr[at : at + 2]
+        cell, products = tree.cluster_ids[int(at)], _products(data, int(first), int(last))
+        squares = np.einsum("iaa->ia", products)
+        total, n = squares.sum(axis=0), last - first
+        counts = (squares > _CONTRIBUTES * total / n).sum(axis=0)
+        largest = squares.max(axis=0) / np.where(total > 0, total, 1.0)
+        # A term that is zero for all clients of a cell has no sum there.
+        weak = (total > 0) & ((counts < minimum) | (largest > share))
+        yield from (WeakSum(cell, labels[j], int(counts[j]), float(largest[j])) for j in np.flatnonzero(weak))
+        if n < minimum:
+            yield WeakSum(cell, NUMBER, int(n), 1.0 / n)
+        elif not weak.any() and share < 1 and (combined := _largest_share(products)) > share:
+            yield WeakSum(cell, COMBINED, int(n), combined)
+
+
+def _products(data: GroupedData, first: int, last: int) -> Floats:
+    """For each of some clients the products of its terms and response, scaled to a common size ``(n, d + 1, d + 1)``."""
+    ptr = data.client_ptr[first : last + 1]
+    rows = slice(int(ptr[0]), int(ptr[-1]))
+    columns = np.column_stack([data.X[rows], data.y[rows]]).astype(np.float64)
+    if data.weights is not None:
+        columns *= np.sqrt(data.weights[rows])[:, None]
+    size = np.abs(columns).max(axis=0, initial=0.0)
+    columns /= np.where(size > 0, size, 1.0)
+    return np.stack([columns[a:b].T @ columns[a:b] for a, b in zip(ptr[:-1] - ptr[0], ptr[1:] - ptr[0], strict=True)])
+
+
+def _largest_share(products: Floats) -> float:
+    """The largest share of one client in the sum of squares of any linear combination."""
+    total = products.sum(axis=0)
+    scale = np.sqrt(np.where(np.diag(total) > 0, np.diag(total), 1.0))
+    values, vectors = np.linalg.eigh(total / np.outer(scale, scale))
+    kept = values > _KEPT * max(values[-1], 0.0)
+    if not kept.any():
+        return 0.0
+    white = vectors[:, kept] / np.sqrt(values[kept]) / scale[:, None]
+    return float(np.linalg.eigvalsh(white.T @ products @ white).max())
+
+
+class Released:
+    """The sets of clients of earlier runs, in ``home/released.json`` or in this object."""
+
+    def __init__(self, home: Path | None) -> None:
+        self.home = home
+        self._kept: dict[str, Any] = {"key": secrets.token_hex(32), "runs": {}}
+
+    def admit(self, run: str, data: GroupedData, policy: Policy) -> None:
+        """Refuse a run with a set of clients that differs from one of an earlier run by fewer than the minimum."""
+        kept, tree = self._read(), data.hierarchy
+        used = np.ones(data.n_clients) if data.weights is None else np.add.reduceat(data.weights, data.client_ptr[:-1])
+        ids = zip(tree.client_ids.to_list(), data.rows_per_client.tolist(), tree.parent.tolist(), used.tolist(), strict=True)
+        now = {keyed_hash((client, rows), kept["key"])[:16]: cell for client, rows, cell, weight in ids if weight > 0}
+        for name, before in kept["runs"].items() if policy.minimum > 1 else ():
+            apart = _least_difference(now, before)
+            if name != run and 0 < apart < policy.minimum:
+                why = f"Clients of a cell or of the run differ from those of an earlier run by fewer than {policy.minimum}"
+                raise refusal("minimum", f"{why}, so that both together would show these few", "lower the number")
+        if now in kept["runs"].values():
+            return
+        kept["runs"][run] = now
+        self._kept = kept
+        if self.home is not None:
+            write_file(private_folder(self.home) / "released.json", json.dumps(kept).encode())
+
+    def _read(self) -> dict[str, Any]:
+        file = None if self.home is None else self.home / "released.json"
+        if file is None or not file.exists():
+            return self._kept
+        try:
+            found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError:
+            raise FederationError("The site's released.json is damaged, so earlier runs are unknown; restore it.") from None
+        return found
+
+
+def _least_difference(now: dict[str, int], before: dict[str, int]) -> int:
+    """The least number of clients, above zero, by which a set of one run differs from one of another.
+
+    The sets are the cells and the whole. Only sets that share a client can differ by fewer than both have.
+
+    >>> _least_difference({"a": 0, "b": 0, "c": 1}, {"a": 0, "b": 1, "c": 1})
+    1
+    >>> _least_difference({"a": 0, "b": 0}, {"a": 5, "b": 5})
+    0
+    """
+    both: dict[tuple[int, int], int] = {}
+    for client in now.keys() & before.keys():
+        pair = now[client], before[client]
+        both[pair] = both.get(pair, 0) + 1
+    sizes = [np.bincount(list(each.values()), minlength=1) for each in (now, before)]
+    apart = [int(sizes[0][one] + sizes[1][two]) - 2 * shared for (one, two), shared in both.items()]
+    return min((each for each in [*apart, len(now.keys() ^ before.keys())] if each > 0), default=0)

@@ -1,0 +1,437 @@
+"""Attacks on a site by an operator who writes honest-looking formulas, repeats runs or invents sites, and what stops each."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import polars as pl
+import pytest
+
+from covey.errors import FederationError
+from covey.federation.operator.operate import dry_run
+from covey.federation.operator.settings import RunSettings
+from covey.federation.privacy.signing import bare, public_text, sign, verified
+from covey.federation.site.approval import Approvals
+from covey.federation.site.audit import AuditLog
+from covey.federation.site.file import SiteFile
+from covey.federation.site.policy import Policy, solver_of
+from covey.federation.site.release import COMBINED, weak_sums
+from covey.federation.site.site import Site
+from covey.federation.wire.codec import Refusal
+from covey.federation.wire.transport import InProcess
+from covey.nodes.network import Message
+from covey.problem.problem import resolve
+from covey.problem.rows import read_rows
+from covey.records import decode, encode
+
+from .sites import FaultyTransport, by_turns, fit, kind, sites_of, spec, table
+
+SECURE = RunSettings(retries=1, timeout=1.0, secure=True)
+
+
+def patients(seed=0, clients=60, rows=6):
+    """Clients in two clusters, each with several rows; ``hiv`` is one for one client, ``pid`` numbers the rows."""
+    frame = table(seed, clients=clients, clusters=2, rows=rows)
+    one = pl.col("client") == "c7"
+    return frame.with_columns(hiv=one.cast(pl.Int64), well=(~one).cast(pl.Int64), pid=np.arange(len(frame)))
+
+
+def sums_of(frame, minimum=5, share=0.6, **asked):
+    data, _ = read_rows(frame, resolve(spec(**asked)))
+    return list(weak_sums(data, minimum, share))
+
+
+# Minimum for each sum
+
+
+def test_an_honest_formula_passes_and_an_indicator_of_one_client_does_not():
+    """``y ~ x + z + hiv`` carries the sum of y of the one client with hiv = 1, however large clusters and categories are."""
+    frame = patients()
+    assert sums_of(frame, formula="y ~ x + z") == []
+    (weak,) = sums_of(frame, formula="y ~ x + z + hiv")
+    assert (weak.term, weak.clients, weak.share) == ("hiv", 1, 1.0)
+
+
+def test_an_indicator_of_all_clients_but_one_is_one_of_that_client():
+    """With the intercept it gives the indicator: the share is taken over all combinations of terms."""
+    (weak,) = sums_of(patients(), formula="y ~ x + well")
+    assert weak.term == COMBINED
+    assert weak.share == pytest.approx(1.0)
+    assert sums_of(patients(), formula="y ~ 0 + well") == []
+
+
+def test_a_bump_around_one_row_an_interaction_and_weights_fail():
+    frame = patients().with_columns(only=pl.when(pl.col("client") == "c3").then(1.0).otherwise(0.0))
+    for asked in (
+        {"formula": "y ~ 0 + exp(-100*(pid-17)**2)"},
+        {"formula": "y ~ x:hiv"},
+        {"formula": "y ~ x", "weights": "only"},
+    ):
+        found = sums_of(frame, **asked)
+        assert found, asked
+        assert max(weak.share for weak in found) > 0.99
+
+
+def test_a_rare_combination_of_category_and_cluster_fails():
+    """Every category has many clients, and so has every cluster; two clients of cluster a have the category."""
+    frame = patients().with_columns(
+        z=pl.when((pl.col("cluster") == "a") & ~pl.col("client").is_in(["c0", "c2"])).then(pl.lit("p")).otherwise(pl.lit("q"))
+    )
+    assert frame.group_by("z").agg(pl.col("client").n_unique())["client"].min() > 20
+    assert {(weak.cell, weak.term, weak.clients) for weak in sums_of(frame, formula="y ~ z")} == {("a", "z[T.q]", 2)}
+
+
+def test_the_largest_share_is_that_of_a_direct_search():
+    """The eigenvalue bounds the share in every direction, and a search over directions comes near it."""
+    data, _ = read_rows(patients(3, clients=8), resolve(spec(formula="y ~ x + z")))
+    first, last = data.hierarchy.cluster_ptr[:2]
+    rows = [slice(*data.client_ptr[i : i + 2]) for i in range(first, last)]
+    columns = np.column_stack([data.X, data.y])
+    rng = np.random.default_rng(0)
+    directions = rng.normal(size=(20_000, columns.shape[1]))
+    squares = np.stack([((columns[part] @ directions.T) ** 2).sum(axis=0) for part in rows])
+    best = (squares.max(axis=0) / squares.sum(axis=0)).max()
+    exact = next(each.share for each in weak_sums(data, 1, best - 1e-9) if each.cell == "a" and each.term == COMBINED)
+    assert best <= exact <= best + 0.1
+
+
+def test_a_site_refuses_such_a_run_and_names_the_sum_only_in_its_own_log(tmp_path):
+    frame = patients()
+    site = Site("s0", lambda _: frame, Policy(minimum=5, share=0.6), home=tmp_path)
+    with pytest.raises(FederationError, match=r"rule 'minimum' in site.toml") as refused:
+        fit({"s0": site}, spec(formula="y ~ x + hiv"))
+    assert "hiv" not in str(refused.value)
+    weak = [json.loads(line) for line in site.audit.lines() if '"weak sum"' in line]
+    assert [(line["term"], line["clients"]) for line in weak] == [("hiv", 1)]
+    fit({"s0": site}, spec(formula="y ~ x"))
+
+
+def test_two_runs_that_differ_by_a_few_clients_are_refused(tmp_path):
+    """By difference they would show these few; the same clients again, or many others, are fine."""
+    frame = patients()
+    policy = Policy(minimum=5)
+
+    def run(rows, home=tmp_path, **asked):
+        fit({"s0": Site("s0", lambda _: rows, policy, home=home)}, spec(formula="y ~ x", **asked))
+
+    run(frame)
+    run(frame)
+    without = frame.filter(pl.col("client") != "c7")
+    with pytest.raises(FederationError, match="differ from those of an earlier run by fewer than 5"):
+        run(without)
+    moved = frame.with_columns(cluster=pl.when(pl.col("client") == "c7").then(pl.lit("a")).otherwise("cluster"))
+    with pytest.raises(FederationError, match="by fewer than 5"):
+        run(moved)
+    with pytest.raises(FederationError, match="by fewer than 5"):  # a row more of one client
+        run(pl.concat([frame, frame.filter(pl.col("client") == "c7").head(1)]))
+    with pytest.raises(FederationError, match="by fewer than 5"):  # a weight of zero leaves a client out
+        run(frame.with_columns(w=(pl.col("client") != "c7").cast(pl.Float64)), weights="w")
+    run(frame.filter(~pl.col("client").is_in([f"c{i}" for i in range(20)])))
+    kept = (tmp_path / "released.json").read_text()
+    assert '"c7"' not in kept
+    run(without, tmp_path / "elsewhere")
+
+
+# Policy: messages and replies
+
+
+def test_every_message_of_the_fit_belongs_to_a_solver_that_a_site_can_refuse():
+    kinds = {kind_.__name__: solver_of(kind_) for kind_ in _all_messages() if kind_.__module__.startswith("covey.")}
+    assert {kinds[name] for name in ("SweepUp", "SweepDown", "CurvatureAtFit")} == {"sweep"}
+    assert kinds["NewtonStep"] == "newton"
+    assert kinds["IntegrateClients"] == kinds["StepToMode"] == "learn"
+    assert kinds["L2gdMove"] == kinds["DrawVector"] == "gradient"
+    free = {name for name, solver in kinds.items() if solver is None}
+    own = {"Hello", "AskReady", "DrawSalt", "Agree", "Deliver", "SiteMessage"}
+    assert free == own | {"Batch", "Standardise", "SetGamma", "ReleaseSums", "PlaceClients"}
+
+
+def _all_messages(base=Message):
+    return {base} - {Message} | {each for kind_ in base.__subclasses__() for each in _all_messages(kind_)}
+
+
+def test_messages_of_other_solvers_are_refused_whatever_the_problem_says():
+    """A dishonest coordinator agrees on a sweep and asks for something else."""
+    sites = sites_of(by_turns(table(1), 2), solvers=("sweep",))
+    fit(sites, spec())
+    with pytest.raises(FederationError, match=r"'newton begin'.*rule 'solvers'"):
+        fit(sites, spec(solver="newton"))
+
+
+def test_a_site_that_sends_vectors_only_refuses_matrices():
+    sites = sites_of(by_turns(table(1), 2), replies="vectors")
+    with pytest.raises(FederationError, match="rule 'replies'"):
+        fit(sites, spec())
+
+
+def test_limits_on_runs_and_messages():
+    sites = sites_of(by_turns(table(1), 2), runs=2)
+    fit(sites, spec())
+    fit(sites, spec(formula="y ~ x"))
+    with pytest.raises(FederationError, match=r"2 runs.*rule 'runs'"):
+        fit(sites, spec())
+    with pytest.raises(FederationError, match="rule 'messages'"):
+        fit(sites_of(by_turns(table(1), 2), messages=2), spec())
+
+
+def test_without_a_file_everything_is_refused(tmp_path):
+    """And each refusal names its rule, until the owner has changed them one by one."""
+    table(1).write_parquet(tmp_path / "t.parquet")
+    rules, seen = {}, []
+    answers = {
+        "client": "client", "columns": ["y", "x", "z"], "groups": ["cluster"], "families": ["gaussian"], "secure": False,
+        "solvers": ["sweep"], "replies": "all", "minimum": 1, "share": 1.0, "approve": "policy",
+    }  # fmt: skip
+    while len(seen) < 15:
+        (tmp_path / "site.toml").write_text("\n".join(f"{name} = {json.dumps(value)}" for name, value in rules.items()))
+        site = SiteFile.read(tmp_path, table=tmp_path / "t.parquet", site="s0", insecure=True).open()
+        try:
+            fit({"s0": site}, spec())
+            break
+        except FederationError as problem:
+            text = str(problem)
+            found = [name for name in answers if f"rule {name!r} in site.toml" in text] or ["approve"] * ("owner" in text)
+            assert found, text
+            seen.append(found[0])
+            rules[found[0]] = answers[found[0]]
+            (tmp_path / "questions.json").unlink(missing_ok=True)
+    assert set(seen) >= {
+        "client",
+        "columns",
+        "groups",
+        "families",
+        "secure",
+        "approve",
+        "minimum",
+        "share",
+        "solvers",
+        "replies",
+    }
+
+
+# Approval and audit
+
+
+def test_a_run_waits_for_its_owner_and_no_row_is_read_before(tmp_path):
+    frame, read = table(1), []
+
+    def reads(_):
+        read.append(1)
+        return frame
+
+    site = Site("s0", reads, Policy(approve="ask"), home=tmp_path)
+    approvals = Approvals(tmp_path, site.policy)
+    with pytest.raises(FederationError, match="waits for its owner's decision: covey site approve"):
+        fit({"s0": site}, spec())
+    assert not read
+    ((name, asked),) = approvals.read()["questions"].items()
+    assert asked["decision"] == "waiting"
+    assert asked["spec"]["formula"] == "y ~ x + z"
+    approvals.decide(name, "approved")
+    fit({"s0": site}, spec())
+    with pytest.raises(FederationError, match="waits"):  # an approval is good for one run
+        fit({"s0": site}, spec())
+    approvals.decide(name, "refused")
+    with pytest.raises(FederationError, match="has refused"):
+        fit({"s0": site}, spec())
+    with pytest.raises(FederationError, match="waits"):  # nor is it good for another question
+        fit({"s0": site}, spec(formula="y ~ x"))
+    with pytest.raises(FederationError, match="no question 'nothing'"):
+        approvals.decide("nothing", "approved")
+
+
+def test_a_coordinator_waits_while_an_owner_decides(tmp_path):
+    site = Site("s0", lambda _: table(1), Policy(approve="ask"), home=tmp_path)
+    approvals, asked = Approvals(tmp_path, site.policy), []
+
+    class Owner(InProcess):
+        def exchange(self, messages, timeout):
+            came = super().exchange(messages, timeout)
+            asked.append(1)
+            for name, question in approvals.read()["questions"].items():
+                if question["decision"] == "waiting":
+                    approvals.decide(name, "approved")
+            return came
+
+    fit({"s0": site}, spec(), Owner({"s0": site}), RunSettings(retries=0, timeout=1.0, patience=30.0))
+    assert len(asked) == 6  # the hello twice
+
+
+def test_an_approved_problem_cannot_be_exchanged_for_another(tmp_path):
+    """A dishonest coordinator: it asks for approval of one formula and lets the site join another."""
+    sites = {name: Site(name, lambda _, part=part: part, Policy(approve="ask"), home=tmp_path / name)
+             for name, part in by_turns(table(1), 2).items()}  # fmt: skip
+    for asked in (spec(formula="y ~ x"), spec()):
+        with pytest.raises(FederationError, match="waits"):
+            fit(sites, asked)
+        for name, site in sites.items():
+            approvals = Approvals(tmp_path / name, site.policy)
+            for question, found in approvals.read()["questions"].items():
+                if found["spec"]["formula"] == "y ~ x":
+                    approvals.decide(question, "approved")
+    real = resolve(spec()).to_json()
+
+    def cheat(site, message, reply):
+        read = decode(message)
+        if kind(read) != "agree":
+            return reply
+        problem = {**read.body.problem, "spec": real["spec"], "formula": real["formula"]}
+        return sites[site].answer(encode(replace(read, epoch=read.epoch + 1, body=replace(read.body, problem=problem))))
+
+    with pytest.raises(FederationError, match=r"another problem|design|not those of the formula"):
+        fit(sites, spec(formula="y ~ x"), FaultyTransport(sites, cheat))
+
+
+def test_the_audit_log_is_a_chain(tmp_path):
+    site = Site("s0", lambda _: table(1), home=tmp_path)
+    fit({"s0": site}, spec())
+    AuditLog(tmp_path).add("approved", question="q")  # another process
+    site.answer(b"nonsense")
+    lines = site.audit.lines()
+    assert [json.loads(line).get("kind", "") for line in lines] == [
+        "hello", "agree", "penalties, sweep up", "sweep down", "deliver", "", "unreadable"
+    ]  # fmt: skip
+    assert json.loads(lines[2])["cells"] == 3
+    assert json.loads(lines[-1])["refused"] == "data"
+    assert '"c7"' not in (tmp_path / "audit.jsonl").read_text()
+    assert AuditLog(tmp_path).verify()[0] == len(lines)
+    for at, change in (
+        (2, lambda line: line.replace('"out"', '"put"')),
+        (3, lambda _: ""),
+        (1, lambda line: f"{line}\n{line}"),
+    ):
+        broken = [change(line) if k == at else line for k, line in enumerate(lines)]
+        (tmp_path / "audit.jsonl").write_text("".join(f"{line}\n" for line in broken if line))
+        with pytest.raises(FederationError, match="does not follow"):
+            AuditLog(tmp_path).verify()
+
+
+# Masks that an invented site cannot break
+
+
+def keys_of(*names):
+    ec = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.ec")
+    return {name: ec.generate_private_key(ec.SECP384R1()) for name in names}
+
+
+def masked_sites(keys, known=None, **settings):
+    """Sites that know each other by key."""
+    public = {name: (bare(public_text(key)),) for name, key in keys.items()} if known is None else known
+    parts = by_turns(table(5, clients=24), 3)
+    policy = Policy(secure=True, **settings)
+    return {
+        name: Site(name, lambda _, part=part: part, policy, identity=keys[name],
+                   peers={other: each for other, each in public.items() if other != name})
+        for name, part in parts.items()
+    }  # fmt: skip
+
+
+def test_sites_that_know_each_other_fit_under_masks():
+    sites = masked_sites(keys_of("s0", "s1", "s2"))
+    assert fit(sites, spec(), settings=SECURE).roster == ("s0", "s1", "s2")
+
+
+def test_an_invented_site_is_refused():
+    """The operator adds a site of its own, whose masks it knows, or puts its own key in the place of a site's key."""
+    keys = keys_of("s0", "s1", "s2")
+    public = {name: (bare(public_text(key)),) for name, key in keys.items()}
+    unknown = masked_sites(keys, {name: public[name] for name in ("s0", "s1")})
+    with pytest.raises(FederationError, match=r"does not know site 's2'.*rule 'peers'"):
+        fit(unknown, spec(), settings=SECURE)
+    for pinned, enough in ((1, True), (2, False)):  # or one known site suffices
+        sites = masked_sites(keys, {name: public[name] for name in ("s0", "s1")}, pinned=pinned)
+        if enough:
+            fit(sites, spec(), settings=SECURE)
+        else:
+            with pytest.raises(FederationError, match="rule 'peers'"):
+                fit(sites, spec(), settings=SECURE)
+    forged = masked_sites(keys)
+    forged["s2"].identity = keys_of("x")["x"]
+    with pytest.raises(FederationError, match="mask key of site 's2' is not signed"):
+        fit(forged, spec(), settings=SECURE)
+
+
+def test_keys_are_replaced_and_revoked():
+    keys, new = keys_of("s0", "s1", "s2"), keys_of("s2")["s2"]
+    public = {name: (bare(public_text(key)),) for name, key in keys.items()}
+    both = {**public, "s2": (*public["s2"], bare(public_text(new)))}
+    fit(masked_sites({**keys, "s2": new}, both), spec(), settings=SECURE)
+    fit(masked_sites(keys, both), spec(), settings=SECURE)
+    only_new = {**public, "s2": (bare(public_text(new)),)}
+    with pytest.raises(FederationError, match="'s2' is not signed"):
+        fit(masked_sites(keys, only_new), spec(), settings=SECURE)
+
+
+def test_a_signature_is_of_one_run_one_site_and_one_key():
+    key = keys_of("s0")["s0"]
+    public, signature = public_text(key), sign(key, b"run", b"s0", b"key")
+    assert verified(f"{public} comment", signature, b"run", b"s0", b"key")
+    for parts in ((b"run2", b"s0", b"key"), (b"run", b"s1", b"key"), (b"run", b"s0", b"kez"), (b"runs0", b"", b"key")):
+        assert not verified(public, signature, *parts)
+    assert not verified("not a key", signature, b"run", b"s0", b"key")
+    assert not verified(public, "zz", b"run", b"s0", b"key")
+
+
+def test_a_site_answers_known_operators_only():
+    key = public_text(keys_of("op")["op"])
+    site = Site("s0", lambda _: table(1), Policy(operators=(key,)))
+    with pytest.raises(FederationError, match=r"does not know the operator.*rule 'operators'"):
+        fit({"s0": site}, spec())
+
+    class Signed(InProcess):
+        def exchange(self, messages, timeout):
+            return {name: site.answer(message, key) for name, message in messages.items()}
+
+    fit({"s0": site}, spec(), Signed({"s0": site}))
+
+
+# A hostile site
+
+
+def test_what_a_site_says_cannot_change_a_terminal():
+    class Rude(Site):
+        def answer(self, message, operator=""):
+            return encode(replace(decode(message), body=Refusal("data", "no\x1b[2J\x07 rows")))
+
+    with pytest.raises(FederationError) as refused:
+        fit({"s0": Rude("s0", lambda _: None)}, spec())
+    assert "no?[2J? rows" in str(refused.value)
+
+
+def test_a_number_of_clients_without_tags_is_refused_before_memory_is_taken():
+    sites = sites_of(by_turns(table(1), 2))
+
+    def claim(site, message, reply):
+        read = decode(reply)
+        if kind(decode(message)) != "agree" or site != "s1":
+            return reply
+        hashes, totals = read.body
+        return encode(replace(read, body=(hashes, replace(totals, clients=totals.clients + 10**12))))
+
+    with pytest.raises(FederationError, match="not those of their tags"):
+        fit(sites, spec(), FaultyTransport(sites, claim))
+
+
+# Dry run
+
+
+def test_a_dry_run_says_who_would_take_part(tmp_path):
+    frame = patients()
+    sites = {
+        "easy": Site("easy", lambda _: frame),
+        "strict": Site("strict", lambda _: frame, Policy(minimum=5, share=0.6), home=tmp_path / "strict"),
+        "slow": Site("slow", lambda _: frame, Policy(approve="ask"), home=tmp_path / "slow"),
+        "shut": Site("shut", lambda _: frame, Policy(columns=("y",))),
+    }
+    asked = resolve(spec(formula="y ~ x + hiv"))
+    lines = dry_run(InProcess(sites), [*sites, "away"], asked, RunSettings()).splitlines()
+    said = dict(line.split(": ", 1) for line in lines)
+    assert said["easy"] == "it would take part"
+    assert said["slow"] == "its owner would be asked"
+    assert "1 sums over too few" in said["strict"]
+    assert "hiv" not in said["strict"]
+    assert "rule 'columns'" in said["shut"]
+    assert "not connected" in said["away"]
+    assert not (tmp_path / "slow" / "questions.json").exists()
