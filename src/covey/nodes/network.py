@@ -12,7 +12,7 @@ with any number of threads.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
@@ -102,6 +102,8 @@ class Node:
         self.cache.clear()
 
 
+Sizes = Mapping[str, Any]
+"""Lengths of the axes of a reply by name: a number, another name, or a tuple of these for several axes."""
 Phase = Literal["set-up", "learn", "measure", "fit", "finish"]
 """Purpose of a message: agree on the problem, learn penalties, measure constants of the problem, solve, send models."""
 
@@ -125,6 +127,11 @@ class Message(Record, Generic[R]):
     def cells(self) -> Anything | None:
         """The clusters that the message concerns, boolean ``(k,)``; None for all. Other nodes do not receive it."""
         return None
+
+    @property
+    def sizes(self) -> Sizes:
+        """Lengths of the axes of the reply (:class:`~covey.records.Axes`) that are not numbers of clusters or terms."""
+        return {}
 
     def at(self, node: Node) -> R:
         """Carry out the message on a node and return the reply."""

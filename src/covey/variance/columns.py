@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import numpy as np
 
 from covey._typing import Anything, Floats, Ints
 from covey.losses import loss_of
 from covey.nodes.network import Message, Network, Node, R, threads_for
-from covey.records import Record, Reply
+from covey.records import Axes, Record, Reply
 from covey.solvers.direct.elimination import Quadratic, Spread
 from covey.solvers.result import Fit
 from covey.tables.rows import GroupedData
@@ -220,6 +220,22 @@ class NonFiniteClients(Reply):
     n_nonfinite: int
 
 
+@dataclass(frozen=True)
+class Slopes(Reply):
+    """Sums over clients of ``bend`` and ``pull``, ``(m, 1 or k, width, width)``."""
+
+    bend: Annotated[Floats, Axes("points groups width width")]
+    pull: Annotated[Floats, Axes("points groups width width")]
+
+
+@dataclass(frozen=True)
+class BendSums(Reply):
+    """``volume`` is the sum of log-determinants; ``lifted (k, d)`` the sums of ``(I + H_i S_j)^-1 g_i`` by cluster."""
+
+    volume: float
+    lifted: Annotated[Floats, Axes("k d")]
+
+
 def keep_results(node: Node, theta: Floats, losses: Quadratic, origin: Floats) -> NonFiniteClients:
     """Keep the coefficients and sums of the node's clients, in the user's units."""
     columns = working_columns(node)
@@ -272,16 +288,16 @@ class RowTotals(Reply):
     """
 
     rows: int
-    counted: float
-    weight: float
+    counted: Annotated[float, Axes("", "count")]
+    weight: Annotated[float, Axes("", "square")]
     log_weights: float
-    ones: Floats
-    total: Floats
-    squares: Floats
-    gram: Floats
-    rhs: Floats
+    ones: Annotated[Floats, Axes("d", "count")]
+    total: Annotated[Floats, Axes("d")]
+    squares: Annotated[Floats, Axes("d", "square")]
+    gram: Annotated[Floats, Axes("d d", "psd")]
+    rhs: Annotated[Floats, Axes("d")]
     response: float
-    response_squares: float
+    response_squares: Annotated[float, Axes("", "square")]
     constant: float
     perfect: float
 

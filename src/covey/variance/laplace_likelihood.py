@@ -35,8 +35,8 @@ import numpy as np
 from covey._typing import Anything, Floats
 from covey.errors import SolverError
 from covey.losses import loss_of
-from covey.nodes.network import Message, Node
-from covey.records import Record, Reply
+from covey.nodes.network import Message, Node, Sizes
+from covey.records import Record
 from covey.solvers.direct import newton
 from covey.solvers.direct.elimination import (
     Marginal,
@@ -52,9 +52,11 @@ from covey.solvers.direct.elimination import (
 from covey.solvers.direct.sweep import solve_top
 from covey.solvers.result import Convergence
 from covey.variance.columns import (
+    BendSums,
     CountingNetwork,
     LearningState,
     NonFiniteClients,
+    Slopes,
     Survey,
     TermOrder,
     client_rows,
@@ -62,7 +64,7 @@ from covey.variance.columns import (
     from_cache,
     keep_results,
 )
-from covey.variance.linear_likelihood import Criterion, Evaluation, Slopes, UpperPosterior, cluster_covariances
+from covey.variance.linear_likelihood import Criterion, Evaluation, UpperPosterior, cluster_covariances
 from covey.variance.parameters import Shape
 
 START = 0.5  # the first standard deviation of everything that varies, in units of the residual's
@@ -143,6 +145,10 @@ class BeginMode(Message[newton.NewtonReport], label="begin mode", phase="learn")
     fresh: bool
     logs: FromLogs | None = None
 
+    @property
+    def sizes(self) -> Sizes:
+        return {"groups": len(self.S), "width": self.order.width}
+
     def at(self, node: Node) -> newton.NewtonReport:
         clients, tree = _clients(node, self.S, self.order), node.data.hierarchy
         u, last = np.zeros((tree.n_clients, self.w.shape[1])), node.find(ModeState)
@@ -172,7 +178,7 @@ class StepToMode(Message[newton.NewtonReport], label="step to mode", phase="lear
 
 
 @dataclass(frozen=True)
-class SumBends(Message["BendSums"], label="bends", phase="learn"):
+class SumBends(Message[BendSums], label="bends", phase="learn"):
     """Sum the log-determinants and their gradients; ``P (k, d, d)`` is the clusters' covariance at the mode."""
 
     P: Floats
@@ -180,14 +186,6 @@ class SumBends(Message["BendSums"], label="bends", phase="learn"):
     def at(self, node: Node) -> BendSums:
         _, marginal, _, lifted = _at_mode(node, self.P)
         return BendSums(float(marginal.log_determinants.sum()), lifted)
-
-
-@dataclass(frozen=True)
-class BendSums(Reply):
-    """``volume`` is the sum of log-determinants; ``lifted (k, d)`` the sums of ``(I + H_i S_j)^-1 g_i`` by cluster."""
-
-    volume: float
-    lifted: Floats
 
 
 @dataclass(frozen=True)

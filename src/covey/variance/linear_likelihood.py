@@ -39,18 +39,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import numpy as np
 
 from covey._typing import Anything, Floats, Ints
 from covey.errors import SolverError
-from covey.nodes.network import Message, Node
-from covey.records import Reply
+from covey.nodes.network import Message, Node, Sizes
+from covey.records import Axes, Reply
 from covey.solvers.direct.elimination import Marginal, Quadratic, descend, invert, marginalise, sensitivity, solve_symmetric
 from covey.solvers.result import Progress
 from covey.variance.columns import (
     LearningState,
     NonFiniteClients,
+    Slopes,
     Survey,
     TermOrder,
     client_losses,
@@ -250,6 +252,10 @@ class IntegrateClients(Message["Integrated"], LearningState, label="integrate cl
     order: TermOrder
     about_client_fits: bool = False
 
+    @property
+    def sizes(self) -> Sizes:
+        return {"points": (len(self.S),), "groups": self.S.shape[1], "width": self.order.width}
+
     def at(self, node: Node) -> Integrated:
         node.keep(self)
         tree, parts = node.data.hierarchy, []
@@ -268,11 +274,11 @@ class Integrated(Reply):
     """By point: sums over a node's clients of their losses as functions of ``w_j``, and of log-determinants (``volume``)."""
 
     seen: Quadratic
-    volume: Floats
+    volume: Annotated[Floats, Axes("points")]
 
 
 @dataclass(frozen=True)
-class LikelihoodSlope(Message["Slopes"], label="slope of the likelihood", phase="learn"):
+class LikelihoodSlope(Message[Slopes], label="slope of the likelihood", phase="learn"):
     """Sum the gradient in ``S_j``, given the clusters' means ``w (m, k, d)`` and covariances ``P (m, k, d, d)``.
 
     The points are those of the last :class:`IntegrateClients`.
@@ -280,6 +286,10 @@ class LikelihoodSlope(Message["Slopes"], label="slope of the likelihood", phase=
 
     w: Floats
     P: Floats
+
+    @property
+    def sizes(self) -> Sizes:
+        return {"points": (len(self.w),)}
 
     def at(self, node: Node) -> Slopes:
         asked = node.state(IntegrateClients)
@@ -290,14 +300,6 @@ class LikelihoodSlope(Message["Slopes"], label="slope of the likelihood", phase=
         if asked.S.shape[1] == 1:  # one covariance for all clusters, so only the sum over clusters is needed
             bend, pull = bend.sum(axis=1, keepdims=True), pull.sum(axis=1, keepdims=True)
         return Slopes(bend, pull)
-
-
-@dataclass(frozen=True)
-class Slopes(Reply):
-    """Sums over clients of ``bend`` and ``pull``, ``(m, 1 or k, width, width)``."""
-
-    bend: Floats
-    pull: Floats
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from covey.federation.operator.settings import RunSettings, check_settings, chec
 from covey.federation.privacy.differential import check_spec, fit_privately, privacy_statement, with_privacy_message
 from covey.federation.wire.codec import Envelope
 from covey.federation.wire.messages import AskReady, Deliver, Ready, SiteTotals
+from covey.federation.wire.schema import printable
 from covey.federation.wire.transport import Transport, wait_for_sites
 from covey.fitting.fit import check_elsewhere, check_solver, fit, model_without_clients
 from covey.model.files import check_target, learned_to_json, save_model
@@ -108,6 +109,8 @@ def run_fit(
     run_journal = Journal(journal, about, {"run": secrets.token_hex(8), "salt": secrets.token_hex(16)})
     exchanges, without = Exchanges(transport, about["roster"], run_journal, settings, say), dict[str, str]()
     federation = Federation(exchanges, draft, settings)
+    if run_journal.entries:
+        say(f"continuing a run that was stopped: {len(run_journal.entries)} exchanges are in the journal")
     try:
         model = _fit_with_sites_left(federation, on_loss, without)
         private, run = _privacy_of_run(federation), run_journal.head["run"]
@@ -120,6 +123,10 @@ def run_fit(
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"Interrupted; the run has stopped.{_close_unfinished(run_journal)}") from None
     except BaseException as problem:
+        if isinstance(problem, Exception) and not isinstance(problem, CoveyError):
+            # Sums that fit their schema may still be nonsense together, and an error of another library does not help anybody.
+            what = f"The fit has failed with the sums of the sites ({type(problem).__name__}: {printable(str(problem), 200)})"
+            raise FederationError(f"{what}; the run has stopped.{_close_unfinished(run_journal)}") from problem
         # The journal of a run that would fail in the same way again is only in the way.
         mistake = isinstance(problem, CoveyError) and not isinstance(problem, ModelError | ForeignJournal)
         run_journal.close(done=mistake and not (run_journal.begun and isinstance(problem, Halted)))
@@ -194,9 +201,9 @@ def dry_run(transport: Transport, roster: Sequence[str], draft: Problem, setting
     came = transport.exchange(dict.fromkeys(roster, message), settings.timeout)
     lines = []
     for site in sorted(roster):
-        found = read_reply(message, came.get(site))
+        found = read_reply(message, came.get(site), settings.limits)
         body = found.why if isinstance(found, Unusable) else found.body
-        lines.append(f"{site}: {body.would if isinstance(body, Ready) else body}")
+        lines.append(printable(f"{site}: {body.would if isinstance(body, Ready) else body}"))
     return "\n".join(lines)
 
 

@@ -49,7 +49,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from scipy.special import ndtri
@@ -60,10 +60,10 @@ from covey.federation.wire.messages import Privacy
 from covey.losses import FAMILIES, Gaussian
 from covey.model.model import Fitted
 from covey.model.summary import counted
-from covey.nodes.network import Message, Network, Node, SetGamma
+from covey.nodes.network import Message, Network, Node, SetGamma, Sizes
 from covey.objective.objective import Penalty
 from covey.problem.problem import Spec
-from covey.records import Reply
+from covey.records import Axes, Reply
 from covey.solvers.direct.elimination import Quadratic, Spread, descend, marginalise
 from covey.solvers.direct.newton import LocalProblem
 from covey.solvers.direct.sweep import solve_top
@@ -92,6 +92,11 @@ class ReleaseSums(Message["NoisySums"], label="release sums"):
     noise: float
     clip: float
 
+    @property
+    def sizes(self) -> Sizes:
+        d = self.w.shape[1]
+        return {"released": d * (d + 1) // 2 + d}
+
     def at(self, node: Node) -> NoisySums:
         v = node_contributions(node, self.w)
         sums = summed(clipped(v, self.clip), node.data.hierarchy.cluster_ptr)
@@ -106,8 +111,8 @@ class ReleaseSums(Message["NoisySums"], label="release sums"):
 class NoisySums(Reply):
     """Sums ``(k, d(d+1)/2 + d)`` with noise, in units of ``2^-36 clip``, and how many noises are in each."""
 
-    sums: Ints
-    draws: Ints
+    sums: Annotated[Ints, Axes("k released")]
+    draws: Annotated[Ints, Axes("k", "count")]
 
 
 @dataclass(frozen=True)

@@ -18,17 +18,18 @@ All other messages go to the node that holds the rows of a site. They are declar
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import polars as pl
 
-from covey._typing import Anything, Floats, Ints
+from covey._typing import Floats, Ints
 from covey.errors import FormulaError, SolverError, number, whole
 from covey.exact import Exact
 from covey.federation.wire.codec import ids_from_json
+from covey.kernels import Limbs
 from covey.nodes.network import Message
 from covey.problem.problem import Problem
-from covey.records import Record, Reply
+from covey.records import Axes, Record, Reply
 from covey.tables.formula import ParsedFormula, Terms
 
 R = TypeVar("R")
@@ -142,12 +143,12 @@ class SiteTotals(Reply):
     that were dropped, of all rows, and of the missing values of each column that the problem uses.
     """
 
-    clients: Ints
-    rows: Ints
-    response: Exact
-    moments: Exact | None = None
-    learning: Exact | None = None
-    dropped: Ints | None = None
+    clients: Annotated[Ints, Axes("k", "count")]
+    rows: Annotated[Ints, Axes("k", "count")]
+    response: Annotated[Exact, Axes("")]
+    moments: Annotated[Exact | None, Axes("2 d")] = None
+    learning: Annotated[Exact | None, Axes("learning 2")] = None
+    dropped: Annotated[Ints | None, Axes("dropped", "count")] = None
 
 
 @dataclass(frozen=True)
@@ -161,9 +162,9 @@ class Joined(Record):
     pairs : (n, 2) tags of pairs of cluster and client, if the operator has an allow-list of clients
     """
 
-    tags: Anything
+    tags: Annotated[Limbs, Axes("n 2")]
     rows: str
-    pairs: Anything | None = None
+    pairs: Annotated[Limbs | None, Axes("n 2")] = None
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 
@@ -31,7 +32,7 @@ from covey.errors import SolverError, listing, warn
 from covey.losses import Expansion, Loss
 from covey.nodes.network import Message, Network, Node
 from covey.objective.objective import Penalty
-from covey.records import Record, Reply
+from covey.records import Axes, Record, Reply
 from covey.solvers.direct.elimination import Quadratic, Spread, descend, eliminate
 from covey.solvers.direct.james_stein import factor_of, shrunk
 from covey.solvers.direct.sweep import one_sweep, solve_top
@@ -84,10 +85,10 @@ class NewtonReport(Reply):
     """
 
     seen: Quadratic
-    force: Floats
+    force: Annotated[Floats, Axes("k d")]
     value: float = field(metadata={"overflows": True})
     slope: float
-    gradient_squared: float
+    gradient_squared: Annotated[float, Axes("", "square")]
     mu: float = field(metadata={"least": True})
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from covey.exact import DIGITS, WIDE_DIGITS, Exact, from_digits, segment_sum, to
 from covey.nodes.network import BLOCK, Blocks, Message, Node
 from covey.objective.objective import Penalty
 from covey.objective.theory import mixing
-from covey.records import Record, Reply
+from covey.records import Axes, Record, Reply
 from covey.solvers.first_order import kernels
 from covey.solvers.first_order.schedule import Round
 
@@ -86,15 +86,15 @@ class ClusterSums(Reply):
     ``share_i`` is the client's part of its cluster's sum of ``gamma``, so the sum over all nodes is the cluster's average.
     """
 
-    total: Exact
+    total: Annotated[Exact, Axes("k d")]
 
 
 @dataclass(frozen=True)
 class CheckReply(Reply):
     """Value and squared gradient of a node's clients, given the best cluster and global models."""
 
-    value: Exact
-    gradient_squared: Exact
+    value: Annotated[Exact, Axes("")]
+    gradient_squared: Annotated[Exact, Axes("", "square")]
 
 
 @dataclass(frozen=True)
