@@ -120,7 +120,9 @@ def decode(text: bytes, most: int | None = None) -> Any:
         head = json.loads(text[start + 4 : start + 4 + size])
         return _built(head["tree"], list(_arrays(text, start + 4 + size, head["arrays"])))
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as problem:
-        raise RecordError(f"These {len(text)} bytes are not a message of covey: {problem}.") from None
+        ours = type(problem) in (ValueError, KeyError) or isinstance(problem, CoveyError)
+        why = str(problem).rstrip(".")[:200] if ours else "their header is not valid"
+        raise RecordError(f"These {len(text)} bytes are not a message of covey: {why}.") from None
 
 
 def outline(value: Any) -> Any:

@@ -80,8 +80,9 @@ def save_model(model: Model, path: str | Path, *, sums: bool = True, extra: Mapp
             document["checksum"] = _document_checksum(document)
             (fresh / "model.json").write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
             _exchange(fresh, path)
-    except OSError as problem:
-        why = f"The model cannot be written to {str(path)!r} ({problem.strerror or type(problem).__name__})"
+    except (OSError, pl.exceptions.PolarsError) as problem:
+        reason = getattr(problem, "strerror", None) or "the disk may be full"
+        why = f"The model cannot be written to {str(path)!r} ({reason})"
         raise ModelError(f"{why}; make room there, or choose another folder.") from None
     return path
 

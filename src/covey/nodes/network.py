@@ -144,6 +144,10 @@ class Batch(Message[Any], label="batch"):
 
     messages: tuple[Message[Any], ...]
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.messages, tuple):
+            raise TypeError("a batch holds a tuple of messages")
+
     def at(self, node: Node) -> Any:
         reply = None
         for message in self.messages:

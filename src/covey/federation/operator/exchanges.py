@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
@@ -29,12 +30,13 @@ from covey.federation.operator.journal import Entry, Exchange, Halted, Journal
 from covey.federation.operator.settings import RunSettings
 from covey.federation.privacy.masking import unmask
 from covey.federation.wire.codec import SAME_VERSION, Envelope, Refusal, join, printable
-from covey.federation.wire.messages import Agree
-from covey.federation.wire.schema import Limits, Misfit, check_record, printable
+from covey.federation.wire.messages import Abandon, Agree
+from covey.federation.wire.schema import Limits, Misfit, check_record
 from covey.federation.wire.transport import Failure, Transport
 from covey.nodes.network import Batch, Message, Phase
 from covey.records import Axes, RecordError, decode, encode, outline
 
+_LAST_WORD = 10.0  # seconds for sites to hear that a run has stopped
 _ASK_OWNER_AGAIN = 2.0  # seconds before a site is asked again that waits for its owner
 
 Check = Callable[[Any], None]
@@ -174,6 +176,12 @@ class Exchanges:
             traffic += np.array([len(message), len(reply) if isinstance(reply, bytes) else 0])
         return {site: read_reply(message, came.get(site), self.settings.limits) for site, message in messages.items()}
 
+    def abandon(self) -> None:
+        """Tell all sites that the run has stopped for good; nothing depends on whether they hear it."""
+        asked = encode(Envelope(self.journal.head["run"], max(self.epoch, 0), 0, Abandon()))
+        with suppress(Exception):
+            self.transport.exchange(dict.fromkeys(self.roster, asked), min(self.settings.timeout, _LAST_WORD))
+
     def _repeat(self, site: str, last: int, traffic: Ints) -> None:
         """Send a site that has lost its state all messages after its ``last`` exchange.
 
@@ -232,11 +240,11 @@ def read_reply(message: bytes, reply: bytes | Failure | None, limits: Limits) ->
         found = decode(reply, limits.header)
     except RecordError as problem:
         return Unusable(printable(f"it sent bytes that cannot be read ({problem}){SAME_VERSION}"))
-    if not isinstance(found, Envelope):
+    if not isinstance(found, Envelope) or not found.well_formed:
         return Unusable(f"it sent bytes that are not a reply{SAME_VERSION}")
     asked, refusal = decode(message), found.body
     if isinstance(refusal, Refusal):
-        sentence, last = printable(str(refusal.sentence)), refusal.exchange
+        sentence, last = printable(refusal.sentence), refusal.exchange
         return {
             "behind": Unusable("it has lost its state of the run; keep its --home folder", last_exchange=_exchange_of(last)),
             "stale": Unusable(f"it is ahead of the coordinator ({sentence}); start a new run"),
@@ -244,8 +252,7 @@ def read_reply(message: bytes, reply: bytes | Failure | None, limits: Limits) ->
             "broken": Unusable(f"it failed while it answered ({sentence}); see the log at the site"),
         }.get(str(refusal.reason), Unusable(sentence, final=True))
     if (found.run, found.epoch, found.exchange) != (asked.run, asked.epoch, asked.exchange):
-        instead = f"message {found.exchange} of epoch {found.epoch} instead"
-        return Unusable(printable(f"it answered {instead}; run only one node of this name", 200))
+        return Unusable(f"it answered message {found.exchange} of epoch {found.epoch} instead; run only one node of this name")
     return found
 
 

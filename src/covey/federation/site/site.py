@@ -42,6 +42,7 @@ from covey.federation.site.state import RunStore, SiteRun, locked
 from covey.federation.site.table import check_design, check_shared, grouped, joined, profile_of, rows_digest, totals
 from covey.federation.wire.codec import SAME_VERSION, Envelope, Refusal
 from covey.federation.wire.messages import (
+    Abandon,
     Agree,
     AskReady,
     Deliver,
@@ -116,7 +117,8 @@ class Site:
         asked, refused = None, None
         try:
             asked = decode(message)
-            if not isinstance(asked, Envelope):
+            if not isinstance(asked, Envelope) or not asked.well_formed:
+                asked = None
                 raise FederationError(f"These bytes are not the envelope of a message from a coordinator{SAME_VERSION}.")
             _check_message(asked.body)
             with locked(self.home):
@@ -125,6 +127,9 @@ class Site:
             refused = Refusal("waiting", str(problem))
         except CoveyError as problem:
             refused = Refusal("data", self.policy.public_sentence(problem, self.home))
+        except OSError as problem:
+            traceback.print_exc()
+            refused = Refusal("broken", f"its disk: {problem.strerror}")
         except Exception as problem:  # an error of the program; its text could hold values of rows, so it stays here
             traceback.print_exc()
             refused = Refusal("broken", f"{type(problem).__name__} in covey {__version__}")
@@ -165,6 +170,10 @@ class Site:
             return run.reply
         if run.agreed is not None and operator != run.operator:
             raise FederationError("Another operator began this run; start a new one.")
+        if isinstance(asked.body, Abandon):
+            self._runs.drop(asked.run)
+            self._nodes.pop(asked.run, None)
+            return encode(replace(asked, body=None))
         out_of_step = _out_of_step(asked, run)
         if out_of_step is not None:
             return encode(_refused(asked, out_of_step))

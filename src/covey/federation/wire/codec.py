@@ -51,6 +51,11 @@ class Envelope(Record):
     mute: bool = False
     after: int = -1
 
+    @property
+    def well_formed(self) -> bool:
+        """Whether its place in the run is of the declared types; decoding does not check them."""
+        return type(self.run) is str and all(type(each) is int for each in (self.epoch, self.exchange, self.after))
+
 
 @dataclass(frozen=True)
 class Refusal(Record):

@@ -6,6 +6,7 @@
     agree     coordinator   sends   the agreed problem, with all categories, and the ids of all clusters in order
               site          sends   Joined: tags of its clients, which show whether two sites have the same client; SiteTotals
     deliver   coordinator   sends   the coefficients of the clusters and the global ones; each site writes its clients' models
+    abandon   coordinator   sends   that a run has stopped for good, in place of deliver; each site deletes its state of it
 
 A tag is a keyed hash of a client id. The coordinator draws the key. With secure aggregation a site draws it, and the
 coordinator never sees it: it can see that two tags are equal, but it cannot test guesses of ids.
@@ -215,6 +216,11 @@ class Deliver(SiteMessage[None], label="deliver", phase="finish"):
     convergence: dict[str, Any]
     learned: dict[str, Any] | None
     about: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Abandon(SiteMessage[None], label="abandon", phase="finish"):
+    """The run has stopped for good; the site deletes what it remembers of it."""
 
 
 def check_knots(terms: Terms, *, private: bool) -> None:

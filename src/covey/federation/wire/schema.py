@@ -59,20 +59,11 @@ class Limits:
         return cls(**{name: whole(f"limit {name!r}", value, least=1) for name, value in given.items()})
 
 
-def printable(text: str, most: int = 1_000) -> str:
-    """Text of another process that is safe to print: without control characters, and not longer than ``most``.
-
-    >>> printable("no such column" + chr(27) + "[2J")
-    'no such column [2J'
-    """
-    plain = "".join(char if char.isprintable() else " " for char in text[:most]).strip()
-    return f"{plain}..." if len(text) > most else plain
-
-
 def check_reply(message: Message[Any], reply: Any, sizes: Sizes) -> None:
     """Raise :class:`Misfit` if a reply does not fit its message; ``sizes`` has ``k``, ``d`` and those of earlier messages."""
     last = message.messages[-1] if isinstance(message, Batch) else message
-    _check(reply, _reply_type(type(last)) if last.reply else None, "its reply", sizes)
+    kind: Any = type(last)
+    _check(reply, _reply_type(kind) if last.reply else None, "its reply", sizes)
 
 
 def merged_sizes(message: Message[Any], sizes: Sizes) -> dict[str, Any]:
