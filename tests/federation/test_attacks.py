@@ -144,7 +144,7 @@ def test_every_message_of_the_fit_belongs_to_a_solver_that_a_site_can_refuse():
     assert kinds["IntegrateClients"] == kinds["StepToMode"] == "learn"
     assert kinds["L2gdMove"] == kinds["DrawVector"] == "gradient"
     free = {name for name, solver in kinds.items() if solver is None}
-    own = {"Hello", "AskReady", "DrawSalt", "Agree", "Deliver", "SiteMessage"}
+    own = {"Hello", "AskReady", "DrawSalt", "Agree", "Deliver", "Abandon", "SiteMessage"}
     assert free == own | {"Batch", "Standardise", "SetGamma", "ReleaseSums", "PlaceClients"}
 
 

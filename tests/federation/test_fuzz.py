@@ -1,6 +1,7 @@
 """Fuzzing of the decoder, a node and a coordinator: no unclean exception, no hang, bounded memory.
 
-Each target gets ``COVEY_FUZZ_SECONDS`` seconds (5 by default, ten minutes in ``make test-federation``). ``COVEY_FUZZ_SEED`` repeats a failure.
+Each target gets ``COVEY_FUZZ_SECONDS`` seconds: 5 by default, ten minutes in ``make test-federation``.
+``COVEY_FUZZ_SEED`` repeats a failure.
 """
 
 import json

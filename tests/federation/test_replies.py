@@ -1,6 +1,5 @@
 """A coordinator survives its sites: a wrong reply ends the run with one sentence that names the site, and takes no memory."""
 
-import re
 import time
 import tracemalloc
 from dataclasses import fields, replace
@@ -14,9 +13,9 @@ from covey.exact import Exact
 from covey.federation.operator.agreement import _check_announced, check_profile, check_spread
 from covey.federation.operator.exchanges import Unusable, read_reply
 from covey.federation.operator.settings import RunSettings, run_settings_of
-from covey.federation.wire.codec import Envelope, Placeholder, Refusal
+from covey.federation.wire.codec import Envelope, Placeholder, Refusal, printable
 from covey.federation.wire.messages import Agree, Joined, Profile, SiteMessage, SiteTotals
-from covey.federation.wire.schema import Limits, Misfit, _hints, _is_psd, _reply_type, check_record, printable
+from covey.federation.wire.schema import Limits, Misfit, _hints, _is_psd, _reply_type, check_record
 from covey.federation.wire.transport import Failure
 from covey.nodes.network import Batch, Message
 from covey.problem.problem import resolve
@@ -55,7 +54,7 @@ def stopped(when, change, asked=None, **settings):
     text = str(raised.value)
     assert text.isprintable()
     assert "\n" not in text
-    assert len(text) < 1200
+    assert len(text) < 2100
     return text
 
 
@@ -104,7 +103,6 @@ def test_tags_that_are_not_tags(tags):
         (lambda body: replace(body, kinds={}), "columns"),
         (lambda body: replace(body, ids={}), "types of columns"),
         (lambda body: replace(body, levels={"z": ("z0", "z0")}), "twice"),
-        (lambda body: replace(body, repeated="yes"), "Profile.repeated"),
         (lambda body: replace(body, version=7), "Profile.version"),
         (lambda body: replace(body, clusters=("a", float("nan"))), "not finite"),
         (lambda body: body.clusters, "in place of a Profile"),
@@ -139,7 +137,7 @@ def test_escape_sequences_in_values_are_refused():
     assert isinstance(found, Unusable)
     assert found.why.isprintable()
     assert read_reply(message, Failure("gone", ESCAPES), Limits()).why.isprintable()
-    assert printable("x" * 5000).endswith("...")
+    assert len(printable("x" * 5000)) == 2000
 
 
 def test_sums_that_are_not_positive_semi_definite():
@@ -319,4 +317,4 @@ def test_a_long_header_is_refused_before_it_is_read():
 
 def test_a_sentence_is_short_whatever_a_site_sends():
     text = stopped("ask", lambda body: Refusal("data", "x" * 100_000))
-    assert re.search(r"x{100}.*\.\.\.", text)
+    assert "x" * 100 in text
