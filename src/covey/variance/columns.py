@@ -233,7 +233,15 @@ class BendSums(Reply):
     """``volume`` is the sum of log-determinants; ``lifted (k, d)`` the sums of ``(I + H_i S_j)^-1 g_i`` by cluster."""
 
     volume: float
-    lifted: Annotated[Floats, Axes("k d")]
+    lifted: Annotated[Floats, Axes("k order")]
+
+
+@dataclass(frozen=True)
+class FromLogs(Record):
+    """The clusters' solution ``w (k, d)`` of the sweep for the logs of counts, relative to ``centre (d,)``."""
+
+    centre: Floats
+    w: Floats
 
 
 def keep_results(node: Node, theta: Floats, losses: Quadratic, origin: Floats) -> NonFiniteClients:

@@ -36,7 +36,6 @@ from covey._typing import Anything, Floats
 from covey.errors import SolverError
 from covey.losses import loss_of
 from covey.nodes.network import Message, Node, Sizes
-from covey.records import Record
 from covey.solvers.direct import newton
 from covey.solvers.direct.elimination import (
     Marginal,
@@ -54,6 +53,7 @@ from covey.solvers.result import Convergence
 from covey.variance.columns import (
     BendSums,
     CountingNetwork,
+    FromLogs,
     LearningState,
     NonFiniteClients,
     Slopes,
@@ -125,14 +125,6 @@ class SumLogCounts(Message[Quadratic], label="logs of responses", phase="learn")
 
 
 @dataclass(frozen=True)
-class FromLogs(Record):
-    """The clusters' solution ``w (k, d)`` of the sweep for the logs of counts, relative to ``centre (d,)``."""
-
-    centre: Floats
-    w: Floats
-
-
-@dataclass(frozen=True)
 class BeginMode(Message[newton.NewtonReport], label="begin mode", phase="learn"):
     """Start Newton's method with clusters at ``w (k, d)`` and covariances ``S (1 or k, d, d)`` of clients about them.
 
@@ -168,6 +160,10 @@ class StepToMode(Message[newton.NewtonReport], label="step to mode", phase="lear
     """One step of Newton's method, as :class:`~covey.solvers.direct.newton.NewtonStep`."""
 
     move: newton.NewtonStep
+
+    @property
+    def sizes(self) -> Sizes:
+        return {"d": "order"}
 
     def at(self, node: Node) -> newton.NewtonReport:
         mode = node.state(ModeState)

@@ -76,7 +76,7 @@ class Federation(Network):
         """Let all sites of the roster agree on the problem; this starts a new epoch of the run."""
         self._queue, self._held = [], ()
         self.agreement = self._setup.agree()
-        self._sizes = {"k": self.tree.n_clusters, "d": len(self.terms)}
+        self._sizes = {"k": self.tree.n_clusters, "terms": len(self.terms)}
         if self.agreement.scale is not None:
             self.ask(Standardise(self.agreement.scale))
 

@@ -67,10 +67,15 @@ def check_reply(message: Message[Any], reply: Any, sizes: Sizes) -> None:
 
 
 def merged_sizes(message: Message[Any], sizes: Sizes) -> dict[str, Any]:
-    """The sizes that hold for the reply to a message: those of earlier messages, and its own."""
+    """The sizes that hold for the reply to a message: those of earlier messages, and its own.
+
+    ``terms`` is the number of terms, ``order`` that of the working order of the likelihood, which may leave some out.
+    """
     found = dict(sizes)
     for part in message.messages if isinstance(message, Batch) else (message,):
-        found |= {"points": (), **part.sizes}
+        found |= {"points": (), "d": "terms", **part.sizes}
+        if hasattr(part, "order"):
+            found["order"] = found["d"] = len(part.order.terms)
     return found
 
 
