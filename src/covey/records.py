@@ -44,17 +44,18 @@ class Record:
 
 @dataclass(frozen=True)
 class Axes:
-    """What the numbers in a field of a reply look like, for :mod:`covey.federation.wire.schema`.
+    """What the numbers in a field of a message or reply look like, for :mod:`covey.federation.wire.schema`.
 
     Attributes
     ----------
     sizes : lengths of the axes: numbers, ``k`` (clusters), ``d`` (terms), or what the ``sizes`` of the message name; ``n`` is
         any length
-    kind : ``count`` (whole, not negative), ``square`` (not negative), ``psd`` (symmetric, no negative eigenvalue), or empty
+    kind : ``count`` (whole, not negative), ``steps`` (a count that is not too large), ``square`` (not negative), ``psd``
+        (symmetric, no negative eigenvalue), or empty
     """
 
     sizes: str
-    kind: Literal["", "count", "square", "psd"] = ""
+    kind: Literal["", "count", "steps", "square", "psd"] = ""
 
 
 class Reply(Record):

@@ -15,12 +15,13 @@ from covey.federation.operator.exchanges import Unusable, read_reply
 from covey.federation.operator.settings import RunSettings, run_settings_of
 from covey.federation.wire.codec import Envelope, Placeholder, Refusal, printable
 from covey.federation.wire.messages import Agree, Joined, Profile, SiteMessage, SiteTotals
-from covey.federation.wire.schema import Limits, Misfit, _hints, _is_psd, _reply_type, check_record
+from covey.federation.wire.schema import Limits, Misfit, _hints, _is_psd, _reply_type, check_message, check_record
 from covey.federation.wire.transport import Failure
 from covey.nodes.network import Batch, Message
 from covey.problem.problem import resolve
 from covey.records import Record, RecordError, Reply, decode, encode, seal
 from covey.solvers.direct.elimination import Quadratic
+from covey.solvers.direct.sweep import SweepDown
 from covey.solvers.ledger import Ledger
 from tests.federation.sites import FaultyTransport, by_turns, fit, kind, sites_of, spec, table
 
@@ -318,3 +319,25 @@ def test_a_long_header_is_refused_before_it_is_read():
 def test_a_sentence_is_short_whatever_a_site_sends():
     text = stopped("ask", lambda body: Refusal("data", "x" * 100_000))
     assert "x" * 100 in text
+
+
+# Messages
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3,), (2, 4), (3, 1000), (0, 0)])
+def test_a_node_refuses_arrays_that_do_not_fit_its_rows(shape):
+    """Compiled code does not check its indices: such a message once ended the process of a node, or read beyond an array."""
+    sites = sites_of({"s1": FRAME})
+    carrier = FaultyTransport(sites)
+    run = fit(sites, spec(), carrier).run
+    node = sites["s1"].node(run)
+    check_message(SweepDown(np.zeros((3, 4))), node)
+    with pytest.raises(Misfit, match=r"SweepDown\.w"):
+        check_message(SweepDown(np.zeros(shape)), node)
+    asked = next(decode(text) for _, text in carrier.messages if isinstance(decode(text).body, SweepDown))
+    site = sites_of({"s1": FRAME})["s1"]
+    for _, text in carrier.messages:
+        if decode(text).exchange < asked.exchange:
+            site.answer(text)
+    reply = decode(site.answer(encode(replace(asked, body=SweepDown(np.zeros(shape))))))
+    assert reply.body.reason == "data"

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 import numba
 import numpy as np
@@ -23,7 +23,7 @@ import numpy as np
 from covey._typing import Anything, Floats, Ints
 from covey.errors import SolverError
 from covey.losses import Loss
-from covey.records import Record
+from covey.records import Axes, Record
 from covey.tables.rows import GroupedData
 from covey.tables.scaling import Scale
 from covey.tree.hierarchy import Hierarchy
@@ -171,7 +171,7 @@ class Standardise(Message[None], label="standardise", phase="set-up", reply=Fals
 class SetGamma(Message[None], label="penalties", phase="set-up", reply=False):
     """Set the penalty ``gamma (k,)`` of the clients of each cluster."""
 
-    gamma: Floats
+    gamma: Annotated[Floats, Axes("k")]
 
     def at(self, node: Node) -> None:
         node.gamma = self.gamma[node.data.hierarchy.parent]

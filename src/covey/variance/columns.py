@@ -42,9 +42,9 @@ class WorkingColumns(LearningState):
     [[-5995.0, 3.0]]
     """
 
-    basis: Floats
+    basis: Annotated[Floats, Axes("d d")]
     one: int
-    origin: Floats
+    origin: Annotated[Floats, Axes("d")]
 
     @classmethod
     def plain(cls, d: int, one: int = -1) -> WorkingColumns:
@@ -240,8 +240,8 @@ class BendSums(Reply):
 class FromLogs(Record):
     """The clusters' solution ``w (k, d)`` of the sweep for the logs of counts, relative to ``centre (d,)``."""
 
-    centre: Floats
-    w: Floats
+    centre: Annotated[Floats, Axes("order")]
+    w: Annotated[Floats, Axes("k order")]
 
 
 def keep_results(node: Node, theta: Floats, losses: Quadratic, origin: Floats) -> NonFiniteClients:
@@ -314,7 +314,7 @@ class RowTotals(Reply):
 class SumRows(Message[RowTotals], label="totals of rows", phase="learn"):
     """Sum the rows, with the columns ``X basis``."""
 
-    basis: Floats
+    basis: Annotated[Floats, Axes("d d")]
 
     def at(self, node: Node) -> RowTotals:
         data = node.data

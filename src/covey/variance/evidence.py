@@ -105,7 +105,7 @@ class WeighEvidence(Message[Evidence], label="weigh evidence", phase="learn"):
 
     columns: WorkingColumns
     varying: tuple[int, ...]
-    inverse: Floats
+    inverse: Annotated[Floats, Axes("d d")]
 
     @property
     def sizes(self) -> Sizes:

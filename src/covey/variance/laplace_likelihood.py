@@ -29,6 +29,7 @@ log-determinants in ``theta_i``. The second part takes one more sweep, for the l
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Annotated
 
 import numpy as np
 
@@ -36,6 +37,7 @@ from covey._typing import Anything, Floats
 from covey.errors import SolverError
 from covey.losses import loss_of
 from covey.nodes.network import Message, Node, Sizes
+from covey.records import Axes
 from covey.solvers.direct import newton
 from covey.solvers.direct.elimination import (
     Marginal,
@@ -115,9 +117,9 @@ class ModeState(LearningState):
 class SumLogCounts(Message[Quadratic], label="logs of responses", phase="learn"):
     """Eliminate clients from the linear model of the logs of their counts, about the global model ``centre (d,)``."""
 
-    S: Floats
+    S: Annotated[Floats, Axes("1|k d d")]
     order: TermOrder
-    centre: Floats
+    centre: Annotated[Floats, Axes("d")]
 
     def at(self, node: Node) -> Quadratic:
         clients = _clients(node, self.S, self.order)
@@ -131,9 +133,9 @@ class BeginMode(Message[newton.NewtonReport], label="begin mode", phase="learn")
     Clients start from the forces of the last mode. If ``fresh``, they start from ``logs`` if given, else from their clusters.
     """
 
-    S: Floats
+    S: Annotated[Floats, Axes("1|k d d")]
     order: TermOrder
-    w: Floats
+    w: Annotated[Floats, Axes("k d")]
     fresh: bool
     logs: FromLogs | None = None
 
@@ -177,7 +179,7 @@ class StepToMode(Message[newton.NewtonReport], label="step to mode", phase="lear
 class SumBends(Message[BendSums], label="bends", phase="learn"):
     """Sum the log-determinants and their gradients; ``P (k, d, d)`` is the clusters' covariance at the mode."""
 
-    P: Floats
+    P: Annotated[Floats, Axes("k order order")]
 
     def at(self, node: Node) -> BendSums:
         _, marginal, _, lifted = _at_mode(node, self.P)
@@ -188,8 +190,8 @@ class SumBends(Message[BendSums], label="bends", phase="learn"):
 class SlopeAtMode(Message[Slopes], label="slope at the mode", phase="learn"):
     """Sum the gradient in ``S_j``; ``P`` as in :class:`SumBends`, ``y (k, d)`` the clusters' solution of the second sweep."""
 
-    P: Floats
-    y: Floats
+    P: Annotated[Floats, Axes("k order order")]
+    y: Annotated[Floats, Axes("k order")]
 
     def at(self, node: Node) -> Slopes:
         clients, marginal, g, _ = _at_mode(node, self.P)

@@ -248,7 +248,7 @@ class IntegrateClients(Message["Integrated"], LearningState, label="integrate cl
     half the sum of squares about the client's least-squares fit ``t_i``, which does not. ``about_client_fits`` asks for that.
     """
 
-    S: Floats
+    S: Annotated[Floats, Axes("n 1|k d d")]
     order: TermOrder
     about_client_fits: bool = False
 
@@ -284,8 +284,8 @@ class LikelihoodSlope(Message[Slopes], label="slope of the likelihood", phase="l
     The points are those of the last :class:`IntegrateClients`.
     """
 
-    w: Floats
-    P: Floats
+    w: Annotated[Floats, Axes("n k order")]
+    P: Annotated[Floats, Axes("n k order order")]
 
     @property
     def sizes(self) -> Sizes:
@@ -306,9 +306,9 @@ class LikelihoodSlope(Message[Slopes], label="slope of the likelihood", phase="l
 class FinishLinear(Message[NonFiniteClients], label="finish linear", phase="learn"):
     """Compute and keep the clients' models, given their covariance ``S (1 or k, d, d)`` and the clusters' ``w (k, d)``."""
 
-    S: Floats
+    S: Annotated[Floats, Axes("1|k d d")]
     order: TermOrder
-    w: Floats
+    w: Annotated[Floats, Axes("k d")]
 
     def at(self, node: Node) -> NonFiniteClients:
         losses, origin = client_losses(node, self.order.terms), working_columns(node).origin

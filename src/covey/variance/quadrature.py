@@ -35,7 +35,7 @@ from typing import Annotated
 
 import numpy as np
 
-from covey._typing import Anything, Floats, Ints
+from covey._typing import Anything, Bools, Floats, Ints
 from covey.errors import SolverError
 from covey.losses import Loss
 from covey.nodes.network import Message, Node, Sizes
@@ -146,9 +146,9 @@ class IntegrateAtMode(Message[LogIntegrals], label="integrals at the mode", phas
     If ``m`` is 1, clusters are where they were at the mode.
     """
 
-    w: Floats
+    w: Annotated[Floats, Axes("n k order")]
     phi: float
-    asked: Anything
+    asked: Annotated[Bools, Axes("k")]
     careful: bool
 
     @property

@@ -88,7 +88,7 @@ Draw = Callable[[int], Floats]
 class ReleaseSums(Message["NoisySums"], label="release sums"):
     """Send the sums of clipped contributions at the cluster models ``w (k, d)``, with noise."""
 
-    w: Floats
+    w: Annotated[Floats, Axes("k d")]
     noise: float
     clip: float
 
@@ -119,7 +119,7 @@ class NoisySums(Reply):
 class PlaceClients(Message[None], label="place clients", phase="finish"):
     """Move each client to its best under the cluster models ``w (k, d)``."""
 
-    w: Floats
+    w: Annotated[Floats, Axes("k d")]
 
     def at(self, node: Node) -> None:
         node_settle(node, self.w)

@@ -55,6 +55,7 @@ from covey.federation.wire.messages import (
     SealedSalts,
     SiteMessage,
 )
+from covey.federation.wire.schema import check_message
 from covey.model.files import save_model, uncertainty_from_json
 from covey.model.model import Fitted, Model, assemble
 from covey.nodes.network import Batch, Message, Node, threads_for
@@ -295,6 +296,7 @@ class Site:
         private = None if run.agreed is None else run.agreed.private
         noisy = check_private_message(asked.body, private)
         self.policy.check_message(asked.body, asked.exchange)
+        check_message(asked.body, node)
         data, before = node.data, node.snapshot()
         try:
             with threads_for(node.data), np.errstate(over="ignore", invalid="ignore"):

@@ -20,11 +20,12 @@ from covey._typing import Anything, Floats
 from covey.errors import FederationError, whole
 from covey.exact import LIMBS, WIDE, Exact
 from covey.kernels import TOO_LARGE
-from covey.nodes.network import Batch, Message, Sizes
+from covey.nodes.network import Batch, Message, Node, Sizes
 from covey.records import Axes, Record
 
 _LARGEST = 2**53  # of a count: floating-point numbers hold all whole numbers below
 _ROUNDING = 1e-6  # of the largest eigenvalue of a matrix
+_MOST_STEPS = 10**7
 _LONGEST = 10_000  # characters of one text
 
 
@@ -79,6 +80,31 @@ def merged_sizes(message: Message[Any], sizes: Sizes) -> dict[str, Any]:
     return found
 
 
+def check_message(message: Message[Any], node: Node) -> None:
+    """Raise :class:`Misfit` if the arrays of a message do not fit a node: compiled code does not check its indices.
+
+    Values may be anything, such as infinite penalties.
+    """
+    kept = [len(state.order.terms) for state in node.states.values() if hasattr(state, "order")]
+    sizes: dict[str, Any] = {
+        "k": node.data.n_clusters,
+        "terms": node.data.n_terms,
+        "order": kept[-1] if kept else 0,
+        "loose": True,
+    }
+    for part in message.messages if isinstance(message, Batch) else (message,):
+        try:
+            order = getattr(part, "order", None)
+            if order is not None:
+                check_record(order, type(order), {**sizes, "d": "terms"})
+                inside = order.terms.ndim == 1 and ((order.terms >= 0) & (order.terms < node.data.n_terms)).all()
+                _require(bool(inside) and 0 <= order.width <= len(order.terms), "order", "terms that are not there")
+            sizes = merged_sizes(part, sizes)
+        except (AttributeError, IndexError, KeyError, TypeError):
+            raise Misfit(f"it sent a {type(part).__name__} of another form") from None
+        _check(part, type(part), "", sizes)
+
+
 def check_record(value: Any, kind: Any, sizes: Sizes | None = None) -> None:
     """Raise :class:`Misfit` if a value is not of a kind: a class of records, or a type of their fields."""
     _check(value, kind, getattr(kind, "__name__", "its reply"), sizes or {})
@@ -115,7 +141,7 @@ def _check(value: Any, declared: Any, name: str, sizes: Sizes, axes: Axes | None
     elif declared in (None, NoneType):
         _require(value is None, name, f"a {type(value).__name__} where nothing was asked")
     elif origin is np.ndarray:
-        _check_array(value, np.dtype(get_args(get_args(declared)[1])[0]), name, sizes, axes or Axes(""))
+        _check_array(value, get_args(get_args(declared)[1])[0], name, sizes, axes)
     elif declared is Exact:
         _check_exact(value, name, sizes, axes or Axes(""))
     elif isinstance(declared, type) and issubclass(declared, Record):
@@ -133,7 +159,7 @@ def _check(value: Any, declared: Any, name: str, sizes: Sizes, axes: Axes | None
             _check(key, str, name, sizes)
             _check(part, get_args(declared)[1], name, sizes)
     else:
-        _check_plain(value, declared, name, axes, bound=bound)
+        _check_plain(value, declared, name, sizes, axes, bound=bound)
 
 
 def _check_fields(value: Any, kind: type, sizes: Sizes) -> None:
@@ -143,8 +169,12 @@ def _check_fields(value: Any, kind: type, sizes: Sizes) -> None:
         _check(getattr(value, part.name), _hints(kind)[part.name], f"{kind.__name__}.{part.name}", sizes, bound=free)
 
 
-def _check_plain(value: Any, declared: Any, name: str, axes: Axes | None, *, bound: bool) -> None:
+def _check_plain(value: Any, declared: Any, name: str, sizes: Sizes, axes: Axes | None, *, bound: bool) -> None:
     """A single number, text or boolean; ``Any`` allows each of them."""
+    if "loose" in sizes:
+        kind = (int, float) if declared is float else declared if isinstance(declared, type) else object
+        _require(isinstance(value, kind), name, f"a {type(value).__name__} in place of another value")
+        return
     kinds = (bool, int, float, str) if declared is Any else (declared,)
     _require(type(value) in kinds, name, f"a {type(value).__name__} in place of a {getattr(declared, '__name__', 'value')}")
     if isinstance(value, str):
@@ -157,11 +187,14 @@ def _check_plain(value: Any, declared: Any, name: str, axes: Axes | None, *, bou
         _require(0 <= value < _LARGEST, name, f"the count {str(value)[:30]}")
 
 
-def _check_array(value: Any, dtype: np.dtype[Any], name: str, sizes: Sizes, axes: Axes) -> None:
+def _check_array(value: Any, dtype: Any, name: str, sizes: Sizes, axes: Axes | None) -> None:
     _require(isinstance(value, np.ndarray), name, f"a {type(value).__name__} in place of numbers")
-    _require(value.dtype == dtype, name, f"numbers of type {value.dtype} in place of {dtype}")
+    _require(dtype is Any or value.dtype == dtype, name, f"numbers of type {value.dtype} in place of {np.dtype(dtype)}")
+    if "loose" in sizes and axes is None:
+        return
+    axes = axes or Axes("")
     _check_shape(value.shape, name, sizes, axes)
-    if dtype.kind == "f":
+    if value.dtype.kind == "f" and "loose" not in sizes:
         _require(bool(np.isfinite(value).all()), name, "a number that is not finite; look there at very large values")
     _check_kind(value, name, axes.kind)
 
@@ -169,7 +202,7 @@ def _check_array(value: Any, dtype: np.dtype[Any], name: str, sizes: Sizes, axes
 def _check_exact(value: Any, name: str, sizes: Sizes, axes: Axes) -> None:
     """Exact sums. One that is not a number says so itself, and its solver explains it."""
     _require(type(value) is Exact, name, f"a {type(value).__name__} in place of exact sums")
-    for part, dtype, more in ((value.size, np.dtype(np.int64), ()), (value.limbs, np.dtype(np.uint64), ("limbs",))):
+    for part, dtype, more in ((value.size, np.int64, ()), (value.limbs, np.uint64, ("limbs",))):
         found = replace(axes, sizes=" ".join([axes.sizes, *more]), kind="")
         limbs = part.shape[-1] if more and isinstance(part, np.ndarray) and part.shape else 0
         _require(not more or limbs in (LIMBS, WIDE), name, "sums of another form")
@@ -181,17 +214,23 @@ def _check_exact(value: Any, name: str, sizes: Sizes, axes: Axes) -> None:
 
 def _check_shape(shape: tuple[int, ...], name: str, sizes: Sizes, axes: Axes) -> None:
     wanted = list(_lengths(axes.sizes.split(), sizes))
-    fits = len(shape) == len(wanted) and all(want in (None, have) for have, want in zip(shape, wanted, strict=True))
+    fits = len(shape) == len(wanted) and all(
+        want is None or (have in want if isinstance(want, tuple) else have == want)
+        for have, want in zip(shape, wanted, strict=True)
+    )
     shown = " x ".join("n" if want is None else str(want) for want in wanted) or "one number"
     _require(fits, name, f"numbers of shape {' x '.join(map(str, shape[:8])) or 'one number'} in place of {shown}")
 
 
-def _lengths(axes: Iterable[Any], sizes: Sizes) -> Iterable[int | None]:
+def _lengths(axes: Iterable[Any], sizes: Sizes) -> Iterable[Any]:
+    """The length that each axis must have; None for any, a tuple for several choices."""
     for axis in axes:
         if isinstance(axis, int) or axis.isdigit():
             yield int(axis)
         elif axis == "n":
             yield None
+        elif axis == "1|k":
+            yield 1, sizes["k"]
         else:
             found = sizes[axis]
             yield from _lengths(found if isinstance(found, tuple) else (found,), sizes)
@@ -201,6 +240,8 @@ def _check_kind(value: Anything, name: str, kind: str) -> None:
     """Refuse numbers that a sum over clients cannot have."""
     if kind in ("count", "square"):
         _require(bool((value >= 0).all()), name, "a negative number")
+    if kind == "steps":
+        _require(bool(((value >= 0) & (value <= _MOST_STEPS)).all()), name, "a number of steps that would take too long")
     if kind == "count":
         _require(bool((value == np.floor(value)).all() and (value < _LARGEST).all()), name, "a number that is not a count")
     if kind == "psd":

@@ -52,7 +52,7 @@ _SHORTEST = 1e-12
 class NewtonBegin(Message["NewtonReport"], label="newton begin"):
     """Begin at the clients' coefficients, with the forces that clusters at ``w (k, d)`` exert on them."""
 
-    w: Floats
+    w: Annotated[Floats, Axes("k d")]
 
     def at(self, node: Node) -> NewtonReport:
         theta = node.coefficients()
@@ -66,7 +66,7 @@ class NewtonBegin(Message["NewtonReport"], label="newton begin"):
 class NewtonStep(Message["NewtonReport"], label="newton step"):
     """Go ``length`` along the direction that ``dw (k, d)`` implies; with ``retry``, from the old point and in its direction."""
 
-    dw: Floats
+    dw: Annotated[Floats, Axes("k d")]
     length: float = 1.0
     retry: bool = False
 

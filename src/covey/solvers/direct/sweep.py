@@ -94,7 +94,7 @@ class SweepReport(Reply):
 class SweepDown(Message[SweepReport], label="sweep down"):
     """Put each client at its best coefficients, given the clusters' models ``w (k, d)``."""
 
-    w: Floats
+    w: Annotated[Floats, Axes("k d")]
     logs: bool = False
 
     def at(self, node: Node) -> SweepReport:

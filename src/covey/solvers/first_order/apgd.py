@@ -116,8 +116,8 @@ class ProximalStep(Message["ProximalReply"], label="proximal step"):
     If the loss is not quadratic, ``|gradient|^2 / gamma_i`` of a client's problem may be its share of ``accuracy``.
     """
 
-    centre: Floats
-    total: Floats
+    centre: Annotated[Floats, Axes("k d")]
+    total: Annotated[Floats, Axes("k")]
     accuracy: float
 
     def at(self, node: Node) -> ProximalReply:

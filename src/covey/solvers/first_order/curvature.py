@@ -162,7 +162,7 @@ class KrylovImage(Reply):
 class TakeHessians(Message[SeenHessian], label="take Hessians", phase="measure"):
     """Compute the Hessians at the clients' coefficients; ``total (k,)`` are the clusters' sums of gamma."""
 
-    total: Floats
+    total: Annotated[Floats, Axes("k")]
 
     def at(self, node: Node) -> SeenHessian:
         node.cache.pop("hessian", None)
@@ -186,9 +186,9 @@ class DrawVector(Message[KrylovVector], label="draw vector", phase="measure"):
 class ApplyInverse(Message[KrylovImage], label="apply inverse", phase="measure"):
     """Divide the last vector by its ``length`` and apply the inverse; ``w (k, d)`` is the clusters' part of the result."""
 
-    w: Floats
+    w: Annotated[Floats, Axes("k d")]
     length: float
-    total: Floats
+    total: Annotated[Floats, Axes("k")]
 
     def at(self, node: Node) -> KrylovImage:
         state = node.state(KrylovState)
@@ -215,7 +215,7 @@ class Orthogonalise(Message[KrylovVector], label="orthogonalise", phase="measure
 class NullSpaceCheck(Message[Exact], label="null space", phase="measure"):
     """Ask for the squared length of ``H P v - v``, with ``H`` the Hessian; ``w (k, d)`` are the centres of ``P v``."""
 
-    w: Floats
+    w: Annotated[Floats, Axes("k d")]
 
     def at(self, node: Node) -> Exact:
         state, tree = node.state(KrylovState), node.data.hierarchy
