@@ -21,7 +21,8 @@ from covey.federation.operator.journal import Entry, Journal
 from covey.fitting.fit import fit as fit_network
 from covey.losses import Bernoulli
 from covey.nodes.network import InMemory
-from covey.problem.problem import Classes, read_rows, resolve
+from covey.problem.problem import Classes, resolve
+from covey.problem.rows import read_rows
 from covey.records import decode, encode
 from covey.solvers import minimise
 from covey.solvers.direct.sweep import SweepUp

@@ -23,7 +23,8 @@ from covey.federation.privacy.masking import check_roster
 from covey.federation.wire.codec import SAME_VERSION, ids_from_json, ids_to_json, in_order
 from covey.federation.wire.messages import Agree, DrawSalt, Hello, Joined, Profile, SiteTotals, check_knots, formula_of
 from covey.federation.wire.schema import Limits, Misfit, check_record, check_reply
-from covey.problem.problem import Classes, Problem, Schema, used_columns
+from covey.problem.problem import Classes, Problem, Schema
+from covey.problem.rows import used_columns
 from covey.tables.design import Formula
 from covey.tables.scaling import Scale
 from covey.tree.hierarchy import Hierarchy
