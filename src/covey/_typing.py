@@ -11,6 +11,7 @@ from narwhals.typing import IntoDataFrame
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 Anything = npt.NDArray[Any]
 
 ArrayLike = npt.ArrayLike

@@ -1,9 +1,9 @@
 """Records: immutable values that are sent between nodes or stored on disk, and their encoding as bytes.
 
 A record is a frozen dataclass. Its fields are records, arrays, bytes, numbers, text, tuples, dictionaries or None. Every
-subclass of :class:`Record` registers itself under its class name, which is unique in covey. The encoding is a JSON header (the
-tree of values, with a number in place of each array) followed by the arrays. Decoding only builds registered classes, so the
-bytes cannot contain code.
+subclass of :class:`Record` registers itself under its class name, which is unique in covey. The encoding is a checksum and a
+JSON header (the tree of values, with a number in place of each array), followed by the arrays. Decoding only builds registered
+classes, so the bytes cannot contain code.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 
 from covey._typing import Anything
 from covey.errors import CoveyError
 
-_MAGIC = b"covey\x02"
+_MAGIC, _CHECKSUM = b"covey\x05", 16
+_MAGIC_WITHOUT_CHECKSUM = b"covey\x02"  # written by earlier versions
 _DTYPES = ("<f8", "<i8", "<u8", "|b1", "|u1")
+_USED = np.empty(0)
 
 
 class RecordError(CoveyError):
@@ -40,10 +42,27 @@ class Record:
         Record.registered[cls.__name__] = cls
 
 
+@dataclass(frozen=True)
+class Axes:
+    """What the numbers in a field of a message or reply look like, for :mod:`covey.federation.wire.schema`.
+
+    Attributes
+    ----------
+    sizes : lengths of the axes: numbers, ``k`` (clusters), ``d`` (terms), or what the ``sizes`` of the message name; ``n`` is
+        any length
+    kind : ``count`` (whole, not negative), ``steps`` (a count that is not too large), ``square`` (not negative), ``psd``
+        (symmetric, no negative eigenvalue), or empty
+    """
+
+    sizes: str
+    kind: Literal["", "count", "steps", "square", "psd"] = ""
+
+
 class Reply(Record):
     """A reply of a node. Replies of several nodes are added field by field.
 
-    A field whose metadata contain ``least`` is a lower bound: the sum has the smaller of the two values.
+    The annotation of an array declares its :class:`Axes`. A field whose metadata contain ``least`` is a lower bound: the sum
+    has the smaller of the two values. One whose metadata contain ``overflows`` may be infinite.
     """
 
     def __add__(self, other: Self) -> Self:
@@ -72,19 +91,39 @@ def encode(value: Any) -> bytes:
     tree = _flat(value, arrays)
     described = [[array.dtype.str, list(array.shape)] for array in arrays]
     head = json.dumps({"tree": tree, "arrays": described}, separators=(",", ":")).encode()
-    return b"".join([_MAGIC, len(head).to_bytes(4, "little"), head, *(array.tobytes() for array in arrays)])
+    return seal(b"".join([len(head).to_bytes(4, "little"), head, *(array.tobytes() for array in arrays)]))
 
 
-def decode(text: bytes) -> Any:
-    """Decode the bytes that :func:`encode` returned."""
+def seal(content: bytes) -> bytes:
+    """Put the signature of covey and a checksum before the content of a record."""
+    return _MAGIC + checksum(content) + content
+
+
+def checksum(*parts: bytes | memoryview) -> bytes:
+    """Return a checksum of 16 bytes, which detects damage but not intent."""
+    found = hashlib.blake2b(digest_size=_CHECKSUM)
+    for part in parts:
+        found.update(part)
+    return found.digest()
+
+
+def decode(text: bytes, most: int | None = None) -> Any:
+    """Decode the bytes that :func:`encode` returned. ``most`` limits the bytes of the JSON header, which grow in memory."""
     try:
-        if text[:6] != _MAGIC:
+        start = len(_MAGIC) + _CHECKSUM * (text[: len(_MAGIC)] == _MAGIC)
+        if text[: len(_MAGIC)] not in (_MAGIC, _MAGIC_WITHOUT_CHECKSUM):
             raise ValueError("they do not start with its signature")
-        size = int.from_bytes(text[6:10], "little")
-        head = json.loads(text[10 : 10 + size])
-        return _built(head["tree"], list(_arrays(text, 10 + size, head["arrays"])))
+        if start > len(_MAGIC) and checksum(memoryview(text)[start:]) != text[len(_MAGIC) : start]:
+            raise ValueError("their checksum is wrong")
+        size = int.from_bytes(text[start : start + 4], "little")
+        if most is not None and size > most:
+            raise ValueError(f"their header has {size} bytes, more than {most}")
+        head = json.loads(text[start + 4 : start + 4 + size])
+        return _built(head["tree"], list(_arrays(text, start + 4 + size, head["arrays"])))
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as problem:
-        raise RecordError(f"These {len(text)} bytes are not a message of covey: {problem}.") from None
+        ours = type(problem) in (ValueError, KeyError) or isinstance(problem, CoveyError)
+        why = str(problem).rstrip(".")[:200] if ours else "their header is not valid"
+        raise RecordError(f"These {len(text)} bytes are not a message of covey: {why}.") from None
 
 
 def outline(value: Any) -> Any:
@@ -142,11 +181,15 @@ def _flat(value: Any, arrays: list[Anything]) -> Any:
 
 def _built(tree: Any, arrays: list[Anything]) -> Any:
     if not isinstance(tree, dict):
+        if isinstance(tree, list):
+            raise ValueError("their header has a list where a value must be")
         return tree
-    if "array" in tree:
-        return arrays[tree["array"]]
-    if "bytes" in tree:
-        return arrays[tree["bytes"]].tobytes()
+    if "array" in tree or "bytes" in tree:
+        at = tree["array" if "array" in tree else "bytes"]
+        array, arrays[at] = arrays[at], _USED
+        if array is _USED:  # the same bytes in a thousand places would take a thousand times their memory
+            raise ValueError("their header uses an array twice")
+        return array if "array" in tree else array.tobytes()
     if "all" in tree:
         return tuple(_built(each, arrays) for each in tree["all"])
     if "by" in tree:
@@ -156,8 +199,8 @@ def _built(tree: Any, arrays: list[Anything]) -> Any:
 
 def _arrays(text: bytes, at: int, described: list[Any]) -> Iterator[Anything]:
     for dtype, shape in described:
-        if dtype not in _DTYPES:
-            raise ValueError(f"they hold an array of {dtype!r}")
+        if dtype not in _DTYPES or not all(type(length) is int and 0 <= length < 2**48 for length in shape):
+            raise ValueError(f"they hold an array of {str(dtype)[:20]!r} with shape {str(shape)[:40]}")
         count = int(np.prod(shape, dtype=np.int64)) if shape else 1
         array = np.frombuffer(text, np.dtype(dtype), count, at).reshape(shape)
         at += array.nbytes

@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as hnp
 
 from covey.exact import Exact
 from covey.federation.wire.codec import Envelope, join, split
-from covey.records import RecordError, decode, encode, outline
+from covey.records import RecordError, decode, encode, outline, seal
 from covey.solvers.direct.elimination import Quadratic
 from covey.solvers.direct.newton import NewtonReport, NewtonStep
 
@@ -48,8 +48,24 @@ def test_any_cut_or_changed_length_is_refused():
     for cut in range(len(message)):
         with pytest.raises(RecordError):
             decode(message[:cut])
-    with pytest.raises(RecordError, match="number differs"):
+    with pytest.raises(RecordError, match="checksum"):
         decode(message + b"x")
+    with pytest.raises(RecordError, match="number differs"):
+        decode(seal(message[22:] + b"x"))
+
+
+def test_any_changed_bit_is_refused():
+    message = encode(Envelope("run", 0, 0, NewtonStep(np.ones((2, 3)))))
+    for at in range(8 * len(message)):
+        changed = bytearray(message)
+        changed[at // 8] ^= 1 << at % 8
+        with pytest.raises(RecordError):
+            decode(bytes(changed))
+
+
+def test_records_of_earlier_versions_are_read():
+    message = encode((np.arange(3), "x"))
+    assert decode(b"covey\x02" + message[22:])[1] == "x"
 
 
 @pytest.mark.parametrize("name", ["eval", "os.system", "Model", "Site", "covey.records.Count"])

@@ -208,7 +208,7 @@ def test_a_private_run_needs_lists_of_categories_and_classes():
     with pytest.raises(FederationError, match="needs a list of all values of column 'z'"):
         fit(sites, spec(), settings=private_run(categories={"y": [0, 1]}))
     assert run_settings_of({"categories": '{"z": ["a"]}'}).categories == {"z": ["a"]}
-    with pytest.raises(FederationError, match="lists by column"):
+    with pytest.raises(FederationError, match="'categories'"):
         run_settings_of({"categories": "z=a,b"})
 
 

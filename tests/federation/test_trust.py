@@ -398,7 +398,7 @@ def test_a_run_whose_model_cannot_be_written_can_be_resumed(tmp_path, monkeypatc
 
     with monkeypatch.context() as patch:
         patch.setattr("covey.federation.operator.operate.save_model", full)
-        with pytest.raises(OSError, match="No space"):
+        with pytest.raises(FederationError, match=r"No space.*are kept in.*run the same command again"):
             run_fit(InProcess(sites), list(sites), resolve(spec()), RunSettings(), **places)
     carrier = FaultyTransport(sites)
     run_fit(carrier, list(sites), resolve(spec()), RunSettings(), **places)

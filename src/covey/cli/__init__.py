@@ -7,6 +7,7 @@ a traceback.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable
@@ -71,6 +72,7 @@ def _version(version: bool = typer.Option(False, "--version", help="Print the ve
 def main() -> None:
     """Run the command line."""
     warnings.showwarning = _show_warning
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a long run says what it has saved
     try:
         code = app(standalone_mode=False)
     except CoveyError as problem:

@@ -41,6 +41,7 @@ class RunOptions:
         None
     )
     categories: Annotated[str | None, typer.Option(help='Allowed values of columns, as JSON: \'{"zone": ["a", "b"]}\'.')] = None
+    limits: Annotated[str | None, typer.Option(help="The most that a site may send, as JSON: '{\"clusters\": 200000}'.")] = None
     timeout: Annotated[float | None, typer.Option(help="Seconds to wait for a site's reply (600).")] = None
     retries: Annotated[int | None, typer.Option(help="How often a message without reply is sent again (2).")] = None
     operator_key: Annotated[

@@ -39,6 +39,8 @@ from covey.variance.estimate import NOT_FINITE, estimate, likelihood_ratios
 from covey.variance.identify import survey
 from covey.variance.parameters import Shape
 
+_IMPLAUSIBLE = 1e30  # size of a coefficient
+
 
 def fit(
     network: Network,
@@ -77,7 +79,7 @@ def fit(
     >>> fit(InMemory.of(data, problem.loss), problem).wbar.round(3).tolist()
     [0.941, -0.712]
     """
-    fitted = learn(network, problem, progress=progress, count=count)
+    fitted = _with_sanity_check(learn(network, problem, progress=progress, count=count))
     node = network.clients()
     if node is None:
         return model_without_clients(problem, fitted, network.tree, elsewhere)
@@ -108,6 +110,18 @@ def learn(network: Network, problem: Problem, *, progress: Progress | None = Non
         learned = plain_regression(node.data, network.loss, found)
         return Fitted(found, penalty if learned is None else None, learned)
     return Fitted(found, penalty)
+
+
+def _with_sanity_check(fitted: Fitted) -> Fitted:
+    """Do not call a fit converged whose coefficients nobody can have meant, whatever the gradient says."""
+    fit = fitted.fit
+    largest = max(float(np.abs(part).max(initial=0.0)) for part in (fit.theta, fit.w, fit.wbar))
+    if largest < _IMPLAUSIBLE or not fit.convergence.converged:
+        return fitted
+    why = f"a coefficient of {largest:.0e} is not plausible: look for damaged values, or put columns in other units"
+    end = replace(fit.convergence, converged=False, message=f"{fit.convergence.message}; {why}")
+    warn(end.message)
+    return replace(fitted, fit=replace(fit, convergence=end))
 
 
 def model_without_clients(problem: Problem, fitted: Fitted, tree: Hierarchy, elsewhere: Elsewhere | None) -> Model:

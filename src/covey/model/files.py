@@ -2,7 +2,8 @@
 
 If penalties were learned from the likelihood, the folder may also have ``sums.parquet``, the sums of each client. Numbers go
 through Parquet and JSON without loss, so a loaded model predicts the same bits. ``model.json`` has the version of the format
-and checksums of the tables, so that a damaged folder, or files of two models, are detected. Loading executes no code.
+and checksums of the tables and of itself, so that a damaged folder, or files of two models, are detected. Loading executes no
+code.
 
 A new field of a model goes into ``_document`` and ``_rebuild``, or into ``_tables`` if there is one value for each client or
 cluster. ``_rebuild`` must also read older folders, which lack the field. ``FORMAT`` rises only if earlier versions of covey
@@ -62,21 +63,27 @@ def save_model(model: Model, path: str | Path, *, sums: bool = True, extra: Mapp
     if model.learned is not None and not sums:  # without sums it cannot be computed from the folder
         model = replace(model, learned=replace(model.learned, satterthwaite=model.posterior.satterthwaite))
     document = _document(model, dict(extra or {}))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
-        # The folder is written aside and then moved, so that a failed write leaves the old model as it was.
-        fresh = Path(scratch) / "model"
-        fresh.mkdir()
-        tables = dict(zip(_TABLES, _tables(model), strict=True))
-        if sums and model.learned is not None and model.learned.has_sums:
-            tables[_SUMS] = _sums_table(model.learned)
-            if model.batches is not None:
-                tables[_SUMS] = tables[_SUMS].with_columns(model.batches.to_column(model.hierarchy.n_clients))
-        for name, table in tables.items():
-            table.write_parquet(fresh / f"{name}.parquet")
-            document["sha256"][name] = _checksum(fresh / f"{name}.parquet")
-        (fresh / "model.json").write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
-        _exchange(fresh, path)
+    tables = dict(zip(_TABLES, _tables(model), strict=True))
+    if sums and model.learned is not None and model.learned.has_sums:
+        tables[_SUMS] = _sums_table(model.learned)
+        if model.batches is not None:
+            tables[_SUMS] = tables[_SUMS].with_columns(model.batches.to_column(model.hierarchy.n_clients))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
+            # The folder is written aside and then moved, so that a failed write leaves the old model as it was.
+            fresh = Path(scratch) / "model"
+            fresh.mkdir()
+            for name, table in tables.items():
+                table.write_parquet(fresh / f"{name}.parquet")
+                document["sha256"][name] = _checksum(fresh / f"{name}.parquet")
+            document["checksum"] = _document_checksum(document)
+            (fresh / "model.json").write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
+            _exchange(fresh, path)
+    except (OSError, pl.exceptions.PolarsError) as problem:
+        reason = getattr(problem, "strerror", None) or "the disk may be full"
+        why = f"The model cannot be written to {str(path)!r} ({reason})"
+        raise ModelError(f"{why}; make room there, or choose another folder.") from None
     return path
 
 
@@ -123,6 +130,9 @@ def load_model(path: str | Path) -> tuple[Model, dict[str, Any]]:
     path = Path(path)
     document = _read_document(path)
     try:
+        # Models of earlier versions have no checksum of model.json.
+        if document.get("checksum") not in (None, _document_checksum(document)):
+            raise ModelError(f"The model in {str(path)!r} is damaged: model.json does not have its checksum; copy it again.")
         return _rebuild(document, {name: _read_table(path, name, document) for name in document["sha256"]})
     except CoveyError:
         raise
@@ -333,6 +343,12 @@ def _read_table(path: Path, name: str, document: Mapping[str, Any]) -> pl.DataFr
     if _checksum(file) != document["sha256"][name]:
         raise ModelError(f"The model in {str(path)!r} is damaged: {name}.parquet does not match model.json; fit it again.")
     return pl.read_parquet(file)
+
+
+def _document_checksum(document: Mapping[str, Any]) -> str:
+    """A checksum of the values of model.json; spaces do not count."""
+    text = json.dumps({name: value for name, value in document.items() if name != "checksum"}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _checksum(file: Path) -> str:

@@ -12,10 +12,10 @@ with any number of threads.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 import numba
 import numpy as np
@@ -23,7 +23,7 @@ import numpy as np
 from covey._typing import Anything, Floats, Ints
 from covey.errors import SolverError
 from covey.losses import Loss
-from covey.records import Record
+from covey.records import Axes, Record
 from covey.tables.rows import GroupedData
 from covey.tables.scaling import Scale
 from covey.tree.hierarchy import Hierarchy
@@ -102,6 +102,8 @@ class Node:
         self.cache.clear()
 
 
+Sizes = Mapping[str, Any]
+"""Lengths of the axes of a reply by name: a number, another name, or a tuple of these for several axes."""
 Phase = Literal["set-up", "learn", "measure", "fit", "finish"]
 """Purpose of a message: agree on the problem, learn penalties, measure constants of the problem, solve, send models."""
 
@@ -126,6 +128,11 @@ class Message(Record, Generic[R]):
         """The clusters that the message concerns, boolean ``(k,)``; None for all. Other nodes do not receive it."""
         return None
 
+    @property
+    def sizes(self) -> Sizes:
+        """Lengths of the axes of the reply (:class:`~covey.records.Axes`) that are not numbers of clusters or terms."""
+        return {}
+
     def at(self, node: Node) -> R:
         """Carry out the message on a node and return the reply."""
         raise NotImplementedError
@@ -136,6 +143,10 @@ class Batch(Message[Any], label="batch"):
     """Several messages sent as one. The reply is the reply to the last message."""
 
     messages: tuple[Message[Any], ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.messages, tuple):
+            raise TypeError("a batch holds a tuple of messages")
 
     def at(self, node: Node) -> Any:
         reply = None
@@ -160,7 +171,7 @@ class Standardise(Message[None], label="standardise", phase="set-up", reply=Fals
 class SetGamma(Message[None], label="penalties", phase="set-up", reply=False):
     """Set the penalty ``gamma (k,)`` of the clients of each cluster."""
 
-    gamma: Floats
+    gamma: Annotated[Floats, Axes("k")]
 
     def at(self, node: Node) -> None:
         node.gamma = self.gamma[node.data.hierarchy.parent]

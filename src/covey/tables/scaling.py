@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from covey._typing import Anything, Floats
 from covey.errors import DataError, FormulaError, ModelError
 from covey.exact import WIDE, WIDE_DIGITS, Exact, from_digits
 from covey.kernels import accumulate_moments
-from covey.records import Record
+from covey.records import Axes, Record
 from covey.tables.design import Columns, Formula, Frame
 from covey.tables.formula import Terms
 from covey.tables.rows import GroupedData
@@ -38,8 +38,8 @@ class Scale(Record):
     ([0.0, 3.0, 1000000001.5], [1.0, 1.0, 1.5])
     """
 
-    mean: Floats
-    sd: Floats
+    mean: Annotated[Floats, Axes("d")]
+    sd: Annotated[Floats, Axes("d")]
 
     @classmethod
     def of(cls, found: Exact, rows: int, terms: Sequence[str]) -> Scale:

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import numpy as np
 
 from covey._typing import Anything, Floats, Ints
 from covey.losses import loss_of
 from covey.nodes.network import Message, Network, Node, R, threads_for
-from covey.records import Record, Reply
+from covey.records import Axes, Record, Reply
 from covey.solvers.direct.elimination import Quadratic, Spread
 from covey.solvers.result import Fit
 from covey.tables.rows import GroupedData
@@ -42,9 +42,9 @@ class WorkingColumns(LearningState):
     [[-5995.0, 3.0]]
     """
 
-    basis: Floats
+    basis: Annotated[Floats, Axes("d d")]
     one: int
-    origin: Floats
+    origin: Annotated[Floats, Axes("d")]
 
     @classmethod
     def plain(cls, d: int, one: int = -1) -> WorkingColumns:
@@ -220,6 +220,30 @@ class NonFiniteClients(Reply):
     n_nonfinite: int
 
 
+@dataclass(frozen=True)
+class Slopes(Reply):
+    """Sums over clients of ``bend`` and ``pull``, ``(m, 1 or k, width, width)``."""
+
+    bend: Annotated[Floats, Axes("points groups width width")]
+    pull: Annotated[Floats, Axes("points groups width width")]
+
+
+@dataclass(frozen=True)
+class BendSums(Reply):
+    """``volume`` is the sum of log-determinants; ``lifted (k, d)`` the sums of ``(I + H_i S_j)^-1 g_i`` by cluster."""
+
+    volume: float
+    lifted: Annotated[Floats, Axes("k order")]
+
+
+@dataclass(frozen=True)
+class FromLogs(Record):
+    """The clusters' solution ``w (k, d)`` of the sweep for the logs of counts, relative to ``centre (d,)``."""
+
+    centre: Annotated[Floats, Axes("order")]
+    w: Annotated[Floats, Axes("k order")]
+
+
 def keep_results(node: Node, theta: Floats, losses: Quadratic, origin: Floats) -> NonFiniteClients:
     """Keep the coefficients and sums of the node's clients, in the user's units."""
     columns = working_columns(node)
@@ -272,16 +296,16 @@ class RowTotals(Reply):
     """
 
     rows: int
-    counted: float
-    weight: float
+    counted: Annotated[float, Axes("", "count")]
+    weight: Annotated[float, Axes("", "square")]
     log_weights: float
-    ones: Floats
-    total: Floats
-    squares: Floats
-    gram: Floats
-    rhs: Floats
+    ones: Annotated[Floats, Axes("d", "count")]
+    total: Annotated[Floats, Axes("d")]
+    squares: Annotated[Floats, Axes("d", "square")]
+    gram: Annotated[Floats, Axes("d d", "psd")]
+    rhs: Annotated[Floats, Axes("d")]
     response: float
-    response_squares: float
+    response_squares: Annotated[float, Axes("", "square")]
     constant: float
     perfect: float
 
@@ -290,7 +314,7 @@ class RowTotals(Reply):
 class SumRows(Message[RowTotals], label="totals of rows", phase="learn"):
     """Sum the rows, with the columns ``X basis``."""
 
-    basis: Floats
+    basis: Annotated[Floats, Axes("d d")]
 
     def at(self, node: Node) -> RowTotals:
         data = node.data

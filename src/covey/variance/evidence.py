@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
 from covey._typing import Floats
 from covey.losses import loss_of
-from covey.nodes.network import Message, Node
-from covey.records import Count, Reply
+from covey.nodes.network import Message, Node, Sizes
+from covey.records import Axes, Count, Reply
 from covey.solvers.direct.elimination import Quadratic, solve_symmetric
 from covey.tree.hierarchy import segment_sum
 from covey.variance.columns import WorkingColumns, client_losses, client_rows
@@ -40,8 +41,8 @@ class ResidualEvidence(Reply):
     """
 
     within: float
-    common: Floats
-    rhs: Floats
+    common: Annotated[Floats, Axes("shared shared")]
+    rhs: Annotated[Floats, Axes("shared")]
     rank: int
 
     @classmethod
@@ -82,17 +83,17 @@ class Evidence(Reply):
     """
 
     cluster_sums: Quadratic
-    gram_squares: Floats
-    gram_products: Floats
+    gram_squares: Annotated[Floats, Axes("d d", "square")]
+    gram_products: Annotated[Floats, Axes("d d")]
     n_several_rows: int
-    not_proportional: Floats
-    clearly_not_proportional: Floats
-    not_determined: Floats
+    not_proportional: Annotated[Floats, Axes("d d", "count")]
+    clearly_not_proportional: Annotated[Floats, Axes("d d", "count")]
+    not_determined: Annotated[Floats, Axes("d", "count")]
     residual: ResidualEvidence
     n_both_classes: int
     n_repeated: int
-    cluster_ones: Floats
-    cluster_rows: Floats
+    cluster_ones: Annotated[Floats, Axes("k")]
+    cluster_rows: Annotated[Floats, Axes("k", "count")]
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,11 @@ class WeighEvidence(Message[Evidence], label="weigh evidence", phase="learn"):
 
     columns: WorkingColumns
     varying: tuple[int, ...]
-    inverse: Floats
+    inverse: Annotated[Floats, Axes("d d")]
+
+    @property
+    def sizes(self) -> Sizes:
+        return {"shared": len(self.inverse) - len(self.varying)}
 
     def at(self, node: Node) -> Evidence:
         node.keep(self.columns)
@@ -116,7 +121,8 @@ class WeighEvidence(Message[Evidence], label="weigh evidence", phase="learn"):
             n, d = data.n_clients, data.n_terms
             gram = loss_of("gaussian").hessian(data, np.zeros((n, d)))
             losses = Quadratic(gram, np.zeros((n, d)), np.zeros(n), data.rows_that_count)
-            residual = ResidualEvidence(0.0, np.zeros((0, 0)), np.zeros(0), 0)  # there is no residual to identify
+            s = d - len(self.varying)
+            residual = ResidualEvidence(0.0, np.zeros((s, s)), np.zeros(s), 0)  # there is no residual to identify
         ones, rows = segment_sum(data.y, data.client_ptr), data.rows_per_client.astype(np.float64)
         return Evidence(
             Quadratic(*(tree.sum_up(part) for part in (losses.C, losses.r, losses.c, losses.n))),

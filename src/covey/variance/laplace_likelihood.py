@@ -29,14 +29,15 @@ log-determinants in ``theta_i``. The second part takes one more sweep, for the l
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Annotated
 
 import numpy as np
 
 from covey._typing import Anything, Floats
 from covey.errors import SolverError
 from covey.losses import loss_of
-from covey.nodes.network import Message, Node
-from covey.records import Record, Reply
+from covey.nodes.network import Message, Node, Sizes
+from covey.records import Axes
 from covey.solvers.direct import newton
 from covey.solvers.direct.elimination import (
     Marginal,
@@ -52,9 +53,12 @@ from covey.solvers.direct.elimination import (
 from covey.solvers.direct.sweep import solve_top
 from covey.solvers.result import Convergence
 from covey.variance.columns import (
+    BendSums,
     CountingNetwork,
+    FromLogs,
     LearningState,
     NonFiniteClients,
+    Slopes,
     Survey,
     TermOrder,
     client_rows,
@@ -62,7 +66,7 @@ from covey.variance.columns import (
     from_cache,
     keep_results,
 )
-from covey.variance.linear_likelihood import Criterion, Evaluation, Slopes, UpperPosterior, cluster_covariances
+from covey.variance.linear_likelihood import Criterion, Evaluation, UpperPosterior, cluster_covariances
 from covey.variance.parameters import Shape
 
 START = 0.5  # the first standard deviation of everything that varies, in units of the residual's
@@ -113,21 +117,13 @@ class ModeState(LearningState):
 class SumLogCounts(Message[Quadratic], label="logs of responses", phase="learn"):
     """Eliminate clients from the linear model of the logs of their counts, about the global model ``centre (d,)``."""
 
-    S: Floats
+    S: Annotated[Floats, Axes("1|k d d")]
     order: TermOrder
-    centre: Floats
+    centre: Annotated[Floats, Axes("d")]
 
     def at(self, node: Node) -> Quadratic:
         clients = _clients(node, self.S, self.order)
         return eliminate(_linear_problem(clients, self.centre), clients.spread, node.data.hierarchy.cluster_ptr)
-
-
-@dataclass(frozen=True)
-class FromLogs(Record):
-    """The clusters' solution ``w (k, d)`` of the sweep for the logs of counts, relative to ``centre (d,)``."""
-
-    centre: Floats
-    w: Floats
 
 
 @dataclass(frozen=True)
@@ -137,11 +133,15 @@ class BeginMode(Message[newton.NewtonReport], label="begin mode", phase="learn")
     Clients start from the forces of the last mode. If ``fresh``, they start from ``logs`` if given, else from their clusters.
     """
 
-    S: Floats
+    S: Annotated[Floats, Axes("1|k d d")]
     order: TermOrder
-    w: Floats
+    w: Annotated[Floats, Axes("k d")]
     fresh: bool
     logs: FromLogs | None = None
+
+    @property
+    def sizes(self) -> Sizes:
+        return {"groups": len(self.S), "width": self.order.width}
 
     def at(self, node: Node) -> newton.NewtonReport:
         clients, tree = _clients(node, self.S, self.order), node.data.hierarchy
@@ -163,6 +163,10 @@ class StepToMode(Message[newton.NewtonReport], label="step to mode", phase="lear
 
     move: newton.NewtonStep
 
+    @property
+    def sizes(self) -> Sizes:
+        return {"d": "order"}
+
     def at(self, node: Node) -> newton.NewtonReport:
         mode = node.state(ModeState)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -172,10 +176,10 @@ class StepToMode(Message[newton.NewtonReport], label="step to mode", phase="lear
 
 
 @dataclass(frozen=True)
-class SumBends(Message["BendSums"], label="bends", phase="learn"):
+class SumBends(Message[BendSums], label="bends", phase="learn"):
     """Sum the log-determinants and their gradients; ``P (k, d, d)`` is the clusters' covariance at the mode."""
 
-    P: Floats
+    P: Annotated[Floats, Axes("k order order")]
 
     def at(self, node: Node) -> BendSums:
         _, marginal, _, lifted = _at_mode(node, self.P)
@@ -183,19 +187,11 @@ class SumBends(Message["BendSums"], label="bends", phase="learn"):
 
 
 @dataclass(frozen=True)
-class BendSums(Reply):
-    """``volume`` is the sum of log-determinants; ``lifted (k, d)`` the sums of ``(I + H_i S_j)^-1 g_i`` by cluster."""
-
-    volume: float
-    lifted: Floats
-
-
-@dataclass(frozen=True)
 class SlopeAtMode(Message[Slopes], label="slope at the mode", phase="learn"):
     """Sum the gradient in ``S_j``; ``P`` as in :class:`SumBends`, ``y (k, d)`` the clusters' solution of the second sweep."""
 
-    P: Floats
-    y: Floats
+    P: Annotated[Floats, Axes("k order order")]
+    y: Annotated[Floats, Axes("k order")]
 
     def at(self, node: Node) -> Slopes:
         clients, marginal, g, _ = _at_mode(node, self.P)

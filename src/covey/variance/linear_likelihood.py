@@ -39,18 +39,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import numpy as np
 
 from covey._typing import Anything, Floats, Ints
 from covey.errors import SolverError
-from covey.nodes.network import Message, Node
-from covey.records import Reply
+from covey.nodes.network import Message, Node, Sizes
+from covey.records import Axes, Reply
 from covey.solvers.direct.elimination import Marginal, Quadratic, descend, invert, marginalise, sensitivity, solve_symmetric
 from covey.solvers.result import Progress
 from covey.variance.columns import (
     LearningState,
     NonFiniteClients,
+    Slopes,
     Survey,
     TermOrder,
     client_losses,
@@ -246,9 +248,13 @@ class IntegrateClients(Message["Integrated"], LearningState, label="integrate cl
     half the sum of squares about the client's least-squares fit ``t_i``, which does not. ``about_client_fits`` asks for that.
     """
 
-    S: Floats
+    S: Annotated[Floats, Axes("n 1|k d d")]
     order: TermOrder
     about_client_fits: bool = False
+
+    @property
+    def sizes(self) -> Sizes:
+        return {"points": (len(self.S),), "groups": self.S.shape[1], "width": self.order.width}
 
     def at(self, node: Node) -> Integrated:
         node.keep(self)
@@ -268,18 +274,22 @@ class Integrated(Reply):
     """By point: sums over a node's clients of their losses as functions of ``w_j``, and of log-determinants (``volume``)."""
 
     seen: Quadratic
-    volume: Floats
+    volume: Annotated[Floats, Axes("points")]
 
 
 @dataclass(frozen=True)
-class LikelihoodSlope(Message["Slopes"], label="slope of the likelihood", phase="learn"):
+class LikelihoodSlope(Message[Slopes], label="slope of the likelihood", phase="learn"):
     """Sum the gradient in ``S_j``, given the clusters' means ``w (m, k, d)`` and covariances ``P (m, k, d, d)``.
 
     The points are those of the last :class:`IntegrateClients`.
     """
 
-    w: Floats
-    P: Floats
+    w: Annotated[Floats, Axes("n k order")]
+    P: Annotated[Floats, Axes("n k order order")]
+
+    @property
+    def sizes(self) -> Sizes:
+        return {"points": (len(self.w),)}
 
     def at(self, node: Node) -> Slopes:
         asked = node.state(IntegrateClients)
@@ -293,20 +303,12 @@ class LikelihoodSlope(Message["Slopes"], label="slope of the likelihood", phase=
 
 
 @dataclass(frozen=True)
-class Slopes(Reply):
-    """Sums over clients of ``bend`` and ``pull``, ``(m, 1 or k, width, width)``."""
-
-    bend: Floats
-    pull: Floats
-
-
-@dataclass(frozen=True)
 class FinishLinear(Message[NonFiniteClients], label="finish linear", phase="learn"):
     """Compute and keep the clients' models, given their covariance ``S (1 or k, d, d)`` and the clusters' ``w (k, d)``."""
 
-    S: Floats
+    S: Annotated[Floats, Axes("1|k d d")]
     order: TermOrder
-    w: Floats
+    w: Annotated[Floats, Axes("k d")]
 
     def at(self, node: Node) -> NonFiniteClients:
         losses, origin = client_losses(node, self.order.terms), working_columns(node).origin

@@ -31,14 +31,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
-from covey._typing import Anything, Floats, Ints
+from covey._typing import Anything, Bools, Floats, Ints
 from covey.errors import SolverError
 from covey.losses import Loss
-from covey.nodes.network import Message, Node
-from covey.records import Reply
+from covey.nodes.network import Message, Node, Sizes
+from covey.records import Axes, Reply
 from covey.tables.rows import GroupedData
 from covey.tree.hierarchy import Hierarchy
 from covey.variance.approximation import BIASED, NOTICED, OVERSTATED, TOO_LARGE, Approximation
@@ -134,8 +135,8 @@ class LogIntegrals(Reply):
     each set of its nodes. ``growth`` sums derivatives of the log-integrals by the log of a factor of standard deviations.
     """
 
-    total: Floats
-    growth: Floats
+    total: Annotated[Floats, Axes("n k")]
+    growth: Annotated[Floats, Axes("centres k")]
 
 
 @dataclass(frozen=True)
@@ -145,14 +146,18 @@ class IntegrateAtMode(Message[LogIntegrals], label="integrals at the mode", phas
     If ``m`` is 1, clusters are where they were at the mode.
     """
 
-    w: Floats
+    w: Annotated[Floats, Axes("n k order")]
     phi: float
-    asked: Anything
+    asked: Annotated[Bools, Axes("k")]
     careful: bool
 
     @property
     def cells(self) -> Anything:
         return self.asked
+
+    @property
+    def sizes(self) -> Sizes:
+        return {"centres": len(self.w)}
 
     def at(self, node: Node) -> LogIntegrals:
         mode, tree = node.state(ModeState), node.data.hierarchy

@@ -35,6 +35,9 @@ def main(grid: Grid, context: Context) -> None:
         key = settings.pop("operator_key", None)
         transport = FlowerTransport(grid, named=not insecure, key=None if key is None else load_key(Path(str(key))))
         text = json.dumps(transport.about()) if settings.pop("status", False) else operate(transport, settings, _say)
+    except KeyboardInterrupt as stopped:
+        _leave(report, {"mistake": str(stopped)})
+        raise
     except CoveyError as problem:
         _leave(report, {"mistake": str(problem)})
         # Flower logs what ends a run with its traceback; a mistake in the settings has none that would help.

@@ -15,24 +15,17 @@ import polars as pl
 from covey._typing import Anything
 from covey._version import __version__
 from covey.errors import DataError, FederationError, listing
-from covey.federation.operator.exchanges import Exchanges, SiteLost, total_of, unlike_most
+from covey.federation.operator.exchanges import Exchanges, SiteLost, check_each, total_of, unlike_most
 from covey.federation.operator.journal import Halted
 from covey.federation.operator.settings import RunSettings
 from covey.federation.privacy.differential import check_delta
 from covey.federation.privacy.masking import check_roster
 from covey.federation.wire.codec import SAME_VERSION, ids_from_json, ids_to_json, in_order
-from covey.federation.wire.messages import (
-    Agree,
-    DrawSalt,
-    Hello,
-    Joined,
-    Profile,
-    SealedSalts,
-    SiteTotals,
-    check_knots,
-    formula_of,
-)
+from covey.federation.wire.messages import Agree, DrawSalt, Hello, Joined, Profile, SiteTotals, check_knots, formula_of
+from covey.federation.wire.schema import Limits, Misfit, check_record, check_reply
 from covey.problem.problem import Classes, Problem, Schema
+from covey.problem.rows import used_columns
+from covey.tables.design import Formula
 from covey.tables.scaling import Scale
 from covey.tree.hierarchy import Hierarchy
 
@@ -78,7 +71,12 @@ class SetUp:
         check_knots(formula_of(draft)[0].common, private=settings.private is not None)
         exchanges.begin_epoch()
         hello = Hello(__version__, draft.to_json(), settings.secure, settings.private)
-        profiles: dict[str, Profile] = exchanges.ask(hello, lambda replies: _checked(replies, Profile), changes=False)
+
+        def read(replies: dict[str, Any]) -> dict[str, Any]:
+            check_each(replies, lambda profile: check_profile(profile, draft, settings.limits))
+            return replies
+
+        profiles: dict[str, Profile] = exchanges.ask(hello, read, changes=False)
         self.profiles |= profiles
         problem, agreed = _common_problem(profiles, draft, settings)
         salts: dict[str, str] = {}
@@ -89,12 +87,12 @@ class SetUp:
             salts = self._sealed_salts(agreed)
         else:
             agreed = replace(agreed, salt=exchanges.journal.head["salt"])
-        joined, totals = self._join(agreed, salts)
+        joined, totals = self._join(problem, agreed, salts)
         while totals.learning is not None:
             problem = problem.learn(totals.learning)
             agreed = replace(agreed, problem=problem.to_json())
             exchanges.begin_epoch()
-            joined, totals = self._join(agreed, salts)
+            joined, totals = self._join(problem, agreed, salts)
         check_tags({site: hashes.tags for site, hashes in joined.items()})
         for site in joined if agreed.listed else ():
             settings.members.check_clients(site, joined[site].pairs, exchanges.journal.head["salt"])
@@ -119,30 +117,43 @@ class SetUp:
         """Under masks one site draws the key of the tags; by site, the name of that site and the sealed key."""
         drawing_site = self._exchanges.roster[0]
         draw = DrawSalt(agreed.keys, agreed.signatures)
-        reply = self._exchanges.ask(draw, lambda replies: _checked(replies, SealedSalts), sites=(drawing_site,), changes=False)
+
+        def read(replies: dict[str, Any]) -> dict[str, Any]:
+            check_each(replies, lambda reply: check_reply(draw, reply, {}))
+            return replies
+
+        reply = self._exchanges.ask(draw, read, sites=(drawing_site,), changes=False)
         return {site: f"{drawing_site}:{text}" for site, text in reply[drawing_site].sealed.items()}
 
-    def _join(self, agreed: Agree, salts: Mapping[str, str]) -> tuple[dict[str, Joined], SiteTotals]:
+    def _join(self, problem: Problem, agreed: Agree, salts: Mapping[str, str]) -> tuple[dict[str, Joined], SiteTotals]:
         """Send every site the agreed problem; the hashes of each site, and the totals."""
         roster, secure = self._exchanges.roster, self._settings.secure
+        sizes = {"k": len(agreed.clusters), "d": len(problem.terms), "dropped": 2 + len(used_columns(problem))}
+        sizes["learning"] = len(problem.agreed_design.unlearned) if isinstance(problem.agreed_design, Formula) else 0
+        asked = {"moments": bool(problem.spec.standardize), "dropped": problem.spec.na == "drop", "learning": problem.learning}
         self._rosters.append(roster)
 
+        def check(found: SiteTotals) -> None:
+            check_record(found, SiteTotals, sizes)
+            for name, wanted in asked.items():
+                if (getattr(found, name) is not None) != (wanted and agreed.private is None):
+                    raise Misfit(f"it sent sums that were not asked for, or left some out (SiteTotals.{name})")
+            if found.clients.max() > self._settings.limits.clients:
+                most = f"{self._settings.limits.clients:,}; raise it with --limits"
+                raise Misfit(f"it sent {found.clients.max():,} clients of one cluster, more than the limit of {most}")
+
         def gather(replies: dict[str, Any]) -> tuple[dict[str, Any], SiteTotals]:
-            parts = {
-                site: body if isinstance(body, tuple) and len(body) == 2 else (body, None) for site, body in replies.items()
-            }
-            joined = _checked({site: first for site, (first, _) in parts.items()}, Joined)
-            for site, hashes in joined.items():
-                if getattr(hashes.tags, "dtype", None) != np.uint64 or hashes.tags.shape != (len(hashes.tags), 2):
-                    raise SiteLost({site: f"it sent tags of another form{SAME_VERSION}"})
-            sums = {site: second for site, (_, second) in parts.items()}
-            if not secure:
-                for site, found in _checked(sums, SiteTotals).items():
-                    _check_announced(site, agreed, self.profiles[site], found)
-            total = total_of(sums, roster, secure=secure)
-            # Every client has a tag, so that no number of clients can be larger than what was really sent.
-            if total.clients.min(initial=0) < 0 or total.clients.sum() != sum(len(hashes.tags) for hashes in joined.values()):
-                raise Halted(f"The numbers of clients that the sites sent are not those of their tags{SAME_VERSION}.")
+            check_each(replies, lambda body: check_record(body, tuple[Joined, object]))
+            joined, sums = ({site: body[at] for site, body in replies.items()} for at in (0, 1))
+            total: SiteTotals = total_of(sums, roster, check, secure=secure)
+            for site, found in {}.items() if secure else sums.items():
+                _check_announced(site, agreed, self.profiles[site], found)
+            # One tag for each client: a number without its clients would take memory that nobody has sent.
+            for sites, found in [(roster, total)] if secure else [((site,), found) for site, found in sums.items()]:
+                tags = sum(len(joined[site].tags) for site in sites)
+                if tags != found.clients.sum():
+                    counted = f"it sent {tags:,} tags of clients, but counts {found.clients.sum():,} clients"
+                    raise SiteLost(dict.fromkeys(sites, f"{counted}; check its version of covey"))
             return joined, total
 
         message = {site: replace(agreed, salt=salts.get(site, "")) for site in roster} if secure else agreed
@@ -164,20 +175,29 @@ class SetUp:
         return Agreement(problem, agreed, totals, tree, scale)
 
 
-def _checked(replies: dict[str, Any], kind: type) -> dict[str, Any]:
-    """Replies, each of which is of this kind."""
-    for site, body in replies.items():
-        if not isinstance(body, kind):
-            raise SiteLost({site: f"it sent a {type(body).__name__} in place of a {kind.__name__}{SAME_VERSION}"})
-    return replies
+def check_profile(profile: Profile, draft: Problem, limits: Limits) -> None:
+    """Refuse a profile that is not one of the table of this problem, or that is larger than the limits."""
+    check_record(profile, Profile)
+    formula, _ = formula_of(draft)
+    if set(profile.ids) != {"client", "cluster", "response"} or not set(profile.kinds.values()) <= {"numbers", "categories"}:
+        raise Misfit("it sent types of columns that covey does not know")
+    if set(profile.kinds) != set(formula.common.names) or not profile.levels.keys() <= profile.kinds.keys():
+        raise Misfit(f"it sent other columns than the formula names, {listing(sorted(profile.kinds), 4)}")
+    named = {"clusters": profile.clusters, **{f"categories of {name!r}": each for name, each in profile.levels.items()}}
+    for what, values in {**named, "classes": profile.classes or ()}.items():
+        most = limits.clusters if what == "clusters" else limits.categories
+        if len(values) > most:
+            raise Misfit(f"it sent {len(values):,} {what}, more than the limit of {most:,}; raise it with --limits")
+        if len(set(values)) < len(values):
+            raise Misfit(f"it sent some {what} twice")
+    try:
+        ids_from_json(profile.clusters, profile.ids["cluster"])
+    except FederationError as problem:
+        raise Misfit(f"it sent ids that cannot be used: {str(problem).rstrip('.')}") from None
 
 
 def _check_announced(site: str, agreed: Agree, profile: Profile, found: SiteTotals) -> None:
     """Refuse clients in clusters that are not in the profile of a site, and so were not checked against the allow-list."""
-    if found.clients.shape != (len(agreed.clusters),):
-        raise SiteLost({site: f"it joined with sums of another shape{SAME_VERSION}"})
-    if (found.dropped is None) != (agreed.problem["spec"]["na"] != "drop") and agreed.private is None:
-        raise SiteLost({site: f"it did not count its missing values as agreed{SAME_VERSION}"})
     announced = set(profile.clusters)
     for at in np.flatnonzero(found.clients).tolist():
         if agreed.clusters[at] not in announced:
@@ -215,6 +235,9 @@ def _common_problem(profiles: Mapping[str, Profile], draft: Problem, settings: R
     problem = draft.agree(Schema(columns, levels, classes, draft.names_offset))
     cluster_kind = first.ids["cluster"]
     clusters = ids_from_json({cluster for profile in profiles.values() for cluster in profile.clusters}, cluster_kind).sort()
+    if len(clusters) > settings.limits.clusters:
+        most = f"more than the limit of {settings.limits.clusters:,}; raise it with --limits"
+        raise FederationError(f"The sites have {len(clusters):,} clusters in all, {most}.")
     ids, sites, listed_clients = tuple(ids_to_json(clusters)), tuple(sorted(profiles)), bool(settings.members.clients)
     return problem, Agree(problem.to_json(), ids, cluster_kind, sites, {}, "", private, listed_clients)
 

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from covey.federation.operator.agreement import Agreement, SetUp
-from covey.federation.operator.exchanges import Exchanges, SiteLost, total_of
+from covey.federation.operator.exchanges import Exchanges, Gather, SiteLost, total_of
 from covey.federation.operator.journal import Entry
 from covey.federation.operator.settings import RunSettings
 from covey.federation.wire.messages import Deliver
+from covey.federation.wire.schema import check_reply, merged_sizes
 from covey.losses import Loss
 from covey.nodes.network import Arrived, Batch, Message, Network, Phase, Standardise
 from covey.problem.problem import Problem
@@ -42,6 +43,7 @@ class Federation(Network):
         self._queue: list[Message[Any]] = []
         self._held: tuple[Message[Any], ...] = ()  # messages without a reply, for the next exchange
         self._phase: Phase | None = None
+        self._sizes: dict[str, Any] = {}  # lengths of the axes of replies
 
     @property
     def tree(self) -> Hierarchy:
@@ -74,6 +76,7 @@ class Federation(Network):
         """Let all sites of the roster agree on the problem; this starts a new epoch of the run."""
         self._queue, self._held = [], ()
         self.agreement = self._setup.agree()
+        self._sizes = {"k": self.tree.n_clusters, "terms": len(self.terms)}
         if self.agreement.scale is not None:
             self.ask(Standardise(self.agreement.scale))
 
@@ -89,7 +92,7 @@ class Federation(Network):
         """Send every site the upper levels, from which it writes its clients' models."""
         if self._held:
             held, self._held = Batch(self._held), ()
-            self.exchanges.ask(held, self._total, phase="finish")
+            self.exchanges.ask(held, self._total(held), phase="finish")
         self.exchanges.ask(body, lambda _: None)
 
     def _carry_out(self, message: Message[Any]) -> Any:
@@ -100,10 +103,16 @@ class Federation(Network):
         sites, held = self._concerned(message), self._held
         self._held = ()
         together = Batch((*held, message)) if held else message
-        return self.exchanges.ask(together, self._total, sites=sites, phase=self._phase)
+        return self.exchanges.ask(together, self._total(together), sites=sites, phase=self._phase)
 
-    def _total(self, replies: dict[str, Any]) -> Any:
-        return total_of(replies, self.exchanges.roster, secure=self.settings.secure)
+    def _total(self, message: Message[Any]) -> Gather:
+        """How the replies to a message are checked and added."""
+        self._sizes = sizes = merged_sizes(message, self._sizes)
+
+        def check(reply: Any) -> None:
+            check_reply(message, reply, sizes)
+
+        return lambda replies: total_of(replies, self.exchanges.roster, check, secure=self.settings.secure)
 
     def _concerned(self, message: Message[Any]) -> tuple[str, ...]:
         """The sites that have work to do; all sites, if masks must cancel or a held message goes to all of them."""

@@ -5,7 +5,7 @@ This module decides that a site is lost. What can go wrong, and what happens the
     no reply, or a late one       the same message is sent again, ``retries`` times; a site answers it with the same bytes
     a reply to another message    is ignored, as if there were no reply
     a site without its state      gets all messages of this epoch again, and continues
-    NaN, or a wrong shape         the site is lost; its numbers are never added to those of others
+    a reply of a wrong form       the site is lost (:mod:`covey.federation.wire.schema`); nothing of it is added to others
     a site is lost                :class:`SiteLost`; the run stops, or starts again without it as another epoch
     the coordinator is killed     the same command continues from the journal
 """
@@ -15,29 +15,32 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from covey._typing import Ints
-from covey.errors import CoveyError, FederationError
+from covey.errors import FederationError
 from covey.exact import Exact
 from covey.federation.operator.journal import Entry, Exchange, Halted, Journal
 from covey.federation.operator.settings import RunSettings
 from covey.federation.privacy.masking import unmask
 from covey.federation.wire.codec import SAME_VERSION, Envelope, Refusal, join, printable
-from covey.federation.wire.messages import Agree
+from covey.federation.wire.messages import Abandon, Agree
+from covey.federation.wire.schema import Limits, Misfit, check_record
 from covey.federation.wire.transport import Failure, Transport
 from covey.nodes.network import Batch, Message, Phase
-from covey.records import RecordError, decode, encode, outline
+from covey.records import Axes, RecordError, decode, encode, outline
 
-# Errors of replies with other types or shapes than their message declares
-_UNUSABLE = (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError, MemoryError)
+_LAST_WORD = 10.0  # seconds for sites to hear that a run has stopped
 _ASK_OWNER_AGAIN = 2.0  # seconds before a site is asked again that waits for its owner
 
+Check = Callable[[Any], None]
+"""Raises :class:`~covey.federation.wire.schema.Misfit` if a reply does not fit its message."""
 Gather = Callable[[dict[str, Any]], Any]
 """Combines the replies of the sites; the journal holds the result in place of the replies."""
 
@@ -160,13 +163,7 @@ class Exchanges:
         if waiting:
             raise SiteLost({site: problems[site].why for site in sorted(waiting)})
         seconds = time.perf_counter() - start
-        try:
-            total = gather({site: replies[site] for site in sorted(replies)})
-        except _UNUSABLE as problem:
-            if isinstance(problem, CoveyError):
-                raise
-            why = f"Replies to {declared.label!r} cannot be added ({type(problem).__name__})"
-            raise Halted(f"{why}; one of {', '.join(sorted(replies))} sent something else than covey does.") from None
+        total = gather({site: replies[site] for site in sorted(replies)})
         down, up = traffic.tolist()
         about = Exchange(declared.label, phase or declared.phase, len(messages), down, up, seconds)
         return Entry(self._compact(messages), encode(total), about)
@@ -177,7 +174,13 @@ class Exchanges:
         for site, message in messages.items():
             reply = came.get(site)
             traffic += np.array([len(message), len(reply) if isinstance(reply, bytes) else 0])
-        return {site: read_reply(message, came.get(site)) for site, message in messages.items()}
+        return {site: read_reply(message, came.get(site), self.settings.limits) for site, message in messages.items()}
+
+    def abandon(self) -> None:
+        """Tell all sites that the run has stopped for good; nothing depends on whether they hear it."""
+        asked = encode(Envelope(self.journal.head["run"], max(self.epoch, 0), 0, Abandon()))
+        with suppress(Exception):
+            self.transport.exchange(dict.fromkeys(self.roster, asked), min(self.settings.timeout, _LAST_WORD))
 
     def _repeat(self, site: str, last: int, traffic: Ints) -> None:
         """Send a site that has lost its state all messages after its ``last`` exchange.
@@ -225,43 +228,67 @@ def _check_final(site: str, problem: Unusable) -> None:
         raise Halted(f"Site {site!r}: {problem.why}")
 
 
-def read_reply(message: bytes, reply: bytes | Failure | None) -> Envelope | Unusable:
+def read_reply(message: bytes, reply: bytes | Failure | None, limits: Limits) -> Envelope | Unusable:
     """The reply to a message, or why it cannot be used."""
     if reply is None:
         return Unusable("it sent no reply; see the log at the site")
     if isinstance(reply, Failure):
-        return Unusable(reply.detail)
+        return Unusable(printable(reply.detail))
+    if len(reply) > limits.bytes:
+        return Unusable(f"it sent {len(reply):,} bytes, more than the limit of {limits.bytes:,}; raise it with --limits")
     try:
-        found = decode(reply)
+        found = decode(reply, limits.header)
     except RecordError as problem:
-        return Unusable(f"it sent bytes that cannot be read ({printable(problem)}){SAME_VERSION}")
-    if not isinstance(found, Envelope):
+        return Unusable(printable(f"it sent bytes that cannot be read ({problem}){SAME_VERSION}"))
+    if not isinstance(found, Envelope) or not found.well_formed:
         return Unusable(f"it sent bytes that are not a reply{SAME_VERSION}")
-    if isinstance(found.body, Refusal):
-        refusal = replace(found.body, sentence=printable(found.body.sentence))
+    asked, refusal = decode(message), found.body
+    if isinstance(refusal, Refusal):
+        sentence, last = printable(refusal.sentence), refusal.exchange
         return {
-            "behind": Unusable("it has lost its state of the run; keep its --home folder", last_exchange=refusal.exchange),
-            "stale": Unusable(f"it is ahead of the coordinator ({refusal.sentence}); start a new run"),
-            "waiting": Unusable(refusal.sentence, waits=True),
-            "broken": Unusable(f"it failed while it answered ({refusal.sentence}); see the log at the site"),
-        }.get(refusal.reason, Unusable(refusal.sentence, final=True))
-    asked = decode(message)
+            "behind": Unusable("it has lost its state of the run; keep its --home folder", last_exchange=_exchange_of(last)),
+            "stale": Unusable(f"it is ahead of the coordinator ({sentence}); start a new run"),
+            "waiting": Unusable(sentence, waits=True),
+            "broken": Unusable(f"it failed while it answered ({sentence}); see the log at the site"),
+        }.get(str(refusal.reason), Unusable(sentence, final=True))
     if (found.run, found.epoch, found.exchange) != (asked.run, asked.epoch, asked.exchange):
         return Unusable(f"it answered message {found.exchange} of epoch {found.epoch} instead; run only one node of this name")
     return found
 
 
-def total_of(replies: Mapping[str, Any], roster: Collection[str], *, secure: bool) -> Any:
+def _exchange_of(number: Any) -> int:
+    """The number of an exchange in a refusal; -1, for none, in place of anything else."""
+    return number if type(number) is int and number >= -1 else -1
+
+
+def check_each(replies: Mapping[str, Any], check: Check) -> None:
+    """Make a site lost whose reply does not fit."""
+    for site, reply in replies.items():
+        try:
+            check(reply)
+        except Misfit as problem:
+            raise SiteLost({site: f"{problem}; check its table and its version of covey"}) from None
+
+
+def total_of(replies: Mapping[str, Any], roster: Collection[str], check: Check, *, secure: bool) -> Any:
     """The sum over sites, in the order of their names; a reply that cannot be added makes its site lost."""
+    shown = {site: _visible_part(site, body) for site, body in replies.items()} if secure else replies
+    check_each(shown, check)
+    odd = unlike_most({site: outline(reply) for site, reply in shown.items()})
+    if odd:
+        raise SiteLost(dict.fromkeys(odd, f"it sent a reply of another form than the other sites{SAME_VERSION}"))
     if all(body is None for body in replies.values()):
         return None
-    _check_alike({site: _visible_part(site, body) for site, body in replies.items()} if secure else replies)
     if not secure:
         return reduce(add, replies.values())
     skeleton = next(iter(replies.values()))[0]
     reply, ones = join(skeleton, unmask({site: body[1] for site, body in replies.items()}, roster))
     if ones != len(replies):
         raise FederationError(f"The masks of the sites do not cancel{SAME_VERSION} and start a new run.")
+    try:
+        check(reply)
+    except Misfit as problem:
+        raise FederationError(f"A site sent wrong sums, and masks hide which: {problem}; start a new run.") from None
     return reply
 
 
@@ -276,41 +303,14 @@ def unlike_most(values: Mapping[str, Any]) -> list[str]:
     return [site for site, value in values.items() if len(usual) > 1 or value != usual[0]]
 
 
-def _check_alike(replies: Mapping[str, Any]) -> None:
-    """Refuse a reply with a number that is not finite, or of another form than the others."""
-    for site, reply in replies.items():
-        if _has_nonfinite(reply):
-            raise SiteLost({site: "it sent a number that is not finite; look there at columns with very large values"})
-    odd = unlike_most({site: outline(reply) for site, reply in replies.items()})
-    if odd:
-        raise SiteLost(dict.fromkeys(odd, f"it sent a reply of another form or shape than the other sites{SAME_VERSION}"))
-
-
 def _visible_part(site: str, masked: Any) -> Any:
     """What a masked reply shows: its form, and which of its numbers are not finite; the others are zero here."""
+    if masked is None:
+        return None
     try:
         skeleton, numbers = masked
-        return join(skeleton, Exact(np.zeros_like(numbers.limbs), numbers.size))
+        check_record(numbers, Annotated[Exact, Axes("n")])
+        reply, _ = join(skeleton, Exact(np.zeros_like(numbers.limbs), numbers.size))
+        return reply
     except (RecordError, AttributeError, KeyError, OverflowError, TypeError, ValueError):
         raise SiteLost({site: f"it sent a masked reply that cannot be read{SAME_VERSION}"}) from None
-
-
-def _has_nonfinite(value: Any) -> bool:
-    """Whether a number is not finite that must be. A bound may be infinite, and so may the value after a step that is too long.
-
-    An exact sum that is not a number says so itself, and its solver explains it.
-    """
-    if isinstance(value, float):
-        return not np.isfinite(value)
-    if isinstance(value, np.ndarray):
-        return value.dtype.kind == "f" and not np.isfinite(value).all()
-    if isinstance(value, tuple | list):
-        return any(_has_nonfinite(part) for part in value)
-    if isinstance(value, Exact) or not is_dataclass(value):
-        return False
-    for part in fields(value):
-        found = getattr(value, part.name)
-        free = part.metadata.get("least") or part.metadata.get("overflows")
-        if (isinstance(found, float) and np.isnan(found)) if free else _has_nonfinite(found):
-            return True
-    return False

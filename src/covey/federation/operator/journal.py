@@ -4,23 +4,25 @@ A coordinator is a function of the replies it gets. For every exchange the journ
 replies. A coordinator that is started again reads these exchanges in place of asking for them, and asks only for the rest. A
 site that has lost its state gets its messages again from the same journal.
 
-The file is a list of records (:mod:`covey.records`), the head of the run first. Each follows its length and its checksum.
+The file is a list of records (:mod:`covey.records`), the head of the run first. Records have checksums. Each follows its length
+and a checksum of that, so that a damaged length is not taken for the end of a file that was cut off.
 """
 
 from __future__ import annotations
 
-import hashlib
+import errno
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from covey.errors import FederationError
 from covey.nodes.network import Phase
-from covey.records import Record, RecordError, decode, encode
+from covey.records import Record, RecordError, checksum, decode, encode
 
-_LENGTH, _CHECKSUM = 8, 16  # bytes before each record
+_LENGTH, _FRAME = 8, 24  # bytes of a length, and of a length with its checksum
 
 
 class Halted(FederationError):  # noqa: N818 - an event
@@ -90,7 +92,8 @@ class Journal:
         if path is not None and path.exists():
             self._continue(path, about)
         elif path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(OSError):  # the file cannot be written then, which says more
+                path.parent.mkdir(parents=True, exist_ok=True)
             self._append(self.head)
 
     @property
@@ -127,13 +130,19 @@ class Journal:
     def _append(self, value: Any) -> None:
         if self.path is None:
             return
-        if self._file is None:
-            # Readable by the operator only: it holds sums.
-            self._file = os.fdopen(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab")
         text = encode(value)
-        self._file.write(len(text).to_bytes(_LENGTH, "little") + _checksum(text) + text)
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        length = len(text).to_bytes(_LENGTH, "little")
+        try:
+            if self._file is None:
+                # Readable by the operator only: it holds sums.
+                self._file = os.fdopen(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab", buffering=0)
+            for part in (length + checksum(length), text):
+                if self._file.write(part) < len(part):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(self._file.fileno())
+        except OSError as problem:
+            why = f"The journal {str(self.path)!r} cannot be written ({problem.strerror})"
+            raise Halted(f"{why}; make room, and run the same command again to continue.") from None
 
     def _continue(self, path: Path, about: Mapping[str, Any]) -> None:
         content = path.read_bytes()
@@ -149,7 +158,7 @@ class Journal:
         if other:
             raise self.foreign(other[0])
         # Cut off what the coordinator was writing when it was killed.
-        kept = sum(_LENGTH + _CHECKSUM + len(part) for part in parts)
+        kept = sum(_FRAME + len(part) for part in parts)
         if kept < len(content):
             os.truncate(path, kept)
 
@@ -157,18 +166,13 @@ class Journal:
 def _complete(content: bytes) -> list[bytes]:
     """All complete records; a wrong checksum makes the whole file unusable."""
     parts, at = [], 0
-    while at + _LENGTH + _CHECKSUM <= len(content):
-        start = at + _LENGTH + _CHECKSUM
-        size = int.from_bytes(content[at : at + _LENGTH], "little")
-        text = content[start : start + size]
-        if len(text) < size:
+    while at + _FRAME <= len(content):
+        start, length = at + _FRAME, content[at : at + _LENGTH]
+        if checksum(length) != content[at + _LENGTH : start]:
+            raise RecordError("A length does not have its checksum.")
+        text = content[start : start + int.from_bytes(length, "little")]
+        if len(text) < int.from_bytes(length, "little"):
             break
-        if _checksum(text) != content[at + _LENGTH : start]:
-            raise RecordError("A record does not have its checksum.")
         parts.append(text)
-        at = start + size
+        at = start + len(text)
     return parts
-
-
-def _checksum(text: bytes) -> bytes:
-    return hashlib.blake2b(text, digest_size=_CHECKSUM).digest()

@@ -16,7 +16,7 @@ from covey.federation.operator.journal import Exchange, ForeignJournal, Halted, 
 from covey.federation.operator.report import report
 from covey.federation.operator.settings import RunSettings, check_settings, checked_settings, run_settings_of, spec_of
 from covey.federation.privacy.differential import check_spec, fit_privately, privacy_statement, with_privacy_message
-from covey.federation.wire.codec import Envelope
+from covey.federation.wire.codec import Envelope, printable
 from covey.federation.wire.messages import AskReady, Deliver, Ready, SiteTotals
 from covey.federation.wire.transport import Transport, wait_for_sites
 from covey.fitting.fit import check_elsewhere, check_solver, fit, model_without_clients
@@ -108,6 +108,8 @@ def run_fit(
     run_journal = Journal(journal, about, {"run": secrets.token_hex(8), "salt": secrets.token_hex(16)})
     exchanges, without = Exchanges(transport, about["roster"], run_journal, settings, say), dict[str, str]()
     federation = Federation(exchanges, draft, settings)
+    if run_journal.entries:
+        say(f"continuing a run that was stopped: {len(run_journal.entries)} messages are in the journal")
     try:
         model = _fit_with_sites_left(federation, on_loss, without)
         private, run = _privacy_of_run(federation), run_journal.head["run"]
@@ -115,15 +117,11 @@ def run_fit(
         if out is not None:
             save_model(model, out, extra={"federation": about_run})
         missed = _deliver(federation, model, about_run, on_loss)
-    except SiteLost as lost:
-        raise FederationError(f"{str(lost).rstrip('.')}; the run has stopped.{_close_unfinished(run_journal)}") from None
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"Interrupted; the run has stopped.{_close_unfinished(run_journal)}") from None
     except BaseException as problem:
-        # The journal of a run that would fail in the same way again is only in the way.
-        mistake = isinstance(problem, CoveyError) and not isinstance(problem, ModelError | ForeignJournal)
-        run_journal.close(done=mistake and not (run_journal.begun and isinstance(problem, Halted)))
-        raise
+        ended = _ended(problem, exchanges)
+        if ended is problem:
+            raise
+        raise ended from None
     run_journal.close(done=True)
     return Outcome(model, tuple(exchanges.made), exchanges.roster, without, missed, run, private)
 
@@ -180,11 +178,31 @@ def _deliver(federation: Federation, model: Model, about: Mapping[str, Any], on_
     return {}
 
 
-def _close_unfinished(journal: Journal) -> str:
-    """Close the journal of a run that stopped, and say what it holds; before the fit it holds nothing worth keeping."""
-    journal.close(done=not journal.begun)
+def _ended(problem: BaseException, exchanges: Exchanges) -> BaseException:
+    """Close the journal of a run that stopped; returns the error to raise.
+
+    The journal is kept if the fit has begun and can continue. Else it would only be in the way, and the sites forget the run.
+    """
+    journal, begun, what = exchanges.journal, exchanges.journal.begun, ""
+    if isinstance(problem, CoveyError):
+        keep = isinstance(problem, ModelError | ForeignJournal) or (begun and isinstance(problem, Halted | SiteLost))
+        what = str(problem).rstrip(".") if isinstance(problem, SiteLost) else ""
+    elif isinstance(problem, Exception) and not isinstance(problem, Warning):
+        # Sums that fit their schema may still be nonsense together; an error of another library would not say so.
+        keep = begun and isinstance(problem, OSError)
+        what = f"The fit has failed with the sums of the sites ({type(problem).__name__}: {printable(problem)[:200]})"
+        if isinstance(problem, OSError):
+            what = f"The coordinator cannot go on ({printable(problem.strerror or problem)})"
+    else:
+        keep, what = begun or not isinstance(problem, KeyboardInterrupt), "Interrupted" * isinstance(problem, KeyboardInterrupt)
+    journal.close(done=not keep)
+    if isinstance(problem, Exception | KeyboardInterrupt) and not (keep and journal.path is not None):
+        exchanges.abandon()
+    if not what:
+        return problem
     kept = f" {len(journal.entries)} messages are kept in {str(journal.path)!r}; run the same command again to continue."
-    return kept if journal.begun and journal.path is not None else ""
+    sentence = f"{what}; the run has stopped.{kept if keep and journal.path is not None else ''}"
+    return KeyboardInterrupt(sentence) if isinstance(problem, KeyboardInterrupt) else FederationError(sentence)
 
 
 def dry_run(transport: Transport, roster: Sequence[str], draft: Problem, settings: RunSettings) -> str:
@@ -194,9 +212,9 @@ def dry_run(transport: Transport, roster: Sequence[str], draft: Problem, setting
     came = transport.exchange(dict.fromkeys(roster, message), settings.timeout)
     lines = []
     for site in sorted(roster):
-        found = read_reply(message, came.get(site))
+        found = read_reply(message, came.get(site), settings.limits)
         body = found.why if isinstance(found, Unusable) else found.body
-        lines.append(f"{site}: {body.would if isinstance(body, Ready) else body}")
+        lines.append(printable(f"{site}: {body.would if isinstance(body, Ready) else body}"))
     return "\n".join(lines)
 
 

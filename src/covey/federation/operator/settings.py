@@ -16,6 +16,7 @@ from covey.errors import DataError, FederationError, did_you_mean, listing, numb
 from covey.federation.privacy.differential import DELTA, privacy_of
 from covey.federation.wire.codec import client_tags, ids_to_json
 from covey.federation.wire.messages import Privacy
+from covey.federation.wire.schema import Limits
 from covey.fitting.fit import check_solver
 from covey.problem.problem import Problem, Spec, resolve
 from covey.tables.rows import read_table
@@ -107,6 +108,7 @@ class RunSettings:
     secure : whether sums are masked: a coordinator that follows the protocol sees only their totals
     categories : allowed categories by column
     members : allow-list of clusters and clients by site
+    limits : the most that one site may send
     private, delta : differential privacy of the fit, if any, and the probability with which its bound may fail
     """
 
@@ -119,6 +121,7 @@ class RunSettings:
     private: Privacy | None = None
     delta: float = DELTA
     patience: float = 0.0
+    limits: Limits = field(default_factory=Limits)
 
     def check_categories(self, draft: Problem) -> None:
         """Refuse categories of a column that is not in the formula."""
@@ -137,6 +140,7 @@ again. All sites have ``wait`` seconds to connect at first.
 """
 RUN_OPTIONS = (
     *DEFAULTS, "sites", "members", "categories", "secure", "epsilon", "delta", "clip", "rounds", "on_loss", "out", "dry_run",
+    "limits",
 )  # fmt: skip
 _BOOLEAN = ("secure", "dry_run", "fit_intercept", "standardize", "per_cluster", "tests", "nested", "james_stein")
 _SPEC = tuple(option.name for option in fields(Spec))
@@ -195,22 +199,29 @@ def run_settings_of(settings: Mapping[str, Any]) -> RunSettings:
     categories, members = categories_of(given), Members.read(given.get("members"))
     private, delta = privacy_of(given, str(given.get("family", "gaussian")))
     secure, patience = given.get("secure", False), float(given.get("wait", DEFAULTS["wait"]))
-    return RunSettings(timeout, retries, pause, secure, categories, members, private, delta, patience)
+    limits = Limits.of(_mapping(given, "limits", '{"clusters": 200000}', int))
+    return RunSettings(timeout, retries, pause, secure, categories, members, private, delta, patience, limits)
+
+
+def _mapping(settings: Mapping[str, Any], name: str, example: str, kind: Any) -> dict[str, Any]:
+    """A setting that has values of a kind by name, given as a mapping or as JSON text."""
+    given = settings.get(name) or {}
+    try:
+        found = json.loads(given) if isinstance(given, str) else given
+    except (ValueError, RecursionError):
+        found = None
+    if not (isinstance(found, Mapping) and all(isinstance(value, kind) for value in found.values())):
+        raise FederationError(f"The setting {name!r} must be given as in {example}. Got {str(given)[:80]!r} instead.")
+    return dict(found)
 
 
 def categories_of(settings: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The allowed categories by column, given as a mapping or as JSON text."""
-    given = settings.get("categories")
-    if not given:
-        return None
-    try:
-        found = json.loads(given) if isinstance(given, str) else given
-    except ValueError:
-        found = None
-    if not (isinstance(found, Mapping) and all(isinstance(values, list | tuple) for values in found.values())):
-        example = '{"zone": ["a", "b"]}'
-        raise FederationError(f"The 'categories' must be lists by column, as {example}. Got {str(given)[:80]!r} instead.")
-    return found
+    found = _mapping(settings, "categories", '{"zone": ["a", "b"]}', list | tuple)
+    for name, values in found.items():
+        if len({repr(value) for value in values}) < len(values):
+            raise FederationError(f"The 'categories' of column {name!r} have a value twice; list each value once.")
+    return found or None
 
 
 def expected_of(settings: Mapping[str, Any], members: Members) -> tuple[str, ...] | int:

@@ -49,7 +49,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from scipy.special import ndtri
@@ -60,10 +60,10 @@ from covey.federation.wire.messages import Privacy
 from covey.losses import FAMILIES, Gaussian
 from covey.model.model import Fitted
 from covey.model.summary import counted
-from covey.nodes.network import Message, Network, Node, SetGamma
+from covey.nodes.network import Message, Network, Node, SetGamma, Sizes
 from covey.objective.objective import Penalty
 from covey.problem.problem import Spec
-from covey.records import Reply
+from covey.records import Axes, Reply
 from covey.solvers.direct.elimination import Quadratic, Spread, descend, marginalise
 from covey.solvers.direct.newton import LocalProblem
 from covey.solvers.direct.sweep import solve_top
@@ -88,9 +88,14 @@ Draw = Callable[[int], Floats]
 class ReleaseSums(Message["NoisySums"], label="release sums"):
     """Send the sums of clipped contributions at the cluster models ``w (k, d)``, with noise."""
 
-    w: Floats
+    w: Annotated[Floats, Axes("k d")]
     noise: float
     clip: float
+
+    @property
+    def sizes(self) -> Sizes:
+        d = self.w.shape[1]
+        return {"released": d * (d + 1) // 2 + d}
 
     def at(self, node: Node) -> NoisySums:
         v = node_contributions(node, self.w)
@@ -106,15 +111,15 @@ class ReleaseSums(Message["NoisySums"], label="release sums"):
 class NoisySums(Reply):
     """Sums ``(k, d(d+1)/2 + d)`` with noise, in units of ``2^-36 clip``, and how many noises are in each."""
 
-    sums: Ints
-    draws: Ints
+    sums: Annotated[Ints, Axes("k released")]
+    draws: Annotated[Ints, Axes("k", "count")]
 
 
 @dataclass(frozen=True)
 class PlaceClients(Message[None], label="place clients", phase="finish"):
     """Move each client to its best under the cluster models ``w (k, d)``."""
 
-    w: Floats
+    w: Annotated[Floats, Axes("k d")]
 
     def at(self, node: Node) -> None:
         node_settle(node, self.w)

@@ -42,6 +42,7 @@ from covey.federation.site.state import RunStore, SiteRun, locked
 from covey.federation.site.table import check_design, check_shared, grouped, joined, profile_of, rows_digest, totals
 from covey.federation.wire.codec import SAME_VERSION, Envelope, Refusal
 from covey.federation.wire.messages import (
+    Abandon,
     Agree,
     AskReady,
     Deliver,
@@ -54,6 +55,7 @@ from covey.federation.wire.messages import (
     SealedSalts,
     SiteMessage,
 )
+from covey.federation.wire.schema import check_message
 from covey.model.files import save_model, uncertainty_from_json
 from covey.model.model import Fitted, Model, assemble
 from covey.nodes.network import Batch, Message, Node, threads_for
@@ -116,7 +118,8 @@ class Site:
         asked, refused = None, None
         try:
             asked = decode(message)
-            if not isinstance(asked, Envelope):
+            if not isinstance(asked, Envelope) or not asked.well_formed:
+                asked = None
                 raise FederationError(f"These bytes are not the envelope of a message from a coordinator{SAME_VERSION}.")
             _check_message(asked.body)
             with locked(self.home):
@@ -125,6 +128,9 @@ class Site:
             refused = Refusal("waiting", str(problem))
         except CoveyError as problem:
             refused = Refusal("data", self.policy.public_sentence(problem, self.home))
+        except OSError as problem:
+            traceback.print_exc()
+            refused = Refusal("broken", f"its disk: {problem.strerror}")
         except Exception as problem:  # an error of the program; its text could hold values of rows, so it stays here
             traceback.print_exc()
             refused = Refusal("broken", f"{type(problem).__name__} in covey {__version__}")
@@ -165,6 +171,10 @@ class Site:
             return run.reply
         if run.agreed is not None and operator != run.operator:
             raise FederationError("Another operator began this run; start a new one.")
+        if isinstance(asked.body, Abandon):
+            self._runs.drop(asked.run)
+            self._nodes.pop(asked.run, None)
+            return encode(replace(asked, body=None))
         out_of_step = _out_of_step(asked, run)
         if out_of_step is not None:
             return encode(_refused(asked, out_of_step))
@@ -286,6 +296,7 @@ class Site:
         private = None if run.agreed is None else run.agreed.private
         noisy = check_private_message(asked.body, private)
         self.policy.check_message(asked.body, asked.exchange)
+        check_message(asked.body, node)
         data, before = node.data, node.snapshot()
         try:
             with threads_for(node.data), np.errstate(over="ignore", invalid="ignore"):

@@ -15,7 +15,7 @@ from pathlib import Path
 from covey.errors import FederationError
 from covey.federation.wire.messages import Agree
 from covey.nodes.network import Snapshot
-from covey.records import Record, decode, encode
+from covey.records import Record, RecordError, decode, encode
 
 try:
     import fcntl
@@ -62,7 +62,10 @@ class RunStore:
             raise FederationError(f"The name of a run consists of letters and digits. Got {name[:40]!r} instead.")
         if name not in self._runs:
             file = None if self.home is None else self.home / "runs" / f"{name}.state"
-            found = decode(file.read_bytes()) if file is not None and file.exists() else SiteRun()
+            try:
+                found = decode(file.read_bytes()) if file is not None and file.exists() else SiteRun()
+            except RecordError:
+                found = None
             if not isinstance(found, SiteRun):
                 raise FederationError(f"The site's file runs/{name}.state is damaged; start a new run.")
             self._runs[name] = found
@@ -73,6 +76,13 @@ class RunStore:
         self._runs[name] = run
         if self.home is not None:
             write_file(private_folder(self.home / "runs") / f"{name}.state", encode(run))
+
+    def drop(self, name: str) -> None:
+        """Delete what was saved of a run."""
+        self.load(name)  # checks the name
+        self._runs.pop(name)
+        if self.home is not None:
+            (self.home / "runs" / f"{name}.state").unlink(missing_ok=True)
 
     def forget(self, days: int | None) -> None:
         """Delete what was saved of runs that were not asked for so many days."""

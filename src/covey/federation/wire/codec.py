@@ -51,6 +51,11 @@ class Envelope(Record):
     mute: bool = False
     after: int = -1
 
+    @property
+    def well_formed(self) -> bool:
+        """Whether its place in the run is of the declared types; decoding does not check them."""
+        return type(self.run) is str and all(type(each) is int for each in (self.epoch, self.exchange, self.after))
+
 
 @dataclass(frozen=True)
 class Refusal(Record):
@@ -108,6 +113,8 @@ def join(skeleton: Any, numbers: Exact) -> Any:
         floats = np.where(part.finite, part.floats(), np.inf)
         if place.kind in ("int", "float"):
             return int(floats) if place.kind == "int" else float(floats)
+        if place.kind not in ("<f8", "<i8", "<u8"):
+            raise RecordError(f"A reply has numbers of the unknown kind {str(place.kind)[:20]!r}.")
         return floats.astype(np.dtype(place.kind))
 
     reply = _fill(skeleton, take)
@@ -175,5 +182,8 @@ def ids_from_json(ids: Iterable[Any], kind: str) -> pl.Series:
     """Ids of a kind again, from JSON."""
     if kind not in _ID_TYPES:
         raise FederationError(f"Cluster ids of kind {kind!r} cannot be sent; convert the column to text.")
-    values = [date.fromisoformat(value) for value in ids] if kind == "dates" else list(ids)
-    return pl.Series(values, dtype=_ID_TYPES[kind])
+    try:
+        values = [date.fromisoformat(value) for value in ids] if kind == "dates" else list(ids)
+        return pl.Series(values, dtype=_ID_TYPES[kind])
+    except (TypeError, ValueError, OverflowError, pl.exceptions.PolarsError):
+        raise FederationError(f"Some cluster ids are not {kind}; convert the column to one type.") from None

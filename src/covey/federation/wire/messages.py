@@ -6,6 +6,7 @@
     agree     coordinator   sends   the agreed problem, with all categories, and the ids of all clusters in order
               site          sends   Joined: tags of its clients, which show whether two sites have the same client; SiteTotals
     deliver   coordinator   sends   the coefficients of the clusters and the global ones; each site writes its clients' models
+    abandon   coordinator   sends   that a run has stopped for good, in place of deliver; each site deletes its state of it
 
 A tag is a keyed hash of a client id. The coordinator draws the key. With secure aggregation a site draws it, and the
 coordinator never sees it: it can see that two tags are equal, but it cannot test guesses of ids.
@@ -18,17 +19,18 @@ All other messages go to the node that holds the rows of a site. They are declar
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import polars as pl
 
-from covey._typing import Anything, Floats, Ints
+from covey._typing import Floats, Ints
 from covey.errors import FormulaError, SolverError, number, whole
 from covey.exact import Exact
 from covey.federation.wire.codec import ids_from_json
+from covey.kernels import Limbs
 from covey.nodes.network import Message
 from covey.problem.problem import Problem
-from covey.records import Record, Reply
+from covey.records import Axes, Record, Reply
 from covey.tables.formula import ParsedFormula, Terms
 
 R = TypeVar("R")
@@ -142,12 +144,12 @@ class SiteTotals(Reply):
     that were dropped, of all rows, and of the missing values of each column that the problem uses.
     """
 
-    clients: Ints
-    rows: Ints
-    response: Exact
-    moments: Exact | None = None
-    learning: Exact | None = None
-    dropped: Ints | None = None
+    clients: Annotated[Ints, Axes("k", "count")]
+    rows: Annotated[Ints, Axes("k", "count")]
+    response: Annotated[Exact, Axes("")]
+    moments: Annotated[Exact | None, Axes("2 d")] = None
+    learning: Annotated[Exact | None, Axes("learning 2")] = None
+    dropped: Annotated[Ints | None, Axes("dropped", "count")] = None
 
 
 @dataclass(frozen=True)
@@ -161,9 +163,9 @@ class Joined(Record):
     pairs : (n, 2) tags of pairs of cluster and client, if the operator has an allow-list of clients
     """
 
-    tags: Anything
+    tags: Annotated[Limbs, Axes("n 2")]
     rows: str
-    pairs: Anything | None = None
+    pairs: Annotated[Limbs | None, Axes("n 2")] = None
 
 
 @dataclass(frozen=True)
@@ -214,6 +216,11 @@ class Deliver(SiteMessage[None], label="deliver", phase="finish"):
     convergence: dict[str, Any]
     learned: dict[str, Any] | None
     about: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Abandon(SiteMessage[None], label="abandon", phase="finish"):
+    """The run has stopped for good; the site deletes what it remembers of it."""
 
 
 def check_knots(terms: Terms, *, private: bool) -> None:

@@ -15,14 +15,14 @@ nearest to its parent. ``log|K|`` is what integrating the child out adds to twic
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 
 from covey._typing import Anything, Floats, Ints
 from covey.losses import Loss
 from covey.nodes.network import Blocks
-from covey.records import Reply
+from covey.records import Axes, Reply
 from covey.solvers.direct import kernels
 from covey.tables.rows import GroupedData
 from covey.tree.hierarchy import segment_sum
@@ -76,10 +76,10 @@ class Quadratic(Reply):
     ``n (k,)`` is the number of rows less the number of coefficients that were fitted to them without a tie to the parent.
     """
 
-    C: Floats
-    r: Floats
-    c: Floats
-    n: Floats
+    C: Annotated[Floats, Axes("points k d d", "psd")]
+    r: Annotated[Floats, Axes("points k d")]
+    c: Annotated[Floats, Axes("points k")]
+    n: Annotated[Floats, Axes("points k")]
 
 
 def expanded(data: GroupedData, loss: Loss, theta: Floats) -> Quadratic:

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 
@@ -31,7 +32,7 @@ from covey.errors import SolverError, listing, warn
 from covey.losses import Expansion, Loss
 from covey.nodes.network import Message, Network, Node
 from covey.objective.objective import Penalty
-from covey.records import Record, Reply
+from covey.records import Axes, Record, Reply
 from covey.solvers.direct.elimination import Quadratic, Spread, descend, eliminate
 from covey.solvers.direct.james_stein import factor_of, shrunk
 from covey.solvers.direct.sweep import one_sweep, solve_top
@@ -51,7 +52,7 @@ _SHORTEST = 1e-12
 class NewtonBegin(Message["NewtonReport"], label="newton begin"):
     """Begin at the clients' coefficients, with the forces that clusters at ``w (k, d)`` exert on them."""
 
-    w: Floats
+    w: Annotated[Floats, Axes("k d")]
 
     def at(self, node: Node) -> NewtonReport:
         theta = node.coefficients()
@@ -65,7 +66,7 @@ class NewtonBegin(Message["NewtonReport"], label="newton begin"):
 class NewtonStep(Message["NewtonReport"], label="newton step"):
     """Go ``length`` along the direction that ``dw (k, d)`` implies; with ``retry``, from the old point and in its direction."""
 
-    dw: Floats
+    dw: Annotated[Floats, Axes("k d")]
     length: float = 1.0
     retry: bool = False
 
@@ -84,10 +85,10 @@ class NewtonReport(Reply):
     """
 
     seen: Quadratic
-    force: Floats
+    force: Annotated[Floats, Axes("k d")]
     value: float = field(metadata={"overflows": True})
     slope: float
-    gradient_squared: float
+    gradient_squared: Annotated[float, Axes("", "square")]
     mu: float = field(metadata={"least": True})
 
 

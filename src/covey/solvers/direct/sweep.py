@@ -18,6 +18,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Annotated
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from covey.errors import ConvergenceWarning, SolverError, warn
 from covey.losses import Gaussian, Loss
 from covey.nodes.network import Message, Network, Node
 from covey.objective.objective import Penalty
-from covey.records import Reply
+from covey.records import Axes, Reply
 from covey.solvers.direct.elimination import Quadratic, Spread, descend, eliminate, expanded, solve_symmetric
 from covey.solvers.direct.james_stein import Shrink, shrunk
 from covey.solvers.registry import algorithm
@@ -35,6 +36,7 @@ from covey.tables.rows import GroupedData
 
 _CHUNK = 1 << 15  # clients whose matrices are in memory at the same time
 _WORKING_PRECISION = 1e-13
+_WORSE = 1e-6  # by how much rounding can make an objective larger than it is
 
 Settle = Callable[[Floats, Quadratic, Quadratic], Floats]
 """Chooses another global model, given the minimiser ``wbar`` and the quadratics of the clusters and of the whole network."""
@@ -82,9 +84,9 @@ class SweepReport(Reply):
     """
 
     value: float
-    gradient_squared: float
-    force: Floats
-    size_squared: float
+    gradient_squared: Annotated[float, Axes("", "square")]
+    force: Annotated[Floats, Axes("k d")]
+    size_squared: Annotated[float, Axes("", "square")]
     mu: float = field(metadata={"least": True})
 
 
@@ -92,7 +94,7 @@ class SweepReport(Reply):
 class SweepDown(Message[SweepReport], label="sweep down"):
     """Put each client at its best coefficients, given the clusters' models ``w (k, d)``."""
 
-    w: Floats
+    w: Annotated[Floats, Axes("k d")]
     logs: bool = False
 
     def at(self, node: Node) -> SweepReport:
@@ -189,7 +191,9 @@ def one_sweep(network: Network, penalty: Penalty, *, settle: Settle | None = Non
     size = float(np.sqrt(report.size_squared)) + 1.0
     mu = report.mu if settle is None else 0.0  # with another global model there is no certified gap to the minimum
     message = f"solved exactly in one exchange (sums up, centres down), gradient norm {norm:.1e}"
-    exact = norm <= _WORKING_PRECISION * size
+    # All models at zero are a solution, too, and the best one is not worse.
+    worse = settle is None and objective > float(seen.c.sum()) + _WORSE * float(np.abs(seen.c).sum() + size)
+    exact = norm <= _WORKING_PRECISION * size and not worse
     end = Convergence("sweep", exact, 1, 1, objective, norm, certified_gap(norm, mu), message)
     return Fit.of(network, w, wbar, end, *direct_history(network, [(1, objective, norm, 1)], mu))
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, Unpack
+from typing import Annotated, Any, Unpack
 
 import numpy as np
 
@@ -37,7 +37,7 @@ from covey.kernels import accumulate_rows
 from covey.nodes.network import Message, Network, Node
 from covey.objective.objective import Objective, Penalty
 from covey.objective.theory import Constants, Probabilities, Recipe, Shares, expected_smoothness, mixing, probabilities
-from covey.records import Record
+from covey.records import Axes, Record
 from covey.solvers.costs import Cost, Setting
 from covey.solvers.first_order import kernels
 from covey.solvers.first_order.loop import Control, ControlOptions, Setup, prepare, run
@@ -185,9 +185,9 @@ class KatyushaBegin(Message[None], label="al2sgd_plus begin", reply=False):
     penalties' part of the gradient at the anchor follows with the anchor's centres.
     """
 
-    local: Floats
+    local: Annotated[Floats, Axes("k")]
     pace: Katyusha
-    total: Floats
+    total: Annotated[Floats, Axes("k")]
     seed: int
 
     def at(self, node: Node) -> None:

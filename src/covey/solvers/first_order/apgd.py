@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import polars as pl
@@ -38,7 +38,7 @@ from covey.errors import SolverError, number, warn, whole
 from covey.exact import Exact, segment_sum, total
 from covey.nodes.network import Message, Network, Node
 from covey.objective.objective import Objective, Penalty
-from covey.records import Record, Reply
+from covey.records import Axes, Record, Reply
 from covey.solvers.costs import Cost, Setting
 from covey.solvers.direct.elimination import Spread, descend, eliminate, expanded
 from covey.solvers.first_order import kernels
@@ -116,8 +116,8 @@ class ProximalStep(Message["ProximalReply"], label="proximal step"):
     If the loss is not quadratic, ``|gradient|^2 / gamma_i`` of a client's problem may be its share of ``accuracy``.
     """
 
-    centre: Floats
-    total: Floats
+    centre: Annotated[Floats, Axes("k d")]
+    total: Annotated[Floats, Axes("k")]
     accuracy: float
 
     def at(self, node: Node) -> ProximalReply:
@@ -138,10 +138,10 @@ class ProximalReply(Reply):
     Also the losses of perfect fits, and the errors ``|gradient|^2 / gamma_i`` of the solutions.
     """
 
-    averages: Exact
-    value: Exact
-    perfect: Exact
-    error: Exact
+    averages: Annotated[Exact, Axes("k d")]
+    value: Annotated[Exact, Axes("")]
+    perfect: Annotated[Exact, Axes("")]
+    error: Annotated[Exact, Axes("", "square")]
 
 
 @dataclass(frozen=True)

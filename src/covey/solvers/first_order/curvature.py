@@ -26,16 +26,17 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 
 import numpy as np
 
 from covey._typing import Anything, Floats, Ints
 from covey.errors import ConvergenceWarning, DataError, SolverError, number
 from covey.exact import Exact, segment_sum, total
-from covey.nodes.network import Message, Network, Node
+from covey.nodes.network import Message, Network, Node, Sizes
 from covey.objective.objective import Penalty
 from covey.objective.theory import Constants, largest_gamma, mixing
-from covey.records import Record, Reply
+from covey.records import Axes, Record, Reply
 from covey.solvers.direct.elimination import Quadratic, Spread, descend, marginalise
 from covey.solvers.direct.newton import NewtonState, newton
 from covey.solvers.direct.sweep import solve_top
@@ -138,22 +139,22 @@ class RestoreCoefficients(Message[None], label="restore coefficients", phase="me
 class SeenHessian(Reply):
     """What the clusters see of the Hessians of a node's clients, ``C (k, d, d)`` in units of the clusters' gamma."""
 
-    C: Exact
+    C: Annotated[Exact, Axes("k d d", "psd")]
 
 
 @dataclass(frozen=True)
 class KrylovVector(Reply):
     """What the clusters see of a vector, ``r (k, d)``, and its squared length."""
 
-    r: Exact
-    squared: Exact
+    r: Annotated[Exact, Axes("k d")]
+    squared: Annotated[Exact, Axes("", "square")]
 
 
 @dataclass(frozen=True)
 class KrylovImage(Reply):
     """The inner product of ``v+ = P v`` with ``v``, and the sums of ``v+`` by cluster."""
 
-    along: Exact
+    along: Annotated[Exact, Axes("")]
     sums: ClusterSums
 
 
@@ -161,7 +162,7 @@ class KrylovImage(Reply):
 class TakeHessians(Message[SeenHessian], label="take Hessians", phase="measure"):
     """Compute the Hessians at the clients' coefficients; ``total (k,)`` are the clusters' sums of gamma."""
 
-    total: Floats
+    total: Annotated[Floats, Axes("k")]
 
     def at(self, node: Node) -> SeenHessian:
         node.cache.pop("hessian", None)
@@ -185,9 +186,9 @@ class DrawVector(Message[KrylovVector], label="draw vector", phase="measure"):
 class ApplyInverse(Message[KrylovImage], label="apply inverse", phase="measure"):
     """Divide the last vector by its ``length`` and apply the inverse; ``w (k, d)`` is the clusters' part of the result."""
 
-    w: Floats
+    w: Annotated[Floats, Axes("k d")]
     length: float
-    total: Floats
+    total: Annotated[Floats, Axes("k")]
 
     def at(self, node: Node) -> KrylovImage:
         state = node.state(KrylovState)
@@ -214,7 +215,7 @@ class Orthogonalise(Message[KrylovVector], label="orthogonalise", phase="measure
 class NullSpaceCheck(Message[Exact], label="null space", phase="measure"):
     """Ask for the squared length of ``H P v - v``, with ``H`` the Hessian; ``w (k, d)`` are the centres of ``P v``."""
 
-    w: Floats
+    w: Annotated[Floats, Axes("k d")]
 
     def at(self, node: Node) -> Exact:
         state, tree = node.state(KrylovState), node.data.hierarchy
@@ -320,7 +321,7 @@ def rounded_down(value: float) -> float:
 class Counts(Reply):
     """Numbers of clients or rows, in bins."""
 
-    number: Ints
+    number: Annotated[Ints, Axes("bins", "count")]
 
 
 @dataclass(frozen=True)
@@ -331,6 +332,10 @@ class CountExponents(Message[Counts], label="exponents", phase="measure"):
     """
 
     names: tuple[str, ...]
+
+    @property
+    def sizes(self) -> Sizes:
+        return {"bins": (len(self.names), len(_POWERS) + 2)}
 
     def at(self, node: Node) -> Counts:
         node.cache["sizes"] = sizes = tuple(_size(node, name) for name in self.names)
@@ -343,6 +348,10 @@ class CountMantissas(Message[Counts], label="mantissas", phase="measure"):
 
     names: tuple[str, ...]
     bins: tuple[int, ...]
+
+    @property
+    def sizes(self) -> Sizes:
+        return {"bins": (len(self.names), 10_001)}
 
     def at(self, node: Node) -> Counts:
         sizes = node.cache.pop("sizes", None) or tuple(_size(node, name) for name in self.names)
@@ -407,6 +416,10 @@ def _largest_row(node: Node, rows: Floats, least: float) -> Floats:
 @dataclass(frozen=True)
 class CountRows(Message[Counts], label="rows", phase="measure"):
     """Count the rows of each cluster, ``(k, 2)``: all of them, and those with a weight above zero."""
+
+    @property
+    def sizes(self) -> Sizes:
+        return {"bins": ("k", 2)}
 
     def at(self, node: Node) -> Counts:
         tree, per_client = node.data.hierarchy, np.column_stack([node.data.rows_per_client, node.data.rows_that_count])

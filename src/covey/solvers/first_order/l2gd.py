@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, Unpack
+from typing import Annotated, Any, Literal, NamedTuple, Unpack
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from covey.nodes.network import Message, Network, Node
 from covey.objective import theory
 from covey.objective.objective import Objective, Penalty
 from covey.objective.theory import Constants, Probabilities, Recipe, Shares, mixing
-from covey.records import Count, Record
+from covey.records import Axes, Count, Record
 from covey.solvers.costs import Cost, Setting
 from covey.solvers.first_order import kernels
 from covey.solvers.first_order.loop import Control, ControlOptions, Setup, prepare, run
@@ -120,9 +120,9 @@ class L2gdBegin(Message[None], label="l2gd begin", reply=False):
     ``closed`` local steps are taken in closed form.
     """
 
-    local: Floats
+    local: Annotated[Floats, Axes("k")]
     rate: StepSizes
-    total: Floats
+    total: Annotated[Floats, Axes("k")]
     closed: bool
 
     def at(self, node: Node) -> None:

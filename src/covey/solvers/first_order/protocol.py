@@ -13,16 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
-from covey._typing import Anything, Floats, Ints
+from covey._typing import Anything, Bools, Floats, Ints
 from covey.exact import DIGITS, WIDE_DIGITS, Exact, from_digits, segment_sum, total
 from covey.nodes.network import BLOCK, Blocks, Message, Node
 from covey.objective.objective import Penalty
 from covey.objective.theory import mixing
-from covey.records import Record, Reply
+from covey.records import Axes, Record, Reply
 from covey.solvers.first_order import kernels
 from covey.solvers.first_order.schedule import Round
 
@@ -33,8 +33,8 @@ from covey.solvers.first_order.schedule import Round
 class Pull(Record):
     """A step towards averages: client ``i`` of cluster ``j`` moves by ``-gamma_i (strength_j theta_i - force_j)``."""
 
-    strength: Floats
-    force: Floats
+    strength: Annotated[Floats, Axes("k")]
+    force: Annotated[Floats, Axes("k d")]
 
     @classmethod
     def none(cls, k: int, d: int) -> Pull:
@@ -64,12 +64,12 @@ class Move(Record):
     """
 
     pull: Pull
-    exchanged: Anything
-    start: Ints
-    steps: Ints
-    wanted: Anything
+    exchanged: Annotated[Bools, Axes("k")]
+    start: Annotated[Ints, Axes("k")]
+    steps: Annotated[Ints, Axes("k", "steps")]
+    wanted: Annotated[Bools, Axes("k")]
     refresh: bool = False
-    anchor: Floats | None = None
+    anchor: Annotated[Floats | None, Axes("k d")] = None
 
     @property
     def cells(self) -> Anything:
@@ -86,22 +86,22 @@ class ClusterSums(Reply):
     ``share_i`` is the client's part of its cluster's sum of ``gamma``, so the sum over all nodes is the cluster's average.
     """
 
-    total: Exact
+    total: Annotated[Exact, Axes("k d")]
 
 
 @dataclass(frozen=True)
 class CheckReply(Reply):
     """Value and squared gradient of a node's clients, given the best cluster and global models."""
 
-    value: Exact
-    gradient_squared: Exact
+    value: Annotated[Exact, Axes("")]
+    gradient_squared: Annotated[Exact, Axes("", "square")]
 
 
 @dataclass(frozen=True)
 class AskMeans(Message[ClusterSums], label="means"):
     """Ask for the averages of the clients; ``total (k,)`` is each cluster's sum of ``gamma``."""
 
-    total: Floats
+    total: Annotated[Floats, Axes("k")]
 
     def at(self, node: Node) -> ClusterSums:
         return node_sums(node, self.total, node.coefficients())
@@ -111,7 +111,7 @@ class AskMeans(Message[ClusterSums], label="means"):
 class CheckGap(Message[CheckReply], label="check"):
     """Ask for value and gradient at the clients' coefficients, given the clusters' centres ``w (k, d)``."""
 
-    w: Floats
+    w: Annotated[Floats, Axes("k d")]
 
     def at(self, node: Node) -> CheckReply:
         here, theta = node.loss.expand(node.data, node.coefficients(), order=1), node.coefficients()

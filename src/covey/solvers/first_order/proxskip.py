@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Unpack
+from typing import Annotated, Unpack
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from covey.exact import segment_sum
 from covey.nodes.network import Message, Network, Node
 from covey.objective.objective import Objective, Penalty
 from covey.objective.theory import Constants, Probabilities, Recipe
-from covey.records import Record
+from covey.records import Axes, Record
 from covey.solvers.costs import Cost, Setting
 from covey.solvers.first_order.loop import Control, ControlOptions, Setup, prepare, run
 from covey.solvers.first_order.protocol import Centres, ClusterSums, Move, Pull
@@ -102,7 +102,7 @@ class ProxSkipBegin(Message[None], label="proxskip begin", reply=False):
 
     eta: float
     s: float
-    total: Floats
+    total: Annotated[Floats, Axes("k")]
 
     def at(self, node: Node) -> None:
         node.theta = node.coefficients()
