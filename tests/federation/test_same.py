@@ -10,6 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from covey.datasets import load_radon
+from covey.errors import FederationError
 from covey.federation.operator.coordinator import Federation
 from covey.federation.operator.exchanges import Exchanges
 from covey.federation.operator.journal import Journal
@@ -255,3 +256,8 @@ def test_sites_are_a_network_like_any_other():
         assert (federation.ask(SweepUp()).C == one.reply.C).all()
     assert federation.exchanges.made[-1].phase == "measure"
     assert all((site.node("aa").gamma == 2.0).all() for site in sites.values())
+    federation.send(SetGamma(np.full(3, 2.0)))  # the same ones again
+    assert (federation.ask(SweepUp()).C == one.reply.C).all()
+    federation.send(SetGamma(np.full(3, 2.5)))  # sums at many penalties would say much about few clients
+    with pytest.raises(FederationError, match="penalties of a run cannot change"):
+        federation.ask(SweepUp())

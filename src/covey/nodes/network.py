@@ -174,6 +174,7 @@ class SetGamma(Message[None], label="penalties", phase="set-up", reply=False):
     gamma: Annotated[Floats, Axes("k")]
 
     def at(self, node: Node) -> None:
+        node.keep(self)  # a site accepts no other penalties in the same run
         node.gamma = self.gamma[node.data.hierarchy.parent]
 
 

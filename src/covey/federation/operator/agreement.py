@@ -68,7 +68,7 @@ class SetUp:
     def agree(self) -> Agreement:
         """Let all sites of the roster agree on the problem; this starts a new epoch of the run."""
         draft, settings, exchanges = self._draft, self._settings, self._exchanges
-        check_knots(formula_of(draft)[0].common, private=settings.private is not None)
+        check_knots(formula_of(draft)[0].right, private=settings.private is not None)
         exchanges.begin_epoch()
         hello = Hello(__version__, draft.to_json(), settings.secure, settings.private)
 
@@ -181,7 +181,7 @@ def check_profile(profile: Profile, draft: Problem, limits: Limits) -> None:
     formula, _ = formula_of(draft)
     if set(profile.ids) != {"client", "cluster", "response"} or not set(profile.kinds.values()) <= {"numbers", "categories"}:
         raise Misfit("it sent types of columns that covey does not know")
-    if set(profile.kinds) != set(formula.common.names) or not profile.levels.keys() <= profile.kinds.keys():
+    if set(profile.kinds) != set(formula.right.names) or not profile.levels.keys() <= profile.kinds.keys():
         raise Misfit(f"it sent other columns than the formula names, {listing(sorted(profile.kinds), 4)}")
     named = {"clusters": profile.clusters, **{f"categories of {name!r}": each for name, each in profile.levels.items()}}
     for what, values in {**named, "classes": profile.classes or ()}.items():

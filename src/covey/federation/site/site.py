@@ -58,7 +58,7 @@ from covey.federation.wire.messages import (
 from covey.federation.wire.schema import check_message
 from covey.model.files import save_model, uncertainty_from_json
 from covey.model.model import Fitted, Model, assemble
-from covey.nodes.network import Batch, Message, Node, threads_for
+from covey.nodes.network import Batch, Message, Node, SetGamma, threads_for
 from covey.objective.objective import Penalty
 from covey.problem.problem import Problem, Spec, as_frame
 from covey.problem.rows import Arrays, read_rows, usable_rows
@@ -297,6 +297,7 @@ class Site:
         noisy = check_private_message(asked.body, private)
         self.policy.check_message(asked.body, asked.exchange)
         check_message(asked.body, node)
+        _check_penalties(asked.body, node)
         data, before = node.data, node.snapshot()
         try:
             with threads_for(node.data), np.errstate(over="ignore", invalid="ignore"):
@@ -380,6 +381,14 @@ def _check_message(body: Any) -> None:
     for part in parts:
         if not isinstance(part, Message) or isinstance(part, Batch) or (isinstance(part, SiteMessage) and part is not body):
             raise FederationError(f"A site does not answer {type(part).__name__!r}: it is not a message{SAME_VERSION}.")
+
+
+def _check_penalties(body: Any, node: Node) -> None:
+    """Refuse other penalties than those of the run: sums at many penalties would say much about few clients."""
+    held = node.find(SetGamma)
+    for part in body.messages if isinstance(body, Batch) else (body,):
+        if isinstance(part, SetGamma) and held is not None and not np.array_equal(part.gamma, held.gamma):
+            raise FederationError("The penalties of a run cannot change after its first message with them; start a new run.")
 
 
 def _receipt(reply: Any) -> str | None:
