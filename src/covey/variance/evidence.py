@@ -18,7 +18,7 @@ from covey._typing import Floats
 from covey.losses import loss_of
 from covey.nodes.network import Message, Node, Sizes
 from covey.records import Axes, Count, Reply
-from covey.solvers.direct.elimination import Quadratic, solve_symmetric
+from covey.solvers.direct.elimination import Quadratic, solve_columns
 from covey.tree.hierarchy import segment_sum
 from covey.variance.columns import WorkingColumns, client_losses, client_rows
 
@@ -51,13 +51,12 @@ class ResidualEvidence(Reply):
         v = list(varying)
         shared = [a for a in range(losses.r.shape[1]) if a not in v]
         Avv, Avs, bv = losses.C[:, v][:, :, v], losses.C[:, v][:, :, shared], losses.r[:, v]
-        into = [solve_symmetric(Avv, Avs[:, :, a]) if v else bv for a in range(len(shared))]
-        fits = solve_symmetric(Avv, bv) if v else bv
+        solved, ranks = solve_columns(Avv, np.concatenate([Avs, bv[:, :, None]], axis=2)) if v else (Avs, np.zeros(1))
+        into, fits = (solved[:, :, :-1], solved[:, :, -1]) if v else (Avs, bv)
         within = 2 * losses.c - np.einsum("iv,iv->i", bv, fits)
-        common = losses.C[:, shared][:, :, shared].sum(axis=0)
-        common -= np.array([np.einsum("iva,iv->a", Avs, column) for column in into]).reshape(common.shape)
+        common = losses.C[:, shared][:, :, shared].sum(axis=0) - np.einsum("iva,ivb->ab", into, Avs)
         rhs = (losses.r[:, shared] - np.einsum("iva,iv->ia", Avs, fits)).sum(axis=0)
-        rank = int(np.linalg.matrix_rank(Avv, hermitian=True).sum()) if v else 0
+        rank = int(ranks.sum())
         return cls(float(within.sum()), common, rhs, rank)
 
 

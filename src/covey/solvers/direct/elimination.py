@@ -158,7 +158,12 @@ def posterior(A: Floats, spread: Spread, parent: Ints, P: Floats) -> Floats:
 
 
 def solve_symmetric(A: Floats, b: Floats) -> Floats:
-    """``A^+ b`` for positive semi-definite ``A (m, d, d)``: the shortest solution if there are many.
+    """``A^+ b`` for positive semi-definite ``A (..., d, d)`` and ``b (..., d)``: the shortest solution if there are many."""
+    return solve_columns(A, b[..., None])[0][..., 0]
+
+
+def solve_columns(A: Floats, B: Floats) -> tuple[Floats, Ints]:
+    """``A^+ B`` for positive semi-definite ``A (..., d, d)`` and ``B (..., d, r)``, and the rank of each ``A``.
 
     The rank is determined after scaling to a unit diagonal, so that columns in different units do not look dependent.
     """
@@ -169,14 +174,15 @@ def solve_symmetric(A: Floats, b: Floats) -> Floats:
     values, vectors = np.linalg.eigh(scaled)
     cut = 16 * d * np.finfo(float).eps * np.maximum(values[..., -1:], 0.0)
     inverse = np.where(values > cut, 1.0 / np.where(values > cut, values, 1.0), 0.0)
-    x: Floats = np.einsum("...ab,...b,...cb,...c->...a", vectors, inverse, vectors, b / unit) / unit
+    along = inverse[..., None] * (vectors.swapaxes(-1, -2) @ (B / unit[..., None]))
+    X: Floats = (vectors @ along) / unit[..., None]
     deficient = (values[..., 0] <= cut[..., 0]).ravel()
     if deficient.any():
-        flat_A, flat_b, flat_x = A.reshape(-1, d, d), b.reshape(-1, d), x.reshape(-1, d)
+        flat_A, flat_B, flat_X = A.reshape(-1, d, d), B.reshape(-1, *B.shape[-2:]), X.reshape(-1, *B.shape[-2:])
         pseudo = np.linalg.pinv(flat_A[deficient], rcond=16 * d * np.finfo(float).eps, hermitian=True)
-        flat_x[deficient] = np.einsum("iab,ib->ia", pseudo, flat_b[deficient])
-        x = flat_x.reshape(b.shape)
-    return x
+        flat_X[deficient] = pseudo @ flat_B[deficient]
+        X = flat_X.reshape(B.shape)
+    return X, (values > cut).sum(axis=-1)
 
 
 def invert(A: Floats, free: Anything | None = None) -> tuple[Floats, float]:
