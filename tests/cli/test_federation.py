@@ -55,7 +55,7 @@ def starts_nothing(monkeypatch):
         ((*KEYS, "--key", "a.key.pub"), ["key 'a.key.pub'", "public half", "give the private half"]),
         ((*NODE[:-1], "localhost", "--insecure", "--site", "a"), ["link", "host and port", "'localhost'"]),
         (("node", "init", "a.csv", "--home", "new", "--client", "y"), ["column 'y'", "'x'"]),
-        (("site", "approve", "--home", "home"), ["Say which question"]),
+        (("site", "approve", "--home", "home"), ["No question waits"]),
         (("site", "check", "a.csv", "--home", "home"), ["'a.csv'", "JSON"]),
         (("link",), ["--cert and --key", "--insecure"]),
         (("link", "--cert", "b.crt", "--key", "a.key"), ["certificate 'b.crt'", "check the path"]),

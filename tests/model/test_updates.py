@@ -311,7 +311,7 @@ def test_an_unknown_class_is_an_error():
 def test_a_model_whose_penalties_were_given_cannot_be_updated():
     given = HierarchicalRegressor(client="client", cluster="cluster", formula="y ~ x0", gamma=1.0).fit(table())
     for change in (lambda: given.add_clients(table()[:2]), lambda: given.update(table()), lambda: given.remove_clients([0])):
-        with pytest.raises(ValueError, match=r"given penalties.*fit it again") as caught:
+        with pytest.raises(ValueError, match=r"penalties were given.*fit all rows again") as caught:
             change()
         assert "interval" not in str(caught.value)
 

@@ -269,7 +269,12 @@ def test_columns_of_clients_and_clusters(rhs, client, cluster, grouping):
             "The bars nest groups in two ways, 'a:b' and 'a:c'; use one cluster column and one client column.",
         ),
         ("(1 | a:b) + (1 | b:a)", None, None, "The bars nest groups in two ways, 'a:b' and 'b:a'; ..."),
-        ("(1 | a/b) + (0 + x | b)", None, None, "'b' is alone in one bar and within 'a' in another; write both alike."),
+        (
+            "(1 | a/b) + (0 + x | b)",
+            None,
+            None,
+            "'b' is alone in one bar and within 'a' in another; write the group the same way in both bars, as a:b or a/b.",
+        ),
     ],
 )
 def test_bars_and_settings_that_disagree(rhs, client, cluster, sentence):

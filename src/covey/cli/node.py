@@ -90,7 +90,8 @@ def init(
     rest = [name for name in found if name != client and name not in grouping] if asked is None else asked
     chosen: dict[str, Any] = {"client": client, "groups": grouping, "columns": rest, "families": ["gaussian"]}
     chosen |= {"solvers": ["sweep", "learn"], "secure": False, "replies": "all", "share": 0.75}
-    text = "# What this site allows. The rest is refused, and a rule that is left out has its strictest value.\n"
+    text = "# What this site allows. The rest is refused. A rule that is left out has a careful default.\n"
+    text += "# Two are open: without operators all operators of the link may ask; without epsilon no noise is required.\n"
     for name, comment in PLACES.items():
         text += f"\n# {comment}\n{name} = {_toml(places[name])}\n"
     for name, about in RULES.items():

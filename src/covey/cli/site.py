@@ -104,8 +104,10 @@ def _decide(home: Path, question: str | None, decision: str) -> None:
     approvals = _opened(home)[1]
     if question is None:
         waiting = [name for name, asked in approvals.read()["questions"].items() if asked["decision"] == "waiting"]
-        if len(waiting) != 1:
-            raise FederationError(f"Say which question is meant; {listing(waiting) or 'none'} wait.")
+        if not waiting:
+            raise FederationError("No question waits.")
+        if len(waiting) > 1:
+            raise FederationError(f"Say which question is meant; {listing(waiting)} wait.")
         question = waiting[0]
     approvals.decide(question, decision)
     AuditLog(home).add(decision, question=question)

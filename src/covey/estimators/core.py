@@ -70,11 +70,12 @@ class EstimatorCore:
         1.0, and so is a missing ``lam`` unless ``alpha`` is given. The penalty is the same for every coefficient, so columns
         should be on comparable scales.
     penalty : {"auto", "reml", "ml", "cv"}
-        How the variance components are estimated. A penalty is the residual variance (1 in a logistic
-        or Poisson model, the dispersion in a Gamma model) divided by a random-effect variance.
-        ``"reml"`` and ``"ml"`` maximise the restricted or the full likelihood (Laplace's approximation where the model is not
-        linear). ``"cv"`` searches a grid of penalties by cross-validation, as the paper does. ``"auto"`` is REML for the linear
-        model and ML for the others; it learns nothing if ``gamma``, ``lam`` or ``alpha`` is given.
+        How the amount of shrinkage is found. ``"reml"`` and ``"ml"`` estimate variance components: they maximise the restricted
+        or the full likelihood (Laplace's approximation where the model is not linear). ``"cv"`` chooses the penalties ``gamma``
+        and ``lam`` from a grid by cross-validation, as the paper does, and gives no standard errors. ``"auto"`` is REML for the
+        linear model and ML for the others; it learns nothing if ``gamma``, ``lam`` or ``alpha`` is given. A penalty (``gamma``,
+        ``lam``) is the residual variance (1 in a logistic or Poisson model, the dispersion in a Gamma model) divided by a
+        random-effect variance.
     vary : list of terms, mapping from "client" and "cluster" to lists, or None
         Terms that differ by client and by cluster. The others are common to all. None takes what the bars say;
         without bars all terms vary. Terms that are constant within every client (or cluster) then do not vary there.
@@ -96,18 +97,20 @@ class EstimatorCore:
     baseline : {None, "single-model", "locally-trained", "single-cluster"}
         Fit a simpler model for comparison: one model for all rows, one for each client alone, or clients without clusters.
     solver : {"auto", "sweep", "newton", "apgd", "proxskip", "l2gd", "al2sgd_plus", "one_coin"}
-        ``"sweep"`` is exact for the linear model, ``"newton"`` fits any family. The others exchange vectors instead of
-        matrices: ``"apgd"`` with the fewest exchanges, and four randomised algorithms. ``"auto"`` takes ``"sweep"`` or
-        ``"newton"``; :func:`covey.plan` shows what each would cost on a network.
+        ``"sweep"`` is exact for the linear model, ``"newton"`` fits any family. ``"apgd"`` exchanges vectors only. The four
+        randomised algorithms iterate with vectors, but in most cases exchange matrices once to measure ``mu``. ``"auto"`` takes
+        ``"sweep"`` or ``"newton"``; across sites ``"apgd"`` if the matrices of all clusters exceed 32 MB. :func:`covey.plan`
+        shows what each would cost on a network.
     options : mapping or None
         Options of the randomised algorithms: ``steps``, ``eta``, ``p0``, ``p``, ``tau``, ``rho``, ``mu``, ``L``, ``L_row``,
         ``vote``, ``every``, ``checkpoint``, ``minimum``. The functions in :mod:`covey.solvers` explain them.
     tol : float
         With given penalties, Newton stops when the gradient norm is below ``tol``. A randomised algorithm stops when the
-        objective is certified to be within ``tol`` (relative) of its minimum.
+        objective is certified to be within ``tol`` (relative) of its minimum; so does ``"apgd"``, but its gap is an estimate
+        unless the option ``mu`` is given.
     max_iter : int or None
-        The most iterations. None is 100 for Newton, and for the randomised algorithms twice the number that their theorem
-        gives, but at most a million. A warning says if the limit was reached.
+        The most iterations. None is 100 for Newton, 10,000 for ``"apgd"``, and for the randomised algorithms twice the number
+        that their theorem gives, but at most a million. A warning says if the limit was reached.
     loss : str, Loss or None
         A loss that replaces the one of the estimator: its name, or what :func:`covey.losses.from_functions` returns.
     unseen : {"parent", "raise"}

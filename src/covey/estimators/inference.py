@@ -153,8 +153,9 @@ class InferenceMethods(EstimatorCore):
         coverage : float
             Coverage of the intervals.
         noise : bool
-            Whether the interval is for a new response rather than for its mean; for linear, Poisson and Gamma models. At a
-            coarser ``level`` it is for a response of a client that may be any.
+            Whether the interval is for a new response rather than for its mean; for linear, Poisson and Gamma models. With
+            ``level="cluster"`` it is for a response of an unknown client of that cluster, with ``"global"`` of an unknown
+            client of any cluster.
         expected : bool
             With ``level="cluster"`` or ``"global"``, whether the interval is for a mean over clients. False: for the response
             at a random effect of zero.
@@ -327,7 +328,8 @@ class InferenceMethods(EstimatorCore):
         """Return a copy of the estimator with further rows, of clients that it has or of new ones, without a refit.
 
         The variance components stay as they are; see ``add_clients``. The model remembers hashes of the rows of its fit and of
-        each update, also on disk with ``sums``. A batch of rows that it has already is refused.
+        each update, also on disk with ``sums``. An update is refused if, for each of its clients, exactly the same rows came
+        together before. A part of the rows, or a mixture of old and new ones, is not recognised.
 
         Parameters
         ----------

@@ -1,7 +1,7 @@
 """Which rows a model holds: a hash of each client's rows, for each batch of rows that was added.
 
-The rows of the fit are the first batch. A batch whose rows are all in the model already is not added twice. Hashes are saved
-with the sums of clients: like those, they reveal something about a client with very few rows.
+The rows of the fit are the first batch. A batch is not added if each of its clients had exactly these rows in an earlier one.
+Hashes are saved with the sums of clients: like those, they reveal something about a client with very few rows.
 """
 
 from __future__ import annotations

@@ -113,8 +113,8 @@ class Model(Fit):
             raise SolverError(
                 "Standard errors, intervals, components_, bootstrap, add_clients and remove_clients need variances that were "
                 "learned from the data of several clients; leave out gamma, lam, alpha, baseline, penalty='cv', james_stein "
-                f"and the solvers {listing(first_order())}. A plain regression without groups has standard errors if it is not "
-                "perfect and its rows determine all coefficients."
+                f"and the solvers {listing(first_order())}. A plain regression without groups has standard errors if it does "
+                "not fit the response exactly and its rows determine all coefficients."
             )
         return Posterior(self.learned)
 

@@ -53,8 +53,8 @@ class Posterior:
             )
         if not self.learned.has_sums:
             raise SolverError(
-                "This model has no sums of its clients, which intervals and updates need: save it with sums=True, or use the "
-                "models at the sites."
+                "This model has no sums of its clients, which intervals and updates need: save the original fit again with "
+                "sums=True, or use the models at the sites."
             )
         return self.learned
 

@@ -42,7 +42,7 @@ def add_clients(model: Model, data: GroupedData) -> Model:
 
 
 def update(model: Model, data: GroupedData, *, repeat: bool = False) -> Model:
-    """The model with new rows, of clients of the model or of new ones; rows that it has are refused unless ``repeat``."""
+    """The model with new rows, of clients of the model or of new ones; unless ``repeat``, an equal batch is refused."""
     learned = _learned_of(model)
     tree, places = _joined(model.hierarchy, data.hierarchy)
     batch, held = Batches.of(data).moved(places[model.hierarchy.n_clients :]), model.batches or Batches.from_table(None)
@@ -62,8 +62,8 @@ def _learned_of(model: Model) -> Learned:
     """The variance components and the sums of all clients, which updates need."""
     if model.learned is None:
         raise SolverError(
-            "Rows are added, and clients removed, at learned variance components, and this model has given penalties or none; "
-            "fit it again to all rows, or learn its penalties."
+            "update, add_clients and remove_clients need learned variance components, and this model has none (its penalties "
+            "were given, or it has no penalties); fit all rows again, or learn the penalties."
         )
     return model.posterior.require_sums(all_clients=True)
 

@@ -83,8 +83,8 @@ class Spec:
     alpha : number, sequence or mapping from ids, or None
         Can replace ``lam``. 0 makes the clusters independent, 1 makes them equal.
     penalty : {"auto", "reml", "ml", "cv"}
-        How the variance components are estimated: by restricted maximum likelihood, maximum likelihood or cross-validation.
-        ``auto`` takes REML for the Gaussian family and ML for the others.
+        How the amount of shrinkage is found: variance components by restricted or full maximum likelihood, or penalties by
+        cross-validation. ``auto`` takes REML for the Gaussian family and ML for the others.
     vary : list of terms, mapping from "client" and "cluster" to lists, or None
         The terms whose coefficients vary by group. None means all terms, but for those that are constant within every group.
     covariance : {"isotropic", "diagonal", "full"}, mapping from "client" and "cluster" to one of them, or None
@@ -112,7 +112,7 @@ class Spec:
         Options of a randomised algorithm by name, such as ``{"p0": 0.1}``.
     tol : float
         Newton stops when the gradient norm is below ``tol``. A randomised algorithm stops when the objective is certified to be
-        within ``tol`` (relative) of its minimum.
+        within ``tol`` (relative) of its minimum; so does ``apgd``, with an estimated gap unless the option ``mu`` is given.
     max_iter : int or None
         The largest number of iterations. None takes the solver's default.
     seed : int

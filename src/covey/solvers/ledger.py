@@ -46,7 +46,7 @@ class Ledger(Reply):
 
     @property
     def exchanges(self) -> int:
-        """Exchanges of the client with the most exchanges, checks included."""
+        """The largest number of exchanges that a client takes part in, checks included."""
         return int(np.max(self.within)) + self.checks
 
     @property

@@ -40,9 +40,11 @@ class Convergence:
     ----------
     solver : name of the solver
     converged : for a direct solver, whether the gradient norm is below the tolerance, or as small as float64 allows; for a
-        randomised algorithm, whether the gap is certified to be within the tolerance
+        randomised algorithm, whether the gap is certified to be within the (relative) tolerance; for ``apgd`` the same, but
+        its gap is an estimate unless ``mu`` is given
     iterations : number of steps
-    exchanges : number of round trips that a network would need: sums up, centres down; of the client with the most
+    exchanges : number of round trips that a network would need: sums up, centres down. Clients of different clusters take
+        part in different numbers of exchanges; this is the largest
     objective : value of the objective at the solution
     gradient_norm : Euclidean norm of the gradient in all clients' coefficients
     gap : upper bound on the objective less its minimum; None if no bound is certain

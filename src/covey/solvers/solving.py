@@ -57,8 +57,8 @@ def solve(
     start : Fit or (n, d) array, optional
         A fit to begin at, if all clients are in memory. The randomised algorithms also take coefficients.
     tol : float
-        For Newton, the gradient norm at which it stops. For a randomised algorithm, the share of the objective by which it may
-        be above its minimum.
+        For Newton, the gradient norm at which it stops. For ``apgd`` and the randomised algorithms, the share of the objective
+        by which it may be above its minimum.
     max_iter : int, optional
         Largest number of iterations; by default that of the solver.
     seed : int

@@ -324,7 +324,8 @@ def grouping_of(bars: Sequence[Bar], client: str | None = None, cluster: str | N
         raise FormulaError(f"The bars nest groups in two ways, {shown}; use one cluster column and one client column.")
     for outer, inner in pairs:
         if inner in alone:
-            raise FormulaError(f"{quoted(inner)} is alone in one bar and within {quoted(outer)} in another; write both alike.")
+            fix = f"write the group the same way in both bars, as {outer}:{inner} or {outer}/{inner}"
+            raise FormulaError(f"{quoted(inner)} is alone in one bar and within {quoted(outer)} in another; {fix}.")
         if client not in (None, inner) or cluster not in (None, outer):
             raise FormulaError(
                 f"The bars say that {quoted(inner)} lies within {quoted(outer)}, but client={quoted(client)} and "

@@ -98,8 +98,8 @@ def start_node(file: SiteFile) -> None:
     def answer_or_fail(kind: str, record: Mapping[str, Any]) -> Mapping[str, Any] | None:
         try:
             return answer(kind, record)
-        except Exception as problem:  # such as a full disk: without its line in the audit log nothing leaves
-            say(f"no reply was sent, {type(problem).__name__}: {str(problem)!a}")
+        except Exception as problem:  # such as a full disk: without its line in the audit log no answer leaves
+            say(f"only the type of this error was sent, {type(problem).__name__}: {str(problem)!a}")
             return {"refusal": f"it failed with {type(problem).__name__}; see the log at the site"}
 
     site.audit.add("start", covey=__version__, rules=file.in_short(__version__))

@@ -1,6 +1,7 @@
 """The file ``site.toml`` in the home of a site: where its table, its key and the link are, and what the site allows.
 
-An unknown name or an unusable value is refused when the node starts. A rule that is not in the file has its strictest value.
+An unknown name or an unusable value is refused when the node starts. A rule that is left out has a careful default;
+but without ``operators`` every operator of the link may ask, and without a limit of epsilon no noise is required.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class SiteFile:
 
     @classmethod
     def read(cls, home: Path, **given: Any) -> SiteFile:
-        """The file of a home; ``given`` places take precedence, and without a file every rule has its strictest value."""
+        """The file of a home; ``given`` places take precedence, and without a file every rule has its default."""
         path = home / NAME
         try:
             plain = tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -79,7 +80,7 @@ class SiteFile:
         return path
 
     def in_short(self, version: str) -> dict[str, Any]:
-        """What the operator may know of this site's rules: numbers and choices, no names of columns and no keys of others."""
+        """What ``covey status`` shows of the rules: no columns (a refusal also lists the allowed ones), no keys of others."""
         shown = ("minimum", "share", "secure", "replies", "approve", "families", "solvers")
         key = fingerprint(public_text(load_key(self.place("key")))) if self.places["key"] else ""
         limits = {"epsilon": self.budget.run, "epsilon_total": self.budget.total}
@@ -100,7 +101,7 @@ class SiteFile:
 
 
 def _checked(name: str, value: Any, strict: Any) -> Any:
-    """A value of a rule, of the type of its strictest value."""
+    """A value of a rule, of the type of its default."""
     if isinstance(strict, tuple):
         good = isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(each, str) for each in value)
         value = tuple(value) if good else value

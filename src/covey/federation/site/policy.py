@@ -1,7 +1,7 @@
 """What a site allows. Everything that its file ``site.toml`` does not allow is refused.
 
 Each rule is declared once, in :class:`Policy`: its value in a simulation, where everything is allowed; its value for a node
-whose file does not set it, which is the strictest; and the comment that ``covey node init`` writes above it. A refusal names
+whose file does not set it, a careful default; and the comment that ``covey node init`` writes above it. A refusal names
 its rule and says how the owner of the site can change it.
 """
 
@@ -75,7 +75,7 @@ class Policy:
     pinned: int = rule(0, 0, "How many sites of [peers] must take part in a masked run; 0: all sites of the run must be there.")
     runs: int | None = rule(None, 20, "The most runs that this site takes part in.")
     messages: int | None = rule(None, 200, "The most messages of one run that it answers.")
-    retention: int | None = rule(None, 30, "Days after which it deletes what it remembers of a run.")
+    retention: int | None = rule(None, 30, "Days without a message after which it deletes what it remembers of a run.")
     share_row_errors: bool = False  # whether errors about rows may leave the site; only in a simulation
 
     def check_problem(self, problem: Problem) -> None:

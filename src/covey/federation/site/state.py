@@ -85,7 +85,7 @@ class RunStore:
             (self.home / "runs" / f"{name}.state").unlink(missing_ok=True)
 
     def forget(self, days: int | None) -> None:
-        """Delete what was saved of runs that were not asked for so many days."""
+        """Delete what was saved of runs without a message for so many days."""
         if days is None or self.home is None:
             return
         for file in (self.home / "runs").glob("*.state"):
