@@ -100,6 +100,15 @@ def test_a_run_continues_without_a_lost_site_and_reports_it():
     assert int(outcome.model.clients_of_cluster.sum()) == left["client"].n_unique()
 
 
+def test_a_site_joins_a_limited_number_of_starts_of_a_run(monkeypatch):
+    """A changed coordinator cannot start a run again and again to ask for sums at other penalties."""
+    monkeypatch.setattr("covey.federation.site.site.MOST_STARTS", 1)
+    sites = sites_of(by_turns(FRAME, 4))
+    away = FaultyTransport(sites, lambda site, message, reply: GONE if site == "s2" and asked(message).exchange >= 3 else reply)
+    with pytest.raises(FederationError, match="starts of a run at most 1"):
+        fit(sites, ASKED, away, on_loss="continue")
+
+
 def test_a_run_without_a_lost_site_is_resumed(tmp_path):
     sites, journal = sites_of(by_turns(FRAME, 4)), tmp_path / "run.journal"
 

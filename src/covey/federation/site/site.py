@@ -75,6 +75,8 @@ load_all()  # registers the messages of all solvers
 Read = Callable[[Spec], Any]
 """Reads a site's table; the specification says which columns hold ids."""
 
+MOST_STARTS = 8  # a run starts again if a site is lost; each start could ask for sums at other penalties
+
 
 @dataclass
 class Site:
@@ -247,6 +249,8 @@ class Site:
             fix = "add it to --sites and start a new run, or stop its node"
             raise FederationError(f"Site {self.name!r} is not on the roster of this run; {fix}.")
         self.budget.admit(agreed.private, asked.run, asked.epoch)
+        if asked.epoch >= MOST_STARTS:
+            raise FederationError(f"A site joins the starts of a run at most {MOST_STARTS} times; start a new run.")
         problem = _read_problem(agreed.problem)
         self.policy.check_problem(problem)
         design = check_design(problem, private=agreed.private is not None)
