@@ -1,6 +1,6 @@
 """The coverage of intervals, by simulation from the true model, with estimated variance components.
 
-``benchmarks/coverage.py`` measures more designs, with 2,000 data sets each.
+``benchmarks/interval_coverage.py`` measures more designs, with 2,000 data sets each.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The coverage of intervals of nominal 95%, by simulation from the true model, and their width.
 
-    python benchmarks/coverage.py [--sets 2000] [--only TEXT] [--logistic-sets 200] [--json FILE]
+    python benchmarks/interval_coverage.py [--sets 2000] [--only TEXT] [--logistic-sets 200] [--json FILE]
 
 Each data set has clusters of clients, with a random intercept and slope at both levels. It also has a new client of a
 cluster and a client of a new cluster, without rows. Widths are means over data sets, relative to an interval that knows the
