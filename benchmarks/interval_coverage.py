@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from covey import HierarchicalClassifier, HierarchicalRegressor
-from covey.solvers.direct.elimination import Spread, eliminate, posterior
+from covey.solvers.direct.elimination import Spread, cluster_covariances, eliminate, posterior
 from covey.tree.hierarchy import Resolved
-from covey.variance.linear_likelihood import cluster_covariances, invert
+from covey.variance.linear_likelihood import invert
 
 LEVELS = ("client", "cluster", "global", "new client", "new cluster")
 WBAR = np.array([0.3, -0.4])

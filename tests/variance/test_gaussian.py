@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covey.losses import Gaussian as Squares
-from covey.solvers.direct.elimination import Quadratic, Spread, marginalise, sensitivity
+from covey.solvers.direct.elimination import Quadratic, Spread, cluster_covariances, marginalise, sensitivity
 from covey.variance.columns import ClientSums, client_losses
-from covey.variance.linear_likelihood import LinearCriterion, cluster_covariances, invert, upper
+from covey.variance.linear_likelihood import LinearCriterion, invert, upper
 from covey.variance.parameters import Shape
 from tests.conftest import random_problem, seeds
 from tests.networks import surveyed

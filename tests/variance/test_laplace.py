@@ -11,7 +11,7 @@ from scipy.special import expit, logsumexp
 
 from covey import GroupedData
 from covey.losses import Bernoulli, Poisson
-from covey.solvers.direct.elimination import Spread
+from covey.solvers.direct.elimination import Spread, cluster_covariances
 from covey.solvers.direct.newton import LocalProblem, node_start
 from covey.variance.columns import TermOrder
 from covey.variance.identify import survey
@@ -23,7 +23,6 @@ from covey.variance.laplace_likelihood import (
     node_curvature,
     node_slopes,
 )
-from covey.variance.linear_likelihood import cluster_covariances
 from covey.variance.parameters import Shape
 from tests.conftest import random_problem, seeds
 from tests.networks import in_memory, shard

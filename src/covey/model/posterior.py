@@ -28,10 +28,9 @@ from scipy import special
 
 from covey._typing import Anything, Floats, Ints
 from covey.errors import SolverError
-from covey.solvers.direct.elimination import Spread, descend, eliminate, posterior
+from covey.solvers.direct.elimination import Spread, cluster_covariances, descend, eliminate, posterior
 from covey.tree.hierarchy import Level, Resolved, segment_sum
 from covey.variance.components import Learned
-from covey.variance.linear_likelihood import cluster_covariances
 from covey.variance.sampling import draws_of, satterthwaite_of
 from covey.variance.uncertainty import Draws, Satterthwaite
 

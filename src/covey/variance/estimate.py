@@ -26,14 +26,14 @@ from scipy import special
 from covey._typing import Floats
 from covey.errors import ConvergenceWarning, DataError, SolverError, warn
 from covey.nodes.network import Network
-from covey.solvers.direct.elimination import Quadratic
+from covey.solvers.direct.elimination import Quadratic, cluster_covariances
 from covey.solvers.result import Convergence, Fit, Progress
 from covey.variance.approximation import Approximation
 from covey.variance.columns import Survey, node_learned, threads_of, uncentred
 from covey.variance.components import Components, Learned, LevelComponents, LikelihoodRatio, Whole
 from covey.variance.identify import survey
 from covey.variance.laplace_likelihood import START, LaplaceCriterion
-from covey.variance.linear_likelihood import Criterion, LinearCriterion, cluster_covariances
+from covey.variance.linear_likelihood import Criterion, LinearCriterion
 from covey.variance.parameters import Kind, Parameters, Shape
 from covey.variance.quadrature import Watch, check
 from covey.variance.sampling import uncertainty_at

@@ -43,6 +43,7 @@ from covey.solvers.direct.elimination import (
     Marginal,
     Quadratic,
     Spread,
+    cluster_covariances,
     descend,
     eliminate,
     invert,
@@ -66,7 +67,7 @@ from covey.variance.columns import (
     from_cache,
     keep_results,
 )
-from covey.variance.linear_likelihood import Criterion, Evaluation, UpperPosterior, cluster_covariances
+from covey.variance.linear_likelihood import Criterion, Evaluation, UpperPosterior
 from covey.variance.parameters import Shape
 
 START = 0.5  # the first standard deviation of everything that varies, in units of the residual's

@@ -47,7 +47,16 @@ from covey._typing import Anything, Floats, Ints
 from covey.errors import SolverError
 from covey.nodes.network import Message, Node, Sizes
 from covey.records import Axes, Reply
-from covey.solvers.direct.elimination import Marginal, Quadratic, descend, invert, marginalise, sensitivity, solve_symmetric
+from covey.solvers.direct.elimination import (
+    Marginal,
+    Quadratic,
+    cluster_covariances,
+    descend,
+    invert,
+    marginalise,
+    sensitivity,
+    solve_symmetric,
+)
 from covey.solvers.result import Progress
 from covey.variance.columns import (
     LearningState,
@@ -436,17 +445,6 @@ def upper(seen: Quadratic, log_determinants: float, S: Floats, reml: bool, free:
     dispersion = max(squares, 0.0) / dof
     with np.errstate(divide="ignore"):
         criterion = dof * (np.log(2 * np.pi * dispersion) + 1.0) + log_determinants + (log_whole if reml else 0.0)
-    force = q - D @ wbar
-    P0 = inverse if reml else np.zeros_like(inverse)
-    P = cluster_covariances(seen.C, S, P0)
-    return UpperPosterior(seen.C, wbar, wbar + force @ S, force, P0, P, D, float(criterion), dispersion, dof)
-
-
-def cluster_covariances(C: Floats, S: Floats, P0: Floats) -> Floats:
-    """The posterior covariance of each ``w_j``, given that of ``wbar``: ``J S + J P0 J'``, ``J = (I + S C_j)^-1``."""
-    d = len(S)
-    K = np.eye(d) + S @ C
-    solved = np.linalg.solve(K, np.broadcast_to(np.concatenate([S, np.eye(d)], axis=1), (len(C), d, 2 * d)))
-    JS, J = solved[:, :, :d], solved[:, :, d:]
-    P: Floats = 0.5 * (JS + JS.swapaxes(1, 2)) + J @ P0 @ J.swapaxes(1, 2)
-    return P
+    force, P0 = q - D @ wbar, inverse if reml else np.zeros_like(inverse)
+    P, value = cluster_covariances(seen.C, S, P0), float(criterion)
+    return UpperPosterior(seen.C, wbar, wbar + force @ S, force, P0, P, D, value, dispersion, dof)

@@ -33,11 +33,11 @@ from covey._typing import Floats
 from covey.errors import SolverError
 from covey.losses import loss_of
 from covey.nodes.network import InMemory
-from covey.solvers.direct.elimination import Quadratic, invert
+from covey.solvers.direct.elimination import Quadratic, cluster_covariances, invert
 from covey.tables.rows import GroupedData
 from covey.variance.columns import ClientSums, CountingNetwork, Survey, WorkingColumns
 from covey.variance.components import Learned
-from covey.variance.linear_likelihood import AT_ONCE, Evaluation, LinearCriterion, UpperPosterior, cluster_covariances
+from covey.variance.linear_likelihood import AT_ONCE, Evaluation, LinearCriterion, UpperPosterior
 from covey.variance.parameters import Variation
 from covey.variance.search import MANY
 from covey.variance.uncertainty import Draws, Satterthwaite

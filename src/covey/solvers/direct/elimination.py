@@ -157,6 +157,16 @@ def posterior(A: Floats, spread: Spread, parent: Ints, P: Floats) -> Floats:
     return out
 
 
+def cluster_covariances(C: Floats, S: Floats, P0: Floats) -> Floats:
+    """The posterior covariance of each ``w_j``, given that of ``wbar``: ``J S + J P0 J'``, ``J = (I + S C_j)^-1``."""
+    d = len(S)
+    K = np.eye(d) + S @ C
+    solved = np.linalg.solve(K, np.broadcast_to(np.concatenate([S, np.eye(d)], axis=1), (len(C), d, 2 * d)))
+    JS, J = solved[:, :, :d], solved[:, :, d:]
+    P: Floats = 0.5 * (JS + JS.swapaxes(1, 2)) + J @ P0 @ J.swapaxes(1, 2)
+    return P
+
+
 def solve_symmetric(A: Floats, b: Floats) -> Floats:
     """``A^+ b`` for positive semi-definite ``A (..., d, d)`` and ``b (..., d)``: the shortest solution if there are many."""
     return solve_columns(A, b[..., None])[0][..., 0]
