@@ -7,15 +7,21 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-federation bench bench-report docs clean
+.PHONY: demo test lint types unit test-federation bench bench-report docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/covey demo
 
-test: $(VENV)/.installed-dev
+test: lint types unit
+
+lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-dev
 	$(BIN)/mypy
+
+unit: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m "not federation" -n auto --dist loadfile
 
 test-federation: $(VENV)/.installed-dev

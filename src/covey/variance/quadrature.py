@@ -173,8 +173,7 @@ class IntegrateAtMode(Message[LogIntegrals], label="integrals at the mode", phas
             for m, w in enumerate(self.w):
                 logs, by = clients.log_integrals(w[data.hierarchy.parent], rule, len(self.w) > 1)
                 total[:, m], growth[m] = [sum_up(each - laplace) for each in logs], sum_up(by)
-        total, growth = (np.clip(np.nan_to_num(part, nan=-_FARTHEST), -_FARTHEST, _FARTHEST) for part in (total, growth))
-        return LogIntegrals(total.reshape(-1, tree.n_clusters), growth)
+        return LogIntegrals(_within_reach(total).reshape(-1, tree.n_clusters), _within_reach(growth))
 
 
 @dataclass(frozen=True)
@@ -251,6 +250,12 @@ class _Clients:
         ahead = b - np.linalg.solve(K, slope[:, :, None])[:, :, 0]
         falls = self.height(w + self.along(ahead), ahead) < self.height(theta, b)
         return np.where(falls[:, None], ahead, b), K
+
+
+def _within_reach(logs: Floats) -> Floats:
+    """Replace what is not finite, or too far away to contribute, by numbers that add."""
+    bounded: Floats = np.clip(np.nan_to_num(logs, nan=-_FARTHEST), -_FARTHEST, _FARTHEST)
+    return bounded
 
 
 def _some_clients(data: GroupedData, keep: Anything) -> GroupedData:

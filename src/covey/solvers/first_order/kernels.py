@@ -49,12 +49,12 @@ def draw_row(stream: int, t: int, rows: int) -> int:
 @njit  # type: ignore[untyped-decorator]
 def _everybody(t: int, since: Ints, pending: Ints, place: Ints, start: Ints, steps: Ints) -> int:
     """Add a round of all clusters before iteration ``t``; returns its row."""
-    row = place.max()
+    row = int(place.max())
     for j in range(len(place)):
         start[row, j] = since[j] if pending[j] else t
         steps[row, j] = pending[j]
     pending[:], place[:] = 0, row + 1
-    return row  # type: ignore[no-any-return]
+    return row
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
