@@ -17,7 +17,7 @@ def own_folder_for_examples(request: pytest.FixtureRequest, tmp_path: Path, monk
 def _drop_stale_kernels() -> None:
     """Numba looks at a kernel's own file only; kernels of other files also contain functions of these."""
     source = Path(__file__).parent / "src" / "covey"
-    shared = ("losses/kernels.py", "kernels.py", "nodes/network.py")
+    shared = ("losses/kernels.py", "kernels.py", "threads.py")
     changed = max((source / file).stat().st_mtime for file in shared)
     for cached in source.rglob("*.nb?"):
         with suppress(FileNotFoundError):  # another worker of the tests may be faster

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from covey import GroupedData, Penalty, datasets
+from covey import GroupedData, Penalty, datasets, threads
 
 hypothesis.settings.register_profile("covey", deadline=None, max_examples=30, derandomize=True)
 hypothesis.settings.load_profile("covey")
@@ -129,3 +129,9 @@ def gls_solution(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 @pytest.fixture(scope="session")
 def homes():
     return datasets.load_radon()
+
+
+@pytest.fixture
+def always_share(monkeypatch):
+    """Share work between threads however little it is."""
+    monkeypatch.setattr(threads, "WORTH_SHARING", 0.0)

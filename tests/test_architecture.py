@@ -16,7 +16,7 @@ import covey
 
 SOURCE = Path(covey.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
-BASIC = ("_typing", "_version", "errors", "records", "compiling", "kernels", "exact")
+BASIC = ("_typing", "_version", "errors", "records", "compiling", "threads", "kernels", "exact")
 CORE = ("tree", "tables", "losses", "objective", "problem", "nodes", "solvers", "variance", "model", "fitting", "estimators")
 INTERFACES = ("datasets", "federation", "reproduce", "report", "cli", "__main__")
 INSIDE_FEDERATION = ("wire", "privacy", "site", "operator", "simulate", "flower")

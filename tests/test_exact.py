@@ -23,9 +23,9 @@ from covey.kernels import (
     accumulate_rows,
     carry_digits,
     round_limbs,
-    sum_segments,
-    sum_segments_serially,
+    sum_pieces,
 )
+from covey.threads import use_threads
 
 QUANTA = 2**96
 
@@ -169,16 +169,13 @@ def test_segments_of_any_shape_with_empty_ones():
     assert same(segment_sum(values.transpose(0, 2, 1), ptr), segment_sum(values.transpose(0, 2, 1).copy(), ptr))
 
 
-def test_the_same_bits_with_any_number_of_threads():
+def test_the_same_bits_with_any_number_of_threads(always_share):
     values = np.random.default_rng(2).normal(size=(100_000, 3))
     ptr = np.array([0, 10, 60_000, 100_000])
-    before = numba.get_num_threads()
-    try:
-        numba.set_num_threads(1)
+    with use_threads(1):
         alone = segment_sum(values, ptr)
-    finally:
-        numba.set_num_threads(before)
-    assert same(alone, segment_sum(values, ptr))
+    with use_threads(4):
+        assert same(alone, segment_sum(values, ptr))
 
 
 @numba.njit(fastmath=True)
@@ -299,15 +296,14 @@ def test_rounding_limbs_is_a_division_of_integers(limbs, large):
     np.testing.assert_array_equal(nearest, expected)
 
 
-@pytest.mark.parametrize("kernel", [sum_segments, sum_segments_serially])
-def test_sums_of_segments_are_plain_sums(kernel):
+def test_sums_of_pieces_are_plain_sums():
     rows = np.random.default_rng(4).normal(size=(40, 2)) * 10.0 ** np.arange(-20, 20)[:, None]
     ptr, start, owner = np.array([0, 0, 13, 40]), np.array([0, 13]), np.array([1, 2])
-    out = np.zeros((3, 2, DIGITS), dtype=np.int64)
-    kernel(rows, ptr, start, owner, out)
-    for segment, column in product(range(3), range(2)):
-        expected = plain_sum(rows[ptr[segment] : ptr[segment + 1], column], LIMBS)[0]
-        assert value_of(out[segment, column]) == expected
+    out = np.zeros((2, 2, DIGITS), dtype=np.int64)
+    sum_pieces(0, 2, rows, ptr, start, owner, out)
+    for piece, column in product(range(2), range(2)):
+        expected = plain_sum(rows[ptr[owner[piece]] : ptr[owner[piece] + 1], column], LIMBS)[0]
+        assert value_of(out[piece, column]) == expected
 
 
 # Wide sums

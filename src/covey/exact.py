@@ -26,14 +26,13 @@ import numpy as np
 import numpy.typing as npt
 
 from covey._typing import Anything, Floats, Ints
-from covey.kernels import PIECE, TOO_LARGE, Limbs, carry_digits, round_limbs, sum_segments, sum_segments_serially
+from covey.kernels import PIECE, TOO_LARGE, Limbs, carry_digits, round_limbs, sum_pieces
 from covey.records import Record
+from covey.threads import share
 
 LIMBS, WIDE = 3, 9
 DIGITS, WIDE_DIGITS = 2 * LIMBS + 1, 2 * WIDE + 1  # digits of 32 bits, then the size
 QUANTUM = 2.0**-96
-
-_WORTH_SHARING = 1 << 16  # below this number of values, threads would mostly wait for each other
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,8 +185,11 @@ def segment_sum(values: Floats, ptr: Ints, limbs: int = LIMBS) -> Exact:
     rows = np.ascontiguousarray(values, dtype=np.float64).reshape(len(values), -1) if values.size else np.zeros((0, 0))
     digits = np.zeros((len(ptr) - 1, int(np.prod(rest)), 2 * limbs + 1), dtype=np.int64)
     if rows.size:
-        kernel = sum_segments if rows.size > _WORTH_SHARING else sum_segments_serially
-        kernel(rows, np.asarray(ptr, dtype=np.int64), *_pieces(ptr), digits)
+        start, owner = _pieces(ptr)
+        parts = np.zeros((len(owner), *digits.shape[1:]), dtype=np.int64)
+        share(sum_pieces, len(owner), rows, np.asarray(ptr, dtype=np.int64), start, owner, parts)
+        filled, first = np.unique(owner, return_index=True)
+        digits[filled] = np.add.reduceat(parts, first)
     return from_digits(digits.reshape(len(ptr) - 1, *rest, 2 * limbs + 1))
 
 

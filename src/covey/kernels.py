@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import prange
 
 from covey._typing import Anything, Floats, Ints
 from covey.compiling import njit
@@ -35,11 +34,11 @@ def _scrambled(state: Any) -> Any:
     return state ^ (state >> np.uint64(31))
 
 
-@njit(parallel=True, cache=True)  # type: ignore[untyped-decorator]
-def hash_rows(X: Limbs, y: Limbs, weights: Limbs, offset: Limbs, client_ptr: Ints, code: Limbs) -> None:
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def hash_rows(begin: int, end: int, X: Limbs, y: Limbs, weights: Limbs, offset: Limbs, client_ptr: Ints, code: Limbs) -> None:
     """Set ``code (n,)`` to a hash of each client's rows, whose numbers are given as bits. It is a sum, so order is free."""
     golden, minus_zero = np.uint64(0x9E3779B97F4A7C15), np.uint64(1 << 63)
-    for i in prange(len(code)):
+    for i in range(begin, end):
         total = np.uint64(0)
         for row in range(client_ptr[i], client_ptr[i + 1]):
             state = golden
@@ -91,10 +90,10 @@ def counting_sort(client: Ints, rank: Ints, ptr: Ints, order: Anything) -> bool:
     return moved
 
 
-@njit(parallel=True, cache=True)  # type: ignore[untyped-decorator]
-def take_rows(source: Floats, rows: Anything, target: Floats) -> None:
-    """``target[:] = source[rows]`` on all cores, because every distant row waits for memory."""
-    for at in prange(len(rows)):
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def take_rows(begin: int, end: int, source: Floats, rows: Anything, target: Floats) -> None:
+    """``target[:] = source[rows]``. Threads are worth it, because every distant row waits for memory."""
+    for at in range(begin, end):
         for a in range(source.shape[1]):
             target[at, a] = source[rows[at], a]
 
@@ -250,16 +249,8 @@ def _sum_rows(rows: Floats, first: int, last: int, digits: Ints) -> None:
             accumulate_in(digits, column, rows[row, column])
 
 
-@njit(parallel=True, cache=True)  # type: ignore[untyped-decorator]
-def sum_segments(rows: Floats, ptr: Ints, start: Ints, owner: Ints, out: Ints) -> None:
-    """Add each row to the sums of its segment. A thread takes a piece of at most ``PIECE`` rows at a time."""
-    parts = np.zeros((len(owner), rows.shape[1], out.shape[2]), dtype=np.int64)
-    for piece in prange(len(owner)):
-        _sum_rows(rows, start[piece], min(start[piece] + PIECE, ptr[owner[piece] + 1]), parts[piece])
-    for piece in range(len(owner)):
-        for column in range(rows.shape[1]):
-            for digit in range(out.shape[2]):
-                out[owner[piece], column, digit] += parts[piece, column, digit]
-
-
-sum_segments_serially = njit(cache=True)(sum_segments.py_func)
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def sum_pieces(begin: int, end: int, rows: Floats, ptr: Ints, start: Ints, owner: Ints, digits: Ints) -> None:
+    """Add the rows of each piece of a segment, at most ``PIECE``, to its sums ``digits (pieces, columns, DIGITS)``."""
+    for piece in range(begin, end):
+        _sum_rows(rows, start[piece], min(start[piece] + PIECE, ptr[owner[piece] + 1]), digits[piece])

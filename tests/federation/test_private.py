@@ -26,8 +26,9 @@ from covey.federation.privacy.differential import (
     system_normal,
 )
 from covey.losses import Bernoulli, Gaussian, Poisson
-from covey.nodes.network import InMemory, Node, threads_for
+from covey.nodes.network import InMemory, Node
 from covey.solvers import minimise
+from covey.threads import use_threads
 
 LOSSES = {loss.name: loss for loss in (Gaussian(), Bernoulli(), Poisson())}
 UNITS = 2.0**36
@@ -35,7 +36,7 @@ UNITS = 2.0**36
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread():
-    with threads_for(1):
+    with use_threads(1):
         yield
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from covey.errors import SolverError
 from covey.losses import FAMILIES, Gaussian, kernels, loss_of
+from covey.threads import block_count
 from tests.conftest import random_problem, seeds
 
 
@@ -61,7 +62,7 @@ def test_curvature_floor(seed):
     A = root @ root.swapaxes(1, 2) + 0.1 * np.eye(d)
     A[0] = 0.0
     floor = np.empty(7)
-    kernels.curvature_floor(A, floor)
+    kernels.curvature_floor(0, block_count(len(A)), A, floor)
     expected = 1 / np.einsum("iaa->i", np.linalg.inv(A[1:]))
     np.testing.assert_allclose(floor[1:], expected, rtol=1e-9)
     assert floor[0] == 0

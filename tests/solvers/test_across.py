@@ -6,7 +6,6 @@ from dataclasses import fields, is_dataclass, replace
 from fractions import Fraction
 from itertools import product
 
-import numba
 import numpy as np
 import polars as pl
 import pytest
@@ -17,13 +16,14 @@ from covey import GroupedData, Objective, Penalty
 from covey.datasets import simulate
 from covey.errors import ConvergenceWarning, SolverError
 from covey.losses import loss_of
-from covey.nodes.network import Arrived, Network, Node, threads_for
+from covey.nodes.network import Arrived, Network, Node
 from covey.objective.theory import Probabilities
 from covey.records import decode, encode
 from covey.solvers import minimise, solve
 from covey.solvers.first_order.curvature import constants, rounded_down
 from covey.solvers.first_order.l2gd import L2gdMove, StepSizes
 from covey.solvers.first_order.protocol import AskMeans, Centres, Move, Pull
+from covey.threads import use_threads
 from covey.tree.hierarchy import Hierarchy
 from tests.conftest import seeds
 from tests.solvers.first_order.shared import begun, constants_of, quietly
@@ -138,8 +138,7 @@ def test_any_sharding_gives_the_same_bits(solver, family, options, seed, draw):
     whole = minimise(data, loss, penalty, **limits)
     owner = np.array(draw.draw(st.lists(st.integers(0, 4), min_size=data.n_clients, max_size=data.n_clients)))
     network = Sharded(data, loss, penalty, owner, forget=0.2)
-    with threads_for(data):
-        fit = solve(network, penalty, **limits)
+    fit = solve(network, penalty, **limits)
     same(fit, whole)
     np.testing.assert_array_equal(network.theta(), whole.theta)
 
@@ -147,22 +146,18 @@ def test_any_sharding_gives_the_same_bits(solver, family, options, seed, draw):
 @quietly
 @pytest.mark.parametrize("family", ["gaussian", "bernoulli"])
 @pytest.mark.parametrize("solver", ["l2gd", "al2sgd_plus"])
-def test_many_clients_beside_each_other(solver, family):
+def test_many_clients_beside_each_other(solver, family, always_share):
     """More clients than a thread takes at a time, more rows than are worked on together, on one thread and on two."""
     data = simulate(family, clusters=3, clients=700, rows=7, d=3, equal_rows=False, client_sd=0.5, seed=1).data
     penalty = Penalty.of(data.hierarchy, gamma=[1.0, 2.0, 3.0], lam=2.0)
     limits = {"solver": solver, "tol": 0.0, "max_iter": 60, "options": {"every": 30}}
     whole = minimise(data, loss_of(family), penalty, **limits)
     owners = [(1, np.arange(2100) // 300), (1, np.random.default_rng(0).integers(0, 20, size=2100)), (2, np.arange(2100) % 3)]
-    before = numba.get_num_threads()
-    try:
-        for threads, owner in owners:
-            numba.set_num_threads(min(threads, before))
-            network = Sharded(data, loss_of(family), penalty, owner)
+    for threads, owner in owners:
+        network = Sharded(data, loss_of(family), penalty, owner)
+        with use_threads(threads):
             same(solve(network, penalty, **limits), whole)
-            np.testing.assert_array_equal(network.theta(), whole.theta)
-    finally:
-        numba.set_num_threads(before)
+        np.testing.assert_array_equal(network.theta(), whole.theta)
 
 
 @pytest.mark.parametrize("family", ["gaussian", "bernoulli"])
@@ -208,8 +203,7 @@ def test_no_reply_has_a_row_for_each_client(solver, family, options):
     data = GroupedData.from_arrays(X, y[family], client, client % 4)
     owner, penalty = (data.hierarchy.client_ids.to_numpy() >= 11) * 1, Penalty.of(data.hierarchy)
     network = Sharded(data, loss_of(family), penalty, owner)
-    with threads_for(data):
-        solve(network, penalty, solver=solver, tol=1e-2, max_iter=100, options=options)
+    solve(network, penalty, solver=solver, tol=1e-2, max_iter=100, options=options)
     assert {node.data.n_clients for node in network.nodes} == {11, 13}
     seen = 0
     for node, reply in network.replies:
@@ -225,8 +219,7 @@ def test_constants_are_those_of_all_clients_together(seed, family, ridge):
     data, loss, penalty = problem(seed, family, weighted=True, ridge=ridge)
     known = constants_of(Objective(data, loss, penalty))
     network = Sharded(data, loss, penalty, np.random.default_rng(seed).integers(0, 4, size=data.n_clients), forget=0.3)
-    with threads_for(data):
-        across = constants(network, penalty)
+    across = constants(network, penalty)
     for part in fields(known):
         np.testing.assert_array_equal(getattr(known, part.name), getattr(across, part.name), err_msg=part.name)
     assert all(node.theta is None or not node.theta.any() for node in network.nodes)

@@ -46,7 +46,7 @@ def test_rows_are_sorted_by_rank_and_keep_their_order(seed):
 def test_rows_are_taken(seed):
     rng, client, _ = drawn(seed)
     source, target = rng.normal(size=(8, 3)), np.empty((len(client), 3))
-    take_rows(source, client, target)
+    take_rows(0, len(client), source, client, target)
     np.testing.assert_array_equal(target, source[client])
 
 

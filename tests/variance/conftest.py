@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from covey.nodes.network import threads_for
+from covey.threads import use_threads
 
 
 @pytest.fixture(autouse=True, scope="package")
 def _one_thread():
-    with threads_for(1):
+    with use_threads(1):
         yield

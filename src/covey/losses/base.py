@@ -27,6 +27,7 @@ from covey.errors import CoveyError, DataError, PenaltyError, SolverError, one_o
 from covey.losses import kernels
 from covey.records import Record
 from covey.tables.rows import GroupedData, Place
+from covey.threads import block_count, share
 from covey.tree.hierarchy import segment_sum
 
 Reduction = Literal["sum", "mean"]
@@ -314,7 +315,7 @@ class Loss(ABC):
         gradient = np.empty((n if order >= 1 else 0, d))
         hessian = np.empty((n if order >= 2 else 0, d, d))
         at = np.ascontiguousarray(theta)
-        kernels.expand(code, order, X, y, weights, offset, scale, ptr, at, value, gradient, hessian)
+        share(kernels.expand, block_count(n), code, order, X, y, weights, offset, scale, ptr, at, value, gradient, hessian)
         return value, gradient, hessian
 
     def value(self, data: GroupedData, theta: Floats) -> Floats:
@@ -342,7 +343,7 @@ class Loss(ABC):
             rows = (_weighted(self.thirds(data.margin(theta), y), data) * size)[:, None] * X
             return segment_sum(rows, data.client_ptr)
         out = np.zeros_like(theta)
-        kernels.bend(family, X, y, weights, offset, data.client_ptr, theta, P, out)
+        share(kernels.bend, block_count(len(theta)), family, X, y, weights, offset, data.client_ptr, theta, P, out)
         return out
 
     def scale(self, data: GroupedData) -> Floats:
@@ -383,7 +384,7 @@ class Loss(ABC):
         if not self.quadratic:
             return self.ridge
         floor = np.empty(len(hessian))
-        kernels.curvature_floor(hessian, floor)
+        share(kernels.curvature_floor, block_count(len(hessian)), hessian, floor)
         return float(floor.min(initial=np.inf))
 
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import prange
 
 from covey._typing import Floats, Ints
 from covey.compiling import njit
+from covey.threads import BLOCK
 
 GAUSSIAN, BERNOULLI, POISSON, GAMMA = CODES = 0, 1, 2, 3
 
@@ -22,8 +22,7 @@ GAUSSIAN, BERNOULLI, POISSON, GAMMA = CODES = 0, 1, 2, 3
 # exp overflows. No count has a mean of exp(300).
 LARGEST_LOG_MEAN = 300.0
 
-# Number of clients that a thread takes at a time, and of rows that fit into the fastest cache together.
-_BLOCK, _TILE = 256, 64
+_TILE = 64  # rows that fit into the fastest cache together
 
 # The compiler may reorder sums to use vector registers; the order is the same in every run. Infinities and NaN stay valid.
 FASTMATH = {"reassoc", "contract", "nsz"}
@@ -110,10 +109,10 @@ def exponentials(x: Floats, m: int, whole: Floats, power: Floats) -> None:
         power[r] *= s * f + 1.0
 
 
-@njit(parallel=True, cache=True, fastmath=FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True, fastmath=FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
 def expand(
-    family: int, order: int, X: Floats, y: Floats, weights: Floats, offset: Floats, scale: Floats, client_ptr: Ints,
-    theta: Floats, value: Floats, gradient: Floats, hessian: Floats,
+    begin: int, end: int, family: int, order: int, X: Floats, y: Floats, weights: Floats, offset: Floats, scale: Floats,
+    client_ptr: Ints, theta: Floats, value: Floats, gradient: Floats, hessian: Floats,
 ) -> None:  # fmt: skip
     """Fill ``value (n,)``, for ``order >= 1`` also ``gradient (n, d)``, for ``order >= 2`` also ``hessian (n, d, d)``.
 
@@ -121,11 +120,11 @@ def expand(
     """
     n, d = theta.shape
     weighted, shifted = len(weights) > 0, len(offset) > 0
-    for block in prange((n + _BLOCK - 1) // _BLOCK):
+    for block in range(begin, end):
         first, second, part = np.empty(_TILE), np.empty(_TILE), np.empty(_TILE)
         columns = np.empty((d, _TILE))
         g, H = np.empty(d), np.empty((d, d))
-        for i in range(block * _BLOCK, min(n, (block + 1) * _BLOCK)):
+        for i in range(block * BLOCK, min(n, (block + 1) * BLOCK)):
             total, product = 0.0, 1.0
             g[:] = 0.0
             H[:, :] = 0.0
@@ -178,14 +177,15 @@ def expand(
                         hessian[i, b, a] = scale[i] * H[a, b]
 
 
-@njit(parallel=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def bend(
-    family: int, X: Floats, y: Floats, weights: Floats, offset: Floats, client_ptr: Ints, theta: Floats, P: Floats, out: Floats
-) -> None:
+    begin: int, end: int, family: int, X: Floats, y: Floats, weights: Floats, offset: Floats, client_ptr: Ints, theta: Floats,
+    P: Floats, out: Floats,
+) -> None:  # fmt: skip
     """Set ``out[i] = sum_l f'''(margin_l) (x_l' P_i x_l) x_l``, the gradient of ``trace(P_i H_i)`` in ``theta_i``."""
     n, d = theta.shape
-    for block in prange((n + _BLOCK - 1) // _BLOCK):
-        for i in range(block * _BLOCK, min(n, (block + 1) * _BLOCK)):
+    for block in range(begin, end):
+        for i in range(block * BLOCK, min(n, (block + 1) * BLOCK)):
             out[i] = 0.0
             for row in range(client_ptr[i], client_ptr[i + 1]):
                 margin = offset[row] if len(offset) else 0.0
@@ -208,17 +208,17 @@ def bend(
                     out[i, a] += third * X[row, a]
 
 
-@njit(parallel=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
-def curvature_floor(A: Floats, floor: Floats) -> None:
+@njit(nogil=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
+def curvature_floor(begin: int, end: int, A: Floats, floor: Floats) -> None:
     """Set ``floor`` to ``1 / trace(A^-1)`` for each ``A (n, d, d)``: a lower bound on its smallest eigenvalue.
 
     The bound is within a factor ``d`` of the eigenvalue and much cheaper. It is zero where a pivot of the Cholesky
     factorisation is zero up to rounding.
     """
     n, d = A.shape[:2]
-    for block in prange((n + _BLOCK - 1) // _BLOCK):
+    for block in range(begin, end):
         L, inverse = np.empty((d, d)), np.empty(d)
-        for i in range(block * _BLOCK, min(n, (block + 1) * _BLOCK)):
+        for i in range(block * BLOCK, min(n, (block + 1) * BLOCK)):
             trace, definite = 0.0, True
             for a in range(d):
                 for b in range(a + 1):

@@ -16,6 +16,7 @@ import polars as pl
 from covey._typing import Ints
 from covey.kernels import hash_rows
 from covey.tables.rows import GroupedData
+from covey.threads import share
 
 Codes = npt.NDArray[np.uint64]
 
@@ -34,7 +35,7 @@ class Batches:
         ones = np.ones(data.n_rows) if data.weights is None else data.weights
         zeros = np.zeros(data.n_rows) if data.offset is None else data.offset
         parts = (np.ascontiguousarray(part).view(np.uint64) for part in (data.X, data.y, ones, zeros))
-        hash_rows(*parts, data.client_ptr, code)
+        share(hash_rows, len(code), *parts, data.client_ptr, code)
         return cls(np.arange(data.n_clients), code)
 
     @classmethod

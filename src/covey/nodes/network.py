@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
-import numba
 import numpy as np
 
 from covey._typing import Anything, Floats, Ints
@@ -26,6 +25,7 @@ from covey.losses import Loss
 from covey.records import Axes, Record
 from covey.tables.rows import GroupedData
 from covey.tables.scaling import Scale
+from covey.threads import BLOCK
 from covey.tree.hierarchy import Hierarchy
 
 R = TypeVar("R")
@@ -290,28 +290,6 @@ class InMemory(Network):
 
     def clients(self) -> Node:
         return self.node
-
-
-_WORTH_SHARING = 1 << 18  # number of values
-
-
-@contextmanager
-def threads_for(work: GroupedData | int) -> Iterator[None]:
-    """Use one thread in this context if the problem is small. Results do not depend on the number of threads.
-
-    Where a call takes microseconds, threads mostly wait for each other. On a busy machine such a wait lasts a time slice of
-    the system, and a run of thousands of calls takes sixty times as long with two threads as with one.
-    """
-    numbers = work if isinstance(work, int) else work.n_rows * work.n_terms
-    before = numba.get_num_threads()
-    numba.set_num_threads(1 if numbers < _WORTH_SHARING else before)
-    try:
-        yield
-    finally:
-        numba.set_num_threads(before)
-
-
-BLOCK = 256
 
 
 @dataclass(frozen=True)

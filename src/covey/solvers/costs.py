@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from covey.errors import SolverError, number
-from covey.nodes.network import InMemory, threads_for
+from covey.nodes.network import InMemory
 from covey.objective.objective import Objective
 from covey.objective.theory import Constants
 from covey.solvers import registry
@@ -126,9 +126,8 @@ def costs(
     ``trials`` are fits of the direct solvers in memory. ``latency`` is in seconds for one direction, ``bandwidth`` in megabytes
     per second.
     """
-    with threads_for(objective.data):
-        network = InMemory.of(objective.data, objective.loss, objective.penalty.gamma)
-        constants = curvature.constants(network, objective.penalty)
+    network = InMemory.of(objective.data, objective.loss, objective.penalty.gamma)
+    constants = curvature.constants(network, objective.penalty)
     setting = Setting(objective, constants, trials[0], accuracy, latency, bandwidth)
     rows = [setting.counted(fit) for fit in trials]
     for solver in map(registry.find, registry.first_order()):

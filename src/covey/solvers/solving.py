@@ -9,7 +9,6 @@ order of the solvers is the ``place`` in their declarations (:mod:`.registry`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ import numpy as np
 from covey._typing import Floats
 from covey.errors import SolverError
 from covey.losses import Loss
-from covey.nodes.network import InMemory, Network, threads_for
+from covey.nodes.network import InMemory, Network
 from covey.objective.objective import Penalty
 from covey.solvers import registry
 from covey.solvers.direct import james_stein as js
@@ -92,9 +91,7 @@ def solve(
         js.check(network.loss, penalty)
     given = {"start": start, "tol": tol, "max_iter": max_iter, "seed": seed, "progress": progress, "james_stein": james_stein}
     settings = {name: value for name, value in given.items() if name in chosen.parameters and value is not None}
-    node = network.clients()
-    with nullcontext() if node is None else threads_for(node.data):
-        fit: Fit = chosen.run(network, penalty, **{**settings, **(options or {})})
+    fit: Fit = chosen.run(network, penalty, **{**settings, **(options or {})})
     return fit
 
 

@@ -19,6 +19,7 @@ from covey._typing import Anything, Floats, Ints
 from covey.errors import DataError
 from covey.kernels import counting_sort, find_parents, take_rows
 from covey.tables.values import Dropped, choose_rows, repeats_of, take
+from covey.threads import share
 from covey.tree.hierarchy import Hierarchy, encode, segment_sum
 
 Place = Callable[[int], str]  # names a row in an error message
@@ -425,7 +426,7 @@ def side_by_side(blocks: Sequence[Anything], order: Anything | None = None) -> F
         if order is None:
             part[:] = matrix
         elif matrix.dtype == np.float64 and matrix.flags.c_contiguous and part.flags.c_contiguous:
-            take_rows(matrix, order, part)
+            share(take_rows, len(order), matrix, order, part)
         else:
             for start in range(0, n_rows, _CHUNK):
                 part[start : start + _CHUNK] = matrix[order[start : start + _CHUNK]]

@@ -16,7 +16,7 @@ import polars as pl
 from covey._typing import Floats
 from covey.errors import ConvergenceWarning, SolverError
 from covey.losses import Loss
-from covey.nodes.network import InMemory, threads_for
+from covey.nodes.network import InMemory
 from covey.solvers.direct.elimination import Quadratic, Spread
 from covey.tables.rows import GroupedData
 from covey.variance.columns import ClientSums
@@ -86,9 +86,8 @@ def bootstrap(
                 components = estimate(InMemory.of(replace(data, y=y), loss), shape)[1].components
             else:
                 sums = _draw_sums(learned, theta, rng)
-                with threads_for(learned.tree.n_clients * len(wbar) ** 2):
-                    criterion = LinearCriterion(survey_of_sums(sums, learned), shape, reml=reml)
-                    components = finish(criterion, search(criterion))[1].components
+                criterion = LinearCriterion(survey_of_sums(sums, learned), shape, reml=reml)
+                components = finish(criterion, search(criterion))[1].components
             estimates.append(components)
             if progress is not None:
                 progress(len(estimates), draws)

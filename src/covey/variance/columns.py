@@ -8,7 +8,6 @@ Several processes may serve a node in turn, so a cached value is used only if it
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Annotated, TypeVar
 
@@ -16,7 +15,7 @@ import numpy as np
 
 from covey._typing import Anything, Floats, Ints
 from covey.losses import loss_of
-from covey.nodes.network import Message, Network, Node, R, threads_for
+from covey.nodes.network import Message, Network, Node, R
 from covey.records import Axes, Record, Reply
 from covey.solvers.direct.elimination import Quadratic, Spread
 from covey.solvers.result import Fit
@@ -110,16 +109,6 @@ class CountingNetwork:
     def ask(self, message: Message[R]) -> R:
         self.exchanges += 1
         return self.network.ask(message)
-
-
-def threads_of(network: Network) -> AbstractContextManager[None]:
-    """Set the number of threads by the work of one evaluation, if all clients are in memory. Other nodes choose their own."""
-    node = network.clients()
-    if node is None:
-        return nullcontext()
-    data = node.data
-    # An evaluation reads the rows and does a few operations on each client's matrix.
-    return threads_for(data.n_rows * data.n_terms + data.n_clients * data.n_terms**3 // 8)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from covey.nodes.network import Network
 from covey.solvers.direct.elimination import Quadratic, cluster_covariances
 from covey.solvers.result import Convergence, Fit, Progress
 from covey.variance.approximation import Approximation
-from covey.variance.columns import Survey, node_learned, threads_of, uncentred
+from covey.variance.columns import Survey, node_learned, uncentred
 from covey.variance.components import Components, Learned, LevelComponents, LikelihoodRatio, Whole
 from covey.variance.identify import survey
 from covey.variance.laplace_likelihood import START, LaplaceCriterion
@@ -85,16 +85,15 @@ def estimate(
     >>> learned.components.client.sd.round(2).tolist(), learned.components.cluster.sd.round(2).tolist()
     ([[0.52]], [[0.84]])
     """
-    with threads_of(network):
-        surveyed = survey(network, shape) if surveyed is None else surveyed
-        shape = surveyed.shape or shape
-        criterion = criterion_for(surveyed, shape, reml=reml, progress=progress)
-        best = find_optimum(criterion)
-        if not best.failed and (thorough or criterion.is_doubtful(best.x)):
-            best = _from_smaller_models(criterion, best)
-        satterthwaite, draws = _uncertainty(criterion, best) if uncertainty else (None, None)
-        fit, learned = uncentred(*finish(criterion, best), surveyed.columns)
-        learned = replace(learned, satterthwaite=satterthwaite, draws=draws)
+    surveyed = survey(network, shape) if surveyed is None else surveyed
+    shape = surveyed.shape or shape
+    criterion = criterion_for(surveyed, shape, reml=reml, progress=progress)
+    best = find_optimum(criterion)
+    if not best.failed and (thorough or criterion.is_doubtful(best.x)):
+        best = _from_smaller_models(criterion, best)
+    satterthwaite, draws = _uncertainty(criterion, best) if uncertainty else (None, None)
+    fit, learned = uncentred(*finish(criterion, best), surveyed.columns)
+    learned = replace(learned, satterthwaite=satterthwaite, draws=draws)
     if not fit.convergence.converged:
         warn(learned.components.notes[-1])
     if not all(np.isfinite(values).all() for values in (fit.w, fit.wbar, learned.covariance)):
@@ -300,7 +299,7 @@ def likelihood_ratios(
         components = getattr(learned.components, level)
         if not components.terms:
             continue
-        with warnings.catch_warnings(), threads_of(network.network):
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # the fit itself has warned
             best = find_optimum(criterion_for(surveyed, null, reml=reml, progress=progress))
         statistic = best.value + 2 * learned.components.log_likelihood

@@ -21,7 +21,7 @@ from covey.errors import DataError, listing
 from covey.nodes.network import Network
 from covey.solvers.direct.elimination import Spread, invert, solve_symmetric
 from covey.solvers.direct.newton import UpperLevels
-from covey.variance.columns import CountingNetwork, RowTotals, Survey, TermOrder, WorkingColumns, threads_of
+from covey.variance.columns import CountingNetwork, RowTotals, Survey, TermOrder, WorkingColumns
 from covey.variance.dependence import choose_columns
 from covey.variance.evidence import (
     PROPORTIONAL,
@@ -233,25 +233,24 @@ def survey(network: Network, shape: Shape, *, check: bool = True, settle: bool =
     every client or cluster do not vary there.
     """
     counting, terms, linear = CountingNetwork(network), network.terms, network.loss.reml
-    with threads_of(network):
-        columns, totals, dropped = choose_columns(counting, shape)
-        shape, notes = _without_dropped(shape, dropped, totals, terms, settle)
-        free = shape.free(np.arange(len(terms)))
-        check_rank(totals.gram, terms, free)
-        inverse = invert(totals.gram, free)[0]
-        if linear:
-            # About the pooled fit, so that sums of squares are of residuals and lose no digits to a large mean.
-            columns = replace(columns, origin=inverse @ totals.rhs)
-        evidence = counting.ask(WeighEvidence(columns, shape.client, inverse))
-        if settle:
-            shape, more = _without_constant(shape, evidence, columns.one, terms)
-            notes += more
-        if check:
-            check_identifiable(counting, evidence, shape, squares=totals.response_squares if linear else None)
-        if check and network.loss.two_classes:
-            check_classes(evidence, shape)
-        middle = np.zeros(len(terms)) if linear else pooled(counting, free)
-        constant = _constant_within(evidence, columns, terms)
+    columns, totals, dropped = choose_columns(counting, shape)
+    shape, notes = _without_dropped(shape, dropped, totals, terms, settle)
+    free = shape.free(np.arange(len(terms)))
+    check_rank(totals.gram, terms, free)
+    inverse = invert(totals.gram, free)[0]
+    if linear:
+        # About the pooled fit, so that sums of squares are of residuals and lose no digits to a large mean.
+        columns = replace(columns, origin=inverse @ totals.rhs)
+    evidence = counting.ask(WeighEvidence(columns, shape.client, inverse))
+    if settle:
+        shape, more = _without_constant(shape, evidence, columns.one, terms)
+        notes += more
+    if check:
+        check_identifiable(counting, evidence, shape, squares=totals.response_squares if linear else None)
+    if check and network.loss.two_classes:
+        check_classes(evidence, shape)
+    middle = np.zeros(len(terms)) if linear else pooled(counting, free)
+    constant = _constant_within(evidence, columns, terms)
     return Survey(counting, columns, evidence.cluster_sums, totals.log_weights, middle, constant, totals, shape, notes)
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from covey.nodes.network import BLOCK, Blocks
 from covey.solvers.direct import kernels
+from covey.threads import block_count
 
 D = 3
 
@@ -54,7 +55,7 @@ def test_eliminate(children):
     blocks, m = Blocks.of(ptr), len(b)
     C, r, c, volume = np.zeros((blocks.count, D, D)), np.zeros((blocks.count, D)), np.zeros(m), np.zeros(m)
     each_C, each_r = np.zeros((m, D, D)), np.zeros((m, D))
-    kernels.eliminate(A, b, scale, shape, width, blocks.ptr, C, r, c, volume, each_C, each_r)
+    kernels.eliminate(0, blocks.count, A, b, scale, shape, width, blocks.ptr, C, r, c, volume, each_C, each_r)
     for block in range(blocks.count):
         sum_C, sum_r = np.zeros((D, D)), np.zeros(D)
         for i in range(blocks.ptr[block], blocks.ptr[block + 1]):
@@ -75,7 +76,7 @@ def test_descend(children):
     A, b, scale, shape, width, ptr = children
     parent, x = np.repeat(np.arange(3), np.diff(ptr)), np.random.default_rng(1).normal(size=(3, D))
     t, force = np.full_like(b, 9.0), np.full_like(b, 9.0)
-    kernels.descend(A, b, scale, shape, width, parent, x, t, force)
+    kernels.descend(0, block_count(len(b)), A, b, scale, shape, width, parent, x, t, force)
     for i in np.flatnonzero(np.isfinite(scale)):
         C, r, _ = absorbed(A[i], b[i], scale[i], shape_of(shape, i))
         np.testing.assert_allclose(force[i], r - C @ x[parent[i]], atol=1e-10)
@@ -89,7 +90,7 @@ def test_sensitivity(children):
     x, half = rng.normal(size=(3, D)), rng.normal(size=(3, D, D))
     P = half @ half.transpose(0, 2, 1)
     bend, pull = np.zeros((blocks.count, width, width)), np.zeros((blocks.count, width, width))
-    kernels.sensitivity(C, r, width, blocks.ptr, blocks.owner, x, P, bend, pull)
+    kernels.sensitivity(0, blocks.count, C, r, width, blocks.ptr, blocks.owner, x, P, bend, pull)
     for block, j in enumerate(blocks.owner):
         own = range(blocks.ptr[block], blocks.ptr[block + 1])
         expected = sum(C[i] - C[i] @ P[j] @ C[i] for i in own)
@@ -103,7 +104,7 @@ def test_posterior(children):
     scale = np.where(np.isinf(scale), 1.0, scale)
     parent, half = np.repeat(np.arange(3), np.diff(ptr)), np.random.default_rng(3).normal(size=(3, D, D))
     P, out = half @ half.transpose(0, 2, 1), np.empty_like(A)
-    kernels.posterior(A, scale, shape, parent, P, out)
+    kernels.posterior(0, block_count(len(A)), A, scale, shape, parent, P, out)
     for i in range(len(A)):
         S = scale[i] * shape_of(shape, i)
         J = np.linalg.inv(np.eye(D) + S @ A[i])

@@ -17,6 +17,7 @@ from covey.losses import Bernoulli, Gaussian, Poisson, loss_of
 from covey.solvers import minimise, newton
 from covey.solvers.direct.elimination import Spread
 from covey.solvers.direct.newton import LocalProblem, NewtonProgress, UpperLevels, coordinate, node_move, node_start
+from covey.threads import use_threads
 from tests.conftest import random_problem, seeds
 from tests.networks import shard
 
@@ -249,18 +250,13 @@ def test_a_ridge_gives_a_certified_gap():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_threads_change_no_bit(family):
-    import numba
-
+def test_threads_change_no_bit(family, always_share):
     drawn = simulate(family, clusters=5, clients=300, rows=7, d=3, cluster_sd=0.3, client_sd=0.3, equal_rows=False, seed=5)
     penalty = Penalty.of(drawn.data.hierarchy)
-    many = newton(InMemory.of(drawn.data, loss_of(family), penalty.gamma), penalty)
-    before = numba.get_num_threads()
-    try:
-        numba.set_num_threads(1)
+    with use_threads(4):
+        many = newton(InMemory.of(drawn.data, loss_of(family), penalty.gamma), penalty)
+    with use_threads(1):
         one = newton(InMemory.of(drawn.data, loss_of(family), penalty.gamma), penalty)
-    finally:
-        numba.set_num_threads(before)
     assert (many.theta == one.theta).all()
     assert (many.wbar == one.wbar).all()
 

@@ -13,7 +13,7 @@ import pytest
 from covey import GroupedData, Penalty
 from covey.datasets import simulate
 from covey.losses import Gaussian
-from covey.nodes.network import InMemory, threads_for
+from covey.nodes.network import InMemory
 from covey.objective.theory import Probabilities
 from covey.solvers.first_order.curvature import constants
 from covey.solvers.first_order.l2gd import L2gdBegin, L2gdMove, StepSizes, equal_within, next_pull
@@ -35,8 +35,7 @@ class Clients:
 def constants_of(objective, **given):
     """The constants of a problem in memory."""
     network = InMemory.of(objective.data, objective.loss, objective.penalty.gamma)
-    with threads_for(objective.data):
-        return constants(network, objective.penalty, **given)
+    return constants(network, objective.penalty, **given)
 
 
 def outcomes(drawn, k):
@@ -78,12 +77,11 @@ def follow(problem, drawn, eta, start, seed, times):
     data, penalty, loss = problem.data, problem.penalty, Gaussian()
     network = begun(data, loss, penalty, drawn, StepSizes(eta), start)
     schedule, t, path = Schedule(drawn, seed, equal_within(data.hierarchy, penalty)[0]), 0, []
-    with threads_for(data):
-        for until in times:
-            if until > t:
-                l2gd_rounds(network, penalty, drawn, StepSizes(eta), schedule.rounds(t, until))
-            t = until
-            path.append(network.node.theta)
+    for until in times:
+        if until > t:
+            l2gd_rounds(network, penalty, drawn, StepSizes(eta), schedule.rounds(t, until))
+        t = until
+        path.append(network.node.theta)
     return np.array(path)
 
 

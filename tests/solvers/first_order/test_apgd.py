@@ -17,6 +17,7 @@ from covey.reproduce.communication import problem as race_problem
 from covey.solvers import minimise, reference, solve, solving
 from covey.solvers.first_order import apgd, kernels
 from covey.solvers.first_order.protocol import Centres
+from covey.threads import block_count
 from tests.solvers.first_order.shared import conditioned, many_clients, quietly
 from tests.solvers.first_order.test_references import problem
 from tests.solvers.test_across import Sharded
@@ -173,7 +174,7 @@ def test_the_kernel_is_the_solve_written_out():
     curvature, minimiser = rng.uniform(0.1, 5, size=9), rng.normal(size=9)
     parent, gamma, centre = np.array([0, 0, 1, 1, 1]), rng.uniform(0.1, 9, size=n), rng.normal(size=(2, d))
     theta, value = np.empty((n, d)), np.empty(n)
-    kernels.proximal_step(ptr, vectors, curvature, minimiser, parent, gamma, centre, theta, value)
+    kernels.proximal_step(0, block_count(len(theta)), ptr, vectors, curvature, minimiser, parent, gamma, centre, theta, value)
     for i in range(n):
         V, D, best = (part[ptr[i] : ptr[i + 1]] for part in (vectors, curvature, minimiser))
         c = centre[parent[i]]

@@ -49,8 +49,8 @@ def moved(family, steps, closed, wanted):
     theta = 0.3 * rng.normal(size=(data.n_clients, d))
     out, sums = np.empty_like(theta), empty_digits(blocks, d)
     kernels.l2gd_move(
-        *loss.operands(data), closed, *basis, blocks.ptr, blocks.owner, node.gamma, share, strength, force, start, steps[:k],
-        local, rate.eta, rate.mu, rate.last, wanted[:k], theta, out, sums,
+        0, blocks.count, *loss.operands(data), closed, *basis, blocks.ptr, blocks.owner, node.gamma, share, strength, force,
+        start, steps[:k], local, rate.eta, rate.mu, rate.last, wanted[:k], theta, out, sums,
     )  # fmt: skip
     expected, parent = theta.copy(), data.hierarchy.parent
     for i, j in enumerate(parent):
@@ -82,8 +82,8 @@ def test_al2sgd_plus_move(family):
     pace, (eta, a1, a2, b1, b2) = (0.01, 0.3, 0.4, 0.9, 0.05), (0.01, 0.3, 0.4, 0.9, 0.05)
     y_out, z_out, sums = np.empty_like(y), np.empty_like(z), empty_digits(blocks, d)
     kernels.al2sgd_plus_move(
-        *loss.operands(data), own, blocks.ptr, blocks.owner, problem.gamma, share, strength, force, exchanged, start, steps,
-        local, pace, wanted, x, gradient, y, z, y_out, z_out, sums,
+        0, blocks.count, *loss.operands(data), own, blocks.ptr, blocks.owner, problem.gamma, share, strength, force, exchanged,
+        start, steps, local, pace, wanted, x, gradient, y, z, y_out, z_out, sums,
     )  # fmt: skip
     plain, parent, ends = replace(loss, ridge=0.0), data.hierarchy.parent, np.empty((n, d))
     for i, j in enumerate(parent):
@@ -110,7 +110,7 @@ def test_check():
     own, gamma, parent = rng.normal(size=n), rng.uniform(size=n), rng.integers(0, 4, size=n)
     gradient, theta, w = rng.normal(size=(n, d)), rng.normal(size=(n, d)), rng.normal(size=(4, d))
     value, squared = (np.zeros((2, WIDE_DIGITS), dtype=np.int64) for _ in range(2))
-    kernels.check(own, gradient, gamma, theta, parent, w, value, squared)
+    kernels.check(0, len(value), own, gradient, gamma, theta, parent, w, value, squared)
     away = theta - w[parent]
     assert float(from_digits(value.sum(axis=0))) == pytest.approx((own + 0.5 * gamma * (away**2).sum(axis=1)).sum(), rel=1e-12)
     expected = ((gradient + gamma[:, None] * away) ** 2).sum()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numba
 import numpy as np
 import polars as pl
 import pytest
@@ -14,9 +13,9 @@ from covey import GroupedData, Objective, Penalty
 from covey.datasets import simulate
 from covey.errors import ConvergenceWarning, DataError, PenaltyError, SolverError
 from covey.losses import Gaussian, loss_of
-from covey.nodes import network
 from covey.records import decode
 from covey.solvers import minimise
+from covey.threads import use_threads
 from tests.conftest import random_problem
 from tests.solvers.first_order.shared import (
     SOLVERS,
@@ -63,20 +62,13 @@ def test_independent_clusters(solver, vote):
 @quietly
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("family", ["gaussian", "bernoulli"])
-def test_the_number_of_threads_changes_no_bit(solver, family):
+def test_the_number_of_threads_changes_no_bit(solver, family, always_share):
     """Neither our own threads nor those of the linear algebra that measures curvature; large enough for both to be used."""
     data, penalty = many_clients(family, clients=6000)
-    fits, before = [], numba.get_num_threads()
-    if before < 2:
-        pytest.skip("this machine has one core only")
-    assert data.n_rows * data.n_terms >= network._WORTH_SHARING
-    try:
-        for count in (1, 2):
-            numba.set_num_threads(count)
-            with threadpool_limits(count):
-                fits.append(minimise(data, loss_of(family), penalty, solver=solver, max_iter=60, tol=0.0, seed=5))
-    finally:
-        numba.set_num_threads(before)
+    fits = []
+    for count in (1, 2):
+        with threadpool_limits(count), use_threads(count):
+            fits.append(minimise(data, loss_of(family), penalty, solver=solver, max_iter=60, tol=0.0, seed=5))
     np.testing.assert_array_equal(fits[0].theta, fits[1].theta)
     assert fits[0].history.equals(fits[1].history)
 

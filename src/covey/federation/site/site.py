@@ -58,7 +58,7 @@ from covey.federation.wire.messages import (
 from covey.federation.wire.schema import check_message
 from covey.model.files import save_model, uncertainty_from_json
 from covey.model.model import Fitted, Model, assemble
-from covey.nodes.network import Batch, Message, Node, SetGamma, threads_for
+from covey.nodes.network import Batch, Message, Node, SetGamma
 from covey.objective.objective import Penalty
 from covey.problem.problem import Problem, Spec, as_frame
 from covey.problem.rows import Arrays, read_rows, usable_rows
@@ -304,7 +304,7 @@ class Site:
         _check_penalties(asked.body, node)
         data, before = node.data, node.snapshot()
         try:
-            with threads_for(node.data), np.errstate(over="ignore", invalid="ignore"):
+            with np.errstate(over="ignore", invalid="ignore"):
                 reply = asked.body.at(node)
             if private is None:
                 self.policy.check_reply(reply, data.n_clusters, data.n_terms)

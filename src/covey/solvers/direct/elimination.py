@@ -25,6 +25,7 @@ from covey.nodes.network import Blocks
 from covey.records import Axes, Reply
 from covey.solvers.direct import kernels
 from covey.tables.rows import GroupedData
+from covey.threads import block_count, share
 from covey.tree.hierarchy import segment_sum
 
 
@@ -112,8 +113,9 @@ def _eliminated(children: Quadratic, spread: Spread, ptr: Ints, each_C: Floats, 
     blocks, d = Blocks.of(ptr), children.r.shape[1]
     C, r, c, n = np.zeros((blocks.count, d, d)), np.zeros((blocks.count, d)), children.c.copy(), children.n
     log_determinants = np.zeros(len(c))
-    kernels.eliminate(
-        children.C, children.r, spread.scale, spread.shape, spread.width, blocks.ptr, C, r, c, log_determinants, each_C, each_r
+    share(
+        kernels.eliminate, blocks.count, children.C, children.r, spread.scale, spread.shape, spread.width, blocks.ptr, C, r, c,
+        log_determinants, each_C, each_r,
     )  # fmt: skip
     detached = np.flatnonzero(spread.detached)
     if len(detached):
@@ -129,7 +131,7 @@ def _eliminated(children: Quadratic, spread: Spread, ptr: Ints, each_C: Floats, 
 def descend(A: Floats, b: Floats, spread: Spread, parent: Ints, x: Floats) -> tuple[Floats, Floats]:
     """Each child's solution given its parent's ``x[parent]``, and the force ``r - C x`` that its parent exerts on it."""
     t, force = np.empty_like(b), np.empty_like(b)
-    kernels.descend(A, b, spread.scale, spread.shape, spread.width, parent, x, t, force)
+    share(kernels.descend, block_count(len(b)), A, b, spread.scale, spread.shape, spread.width, parent, x, t, force)
     detached = np.flatnonzero(spread.detached)
     if len(detached):
         at, A, b = x[parent[detached]], A[detached], b[detached]
@@ -146,14 +148,14 @@ def sensitivity(children: Marginal, width: int, ptr: Ints, x: Floats, P: Floats)
     """
     blocks = Blocks.of(ptr)
     bend, pull = np.zeros((blocks.count, width, width)), np.zeros((blocks.count, width, width))
-    kernels.sensitivity(children.C, children.r, width, blocks.ptr, blocks.owner, x, P, bend, pull)
+    share(kernels.sensitivity, blocks.count, children.C, children.r, width, blocks.ptr, blocks.owner, x, P, bend, pull)
     return segment_sum(bend, blocks.of_parent), segment_sum(pull, blocks.of_parent)
 
 
 def posterior(A: Floats, spread: Spread, parent: Ints, P: Floats) -> Floats:
     """The covariance of each child given its parent's ``P[parent]``: ``(I + S A)^-1 S + J P J'``, ``J = (I + S A)^-1``."""
     out = np.empty_like(A)
-    kernels.posterior(A, spread.scale, spread.shape, parent, P, out)
+    share(kernels.posterior, block_count(len(A)), A, spread.scale, spread.shape, parent, P, out)
     return out
 
 

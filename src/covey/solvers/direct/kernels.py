@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import prange
 
 from covey._typing import Floats, Ints
 from covey.compiling import njit
-from covey.nodes.network import BLOCK
+from covey.threads import BLOCK
 
 
 @njit(inline="always", error_model="numpy")  # type: ignore[untyped-decorator]
@@ -73,14 +72,14 @@ def _absorb(A: Floats, b: Floats, scale: float, shape: Floats, q: int, measure: 
     return volume
 
 
-@njit(parallel=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def eliminate(
-    A: Floats, b: Floats, scale: Floats, shape: Floats, q: int, blocks: Ints, C: Floats, r: Floats, c: Floats, volume: Floats,
-    each_C: Floats, each_r: Floats,
+    begin: int, end: int, A: Floats, b: Floats, scale: Floats, shape: Floats, q: int, blocks: Ints, C: Floats, r: Floats,
+    c: Floats, volume: Floats, each_C: Floats, each_r: Floats,
 ) -> None:  # fmt: skip
     """Sum the ``(C, r)`` of children by block; store those of each child in ``each_C``, ``each_r``, unless these are empty."""
     d = b.shape[1]
-    for block in prange(len(blocks) - 1):
+    for block in range(begin, end):
         M, identity = np.empty((d, 2 * d + 1)), np.empty((0, 0))
         for i in range(blocks[block], blocks[block + 1]):
             if np.isinf(scale[i]):
@@ -103,13 +102,14 @@ def eliminate(
                 c[i] -= 0.5 * scale[i] * b[i, a] * moved
 
 
-@njit(parallel=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def descend(
-    A: Floats, b: Floats, scale: Floats, shape: Floats, q: int, parent: Ints, x: Floats, t: Floats, force: Floats
-) -> None:
+    begin: int, end: int, A: Floats, b: Floats, scale: Floats, shape: Floats, q: int, parent: Ints, x: Floats, t: Floats,
+    force: Floats,
+) -> None:  # fmt: skip
     """Each child's solution ``t`` given its parent's ``x``, and the force on it."""
     m, d = b.shape
-    for block in prange((m + BLOCK - 1) // BLOCK):
+    for block in range(begin, end):
         M, identity = np.empty((d, 2 * d + 1)), np.empty((0, 0))
         for i in range(block * BLOCK, min((block + 1) * BLOCK, m)):
             j = parent[i]
@@ -131,13 +131,14 @@ def descend(
                 t[i, a] = x[j, a] + scale[i] * moved
 
 
-@njit(parallel=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def sensitivity(
-    C: Floats, r: Floats, q: int, blocks: Ints, owner: Ints, x: Floats, P: Floats, bend: Floats, pull: Floats
-) -> None:
+    begin: int, end: int, C: Floats, r: Floats, q: int, blocks: Ints, owner: Ints, x: Floats, P: Floats, bend: Floats,
+    pull: Floats,
+) -> None:  # fmt: skip
     """Sums by block of ``C - C P C`` and of ``f f'``, ``f = r - C x``, for the first ``q`` terms."""
     d = r.shape[1]
-    for block in prange(len(blocks) - 1):
+    for block in range(begin, end):
         force, half = np.empty(q), np.empty(d)
         j = owner[block]
         for i in range(blocks[block], blocks[block + 1]):
@@ -162,14 +163,17 @@ def sensitivity(
                 pull[block, c, a] = pull[block, a, c]
 
 
-@njit(parallel=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
-def posterior(A: Floats, scale: Floats, shape: Floats, parent: Ints, P: Floats, out: Floats) -> None:
+@njit(nogil=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
+def posterior(begin: int, end: int, A: Floats, scale: Floats, shape: Floats, parent: Ints, P: Floats, out: Floats) -> None:
     """``X + J P J'`` with ``X = (I + S A)^-1 S`` and ``J = I - X A``, for each child."""
     m, d = A.shape[:2]
-    for block in prange((m + BLOCK - 1) // BLOCK):
+    for block in range(begin, end):
         M, S, J, zero, identity = np.empty((d, 2 * d + 1)), np.empty((d, d)), np.empty((d, d)), np.zeros(d), np.eye(d)
         for i in range(block * BLOCK, min((block + 1) * BLOCK, m)):
-            S[:, :] = scale[i] * _shape_of(shape, i, identity)
+            spread = _shape_of(shape, i, identity)
+            for a in range(d):  # loops: an expression on whole arrays would take two seconds to compile
+                for c in range(d):
+                    S[a, c] = scale[i] * spread[a, c]
             # With the roles of A and S exchanged: (I + S A) X = S. Nothing cancels, even if S is singular or large.
             _absorb(S, zero, 1.0, A[i], d, False, M)
             for a in range(d):

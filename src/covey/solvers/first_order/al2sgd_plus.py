@@ -45,6 +45,7 @@ from covey.solvers.first_order.protocol import Centres, ClientBlocks, ClusterSum
 from covey.solvers.first_order.schedule import Choices, PerCluster, Round, Schedule, streams, uniforms
 from covey.solvers.registry import algorithm
 from covey.solvers.result import Fit
+from covey.threads import share
 
 
 def reference(
@@ -217,10 +218,11 @@ class KatyushaMove(Message[ClusterSums], label="al2sgd_plus move"):
         blocks = clients.blocks
         if node.loss.compiled:
             y, z, sums = np.empty_like(before), np.empty_like(before), empty_digits(blocks, before.shape[1])
-            kernels.al2sgd_plus_move(
-                *clients.operands, rows, blocks.ptr, blocks.owner, node.gamma, clients.share, move.pull.strength,
-                move.pull.force, move.exchanged, move.start, move.steps, begin.local, (pace.eta, pace.a1, pace.a2, pace.b1,
-                pace.b2), move.wanted, points.x, points.gradient, before, points.z, y, z, sums,
+            share(
+                kernels.al2sgd_plus_move, blocks.count, *clients.operands, rows, blocks.ptr, blocks.owner, node.gamma,
+                clients.share, move.pull.strength, move.pull.force, move.exchanged, move.start, move.steps, begin.local,
+                (pace.eta, pace.a1, pace.a2, pace.b1, pace.b2), move.wanted, points.x, points.gradient, before, points.z, y,
+                z, sums,
             )  # fmt: skip
         else:
             y, z, sums = numpy_move(node, clients, begin, points, rows, move)

@@ -47,6 +47,7 @@ from covey.solvers.first_order.protocol import AskMeans, Centres, shares
 from covey.solvers.ledger import Ledger, Links, links
 from covey.solvers.registry import algorithm
 from covey.solvers.result import HISTORY, Checkpoint, Convergence, Fit, Progress, begin_at, entry
+from covey.threads import block_count, share
 
 _INNER = 1e-4  # errors of the clients' proximal steps, as a share of |c - v|^2 at the last exchange
 _MOST_INNER = 100
@@ -160,7 +161,7 @@ def _quadratic_step(node: Node, centre: Floats) -> tuple[Floats, Floats]:
         np.add.at(minimiser, np.repeat(np.arange(data.n_clients), np.diff(basis.ptr)), basis.minimiser[:, None] * basis.vectors)
         lowest = node.cache[_Lowest] = _Lowest(node.loss.value(data, minimiser))
     theta, value = np.empty((data.n_clients, data.n_terms)), np.empty(data.n_clients)
-    kernels.proximal_step(*basis, data.hierarchy.parent, node.gamma, centre, theta, value)
+    share(kernels.proximal_step, block_count(data.n_clients), *basis, data.hierarchy.parent, node.gamma, centre, theta, value)
     return theta, value + lowest.value
 
 

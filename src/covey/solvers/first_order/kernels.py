@@ -11,13 +11,12 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import prange
 
 from covey._typing import Anything, Floats, Ints
 from covey.compiling import njit
 from covey.kernels import accumulate_in, accumulate_rows
 from covey.losses.kernels import FASTMATH, GAUSSIAN, exponent, exponentials, slope
-from covey.nodes.network import BLOCK
+from covey.threads import BLOCK
 
 _ROOM = 1024  # rows handled together, which stay in the second-level cache during local steps
 
@@ -98,13 +97,14 @@ def group(
 # Async-L2GD
 
 
-@njit(parallel=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def project(
-    values: Floats, vectors: Floats, gradient: Floats, ptr: Ints, basis: Floats, curvature: Floats, minimiser: Floats
-) -> None:
+    begin: int, end: int, values: Floats, vectors: Floats, gradient: Floats, ptr: Ints, basis: Floats, curvature: Floats,
+    minimiser: Floats,
+) -> None:  # fmt: skip
     """Fill an eigenbasis from each client's eigenvalues, in ascending order, and eigenvectors, in columns."""
-    n, d = values.shape
-    for i in prange(n):
+    d = values.shape[1]
+    for i in range(begin, end):
         flat = 8 * d * 2.0**-52 * values[i, d - 1]
         for c in range(ptr[i], ptr[i + 1]):
             at = d - (ptr[i + 1] - c)
@@ -118,16 +118,16 @@ def project(
             minimiser[c] = along / values[i, at] if curved else 0.0
 
 
-@njit(parallel=True, cache=True, fastmath=FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True, fastmath=FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
 def l2gd_move(
-    family: int, X: Floats, y: Floats, weights: Floats, offset: Floats, scale: Floats, ridge: float, client_ptr: Ints,
-    closed: bool, basis: Ints, vectors: Floats, curvature: Floats, minimiser: Floats, blocks: Ints, owner: Ints,
-    gamma: Floats, share: Floats, strength: Floats, force: Floats, start: Ints, steps: Ints, local: Floats, step: float,
-    mu: float, switch: int, wanted: Anything, theta: Floats, out: Floats, sums: Ints,
+    begin: int, end: int, family: int, X: Floats, y: Floats, weights: Floats, offset: Floats, scale: Floats, ridge: float,
+    client_ptr: Ints, closed: bool, basis: Ints, vectors: Floats, curvature: Floats, minimiser: Floats, blocks: Ints,
+    owner: Ints, gamma: Floats, share: Floats, strength: Floats, force: Floats, start: Ints, steps: Ints, local: Floats,
+    step: float, mu: float, switch: int, wanted: Anything, theta: Floats, out: Floats, sums: Ints,
 ) -> None:  # fmt: skip
     """Move the clients; one thread moves a block of clients of one cluster. No bit depends on threads or blocks."""
     d = theta.shape[1]
-    for block in prange(len(owner)):
+    for block in range(begin, end):
         j, first, last = owner[block], blocks[block], blocks[block + 1]
         for i in range(first, last):  # lines 7 and 13: the step towards averages
             for a in range(d):
@@ -232,14 +232,14 @@ def _step_by_step(
 # APGD
 
 
-@njit(parallel=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def proximal_step(
-    ptr: Ints, vectors: Floats, curvature: Floats, minimiser: Floats, parent: Ints, gamma: Floats, centre: Floats,
-    theta: Floats, value: Floats,
+    begin: int, end: int, ptr: Ints, vectors: Floats, curvature: Floats, minimiser: Floats, parent: Ints, gamma: Floats,
+    centre: Floats, theta: Floats, value: Floats,
 ) -> None:  # fmt: skip
     """``theta_i = c + V' (lambda (minimiser - V c) / (lambda + gamma_i))``, and the value above that at the minimiser."""
     n, d = theta.shape
-    for block in prange((n + BLOCK - 1) // BLOCK):
+    for block in range(begin, end):
         for i in range(block * BLOCK, min(n, (block + 1) * BLOCK)):
             c, above = centre[parent[i]], 0.0
             for a in range(d):
@@ -259,17 +259,17 @@ def proximal_step(
 # Async-AL2SGD+
 
 
-@njit(parallel=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def al2sgd_plus_move(
-    family: int, X: Floats, target: Floats, weights: Floats, offset: Floats, scale: Floats, ridge: float, client_ptr: Ints,
-    streams: Anything, blocks: Ints, owner: Ints, gamma: Floats, share: Floats, strength: Floats, force: Floats,
-    exchanged: Anything, start: Ints, steps: Ints, local: Floats, pace: tuple[float, float, float, float, float],
+    begin: int, end: int, family: int, X: Floats, target: Floats, weights: Floats, offset: Floats, scale: Floats, ridge: float,
+    client_ptr: Ints, streams: Anything, blocks: Ints, owner: Ints, gamma: Floats, share: Floats, strength: Floats,
+    force: Floats, exchanged: Anything, start: Ints, steps: Ints, local: Floats, pace: tuple[float, float, float, float, float],
     wanted: Anything, x: Floats, gradient: Floats, y: Floats, z: Floats, y_out: Floats, z_out: Floats, sums: Ints,
 ) -> None:  # fmt: skip
     """Move the clients; one thread moves a block of clients of one cluster. No bit depends on threads or blocks."""
     d = x.shape[1]
     eta, a1, a2, b1, b2 = pace
-    for block in prange(len(owner)):
+    for block in range(begin, end):
         j = owner[block]
         first, last = blocks[block], blocks[block + 1]
         theta, g, ends = np.empty(d), np.empty(d), np.empty((last - first if wanted[j] else 0, d))
@@ -316,13 +316,14 @@ def _power(family: int, margin: float) -> float:
 # Checks
 
 
-@njit(parallel=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def check(
-    loss: Floats, gradient: Floats, gamma: Floats, theta: Floats, parent: Ints, w: Floats, value: Ints, squared: Ints
-) -> None:
+    begin: int, end: int, loss: Floats, gradient: Floats, gamma: Floats, theta: Floats, parent: Ints, w: Floats, value: Ints,
+    squared: Ints,
+) -> None:  # fmt: skip
     """Add each client's value and squared gradient to the digits of its block."""
     n, d = theta.shape
-    for block in prange(len(value)):
+    for block in range(begin, end):
         for i in range(block * BLOCK, min(n, (block + 1) * BLOCK)):
             apart, steep = 0.0, 0.0
             for a in range(d):

@@ -39,6 +39,7 @@ from covey.solvers.first_order.protocol import Centres, ClientBlocks, ClusterSum
 from covey.solvers.first_order.schedule import Choices, PerCluster, Round, Schedule
 from covey.solvers.registry import algorithm
 from covey.solvers.result import Fit
+from covey.threads import share
 from covey.tree.hierarchy import Hierarchy
 
 
@@ -146,10 +147,10 @@ class L2gdMove(Message[ClusterSums], label="l2gd move"):
         blocks, basis = clients.blocks, Eigenbasis.of(node) if begin.closed else _NO_BASIS
         if node.loss.compiled:
             out, sums = np.empty_like(theta), empty_digits(blocks, theta.shape[1])
-            kernels.l2gd_move(
-                *clients.operands, begin.closed, *basis, blocks.ptr, blocks.owner, node.gamma, clients.share,
-                move.pull.strength, move.pull.force, move.start, move.steps, begin.local, rate.eta, rate.mu, rate.last,
-                move.wanted, theta, out, sums,
+            share(
+                kernels.l2gd_move, blocks.count, *clients.operands, begin.closed, *basis, blocks.ptr, blocks.owner, node.gamma,
+                clients.share, move.pull.strength, move.pull.force, move.start, move.steps, begin.local, rate.eta, rate.mu,
+                rate.last, move.wanted, theta, out, sums,
             )  # fmt: skip
         else:
             out, sums = numpy_move(node, clients, begin, move)
@@ -202,7 +203,7 @@ class Eigenbasis(NamedTuple):
             here = node.loss.expand(node.data, np.zeros((n, d)))
             values, vectors = np.linalg.eigh(here.hessian)
             basis = node.cache[cls] = cls(ptr, np.empty((ptr[-1], d)), np.empty(ptr[-1]), np.empty(ptr[-1]))
-            kernels.project(values, vectors, here.gradient, *basis)
+            share(kernels.project, n, values, vectors, here.gradient, *basis)
         return basis
 
 

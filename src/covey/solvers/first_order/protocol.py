@@ -19,12 +19,13 @@ import numpy as np
 
 from covey._typing import Anything, Bools, Floats, Ints
 from covey.exact import DIGITS, WIDE_DIGITS, Exact, from_digits, segment_sum, total
-from covey.nodes.network import BLOCK, Blocks, Message, Node
+from covey.nodes.network import Blocks, Message, Node
 from covey.objective.objective import Penalty
 from covey.objective.theory import mixing
 from covey.records import Axes, Record, Reply
 from covey.solvers.first_order import kernels
 from covey.solvers.first_order.schedule import Round
+from covey.threads import block_count, share
 
 # Messages and replies
 
@@ -115,9 +116,10 @@ class CheckGap(Message[CheckReply], label="check"):
 
     def at(self, node: Node) -> CheckReply:
         here, theta = node.loss.expand(node.data, node.coefficients(), order=1), node.coefficients()
-        blocks = -(-len(theta) // BLOCK)
+        blocks = block_count(len(theta))
         value, squared = (np.zeros((blocks, WIDE_DIGITS), dtype=np.int64) for _ in range(2))
-        kernels.check(here.value, here.gradient, node.gamma, theta, node.data.hierarchy.parent, self.w, value, squared)
+        operands = here.value, here.gradient, node.gamma, theta, node.data.hierarchy.parent
+        share(kernels.check, blocks, *operands, self.w, value, squared)
         return CheckReply(from_digits(value.sum(axis=0)), from_digits(squared.sum(axis=0)))
 
 
