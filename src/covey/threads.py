@@ -28,8 +28,8 @@ import numba
 from covey.errors import SolverError
 
 BLOCK = 256  # clients that a thread takes at a time
-WORTH_SHARING = 5e-4  # seconds of work from which another thread is asked for help
-_PIECE = 2e-4  # seconds that a thread works before it looks for the next piece
+WORTH_SHARING = 1e-3  # seconds of work from which another thread is asked for help
+_PIECE = 5e-4  # seconds that a thread works before it looks for the next piece
 _FIRST = 32  # the first piece is this share of the blocks
 
 _chosen: ContextVar[int | None] = ContextVar("threads", default=None)
@@ -71,7 +71,8 @@ def share(kernel: Callable[..., Any], blocks: int, *arguments: Any) -> None:
     start, done = perf_counter(), -(-blocks // _FIRST)
     kernel(0, done, *arguments)
     each = (perf_counter() - start) / done
-    if each * (blocks - done) < WORTH_SHARING:
+    most = 1 if each * (blocks - done) < WORTH_SHARING else _free(most)
+    if most == 1:
         kernel(done, blocks, *arguments)
         return
     size = max(1, min(int(_PIECE / each), (blocks - done) // (2 * most)))
@@ -85,7 +86,7 @@ def share(kernel: Callable[..., Any], blocks: int, *arguments: Any) -> None:
                 return
             kernel(first, min(first + size, blocks), *arguments)
 
-    helpers = [_pool().submit(work) for _ in range(_free(most) - 1)]
+    helpers = [_pool().submit(work) for _ in range(most - 1)]
     work()
     for helper in helpers:
         if not helper.cancel():
