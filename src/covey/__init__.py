@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         fit,
         load,
     )
+    from covey.estimators.comparing import compare
     from covey.federation.simulate import simulate_sites
     from covey.fitting.planning import plan
     from covey.nodes.network import InMemory
@@ -42,6 +43,7 @@ __all__ = [
     "Objective",
     "Penalty",
     "Spec",
+    "compare",
     "datasets",
     "fit",
     "load",
@@ -54,6 +56,7 @@ __all__ = [
 
 _MODULES = {
     "covey.errors": ("ConvergenceWarning", "CoveyError"),
+    "covey.estimators.comparing": ("compare",),
     "covey.federation.simulate": ("simulate_sites",),
     "covey.fitting.planning": ("plan",),
     "covey.nodes.network": ("InMemory",),

@@ -16,7 +16,7 @@ from typing import Any
 
 import typer
 
-from covey.cli import demo, federate, fit, node, plan, predict, reproduce, show, site, status
+from covey.cli import demo, federate, fit, infer, node, plan, predict, reproduce, show, site, status
 from covey.errors import CoveyError
 
 app = typer.Typer(
@@ -48,6 +48,9 @@ for _command in (
     fit.fit, predict.predict, show.show, plan.plan, demo.demo, reproduce.reproduce, federate.federate, node.link, status.status,
 ):  # fmt: skip
     app.command()(_stoppable(_command))
+
+for _command in (infer.compare, infer.means, infer.contrast, infer.residuals, infer.simulate):
+    app.command(rich_help_panel="Inference from saved models")(_stoppable(_command))
 
 _node = typer.Typer(invoke_without_command=True, callback=_stoppable(node.node))
 _node.command()(_stoppable(node.init))

@@ -11,7 +11,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from covey._typing import Anything, ArrayLike, Floats, TableLike
 from covey.errors import DataError
-from covey.estimators.inference import InferenceMethods
+from covey.estimators.effects import EffectMethods
 from covey.fitting.fit import fit
 from covey.model.files import save_model
 from covey.model.summary import describe
@@ -22,7 +22,7 @@ from covey.tables.design import numeric, response
 from covey.tree.hierarchy import Level
 
 
-class HierarchicalEstimator(InferenceMethods):
+class HierarchicalEstimator(EffectMethods):
     """Base class of the estimators; :func:`covey.fit` and :func:`covey.load` return one of its subclasses."""
 
     _metric: ClassVar[tuple[str, dict[str, int]]]

@@ -249,6 +249,14 @@ class Loss(ABC):
         """
         raise SolverError(f"The {self.name} loss has no prediction interval for a new response; leave noise=True out.")
 
+    def variances(self, margin: Floats) -> Floats:
+        """Return the variance of a response of weight 1 at dispersion 1; by default that of the canonical link."""
+        return self.curvatures(margin, self.mean(margin))
+
+    def distribution(self, margin: Floats, y: Floats, weights: Floats, dispersion: float = 1.0) -> tuple[Floats, Floats]:
+        """Return the probability of a response below ``y`` and that of one of at most ``y``, for rows with weights."""
+        raise SolverError(f"The {self.name} loss has no quantile residuals; choose another kind.")
+
     # The rest follows from the methods above.
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import numpy as np
-from scipy.special import expit, gammaln, ndtr
+from scipy.special import bdtr, entr, expit, gammaln, ndtr
 
 from covey._typing import Floats
 from covey.errors import DataError, SolverError
@@ -63,6 +63,15 @@ class Bernoulli(Loss):
 
     def thirds(self, margin: Floats, y: Floats) -> Floats:
         return np.asarray(expit(margin) * expit(-margin) * -np.tanh(margin / 2))
+
+    def lowest(self, y: Floats) -> Floats:
+        return np.asarray(entr(y) + entr(1.0 - y))  # zero for classes
+
+    def distribution(self, margin: Floats, y: Floats, weights: Floats, dispersion: float = 1.0) -> tuple[Floats, Floats]:
+        n, p = np.round(weights), self.mean(margin)
+        successes = np.round(n * y)
+        below = np.where(successes > 0, bdtr(np.maximum(successes - 1.0, 0.0), n, p), 0.0)
+        return below, np.asarray(bdtr(successes, n, p))
 
     def residual(self, y: Floats, dispersion: float = 1.0) -> float:
         return float(np.pi**2 / 3)  # variance of the latent logistic variable

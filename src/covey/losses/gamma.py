@@ -95,6 +95,13 @@ class Gamma(Loss):
         # A response below the smallest floating-point number would be 0, which is not positive.
         return np.maximum(rng.gamma(1.0 / dispersion, dispersion * self.mean(margin)), np.finfo(float).tiny)
 
+    def variances(self, margin: Floats) -> Floats:
+        return self.mean(margin) ** 2
+
+    def distribution(self, margin: Floats, y: Floats, weights: Floats, dispersion: float = 1.0) -> tuple[Floats, Floats]:
+        below = special.gammainc(1.0 / dispersion, y / (dispersion * self.mean(margin)))
+        return below, below
+
     def impossible(self, y: Floats) -> npt.NDArray[np.bool_]:
         return ~(y > 0)
 

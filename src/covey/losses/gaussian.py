@@ -63,6 +63,10 @@ class Gaussian(Loss):
     def draw(self, margin: Floats, rng: np.random.Generator, dispersion: float = 1.0) -> Floats:
         return np.asarray(margin + np.sqrt(dispersion) * rng.standard_normal(len(margin)))
 
+    def distribution(self, margin: Floats, y: Floats, weights: Floats, dispersion: float = 1.0) -> tuple[Floats, Floats]:
+        below = special.ndtr((y - margin) * np.sqrt(weights / dispersion))
+        return below, below
+
     def error(self, mean_loss: float, data: GroupedData) -> float:
         return float(np.sqrt(2 * mean_loss))
 

@@ -81,6 +81,10 @@ class Poisson(Loss):
     def draw(self, margin: Floats, rng: np.random.Generator, dispersion: float = 1.0) -> Floats:
         return rng.poisson(np.minimum(self.mean(margin), 1e9)).astype(np.float64)
 
+    def distribution(self, margin: Floats, y: Floats, weights: Floats, dispersion: float = 1.0) -> tuple[Floats, Floats]:
+        mean = self.mean(margin)
+        return np.where(y > 0, special.pdtr(np.maximum(y - 1.0, 0.0), mean), 0.0), special.pdtr(y, mean)
+
     def impossible(self, y: Floats) -> npt.NDArray[np.bool_]:
         return y < 0
 

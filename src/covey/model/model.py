@@ -121,9 +121,10 @@ class Model(Fit):
     def margin(self, X: Any, **where: Any) -> tuple[Floats, Resolved]:
         """``x'theta + offset`` of each row, and the model that it comes from. ``where`` as in :func:`.new_rows`."""
         rows, chosen, shift = new_rows(self, X, **where)
-        return self._margin(rows, chosen, shift), chosen
+        return self.margin_of(rows, chosen, shift), chosen
 
-    def _margin(self, rows: Floats, chosen: Resolved, shift: Floats | None) -> Floats:
+    def margin_of(self, rows: Floats, chosen: Resolved, shift: Floats | None) -> Floats:
+        """``x'theta + shift`` of rows that :func:`.new_rows` has coded."""
         margin: Floats = np.einsum("ld,ld->l", rows, self.coefficient_table[chosen.index(len(self.theta))])
         return margin if shift is None else margin + shift
 
@@ -134,7 +135,7 @@ class Model(Fit):
         Otherwise it is the response at the margin. Without variance components both are the same.
         """
         rows, chosen, shift = new_rows(self, X, **where)
-        margin = self._margin(rows, chosen, shift)
+        margin = self.margin_of(rows, chosen, shift)
         spread = self.posterior.spread(rows, chosen) if expected and self.learned is not None else np.zeros(len(rows))
         return margin, self._mean(margin, spread), chosen
 
@@ -162,7 +163,7 @@ class Model(Fit):
             relative = self._noise(X, coverage) / posterior.learned.dispersion if noise else None
             ends = posterior.averaged(rows, chosen, "client" if noise and average else level, coverage, relative)
             return np.column_stack(ends if shift is None else [end + shift for end in ends])
-        margin, variance = self._margin(rows, chosen, shift), posterior.margin_variance(rows, chosen, level)
+        margin, variance = self.margin_of(rows, chosen, shift), posterior.margin_variance(rows, chosen, level)
         reach = posterior.reach(coverage, rows, chosen, level)
         spread = posterior.spread(rows, chosen, clusters=level == "global") if average else np.zeros(len(rows))
         if noise:
@@ -205,6 +206,25 @@ class Model(Fit):
         tidy = self._coefficients("client").drop("estimate")
         tidy = tidy.with_columns(reliability=pl.Series(self.posterior.reliability.ravel()))
         return tidy.filter(pl.col("reliability").is_not_nan())
+
+    def random_effects(self, level: Level = "client") -> pl.DataFrame:
+        """Deviations of clients from their cluster, or of clusters from the global model, for the terms that vary.
+
+        The conditional variances (:meth:`.Posterior.deviation_variances`) need the sums of all clients; else they are null.
+        """
+        if level not in ("client", "cluster"):
+            raise one_of("level", level, ("client", "cluster"))
+        centre = self.w[self.hierarchy.parent] if level == "client" else self.wbar[None]
+        values = (self.theta if level == "client" else self.w) - centre
+        tidy = self._coefficients(level).drop("estimate").with_columns(deviation=pl.Series(values.ravel()))
+        learned = self.learned
+        if learned is None:
+            return tidy
+        variances = pl.Series([None] * len(tidy), dtype=pl.Float64)
+        if learned.has_sums and learned.whole is None:
+            variances = pl.Series(np.einsum("iaa->ia", self.posterior.deviation_variances(level)).ravel())
+        terms = getattr(learned.components, level).terms
+        return tidy.with_columns(conditional_variance=variances).filter(pl.col("term").is_in(terms))
 
     def _coefficients(self, level: Level) -> pl.DataFrame:
         d = len(self.terms)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import polars as pl
 
-from covey._typing import Anything, Floats
+from covey._typing import Anything, Floats, Ints
 from covey.errors import DataError
 from covey.problem.problem import as_frame
 from covey.problem.rows import Arrays, encode_known, shares_of, usable_rows
@@ -46,6 +46,54 @@ def new_rows(
     rows = side_by_side(blocks)
     refuse_infinite(rows, model.terms, lambda row: f"row {row}")
     return rows, chosen, _offset_of(model, offset, frame, n_rows)
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Rows with responses, in the order of their table.
+
+    Attributes
+    ----------
+    X, y : (rows, d) and (rows,), coded as in training
+    weights : (rows,) weights; for successes of trials, the numbers of trials. Ones without weights
+    offset : (rows,) or None
+    chosen : the model that predicts each row
+    numbers : (rows,) the place of each row in its table, which has ``n_rows`` rows; rows that do not count are left out
+    """
+
+    X: Floats
+    y: Floats
+    weights: Floats
+    offset: Floats | None
+    chosen: Resolved
+    numbers: Ints
+    n_rows: int
+
+    def in_table(self, values: Floats) -> Floats:
+        """Values for every row of the table: NaN for the rows that were left out."""
+        whole = np.full((self.n_rows, *values.shape[1:]), np.nan)
+        whole[self.numbers] = values
+        return whole
+
+
+def observed_rows(model: Model, X: Any, given: Arrays, *, level: Level = "client", unseen: Unseen = "parent") -> Observed:
+    """Rows with responses, in the order of the table ``X``; ``given`` are arrays beside it."""
+    X = as_frame(X) if model.spec.named else X
+    total = len(X)
+    X, given, numbers, _ = usable_rows(X, model.problem, given, model.design.columns)
+    frame = X if model.spec.named else None
+    rows, chosen, offset = new_rows(
+        model, X, client=given.client, cluster=given.cluster, offset=given.offset, level=level, unseen=unseen
+    )
+    y, weights, trials = _response_of(model, frame, given.y, given.weights, given.trials)
+    shares = shares_of(y, trials, weights, model.problem)
+    y = np.asarray(encode_known(y, model.classes) if shares is None else shares[0], dtype=np.float64)
+    if y.shape != (len(rows),):
+        raise DataError(f"The response has shape {y.shape} for {len(rows)} rows; give one value per row.")
+    refuse_infinite(y[:, None], ["response"], lambda row: f"row {row}")
+    given_weights = weights if shares is None else shares[1]
+    weights = np.ones(len(y)) if given_weights is None else np.asarray(given_weights, dtype=np.float64)
+    return Observed(rows, y, weights, offset, chosen, np.arange(total) if numbers is None else numbers, total)
 
 
 def group_rows(model: Model, X: Any, given: Arrays) -> GroupedData:
@@ -89,6 +137,11 @@ def _blocks(model: Model, X: Any, frame: Frame | None) -> tuple[list[Anything], 
         raise DataError("The table has no rows to predict.")
     rows = X if frame is None else frame
     return model.design.blocks(rows), len(rows)
+
+
+def ids_of(model: Model, X: Any, client: Any, cluster: Any) -> tuple[Any, Any]:
+    """The clients and clusters of the rows of ``X``; None where there are none."""
+    return _ids_of(model, as_frame(X) if model.spec.named else None, client, cluster, "client")
 
 
 def _ids_of(model: Model, frame: Frame | None, client: Any, cluster: Any, level: Level) -> tuple[Any, Any]:

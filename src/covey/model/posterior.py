@@ -280,6 +280,22 @@ class Posterior:
         with np.errstate(invalid="ignore", divide="ignore"):
             return np.where(before > 0, 1.0 - np.einsum("iaa->ia", alone) / before, np.nan)
 
+    def deviation_variances(self, level: Level) -> Floats:
+        """The covariance of each cluster's deviation from the global model, or of each client's from its cluster.
+
+        They are conditional on the data, the global coefficients and the variance components, like ``condVar`` of lme4.
+        """
+        learned = self.require_sums(all_clients=True)
+        s2, d = learned.dispersion, len(learned.terms)
+        seen = eliminate(learned.units, learned.client, learned.tree.cluster_ptr)
+        P = cluster_covariances(seen.C, learned.cluster.shape[0], np.zeros((d, d)))
+        if level == "cluster":
+            return s2 * P
+        tree = learned.tree
+        alone = posterior(learned.units.C, learned.client, tree.parent, np.zeros_like(P))
+        K = alone @ learned.units.C  # how far a client's deviation falls if its cluster's coefficients rise
+        return np.asarray(s2 * (alone + K @ P[tree.parent] @ K.swapaxes(1, 2)))
+
 
 def _forms(X: Floats, table: Floats, which: Ints) -> Floats:
     """``x'Vx`` of each row, with the covariance ``V`` at its position in the table."""

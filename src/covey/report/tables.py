@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
+import polars as pl
 from rich.table import Table
 
 from covey._typing import Floats, Ints
@@ -78,3 +79,24 @@ def coefficient_table(model: Model, level: str, limit: int) -> Table:
     table = _table(title, names, [size, *model.terms], cells)
     table.caption = f"{limit} of {total:,}; --limit shows more" if total > limit else None
     return table
+
+
+def frame_table(found: pl.DataFrame, title: str, limit: int = 1000) -> Table:
+    """A frame as a table: text to the left, numbers to the right; p-values as in summaries."""
+    text = [name for name, kind in found.schema.items() if not kind.is_numeric()]
+    numbers = [name for name in found.columns if name not in text]
+    cells = [
+        [*("" if row[name] is None else str(row[name]) for name in text), *(_number(name, row[name]) for name in numbers)]
+        for row in found[:limit].iter_rows(named=True)
+    ]
+    table = _table(title, text, numbers, cells)
+    table.caption = f"{limit} of {len(found):,}; --limit shows more" if len(found) > limit else None
+    return table
+
+
+def _number(name: str, value: float | None) -> str:
+    if value is None:
+        return "-"
+    if name == "p_value" and value < 1e-4:
+        return "< 1e-4"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.5g}"

@@ -361,7 +361,8 @@ class LaplaceCriterion(Criterion):
         self.forget()
         return np.concatenate([super().start(client, cluster), np.zeros(self.half.shape[1])])
 
-    def _parameters_of(self, wbar: Floats) -> Floats:
+    def parameters_of(self, wbar: Floats) -> Floats:
+        """The parameters of a global model, in the working order of terms."""
         return np.asarray(np.linalg.solve(self.half[self.free], (wbar - self.middle)[self.free]))
 
     def start_from(self, smaller: Criterion, x: Floats, level: str) -> Floats:
@@ -369,14 +370,14 @@ class LaplaceCriterion(Criterion):
         wbar = self.middle
         if isinstance(smaller, LaplaceCriterion):
             wbar = smaller.wbar(x)[smaller.order.inverse][self.order.terms]
-        return np.concatenate([super().start_from(smaller, x, level), self._parameters_of(wbar)])
+        return np.concatenate([super().start_from(smaller, x, level), self.parameters_of(wbar)])
 
     def global_gradient(self, centre: Floats) -> Floats:
         return np.asarray(centre @ self.half)
 
     def global_step(self, x: Floats, here: Evaluation) -> Floats:
         """A Newton step that neglects the determinants."""
-        return self._parameters_of(self.wbar(x) + invert(here.top.D.sum(axis=0), self.free)[0] @ here.top.force.sum(axis=0))
+        return self.parameters_of(self.wbar(x) + invert(here.top.D.sum(axis=0), self.free)[0] @ here.top.force.sum(axis=0))
 
     def global_covariance(self, errors: Floats, top: UpperPosterior) -> Floats:
         """From the Hessian of the criterion, if it was computed."""

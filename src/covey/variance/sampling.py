@@ -53,7 +53,7 @@ Point = tuple[Floats, Floats]
 
 def satterthwaite_of(learned: Learned) -> Satterthwaite | None:
     """Degrees of freedom, for a linear model with the sums of all its clients. None if they cannot be computed."""
-    criterion, x, turn = _criterion(learned)
+    criterion, x, turn = criterion_of(learned)
     with suppress(SolverError, np.linalg.LinAlgError):
         if len(x) <= MANY:
             plan = Differences(criterion, x, turn)
@@ -63,7 +63,7 @@ def satterthwaite_of(learned: Learned) -> Satterthwaite | None:
 
 def draws_of(learned: Learned) -> Draws | None:
     """A sample, for a linear model with the sums of all its clients. None if it cannot be drawn."""
-    criterion, x, turn = _criterion(learned)
+    criterion, x, turn = criterion_of(learned)
     with suppress(SolverError, np.linalg.LinAlgError):
         if len(x) <= MANY:
             plan = Sample(criterion, x, turn)
@@ -84,17 +84,18 @@ def uncertainty_at(criterion: LinearCriterion, x: Floats) -> tuple[Satterthwaite
     return None, None
 
 
-def _criterion(learned: Learned) -> tuple[LinearCriterion, Floats, Floats]:
+def criterion_of(learned: Learned, *, reml: bool | None = None, centred: bool = True) -> tuple[LinearCriterion, Floats, Floats]:
     """The criterion from a model's sums, its parameters, and the matrix that converts coefficients to the user's units.
 
-    Columns are centred as in the fit. Otherwise an intercept far from the rows would make the problem ill-conditioned.
+    Columns are ``centred`` as in the fit. Otherwise an intercept far from the rows would make the problem ill-conditioned.
+    ``reml`` is that of the fit unless it is given.
     """
-    parts, d = learned.components, len(learned.terms)
-    turn = np.eye(d) if learned.basis is None else learned.basis
+    parts, d, basis = learned.components, len(learned.terms), learned.basis if centred else None
+    turn = np.eye(d) if basis is None else basis
     back, units = np.linalg.inv(turn), learned.units
-    turned = Quadratic(turn.T @ units.C @ turn, units.r @ turn, units.c, units.n) if learned.basis is not None else units
+    turned = Quadratic(turn.T @ units.C @ turn, units.r @ turn, units.c, units.n) if basis is not None else units
     survey = survey_of_sums(ClientSums(turned, back @ learned.origin, learned.log_weights), learned)
-    criterion = LinearCriterion(survey, learned.shape, reml=parts.method == "REML")
+    criterion = LinearCriterion(survey, learned.shape, reml=parts.method == "REML" if reml is None else reml)
     order, x = criterion.order.terms, []
     levels = (criterion.parameters.client, learned.client_covariances), (criterion.parameters.cluster, learned.cluster.shape)
     for variation, S in levels:
