@@ -14,6 +14,7 @@ from covey import GroupedData, Objective, Penalty
 from covey.datasets import simulate
 from covey.errors import ConvergenceWarning, SolverError
 from covey.losses import Bernoulli, Gaussian, Poisson, loss_of
+from covey.nodes.network import InMemory
 from covey.objective.theory import (
     Constants,
     Probabilities,
@@ -32,6 +33,7 @@ from covey.objective.theory import (
 from covey.solvers import minimise, reference
 from covey.solvers.first_order import l2gd, one_coin
 from covey.solvers.first_order.al2sgd_plus import Katyusha
+from covey.solvers.first_order.curvature import constants
 from covey.solvers.first_order.schedule import Schedule
 from covey.solvers.ledger import rates
 from tests.conftest import random_problem, seeds
@@ -289,6 +291,61 @@ def test_each_cluster_has_its_own_schedule():
     assert totals[0] <= 0.7 * totals[1]
     with pytest.raises(SolverError, match=r"'p' parameter must be .* or 'common'"):
         probabilities(known, 4.0, p="rare")
+
+
+amounts = st.lists(st.floats(0.01, 10), min_size=3, max_size=3)
+
+
+@given(gamma=amounts, alpha=st.lists(st.floats(0.0, 0.95), min_size=3, max_size=3), L=amounts)
+def test_the_least_expected_smoothness_if_clusters_differ(gamma, alpha, L):
+    """Against bisection on calL: a calL is possible if every cluster has a p_j that keeps both of its terms below it."""
+    known, L = Constants(max(L), max(L), 0.1, np.array(gamma), np.array(alpha)), np.array(L)
+    best = probabilities(known, L)
+
+    def possible(calL):
+        p0 = 2 * known.C1 / calL
+        if p0 >= 1:
+            return False
+        lower = np.maximum(0.0, (2 * known.pull / calL - p0) / (2 * (1 - p0)))
+        return bool((lower <= 1 - L / ((1 - p0) * calL)).all())
+
+    low, high = 0.0, 100.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if possible(middle) else (middle, high)
+    assert expected_smoothness(known, best, L) == pytest.approx(high)
+    less = replace(best, p=np.maximum(best.p * 0.99, 0.0))
+    fewer = replace(less, tau=best_tau(less.p0, less.p))
+    moved = best.p > 1e-6
+    if moved.any():  # no cluster can exchange less at this calL
+        assert expected_smoothness(known, fewer, L) > expected_smoothness(known, best, L) * (1 + 1e-9)
+
+
+@quietly
+def test_the_smoothness_of_each_cluster():
+    """Rounded up by at most the fourth root of 2; the expected smoothness with it covers the oracle, by all outcomes."""
+    drawn = simulate(clusters=3, clients=3, rows=8, d=2, seed=1)
+    X = drawn.X * np.array([1.0, 3.0, 0.5])[drawn.cluster][:, None]
+    data = GroupedData.from_arrays(X, drawn.y, drawn.client, drawn.cluster)
+    penalty, loss = Penalty.of(data.hierarchy, gamma=[1.0, 0.2, 60.0], alpha=0.1), Gaussian()
+    objective = Objective(data, loss, penalty)
+    known = constants(InMemory.of(data, loss, penalty.gamma), penalty, clusters=("client", "row"))
+    largest = np.maximum.reduceat(loss.smoothness(data), data.hierarchy.cluster_ptr[:-1])
+    rows = np.maximum.reduceat(loss.row_smoothness(data), data.client_ptr[data.hierarchy.cluster_ptr[:-1]])
+    for found, exact in ((known.L_j, largest), (known.L_row_j, rows)):
+        assert (exact <= found * (1 + 1e-12)).all()
+        assert (found <= 1.2 * exact).all()
+    chances = probabilities(known, known.of_clients)
+    calL = expected_smoothness(known, chances, known.of_clients)
+    assert calL < expected_smoothness(known, probabilities(known, known.L), known.L) * 0.95
+    best = minimise(data, loss, penalty).theta
+    for seed in range(20):
+        theta = best + np.random.default_rng(seed).normal(size=best.shape) * 10.0 ** (seed % 4)
+        spread = 0.0
+        for chance, choices in outcomes(chances, 3):
+            steps = [at - reference["l2gd"](objective, chances, choices, lambda t: 1.0, at) for at in (theta, best)]
+            spread += chance * ((steps[0] - steps[1]) ** 2).sum()
+        assert spread <= 2 * calL * (objective.value(theta) - objective.value(best)) * (1 + 1e-9)
 
 
 @quietly

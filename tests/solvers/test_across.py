@@ -20,9 +20,10 @@ from covey.nodes.network import Arrived, Network, Node
 from covey.objective.theory import Probabilities
 from covey.records import decode, encode
 from covey.solvers import minimise, solve
-from covey.solvers.first_order.curvature import constants, rounded_down
+from covey.solvers.first_order.curvature import constants
 from covey.solvers.first_order.l2gd import L2gdMove, StepSizes
 from covey.solvers.first_order.protocol import AskMeans, Centres, Move, Pull
+from covey.solvers.first_order.smoothness import rounded_down
 from covey.threads import use_threads
 from covey.tree.hierarchy import Hierarchy
 from tests.conftest import seeds

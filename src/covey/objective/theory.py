@@ -13,7 +13,7 @@ From these follow the formulas below, and those in the files of the algorithms:
 
     Proposition 3.3 (opt_tau)          best_tau
     Theorem 3.5 (conv_rate)            distance_bound, iterations
-    Corollary 3.6 (opt_conv_rate)      best_probabilities; own_schedules for each cluster at the same calL
+    Corollary 3.6 (opt_conv_rate)      best_probabilities; best_schedules with an L_j and a p_j for each cluster
     Lemma A.1 (es), Lemma 4.2 (al2sgd_gradient_oracle_expected_smoothness)    expected_smoothness
     Corollary A.2 (sm)                 noise
     Theorem 4.3 (al2sgd_conv_rate), Corollary 4.4 (async_al2sgd_plus_opt_conv_rate)    solvers/first_order/al2sgd_plus.py
@@ -49,6 +49,8 @@ class Constants:
     gamma : (k,) largest penalty in each cluster
     alpha : (k,) mixing weight of each cluster; 1 if there is only one cluster
     single : (k,) clusters of one client, which is its own average, so that they need no exchange within; None if there are none
+    L_j, L_row_j : (k,) ``L`` and ``L_row`` of the clients of each cluster; None if only the largest are known
+    q : strong convexity of the objective if the unit of each client's curvature is its own smoothness; 0 if not measured
     note : how ``L`` and ``mu`` were measured; empty if they are bounds that hold everywhere
     proved : whether ``mu`` is a bound that holds everywhere
     """
@@ -61,6 +63,19 @@ class Constants:
     note: str = ""
     proved: bool = True
     single: npt.NDArray[np.bool_] | None = None
+    L_j: Floats | None = None
+    L_row_j: Floats | None = None
+    q: float = 0.0
+
+    @property
+    def of_clients(self) -> Floats:
+        """Smoothness of the clients' losses in each cluster, ``(k,)``."""
+        return np.full(len(self.gamma), self.L) if self.L_j is None else self.L_j
+
+    @property
+    def of_rows(self) -> Floats:
+        """Smoothness of the functions of single rows in each cluster, ``(k,)``."""
+        return np.full(len(self.gamma), self.L_row) if self.L_row_j is None else self.L_row_j
 
     @property
     def pull(self) -> Floats:
@@ -170,24 +185,34 @@ def best_probabilities(C1: float, C2: float, L: float) -> tuple[float, float]:
     return 2 * C1 / (2 * C1 + L), 0.0
 
 
-def own_schedules(known: Constants, L: float, p0: float, common: float) -> Floats:
-    """Return the smallest ``p_j`` that leave ``calL`` as it is with ``p0`` and the ``common`` value for all clusters, ``(k,)``.
+def best_schedules(known: Constants, L: npt.ArrayLike) -> tuple[float, Floats]:
+    """Return the ``p0`` and ``p (k,)`` with the least ``calL``, with the smallest such ``p_j``; ``L`` may differ by cluster.
 
-    A cluster with a weaker penalty needs fewer exchanges: ``2 (1 - alpha_j) gamma_j / (p0 + 2 (1 - p0) p_j) <= calL``.
+    ``calL`` is at most some number ``x`` if ``p0 >= 2 C1 / x``, ``2 (1 - alpha_j) gamma_j / (p0 + 2 (1 - p0) p_j) <= x`` and
+    ``L_j / ((1 - p0)(1 - p_j)) <= x`` for every cluster. Such a ``p_j`` exists if ``x`` is at least ``C1 + L_j + max(C1,
+    (1 - alpha_j) gamma_j)``. So the least ``calL`` is the largest of these sums, at ``p0 = 2 C1 / calL``. If all ``L_j`` are
+    equal, it is that of Corollary 3.6 (opt_conv_rate).
 
     >>> known = Constants(1.0, 1.0, 0.1, np.array([0.1, 1.0, 10.0]), np.full(3, 0.1))
-    >>> own_schedules(known, 1.0, *best_probabilities(known.C1, known.C2, 1.0)).round(3).tolist()
-    [0.0, 0.0, 0.889]
+    >>> p0, p = best_schedules(known, 1.0)
+    >>> round(p0, 3), p.round(3).tolist()
+    (0.182, [0.0, 0.0, 0.889])
     """
-    k = len(known.gamma)
-    within = np.full(k, common)
-    calL = expected_smoothness(known, Probabilities(p0, within, best_tau(p0, within)), L)
-    return np.clip((2 * known.pull / calL - p0) / (2 * (1 - p0)), 0.0, within)
+    calL = known.C1 + float((np.asarray(L) + np.maximum(known.pull, known.C1)).max())
+    p0 = 2 * known.C1 / calL
+    return p0, own_schedules(known, L, p0)
+
+
+def own_schedules(known: Constants, L: npt.ArrayLike, p0: float) -> Floats:
+    """Return the smallest ``p_j`` with the least ``calL`` for a given ``p0``, ``(k,)``; see :func:`best_schedules`."""
+    across = 2 * known.C1 / p0 if known.C1 > 0 else 0.0
+    calL = max(across, float((known.pull + np.asarray(L)).max()) / (1 - p0 / 2), float(np.max(L)) / (1 - p0))
+    return np.maximum((2 * known.pull / calL - p0) / (2 * (1 - p0)), 0.0)
 
 
 def probabilities(
     known: Constants,
-    L: float,
+    L: npt.ArrayLike,
     *,
     p0: float | None = None,
     p: npt.ArrayLike | None = None,
@@ -196,11 +221,13 @@ def probabilities(
 ) -> Probabilities:
     """Return the given probabilities, by default the best ones; raise an error if steps would be biased.
 
-    By default each cluster has its own ``p_j`` (:func:`own_schedules`). ``p="common"`` is the paper's common value.
+    ``L`` is the smoothness of the losses, one number or ``(k,)``. By default each cluster has its own ``p_j``
+    (:func:`best_schedules`). ``p="common"`` is the paper's common value.
     """
-    ours = best_probabilities(known.C1, known.C2, L)
+    ours = best_probabilities(known.C1, known.C2, float(np.max(L)))
     k = len(known.gamma)
-    chance = probability("p0", ours[0] if p0 is None else p0)
+    best = best_schedules(known, L)[0] if p is None else ours[0]
+    chance = probability("p0", best if p0 is None else p0)
     if known.C1 > 0 and chance == 0:
         raise SolverError(
             "With p0 = 0 there is no exchange between clusters, but alpha > 0 needs one; give p0 > 0, or alpha = 0."
@@ -209,7 +236,7 @@ def probabilities(
         raise SolverError(f"The 'p' parameter must be a number, one number for each cluster, or 'common'. Got {p!r} instead.")
     given = ours[1] if isinstance(p, str) else p
     rare = given is None and chance < 1
-    within = own_schedules(known, L, chance, ours[1]) if rare else _per_cluster("p", ours[1] if given is None else given, k)
+    within = own_schedules(known, L, chance) if rare else _per_cluster("p", ours[1] if given is None else given, k)
     share = best_tau(chance, within) if tau is None else _per_cluster("tau", tau, k)
     if chance == 1 or (within == 1).any():
         raise SolverError("With a probability of 1 no client takes a step on its data; give p0 < 1 and p < 1.")
@@ -234,12 +261,15 @@ def _per_cluster(name: str, value: Any, k: int) -> Floats:
 # Rates and bounds of Algorithm 1 (async_l2gd), with two probabilities or one
 
 
-def expected_smoothness(known: Constants, chances: Probabilities, L: float) -> float:
-    """Return ``calL`` for any ``tau``: Lemma A.1 (es) with ``L = known.L``, Lemma 4.2 with ``L = known.L_row``."""
+def expected_smoothness(known: Constants, chances: Probabilities, L: npt.ArrayLike) -> float:
+    """Return ``calL`` for any ``tau``: Lemma A.1 (es) with the smoothness of clients, Lemma 4.2 with that of rows.
+
+    ``L`` is one number, or one for each cluster: the losses of different clusters are separate terms in both lemmas.
+    """
     across = 2 * known.C1 / chances.p0 if known.C1 > 0 else 0.0
     pull = known.pull
     within = np.where(pull > 0, pull * np.where(pull > 0, psi_variance(chances.p0, chances.p, chances.tau), 0.0), 0.0)
-    return float(max(across, within.max(), L * chances.local.max()))
+    return float(max(across, within.max(), (np.asarray(L) * chances.local).max()))
 
 
 def noise(objective: Objective, theta: Floats, chances: Probabilities) -> float:

@@ -127,7 +127,7 @@ def costs(
     per second.
     """
     network = InMemory.of(objective.data, objective.loss, objective.penalty.gamma)
-    constants = curvature.constants(network, objective.penalty)
+    constants = curvature.constants(network, objective.penalty, clusters=("client", "row"), relative=True)
     setting = Setting(objective, constants, trials[0], accuracy, latency, bandwidth)
     rows = [setting.counted(fit) for fit in trials]
     for solver in map(registry.find, registry.first_order()):

@@ -35,7 +35,7 @@ class Clients:
 def constants_of(objective, **given):
     """The constants of a problem in memory."""
     network = InMemory.of(objective.data, objective.loss, objective.penalty.gamma)
-    return constants(network, objective.penalty, **given)
+    return constants(network, objective.penalty, clusters=("client", "row"), **given)
 
 
 def outcomes(drawn, k):

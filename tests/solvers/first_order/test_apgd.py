@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from covey import Objective, Penalty
+from covey import GroupedData, Objective, Penalty
 from covey.datasets import load_radon, simulate
 from covey.errors import ConvergenceWarning, SolverError
 from covey.losses import Gaussian, from_functions, loss_of
+from covey.nodes.network import InMemory
 from covey.problem.problem import Spec, resolve
 from covey.problem.rows import read_rows
 from covey.reproduce.communication import problem as race_problem
 from covey.solvers import minimise, reference, solve, solving
-from covey.solvers.first_order import apgd, kernels
+from covey.solvers.first_order import apgd
 from covey.solvers.first_order.protocol import Centres
-from covey.threads import block_count
 from tests.solvers.first_order.shared import conditioned, many_clients, quietly
 from tests.solvers.first_order.test_references import problem
 from tests.solvers.test_across import Sharded
@@ -166,22 +167,24 @@ def test_a_loss_of_ones_own(monkeypatch):
     np.testing.assert_allclose(fit.theta, best.theta, atol=1e-3)
 
 
-def test_the_kernel_is_the_solve_written_out():
-    rng = np.random.default_rng(0)
-    n, d = 5, 3
-    ptr = np.array([0, 3, 4, 6, 6, 9])
-    vectors = np.concatenate([np.linalg.qr(rng.normal(size=(d, d)))[0][:r] for r in np.diff(ptr)])
-    curvature, minimiser = rng.uniform(0.1, 5, size=9), rng.normal(size=9)
-    parent, gamma, centre = np.array([0, 0, 1, 1, 1]), rng.uniform(0.1, 9, size=n), rng.normal(size=(2, d))
-    theta, value = np.empty((n, d)), np.empty(n)
-    kernels.proximal_step(0, block_count(len(theta)), ptr, vectors, curvature, minimiser, parent, gamma, centre, theta, value)
-    for i in range(n):
-        V, D, best = (part[ptr[i] : ptr[i + 1]] for part in (vectors, curvature, minimiser))
-        c = centre[parent[i]]
-        want = np.linalg.solve(V.T * D @ V + gamma[i] * np.eye(d), V.T * D @ best + gamma[i] * c)
-        np.testing.assert_allclose(theta[i], want, atol=1e-12)
-        cost = 0.5 * (D * (V @ want - best) ** 2).sum() + 0.5 * gamma[i] * ((want - c) ** 2).sum()
-        assert value[i] == pytest.approx(cost, rel=1e-12)
+def test_the_proximal_step_is_the_solve_written_out():
+    """With clients that have fewer rows than terms, and one whose penalty is tiny beside its loss."""
+    drawn = simulate(clusters=2, clients=3, rows=4, d=3, seed=2)
+    keep = (drawn.client != 1) | (np.arange(len(drawn.y)) % 4 < 2)
+    data = GroupedData.from_arrays(drawn.X[keep], drawn.y[keep], drawn.client[keep], drawn.cluster[keep])
+    gamma = np.array([0.5, 1e-9, 3.0, 1.0, 2.0, 9.0])
+    node, centre = InMemory.of(data, Gaussian(), gamma).node, np.random.default_rng(0).normal(size=(2, 3))
+    theta, value = apgd._quadratic_step(node, centre)
+    for i, (first, last) in enumerate(pairwise(data.client_ptr.tolist())):
+        X, y, c = data.X[first:last], data.y[first:last], centre[data.hierarchy.parent[i]]
+        away = np.linalg.lstsq(
+            np.concatenate([X, np.sqrt(gamma[i]) * np.eye(3)]), np.concatenate([y - X @ c, np.zeros(3)]), rcond=None
+        )[0]
+        np.testing.assert_allclose(theta[i], c + away, atol=1e-8)
+        cost = 0.5 * ((y - X @ (c + away)) ** 2).sum() + 0.5 * gamma[i] * (away**2).sum()
+        assert value[i] == pytest.approx(cost, rel=1e-9, abs=1e-10)
+    node.gamma = np.full(6, 2.0)  # another penalty in a later run on the same node
+    assert not np.allclose(apgd._quadratic_step(node, centre)[0], theta)
 
 
 def test_mistakes():

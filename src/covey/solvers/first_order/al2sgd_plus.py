@@ -286,12 +286,12 @@ def recipe(constants: Constants, *, p0: Any = None, p: Any = None, tau: Any = No
 
     By default ``rho`` is the probability of an exchange. This balances refreshes and exchanges up to a factor of 2.
     """
-    chances = probabilities(constants, constants.L_row, p0=p0, p=p, tau=tau)
+    chances = probabilities(constants, constants.of_rows, p0=p0, p=p, tau=tau)
     exchange = float(np.clip(chances.p0 + (1 - chances.p0) * chances.p.max(), 1e-4, 1.0))
     rho = exchange if rho is None else probability("rho", rho)
     if rho == 0:
         raise SolverError("With rho = 0 the anchor is never refreshed and the method does not converge; give rho > 0.")
-    smoothness = expected_smoothness(constants, chances, constants.L_row)
+    smoothness = expected_smoothness(constants, chances, constants.of_rows)
     top = max(constants.L_row + constants.gamma_max, smoothness)
     return Recipe(replace(chances, rho=rho), smoothness, 1 / (4 * top), "1 / (4 max(L_F, calL))")
 
@@ -360,7 +360,7 @@ def al2sgd_plus(
     >>> fit.convergence.converged, fit.theta.ravel().round(5).tolist()
     (True, [1.5, 3.0, 7.5])
     """
-    control, constants = prepare("al2sgd_plus", network, penalty, options, mu=mu, L_row=L_row)
+    control, constants = prepare("al2sgd_plus", network, penalty, options, clusters=("row",), mu=mu, L_row=L_row)
     best = recipe(constants, p0=p0, p=p, tau=tau, rho=rho)
     chances, top = best.probabilities, Centres.of(penalty)
     pace = Katyusha.of(constants, best.smoothness, chances.rho, best.step(eta))

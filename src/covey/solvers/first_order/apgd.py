@@ -42,7 +42,6 @@ from covey.records import Axes, Record, Reply
 from covey.solvers.costs import Cost, Setting
 from covey.solvers.direct.elimination import Spread, descend, eliminate, expanded
 from covey.solvers.first_order import kernels
-from covey.solvers.first_order.l2gd import Eigenbasis
 from covey.solvers.first_order.protocol import AskMeans, Centres, shares
 from covey.solvers.ledger import Ledger, Links, links
 from covey.solvers.registry import algorithm
@@ -146,23 +145,46 @@ class ProximalReply(Reply):
 
 
 @dataclass(frozen=True)
-class _Lowest:
-    """The value of each client's quadratic loss at its minimiser, ``(n,)``; computed once in a run."""
+class QuadraticProx:
+    """The proximal steps of quadratic losses: ``theta_i = pull_i c_j + own_i``, computed once in a run.
 
+    ``pull (n, d, d)`` is ``gamma_i (A_i + gamma_i I)^-1`` for the Hessian ``A_i``, ``own (n, d)`` is ``-pull_i g_i / gamma_i``
+    for the gradient ``g (n, d)`` at zero, and ``value (n,)`` is the loss at zero.
+    """
+
+    gamma: Floats
+    pull: Floats
+    own: Floats
+    g: Floats
     value: Floats
+
+    @classmethod
+    def of(cls, node: Node) -> QuadraticProx:
+        prepared: QuadraticProx | None = node.cache.get(cls)
+        if prepared is None or not np.array_equal(prepared.gamma, node.gamma):
+            n, d = node.data.n_clients, node.data.n_terms
+            here, gamma = node.loss.expand(node.data, np.zeros((n, d))), node.gamma[:, None, None]
+            inverse = np.linalg.inv(here.hessian + gamma * np.eye(d))
+            # Where the penalty is tiny and the loss is flat, only eigenvalues show what is curvature and what is rounding.
+            weak = np.flatnonzero(node.gamma <= 1e-7 * np.trace(here.hessian, axis1=1, axis2=2))
+            values, vectors = np.linalg.eigh(here.hessian[weak])
+            curved = values > 8 * d * 2.0**-52 * values[:, -1:]
+            strength = np.where(curved, values, 0.0) + node.gamma[weak, None]
+            inverse[weak] = np.einsum("iab,ib,icb->iac", vectors, 1 / strength, vectors)
+            own = -np.einsum("iab,ib->ia", inverse, here.gradient)
+            along = np.where(curved, np.einsum("iab,ia->ib", vectors, here.gradient[weak]) / strength, 0.0)
+            own[weak] = -np.einsum("iab,ib->ia", vectors, along)
+            prepared = node.cache[cls] = cls(node.gamma, gamma * inverse, own, here.gradient, here.value)
+        return prepared
 
 
 def _quadratic_step(node: Node, centre: Floats) -> tuple[Floats, Floats]:
-    """The proximal step of each client ``(n, d)`` in its eigenbasis, and the value of its problem ``(n,)``."""
-    basis, data = Eigenbasis.of(node), node.data
-    lowest = node.cache.get(_Lowest)
-    if lowest is None:
-        minimiser = np.zeros((data.n_clients, data.n_terms))
-        np.add.at(minimiser, np.repeat(np.arange(data.n_clients), np.diff(basis.ptr)), basis.minimiser[:, None] * basis.vectors)
-        lowest = node.cache[_Lowest] = _Lowest(node.loss.value(data, minimiser))
+    """The proximal step of each client ``(n, d)``, and the value of its problem ``(n,)``."""
+    prox, data = QuadraticProx.of(node), node.data
     theta, value = np.empty((data.n_clients, data.n_terms)), np.empty(data.n_clients)
-    share(kernels.proximal_step, block_count(data.n_clients), *basis, data.hierarchy.parent, node.gamma, centre, theta, value)
-    return theta, value + lowest.value
+    fixed = prox.pull, prox.own, prox.g, data.hierarchy.parent, node.gamma
+    share(kernels.proximal_step, block_count(data.n_clients), *fixed, centre, theta, value)
+    return theta, value + prox.value
 
 
 def _newton_steps(node: Node, centre: Floats, limit: Floats) -> tuple[Floats, Floats, Floats]:

@@ -16,24 +16,23 @@ and it finds the largest one as early as with reorthogonalisation (Paige 1980). 
 counts the curvature that clients with fewer rows than columns get from the others. For other losses it is the curvature at one
 point, near the minimiser.
 
-``L`` and ``L_row`` are the largest curvatures of any client and of any row. Nodes count their clients by the decimal exponent
-of the curvature, then those with the highest exponent by four digits. The result is rounded up to these digits.
+``L`` and ``L_row`` are the largest curvatures of any client and of any row (:mod:`.smoothness`).
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated
 
 import numpy as np
 
-from covey._typing import Anything, Floats, Ints
+from covey._typing import Anything, Floats
 from covey.errors import ConvergenceWarning, DataError, SolverError, number
 from covey.exact import Exact, segment_sum, total
-from covey.nodes.network import Message, Network, Node, Sizes
+from covey.nodes.network import Message, Network, Node
 from covey.objective.objective import Penalty
 from covey.objective.theory import Constants, largest_gamma, mixing
 from covey.records import Axes, Record, Reply
@@ -42,19 +41,31 @@ from covey.solvers.direct.newton import NewtonState, newton
 from covey.solvers.direct.sweep import solve_top
 from covey.solvers.first_order.protocol import Centres, ClusterSums, node_sums
 from covey.solvers.first_order.schedule import streams, uniforms
+from covey.solvers.first_order.smoothness import CountRows, Quantity, largest, largest_by_cluster, rounded_down
 
 _MARGIN = 2.0  # an upper bound measured at two points is doubled
-_POWERS = np.array([float(f"1e{exponent}") for exponent in range(-307, 309)])
 _PRECISION = 1e-3  # of the smallest curvature
 _FINE, _FEW = 1e-10, 32  # precision if there are fewer than this many dimensions, because Lanczos then covers all of them
 _PROBES = 3  # random vectors that show whether the Hessian is singular
 _MOST_STEPS = 500
+FLOOR = 1e-6  # the smoothness of a client is at least this share of the largest, where it is a unit
 
 
 def constants(
-    network: Network, penalty: Penalty, *, mu: float | None = None, L: float | None = None, L_row: float | None = None
+    network: Network,
+    penalty: Penalty,
+    *,
+    mu: float | None = None,
+    L: float | None = None,
+    L_row: float | None = None,
+    clusters: tuple[Quantity, ...] = (),
+    relative: bool = False,
 ) -> Constants:
-    """The constants of a problem; those given are taken as they are. The clients' coefficients do not change."""
+    """The constants of a problem; those given are taken as they are. The clients' coefficients do not change.
+
+    With ``clusters=("client",)`` the smoothness of the clients' losses is also measured in each cluster, with ``"row"`` that of
+    single rows. With ``relative`` and a loss with bounded curvature, ``q`` is measured.
+    """
     given = {name: value for name, value in (("mu", mu), ("L", L), ("L_row", L_row)) if value is not None}
     for name, value in given.items():
         number(name, value, above=0.0)
@@ -77,6 +88,9 @@ def constants(
     bound = smallest_curvature(network, penalty) if bound is None else bound
     wanted = tuple(name for name, value in (("client", L), ("row", L_row)) if value is None)
     sizes = dict(zip(wanted, largest(network, wanted), strict=True))
+    own = largest_by_cluster(network, {name: sizes[name] for name in clusters if name in sizes})
+    most = sizes["client"] if L is None else L
+    q = relative_curvature(network, penalty, FLOOR * most) if relative and loss.bounded and bound > 0 else 0.0
     if elsewhere:
         network.ask(RestoreCoefficients())
     factor = 1.0 if loss.bounded else _MARGIN
@@ -85,7 +99,8 @@ def constants(
     notes += [f"{' and '.join(given)} as given"] if given else []
     proved = mu is None and (loss.quadratic or loss.ridge > 0)
     gamma, alpha, single = largest_gamma(network.tree, penalty), mixing(penalty), network.tree.sizes == 1
-    result = Constants(L, L_row, bound, gamma, alpha, "; ".join(notes), proved, single)
+    of_clients, of_rows = (None if own.get(name) is None else factor * own[name] for name in ("client", "row"))
+    result = Constants(L, L_row, bound, gamma, alpha, "; ".join(notes), proved, single, of_clients, of_rows, q)
     most = result.L + result.gamma_max
     if mu is not None and mu > most:
         raise SolverError(f"mu = {mu:g} is too large: the curvature of the objective is at most {most:.3g}; leave mu out.")
@@ -172,14 +187,19 @@ class TakeHessians(Message[SeenHessian], label="take Hessians", phase="measure")
 
 @dataclass(frozen=True)
 class DrawVector(Message[KrylovVector], label="draw vector", phase="measure"):
-    """Begin with a random vector; ``number`` says which."""
+    """Begin with a random vector; ``number`` says which.
+
+    With ``floor > 0`` curvature is measured relative to each client's smoothness, at least ``floor``.
+    """
 
     number: int
+    floor: float = 0.0
 
     def at(self, node: Node) -> KrylovVector:
         tree, d = node.data.hierarchy, node.data.n_terms
         first = 2.0 * uniforms(streams(0, tree), self.number * d, d) - 1.0
-        return _keep(node, KrylovState(np.zeros_like(first), np.zeros_like(first), first))
+        unit = np.ones(len(first)) if self.floor == 0 else np.sqrt(np.maximum(node.loss.smoothness(node.data), self.floor))
+        return _keep(node, KrylovState(np.zeros_like(first), np.zeros_like(first), first, unit))
 
 
 @dataclass(frozen=True)
@@ -193,9 +213,10 @@ class ApplyInverse(Message[KrylovImage], label="apply inverse", phase="measure")
     def at(self, node: Node) -> KrylovImage:
         state = node.state(KrylovState)
         now = state.ahead / self.length
-        ahead, _ = descend(_hessian(node), now, _spread(node), node.data.hierarchy.parent, self.w)
-        node.keep(KrylovState(state.now, now, ahead))
-        return KrylovImage(total(now * ahead), node_sums(node, self.total, ahead))
+        unit = state.unit[:, None]
+        image, _ = descend(_hessian(node), unit * now, _spread(node), node.data.hierarchy.parent, self.w)
+        node.keep(KrylovState(state.now, now, unit * image, state.unit))
+        return KrylovImage(total(now * unit * image), node_sums(node, self.total, image))
 
 
 @dataclass(frozen=True)
@@ -208,7 +229,7 @@ class Orthogonalise(Message[KrylovVector], label="orthogonalise", phase="measure
     def at(self, node: Node) -> KrylovVector:
         state = node.state(KrylovState)
         ahead = state.ahead - self.along * state.now - self.before * state.before
-        return _keep(node, KrylovState(state.before, state.now, ahead))
+        return _keep(node, replace(state, ahead=ahead))
 
 
 @dataclass(frozen=True)
@@ -227,11 +248,15 @@ class NullSpaceCheck(Message[Exact], label="null space", phase="measure"):
 
 @dataclass(frozen=True)
 class KrylovState(Record):
-    """The last two vectors, orthogonal and of length 1 over all nodes, and the next one; ``(n, d)`` each."""
+    """The last two vectors, orthogonal and of length 1 over all nodes, and the next one; ``(n, d)`` each.
+
+    ``unit (n,)`` is the unit of length of each client's coefficients.
+    """
 
     before: Floats
     now: Floats
     ahead: Floats
+    unit: Floats
 
 
 def _hessian(node: Node) -> Floats:
@@ -255,7 +280,8 @@ def _eliminated(node: Node, b: Floats) -> tuple[Floats, Floats]:
 
 def _keep(node: Node, state: KrylovState) -> KrylovVector:
     node.keep(state)
-    return KrylovVector(segment_sum(_eliminated(node, state.ahead)[1], node.data.hierarchy.cluster_ptr), total(state.ahead**2))
+    seen = _eliminated(node, state.unit[:, None] * state.ahead)[1]
+    return KrylovVector(segment_sum(seen, node.data.hierarchy.cluster_ptr), total(state.ahead**2))
 
 
 def smallest_curvature(network: Network, penalty: Penalty) -> float:
@@ -276,6 +302,21 @@ def smallest_curvature(network: Network, penalty: Penalty) -> float:
     precision = _FINE if size < _FEW else _PRECISION
     value = _largest_of_inverse(network, upper, image, top.total, min(size, _MOST_STEPS), precision)
     return rounded_down((1 - 2 * precision) / value) if value > 0 else 0.0
+
+
+def relative_curvature(network: Network, penalty: Penalty, floor: float) -> float:
+    """The smallest curvature at the clients' coefficients if that of client ``i`` is divided by ``L_i``, at least ``floor``.
+
+    It is in (0, 1]: the strong convexity of the objective in the norm ``sum_i L_i |theta_i|^2``, at most 1.
+    """
+    top = Centres.of(penalty)
+    C = network.ask(TakeHessians(top.total)).C.floats() * top.total[:, None, None]
+    upper, size = partial(_upper, C, penalty), network.tree.n_clients * len(network.terms)
+    drawn = network.ask(DrawVector(0, floor))
+    length = float(np.sqrt(float(drawn.squared)))
+    image = network.ask(ApplyInverse(upper(drawn.r.floats() / length), length, top.total))
+    value = _largest_of_inverse(network, upper, image, top.total, min(size, _MOST_STEPS), 1e-2)
+    return min(1.0, rounded_down((1 - 2e-2) / value)) if value > 0 else 1e-8
 
 
 def _upper(C: Floats, penalty: Penalty, r: Floats) -> Floats:
@@ -304,123 +345,3 @@ def _largest_of_inverse(
         beside.append(before)
         image = network.ask(ApplyInverse(upper(left.r.floats() / before), before, total))
     return float(values[-1]) if most < _MOST_STEPS else 0.0
-
-
-def rounded_down(value: float) -> float:
-    """A number rounded down to four digits: further digits may depend on the linear algebra library of a machine."""
-    if not (value > 0 and np.isfinite(value)):
-        return value
-    unit = _thousandth(int(np.searchsorted(_POWERS, value, side="right")))
-    return float(np.floor(value / unit) * unit)
-
-
-# The largest curvature, by counting
-
-
-@dataclass(frozen=True)
-class Counts(Reply):
-    """Numbers of clients or rows, in bins."""
-
-    number: Annotated[Ints, Axes("bins", "count")]
-
-
-@dataclass(frozen=True)
-class CountExponents(Message[Counts], label="exponents", phase="measure"):
-    """Count clients by the decimal exponent of each quantity in ``names``; ``(names, exponents + 2)``.
-
-    The first bin is for zero, the last for numbers that are not finite.
-    """
-
-    names: tuple[str, ...]
-
-    @property
-    def sizes(self) -> Sizes:
-        return {"bins": (len(self.names), len(_POWERS) + 2)}
-
-    def at(self, node: Node) -> Counts:
-        node.cache["sizes"] = sizes = tuple(_size(node, name) for name in self.names)
-        return Counts(np.array([np.bincount(exponent_bin(size), minlength=len(_POWERS) + 2) for size in sizes]))
-
-
-@dataclass(frozen=True)
-class CountMantissas(Message[Counts], label="mantissas", phase="measure"):
-    """Count the clients in these bins of the exponent by four digits, rounded up; ``(names, 10001)``."""
-
-    names: tuple[str, ...]
-    bins: tuple[int, ...]
-
-    @property
-    def sizes(self) -> Sizes:
-        return {"bins": (len(self.names), 10_001)}
-
-    def at(self, node: Node) -> Counts:
-        sizes = node.cache.pop("sizes", None) or tuple(_size(node, name) for name in self.names)
-        counts = np.zeros((len(sizes), 10_001), dtype=np.int64)
-        for row, (size, at) in enumerate(zip(sizes, self.bins, strict=True)):
-            if 0 < at <= len(_POWERS):
-                digits = np.ceil(size[exponent_bin(size) == at] / _thousandth(at)).astype(np.int64)
-                counts[row] += np.bincount(digits, minlength=10_001)
-        return Counts(counts)
-
-
-def largest(network: Network, names: tuple[str, ...]) -> list[float]:
-    """The largest value of each quantity over all clients, rounded up to four digits; 0 if there are no clients."""
-    if not names:
-        return []
-    bins = tuple(_last(row) for row in network.ask(CountExponents(names)).number)
-    digits = [_last(row) for row in network.ask(CountMantissas(names, bins)).number]
-    most = len(_POWERS)
-    return [np.inf if at > most else digit * _thousandth(at) if at else 0.0 for at, digit in zip(bins, digits, strict=True)]
-
-
-def _last(counts: Ints) -> int:
-    filled = np.flatnonzero(counts)
-    return int(filled[-1]) if len(filled) else 0
-
-
-def exponent_bin(size: Floats) -> Ints:
-    """0 for zero, ``i + 1`` from ``_POWERS[i]`` on, the last bin for infinities and NaN."""
-    at: Ints = np.searchsorted(_POWERS, size, side="right")
-    return np.where(np.isfinite(size), np.where(size > 0, np.maximum(at, 1), 0), len(_POWERS) + 1)
-
-
-def _thousandth(at: int) -> float:
-    """The unit of the fourth digit of numbers in bin ``at`` of the exponent."""
-    return float(_POWERS[max(at - 4, 0)])
-
-
-def _size(node: Node, name: str) -> Floats:
-    """For each client: an upper bound of its curvature, that of its rows, or the length of its longest row; ``(n,)``."""
-    data, loss = node.data, node.loss
-    zero, here = np.zeros((data.n_clients, data.n_terms)), node.coefficients()
-    if name == "length":
-        return np.sqrt(_largest_row(node, np.einsum("la,la->l", data.X, data.X), 0.0))
-    if name == "row":
-        bend = None if loss.bounded else np.maximum(*(loss.curvatures(data.margin(at), data.y) for at in (here, zero)))
-        return _largest_row(node, loss.row_smoothness(data, bend), loss.ridge)
-    if loss.bounded and not loss.quadratic:
-        return loss.smoothness(data)
-    tops = [np.linalg.eigvalsh(loss.hessian(data, at))[:, -1] for at in ([zero] if loss.bounded else [zero, here])]
-    return np.asarray(np.max(tops, axis=0))
-
-
-def _largest_row(node: Node, rows: Floats, least: float) -> Floats:
-    """The largest number of each client's rows; ``least`` if it has none."""
-    ptr, most = node.data.client_ptr, np.full(node.data.n_clients, least)
-    filled = np.flatnonzero(np.diff(ptr))
-    if len(filled):
-        most[filled] = np.maximum.reduceat(rows, ptr[filled])
-    return np.asarray(np.maximum(most, least))
-
-
-@dataclass(frozen=True)
-class CountRows(Message[Counts], label="rows", phase="measure"):
-    """Count the rows of each cluster, ``(k, 2)``: all of them, and those with a weight above zero."""
-
-    @property
-    def sizes(self) -> Sizes:
-        return {"bins": ("k", 2)}
-
-    def at(self, node: Node) -> Counts:
-        tree, per_client = node.data.hierarchy, np.column_stack([node.data.rows_per_client, node.data.rows_that_count])
-        return Counts(tree.sum_up(per_client).astype(np.int64))

@@ -18,6 +18,7 @@ from covey.kernels import accumulate_in, accumulate_rows
 from covey.losses.kernels import FASTMATH, GAUSSIAN, exponent, exponentials, slope
 from covey.threads import BLOCK
 
+_NARROW = 8  # columns up to which several columns of all rows are handled together, instead of row by row
 _ROOM = 1024  # rows handled together, which stay in the second-level cache during local steps
 
 
@@ -140,7 +141,8 @@ def l2gd_move(
             if closed:
                 _in_eigenbasis(basis, vectors, curvature, minimiser, eta, first, last, out)
             else:
-                _step_by_step(family, X, y, weights, offset, scale, ridge, client_ptr, eta, first, last, out)
+                none = np.empty((0, 0))
+                _step_by_step(family, X, y, weights, offset, scale, ridge, client_ptr, eta, none, none, first, last, out)
         if wanted[j]:
             accumulate_rows(sums[block], share[first:last], out[first:last])
 
@@ -172,17 +174,20 @@ def _in_eigenbasis(
 @njit(fastmath=FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
 def _step_by_step(
     family: int, X: Floats, y: Floats, weights: Floats, offset: Floats, scale: Floats, ridge: float, client_ptr: Ints,
-    eta: Floats, first: int, last: int, theta: Floats,
+    eta: Floats, units: Floats, h: Floats, first: int, last: int, theta: Floats,
 ) -> None:  # fmt: skip
-    """Gradient steps of clients, as many at a time as fit in the cache, with columns padded to fours for vector registers."""
-    d = theta.shape[1]
+    """Gradient steps of clients, as many at a time as fit in the cache, with columns padded to fours for vector registers.
+
+    If ``units (n, 1)`` and ``h (n, d)`` are not empty, client ``i`` steps by ``units_i eta`` along its gradient less ``h_i``.
+    """
+    d, own = theta.shape[1], len(units) > 0
     width = (d + 3) // 4 * 4
     room = _ROOM
     for i in range(first, last):
         room = max(room, client_ptr[i + 1] - client_ptr[i])
     x, target, weight, shift = np.zeros((room, width)), np.empty(room), np.ones(room), np.zeros(room)
     margin, argument, whole, power = np.empty(room), np.empty(room), np.empty(room), np.zeros(room)
-    t = np.zeros((last - first, width))
+    t, g = np.zeros((last - first, width)), np.empty(width)
     i = first
     while i < last:
         stop, base = i, client_ptr[i]
@@ -199,13 +204,20 @@ def _step_by_step(
         for s in range(len(eta)):
             for c in range(i, stop):
                 low, high = client_ptr[c] - base, client_ptr[c + 1] - base
-                t0, t1, t2, t3 = t[c - i, 0], t[c - i, 1], t[c - i, 2], t[c - i, 3]
-                for r in range(low, high):
-                    margin[r] = shift[r] + ((t0 * x[r, 0] + t1 * x[r, 1]) + (t2 * x[r, 2] + t3 * x[r, 3]))
-                for a in range(4, width, 4):
-                    t0, t1, t2, t3 = t[c - i, a], t[c - i, a + 1], t[c - i, a + 2], t[c - i, a + 3]
+                if width > _NARROW:
                     for r in range(low, high):
-                        margin[r] += (t0 * x[r, a] + t1 * x[r, a + 1]) + (t2 * x[r, a + 2] + t3 * x[r, a + 3])
+                        along = shift[r]
+                        for a in range(width):
+                            along += x[r, a] * t[c - i, a]
+                        margin[r] = along
+                else:
+                    t0, t1, t2, t3 = t[c - i, 0], t[c - i, 1], t[c - i, 2], t[c - i, 3]
+                    for r in range(low, high):
+                        margin[r] = shift[r] + ((t0 * x[r, 0] + t1 * x[r, 1]) + (t2 * x[r, 2] + t3 * x[r, 3]))
+                    for a in range(4, width, 4):
+                        t0, t1, t2, t3 = t[c - i, a], t[c - i, a + 1], t[c - i, a + 2], t[c - i, a + 3]
+                        for r in range(low, high):
+                            margin[r] += (t0 * x[r, a] + t1 * x[r, a + 1]) + (t2 * x[r, a + 2] + t3 * x[r, a + 3])
             if family != GAUSSIAN:
                 for r in range(m):
                     argument[r] = exponent(family, margin[r])
@@ -214,17 +226,29 @@ def _step_by_step(
                 margin[r] = weight[r] * slope(family, margin[r], target[r], power[r])
             for c in range(i, stop):
                 low, high = client_ptr[c] - base, client_ptr[c + 1] - base
-                for a in range(0, width, 4):
-                    g0, g1, g2, g3 = 0.0, 0.0, 0.0, 0.0
+                step = eta[s] * units[c, 0] if own else eta[s]
+                if width > _NARROW:
+                    g[:] = 0.0
                     for r in range(low, high):
-                        g0 += margin[r] * x[r, a]
-                        g1 += margin[r] * x[r, a + 1]
-                        g2 += margin[r] * x[r, a + 2]
-                        g3 += margin[r] * x[r, a + 3]
-                    t[c - i, a] -= eta[s] * (scale[c] * g0 + ridge * t[c - i, a])
-                    t[c - i, a + 1] -= eta[s] * (scale[c] * g1 + ridge * t[c - i, a + 1])
-                    t[c - i, a + 2] -= eta[s] * (scale[c] * g2 + ridge * t[c - i, a + 2])
-                    t[c - i, a + 3] -= eta[s] * (scale[c] * g3 + ridge * t[c - i, a + 3])
+                        for a in range(width):
+                            g[a] += margin[r] * x[r, a]
+                    for a in range(width):
+                        t[c - i, a] -= step * (scale[c] * g[a] + ridge * t[c - i, a])
+                else:
+                    for a in range(0, width, 4):
+                        g0, g1, g2, g3 = 0.0, 0.0, 0.0, 0.0
+                        for r in range(low, high):
+                            g0 += margin[r] * x[r, a]
+                            g1 += margin[r] * x[r, a + 1]
+                            g2 += margin[r] * x[r, a + 2]
+                            g3 += margin[r] * x[r, a + 3]
+                        t[c - i, a] -= step * (scale[c] * g0 + ridge * t[c - i, a])
+                        t[c - i, a + 1] -= step * (scale[c] * g1 + ridge * t[c - i, a + 1])
+                        t[c - i, a + 2] -= step * (scale[c] * g2 + ridge * t[c - i, a + 2])
+                        t[c - i, a + 3] -= step * (scale[c] * g3 + ridge * t[c - i, a + 3])
+                if own:
+                    for a in range(d):
+                        t[c - i, a] += step * h[c, a]
         theta[i:stop] = t[: stop - i, :d]
         i = stop
 
@@ -234,26 +258,62 @@ def _step_by_step(
 
 @njit(nogil=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def proximal_step(
-    begin: int, end: int, ptr: Ints, vectors: Floats, curvature: Floats, minimiser: Floats, parent: Ints, gamma: Floats,
-    centre: Floats, theta: Floats, value: Floats,
+    begin: int, end: int, pull: Floats, own: Floats, g: Floats, parent: Ints, gamma: Floats, centre: Floats, theta: Floats,
+    value: Floats,
 ) -> None:  # fmt: skip
-    """``theta_i = c + V' (lambda (minimiser - V c) / (lambda + gamma_i))``, and the value above that at the minimiser."""
+    """``theta_i = pull_i c + own_i``, and the value ``g'theta / 2 + gamma_i (c - theta_i)'c / 2`` above the loss at zero."""
     n, d = theta.shape
     for block in range(begin, end):
         for i in range(block * BLOCK, min(n, (block + 1) * BLOCK)):
             c, above = centre[parent[i]], 0.0
             for a in range(d):
-                theta[i, a] = c[a]
-            for b in range(ptr[i], ptr[i + 1]):
-                along = 0.0
-                for a in range(d):
-                    along += vectors[b, a] * c[a]
-                short = minimiser[b] - along
-                move = curvature[b] * short / (curvature[b] + gamma[i])
-                above += 0.5 * curvature[b] * (short - move) ** 2 + 0.5 * gamma[i] * move * move
-                for a in range(d):
-                    theta[i, a] += vectors[b, a] * move
+                at = own[i, a]
+                for b in range(d):
+                    at += pull[i, a, b] * c[b]
+                theta[i, a] = at
+                above += 0.5 * g[i, a] * at + 0.5 * gamma[i] * (c[a] - at) * c[a]
             value[i] = above
+
+
+# ProxSkip
+
+
+@njit(nogil=True, cache=True, fastmath=FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
+def controlled_steps(
+    begin: int, end: int, family: int, X: Floats, y: Floats, weights: Floats, offset: Floats, scale: Floats, ridge: float,
+    client_ptr: Ints, units: Floats, steps: int, h: Floats, theta: Floats,
+) -> None:  # fmt: skip
+    """``steps`` times ``theta_i -= units_i (grad f_i(theta_i) - h_i)``."""
+    n, eta = len(theta), np.ones(steps)
+    for block in range(begin, end):
+        first, last = block * BLOCK, min(n, (block + 1) * BLOCK)
+        _step_by_step(family, X, y, weights, offset, scale, ridge, client_ptr, eta, units, h, first, last, theta)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
+def quadratic_steps(
+    begin: int, end: int, ptr: Ints, vectors: Floats, curvature: Floats, minimiser: Floats, eta: Floats, steps: int,
+    h: Floats, theta: Floats,
+) -> None:  # fmt: skip
+    """``steps`` times ``theta_i -= eta_i (grad f_i(theta_i) - h_i)``, in the eigenbases of quadratic losses."""
+    n, d = theta.shape
+    for block in range(begin, end):
+        move = np.empty(d)
+        for i in range(block * BLOCK, min(n, (block + 1) * BLOCK)):
+            for a in range(d):
+                move[a] = steps * eta[i] * h[i, a]  # the loss is flat in directions outside the basis
+            for c in range(ptr[i], ptr[i + 1]):
+                if curvature[c] > 0.0:
+                    along, push = 0.0, 0.0
+                    for a in range(d):
+                        along += vectors[c, a] * theta[i, a]
+                        push += vectors[c, a] * h[i, a]
+                    keep = (1.0 - eta[i] * curvature[c]) ** steps
+                    step = (keep - 1.0) * (along - minimiser[c] - push / curvature[c]) - steps * eta[i] * push
+                    for a in range(d):
+                        move[a] += vectors[c, a] * step
+            for a in range(d):
+                theta[i, a] += move[a]
 
 
 # Async-AL2SGD+

@@ -287,8 +287,8 @@ def equal_within(tree: Hierarchy, penalty: Penalty) -> tuple[bool, Floats]:
 
 def recipe(constants: Constants, *, p0: Any = None, p: Any = None, tau: Any = None) -> Recipe:
     """Probabilities by Corollary 3.6 (opt_conv_rate), ``p_j`` as rare as its ``calL`` allows, and the step of Theorem 3.5."""
-    chances = theory.probabilities(constants, constants.L, p0=p0, p=p, tau=tau)
-    smoothness = theory.expected_smoothness(constants, chances, constants.L)
+    chances = theory.probabilities(constants, constants.of_clients, p0=p0, p=p, tau=tau)
+    smoothness = theory.expected_smoothness(constants, chances, constants.of_clients)
     return Recipe(chances, smoothness, 1 / (2 * smoothness), "1 / (2 calL)")
 
 
@@ -373,6 +373,6 @@ def l2gd(
     >>> fit.convergence.converged, fit.history["objective"].round(2)[-1]
     (True, 6.75)
     """
-    control, constants = prepare("l2gd", network, penalty, options, mu=mu, L=L)
+    control, constants = prepare("l2gd", network, penalty, options, clusters=("client",), mu=mu, L=L)
     setup = l2gd_setup("l2gd", network, penalty, constants, recipe(constants, p0=p0, p=p, tau=tau), eta, steps)
     return run(network, penalty, setup, control)

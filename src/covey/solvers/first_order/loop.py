@@ -25,6 +25,7 @@ from covey.records import Record
 from covey.solvers.first_order import curvature
 from covey.solvers.first_order.protocol import AskMeans, Centres, CheckGap, ClusterSums, Move, NextPull, PerfectFit, Pull
 from covey.solvers.first_order.schedule import Rounds, Schedule, Vote
+from covey.solvers.first_order.smoothness import Quantity
 from covey.solvers.ledger import Ledger, Links, expected, links
 from covey.solvers.registry import unknown_option
 from covey.solvers.result import HISTORY, Checkpoint, Convergence, Fit, Progress, begin_at, certified_gap, entry
@@ -118,15 +119,24 @@ class Setup:
 
 
 def prepare(
-    solver: str, network: Network, penalty: Penalty, options: ControlOptions, **given: float | None
+    solver: str,
+    network: Network,
+    penalty: Penalty,
+    options: ControlOptions,
+    clusters: tuple[Quantity, ...] = (),
+    relative: bool = False,
+    **given: float | None,
 ) -> tuple[Control, Constants]:
-    """Check the options of a solver, put the clients at the start, and measure the constants that are not ``given``."""
+    """Check the options of a solver, put the clients at the start, and measure the constants that are not ``given``.
+
+    ``clusters`` and ``relative`` say what else is measured (:func:`~.curvature.constants`).
+    """
     for name in options:
         if name not in {part.name for part in fields(Control)}:
             raise unknown_option(solver, name)
     control = Control(**options)
     begin_at(network, control.start)
-    constants = curvature.constants(network, penalty, **given)
+    constants = curvature.constants(network, penalty, clusters=clusters, relative=relative, **given)
     constants.need_curvature()
     return control, constants
 
