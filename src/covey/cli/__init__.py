@@ -16,7 +16,7 @@ from typing import Any
 
 import typer
 
-from covey.cli import demo, federate, fit, infer, node, plan, predict, reproduce, show, site, status
+from covey.cli import demo, federate, fit, infer, node, plan, plot, predict, reproduce, show, site, status
 from covey.errors import CoveyError
 
 app = typer.Typer(
@@ -45,7 +45,8 @@ def _stoppable(command: Callable[..., None]) -> Callable[..., None]:
 
 
 for _command in (
-    fit.fit, predict.predict, show.show, plan.plan, demo.demo, reproduce.reproduce, federate.federate, node.link, status.status,
+    fit.fit, predict.predict, show.show, plot.plot, plan.plan, demo.demo, reproduce.reproduce, federate.federate, node.link,
+    status.status,
 ):  # fmt: skip
     app.command()(_stoppable(_command))
 

@@ -357,6 +357,7 @@ def load(path: str | Path) -> HierarchicalEstimator:
     estimator = _estimator_of(model.spec, unseen=extra.get("unseen", "parent"), **extra.get("positions", {}))
     if extra.get("features") is not None:
         estimator.feature_names_in_ = np.array(extra["features"], dtype=object)
+    estimator._federation_ = extra.get("federation")
     estimator.n_features_in_ = extra.get("n_features", len(model.terms))
     return estimator._adopt(model)
 

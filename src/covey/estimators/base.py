@@ -11,7 +11,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from covey._typing import Anything, ArrayLike, Floats, TableLike
 from covey.errors import DataError
-from covey.estimators.effects import EffectMethods
+from covey.estimators.plotting import PlotMethods
 from covey.fitting.fit import fit
 from covey.model.files import save_model
 from covey.model.summary import describe
@@ -22,7 +22,7 @@ from covey.tables.design import numeric, response
 from covey.tree.hierarchy import Level
 
 
-class HierarchicalEstimator(EffectMethods):
+class HierarchicalEstimator(PlotMethods):
     """Base class of the estimators; :func:`covey.fit` and :func:`covey.load` return one of its subclasses."""
 
     _metric: ClassVar[tuple[str, dict[str, int]]]
@@ -236,8 +236,10 @@ class HierarchicalEstimator(EffectMethods):
         """
         check_is_fitted(self, "model_")
         names = getattr(self, "feature_names_in_", None)
-        extra = {"unseen": self.unseen, "n_features": int(self.n_features_in_), "positions": self._positions()}
-        return save_model(self.model_, path, sums=sums, extra={**extra, "features": None if names is None else names.tolist()})
+        extra: dict[str, Any] = {"unseen": self.unseen, "n_features": int(self.n_features_in_), "positions": self._positions()}
+        extra |= {"features": None if names is None else names.tolist()}
+        extra |= {} if self._federation_ is None else {"federation": self._federation_}
+        return save_model(self.model_, path, sums=sums, extra=extra)
 
     def __str__(self) -> str:
         return describe(self.model_) if hasattr(self, "model_") else repr(self)

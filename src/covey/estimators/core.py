@@ -143,6 +143,7 @@ class EstimatorCore:
 
     _family: ClassVar[str]
     n_features_in_: int
+    _federation_: dict[str, Any] | None = None  # the run that a model of an operator or a site comes from
     feature_names_in_: Anything
 
     def __init__(

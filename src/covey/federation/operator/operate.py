@@ -62,6 +62,9 @@ class Outcome:
     privacy: Mapping[str, Any] | None = None
 
 
+_COST = ("label", "phase", "sites", "down", "up")  # what a saved model says of each exchange
+
+
 def run_fit(
     transport: Transport,
     roster: Sequence[str],
@@ -115,7 +118,8 @@ def run_fit(
         private, run = _privacy_of_run(federation), run_journal.head["run"]
         about_run = {"run": run, "sites": list(exchanges.roster), "without": without, "privacy": private}
         if out is not None:
-            save_model(model, out, extra={"federation": about_run})
+            sent = [{name: getattr(each, name) for name in _COST} for each in exchanges.made]
+            save_model(model, out, extra={"federation": {**about_run, "exchanges": sent}})
         missed = _deliver(federation, model, about_run, on_loss)
     except BaseException as problem:
         ended = _ended(problem, exchanges)

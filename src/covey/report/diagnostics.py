@@ -1,0 +1,252 @@
+"""Pictures that check a model: residuals, calibration, the search of a solver, and what a federated run sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import polars as pl
+from scipy import special
+
+from covey._typing import Floats
+from covey.errors import SolverError, one_of
+from covey.fitting.planning import size
+from covey.model.model import Model
+from covey.model.new_rows import Observed
+from covey.model.residuals import residuals as residuals_of
+from covey.report.pictures import MANY, band, log_counts, many, mean_of, percent, plural, words
+from covey.report.style import Draw, Theme
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+RESIDUAL_PLOTS = ("fitted", "quantile", "group")
+_POINTS = 2000  # rows that are drawn one by one
+_GROUPS = 30
+
+
+def residuals(model: Model, rows: Observed, kind: str = "fitted", seed: int = 0) -> Draw:
+    """Quantile residuals against fitted values, against the normal distribution, or by client."""
+    if kind not in RESIDUAL_PLOTS:
+        raise one_of("kind", kind, RESIDUAL_PLOTS)
+    found = residuals_of(model, rows, "quantile" if model.learned is not None else "pearson", seed)
+    if kind == "fitted":
+        return _against_fitted(model, rows, found)
+    return _against_normal(found) if kind == "quantile" else _by_group(model, rows, found)
+
+
+def _against_fitted(model: Model, rows: Observed, found: Floats) -> Draw:
+    fitted = model.problem.loss.mean(model.margin_of(rows.X, rows.chosen, rows.offset))
+    order = np.argsort(fitted, kind="stable")
+    parts = [part for part in np.array_split(order, min(20, max(1, len(order) // 15))) if len(part)]
+    middle, centre = (np.array([np.mean(values[part]) for part in parts]) for values in (fitted, found))
+
+    def draw(ax: Axes, theme: Theme) -> str:
+        if len(found) <= _POINTS:
+            ax.scatter(fitted, found, s=12, color=theme.client, alpha=0.5, linewidths=0)
+        else:
+            drawn = ax.hexbin(fitted, found, gridsize=60, mincnt=1, bins="log", cmap=theme.ramp, linewidths=0.1)
+            ax.figure.colorbar(drawn, ax=ax, label="rows (log scale)")
+        ax.axhline(0.0, color=theme.ink, linewidth=0.9)
+        ax.plot(middle, centre, color=theme.cluster, linewidth=2.0, label="mean of rows with similar predictions")
+        ax.set_xlabel(f"predicted {mean_of(model)}")
+        ax.set_ylabel("residual (standard normal if the model is right)")
+        ax.legend(loc="best")
+        worst = int(np.abs(centre).argmax())
+        return (
+            f"The mean residual is between {centre.min():.2f} and {centre.max():.2f} in {many(len(parts), 'bin')} of "
+            f"predictions; it is farthest from zero near {middle[worst]:.3g}"
+        )
+
+    return draw
+
+
+def _against_normal(found: Floats) -> Draw:
+    ordered, n = np.sort(found), len(found)
+    normal = special.ndtri((np.arange(1, n + 1) - 0.5) / n)
+    apart = np.abs(special.ndtr(ordered) - (np.arange(1, n + 1) - 0.5) / n).max()
+    beyond = float((np.abs(found) > 3).mean())
+
+    def draw(ax: Axes, theme: Theme) -> str:
+        keep = np.unique(
+            np.r_[np.arange(min(50, n)), np.linspace(0, n - 1, min(n, 500)).astype(int), np.arange(max(0, n - 50), n)]
+        )
+        ends = [min(normal[0], ordered[0]), max(normal[-1], ordered[-1])]
+        ax.plot(ends, ends, color=theme.cluster, linewidth=1.4, label="normal distribution")
+        ax.scatter(normal[keep], ordered[keep], s=14, color=theme.client, zorder=3, label="rows")
+        ax.set_xlabel("quantile of the normal distribution (standard deviations)")
+        ax.set_ylabel("quantile of the residuals (standard deviations)")
+        ax.legend(loc="best")
+        return (
+            f"The distribution of residuals is within {100 * apart:.1f} percentage points of the normal one; "
+            f"{100 * beyond:.2g}% are beyond 3 standard deviations (0.27% expected)"
+        )
+
+    return draw
+
+
+def group_scores(model: Model, rows: Observed, found: Floats) -> tuple[Floats, Floats]:
+    """The mean residual of each client times the root of its number of rows, and that number; NaN without rows."""
+    seen, n = rows.chosen.client >= 0, model.hierarchy.n_clients
+    count = np.bincount(rows.chosen.client[seen], minlength=n).astype(float)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.bincount(rows.chosen.client[seen], found[seen], n) / np.sqrt(count), count
+
+
+def _by_group(model: Model, rows: Observed, found: Floats) -> Draw:
+    client, _ = words(model)
+    spread = np.array([])
+    ids = rows.chosen.client
+    n = model.hierarchy.n_clients
+    count = np.bincount(ids[ids >= 0], minlength=n)
+    mean = np.bincount(ids[ids >= 0], found[ids >= 0], n) / np.maximum(count, 1)
+    square = np.bincount(ids[ids >= 0], found[ids >= 0] ** 2, n) / np.maximum(count, 1)
+    spread = np.sqrt(np.maximum(square - mean**2, 0.0))
+    use = count >= 5
+
+    def draw(ax: Axes, theme: Theme) -> str:
+        if n <= _GROUPS:
+            parts = [found[ids == at] for at in range(n)]
+            boxes = ax.boxplot(
+                parts, vert=True, patch_artist=True, widths=0.6, flierprops={"markersize": 3, "markeredgecolor": theme.faint}
+            )
+            for box in boxes["boxes"]:
+                box.set(facecolor=theme.client, alpha=0.5, edgecolor=theme.ink)
+            for part in ("whiskers", "caps", "medians"):
+                for line in boxes[part]:
+                    line.set_color(theme.ink)
+            names = [str(name) for name in model.hierarchy.client_ids.to_list()]
+            ax.set_xticks(range(1, n + 1), names, rotation=60 if n > 8 else 0, ha="right" if n > 8 else "center")
+            ax.axhline(0.0, color=theme.cluster, linewidth=1.2)
+            ax.set_xlabel(client)
+            ax.set_ylabel("residual (standard normal if the model is right)")
+        else:
+            if use.sum() <= MANY:
+                ax.scatter(count[use], spread[use], s=18, color=theme.client, alpha=0.75, label=f"one {client}")
+            else:
+                band(
+                    ax, count[use].astype(float), spread[use], theme.client, f"middle 80% of {plural(client)}, and median", 0.45
+                )
+            ax.axhline(1.0, color=theme.cluster, linewidth=1.2, label="expected with many rows")
+            log_counts(ax, count[use].astype(float))
+            ax.set_xlabel(f"rows of the {client}" + (" (log scale)" if ax.get_xscale() == "log" else ""))
+            ax.set_ylabel("standard deviation of the residuals (near 1 with many rows)")
+            ax.legend(loc="best")
+        if not use.any():
+            return f"No {client} has 5 rows or more, so spreads of residuals are not compared"
+        low, high = spread[use].min(), spread[use].max()
+        return (
+            f"Residuals have a standard deviation between {low:.2f} and {high:.2f} in "
+            f"{many(int(use.sum()), client)} with 5 rows or more; with many rows it should be near 1"
+        )
+
+    return draw
+
+
+def calibration_table(model: Model, rows: Observed, bins: int = 10) -> pl.DataFrame:
+    """Predicted and observed shares of the second class, with 95% intervals (Wilson), in bins of equal numbers of rows."""
+    if model.classes is None:
+        raise SolverError(f"Calibration is for classifiers; this is a {model.spec.loss.title} model. Look at its residuals.")
+    p = model.problem.loss.mean(model.margin_of(rows.X, rows.chosen, rows.offset))
+    order, total = np.argsort(p, kind="stable"), rows.weights
+    table = []
+    for part in (part for part in np.array_split(order, min(bins, len(order))) if len(part) and total[part].sum() > 0):
+        n, z = float(total[part].sum()), 1.959964
+        predicted, observed = (float(np.average(values[part], weights=total[part])) for values in (p, rows.y))
+        centre = (observed + z * z / (2 * n)) / (1 + z * z / n)
+        half = z / (1 + z * z / n) * np.sqrt(observed * (1 - observed) / n + z * z / (4 * n * n))
+        table.append((predicted, observed, centre - half, centre + half, n))
+    return pl.DataFrame(table, schema=["predicted", "observed", "lower", "upper", "trials"], orient="row")
+
+
+def calibration(model: Model, rows: Observed, bins: int = 10) -> Draw:
+    """Observed against predicted probabilities."""
+    found = calibration_table(model, rows, bins)
+
+    def draw(ax: Axes, theme: Theme) -> str:
+        x, y = found["predicted"].to_numpy(), found["observed"].to_numpy()
+        ends = [min(x.min(), y.min()) * 0.9, max(x.max(), found["upper"].max()) * 1.05]
+        ax.plot(ends, ends, color=theme.faint, linewidth=1.2, linestyle="--", label="perfect")
+        bars = np.stack([y - found["lower"].to_numpy(), found["upper"].to_numpy() - y])
+        ax.errorbar(x, y, yerr=np.maximum(bars, 0), fmt="o", color=theme.client, capsize=3, label="rows, with 95% intervals")
+        ax.set_xlabel(f"predicted {mean_of(model)}")
+        ax.set_ylabel("observed share")
+        ax.legend(loc="best")
+        apart = np.abs(x - y)
+        inside = int(((x >= found["lower"].to_numpy()) & (x <= found["upper"].to_numpy())).sum())
+        return (
+            f"Predicted probabilities are off by at most {100 * apart.max():.1f} percentage points; "
+            f"{inside} of {many(len(x), 'bin')} agree with what was observed"
+        )
+
+    return draw
+
+
+def convergence(model: Model) -> Draw:
+    """The objective and the norm of its gradient at each step of the solver."""
+    history = model.history
+    if history is None or len(history) < 2:
+        raise SolverError(
+            "This model has no history of its solver: a fit that learns variances keeps none, an exact solver takes one step, "
+            "and files do not contain it. Fit with given penalties and an iterative solver, and draw before saving."
+        )
+    norm, step = history["gradient_norm"].to_numpy(), history["iteration"].to_numpy()
+
+    def draw(ax: Axes, theme: Theme) -> str:
+        ax.plot(step, np.maximum(norm, 1e-300), color=theme.client, marker="o", markersize=4, label="norm of the gradient")
+        gap = history["certified_gap"].to_numpy().astype(float)
+        if np.isfinite(gap).any():
+            ax.plot(step, np.maximum(gap, 1e-300), color=theme.cluster, linestyle="--", label="certified gap of the objective")
+        ax.set_yscale("log")
+        ax.set_xlabel("iteration")
+        ax.set_ylabel("distance from the minimum (log scale)")
+        ax.legend(loc="best")
+        end = model.convergence
+        state = "converged" if end.converged else "did not converge"
+        return (
+            f"{end.solver} {state}: the gradient's norm fell from {norm[0]:.2g} to {norm[-1]:.2g} in "
+            f"{many(end.iterations, 'iteration')}"
+        )
+
+    return draw
+
+
+def exchanges(run: Sequence[Mapping[str, Any]]) -> Draw:
+    """Bytes that a federated run sent, by kind of message, to the sites and from them."""
+    if not run:
+        raise SolverError(
+            "This model has no record of exchanges. The model that the operator of a fit across sites saved has one; or pass "
+            "the exchanges of a run."
+        )
+    labels = list(dict.fromkeys(str(each["label"]) for each in run))
+    sums = {
+        label: [sum(float(each[way]) for each in run if each["label"] == label) for way in ("down", "up")] for label in labels
+    }
+    times = {label: sum(each["label"] == label for each in run) for label in labels}
+
+    def draw(ax: Axes, theme: Theme) -> str:
+        place = np.arange(len(labels))
+        for at, (name, colour) in enumerate((("to the sites", theme.faint), ("from the sites", theme.client))):
+            ax.barh(
+                place + 0.2 * (2 * at - 1),
+                [max(sums[label][at], 1.0) for label in labels],
+                height=0.38,
+                color=colour,
+                label=name,
+            )
+        ax.set_yticks(place, [f"{label} ({times[label]}x)" for label in labels])
+        ax.invert_yaxis()
+        ax.set_xscale("log")
+        ax.set_xlabel("bytes, all sites together (log scale)")
+        ax.set_ylabel("message, and how often")
+        ax.legend(loc="best")
+        down, up = (sum(pair[at] for pair in sums.values()) for at in (0, 1))
+        top = max(labels, key=lambda label: sum(sums[label]))
+        share = sum(sums[top]) / max(down + up, 1.0)
+        return (
+            f"{many(len(run), 'exchange')} sent {size(down)} to the sites and {size(up)} back; "
+            f"{percent(share)} of it is {top!r}"
+        )
+
+    return draw

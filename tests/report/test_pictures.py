@@ -1,0 +1,183 @@
+"""Pictures of a model: titles are true, axes have labels, data that are needed are named, and nothing is drawn by accident."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import asdict
+
+import matplotlib as mpl
+import numpy as np
+import polars as pl
+import pytest
+from matplotlib.figure import Figure
+
+import covey
+from covey import CoveyError, HierarchicalClassifier, Spec
+from covey.model.client_means import client_means
+from covey.report.pictures import plural
+from tests.cli.shell import inside
+
+mpl.use("Agg")
+
+
+@pytest.fixture(scope="module")
+def radon(homes):
+    return covey.fit(homes, "log_radon ~ floor + (1 + floor | state/county)")
+
+
+@pytest.fixture(scope="module")
+def classes(homes):
+    some = homes.with_columns(high=pl.when(pl.col("radon") > 4).then(pl.lit("high")).otherwise(pl.lit("low")))
+    return some, HierarchicalClassifier(formula="high ~ C(floor) + (1 | county)", tests=False).fit(some)
+
+
+def axes():
+    return Figure(figsize=(8, 5), layout="constrained").subplots()
+
+
+def title(ax):
+    return " ".join(ax.get_title("left").split())
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_every_picture_has_labels_and_a_title(radon, classes, homes, dark):
+    table, classifier = classes
+    drawn = [
+        radon.plot.shrinkage(axes(), dark=dark),
+        radon.plot.caterpillar(axes(), dark=dark),
+        radon.plot.caterpillar(axes(), level="cluster", term="floor", dark=dark),
+        radon.plot.variance(axes(), dark=dark),
+        radon.plot.reliability(axes(), dark=dark),
+        radon.plot.effect("floor", axes(), at={"floor": [0, 1]}, dark=dark),
+        *(radon.plot.residuals(homes, axes(), kind=kind, dark=dark) for kind in ("fitted", "quantile", "group")),
+        classifier.plot.calibration(table, axes(), dark=dark),
+        classifier.plot.effect("floor", axes(), dark=dark),
+        classifier.plot.shrinkage(axes(), data=table, dark=dark),
+    ]
+    for ax in drawn:
+        assert ax.get_xlabel()
+        assert ax.get_ylabel()
+        assert len(title(ax)) > 20
+        widest = max(len(line) for line in ax.get_title("left").splitlines())
+        assert widest <= 100
+
+
+def test_titles_state_numbers_of_the_model(radon, classes):
+    found, moved = client_means(radon.model_), title(radon.plot.shrinkage(axes()))
+    low = np.quantile(found.rows, 0.25)
+    assert f"(at most {low:,.0f}) moves {100 * found.moved(found.rows <= low):.0f}%" in moved
+    shares = radon.components_.shares
+    assert f"{100 * (shares[0] + shares[1]):.0f}% of the variance" in title(radon.plot.variance(axes()))
+    states = radon.random_effects("cluster").filter(term="Intercept").sort("deviation")
+    apart = (states["deviation"].abs() > 1.959964 * states["conditional_variance"].sqrt()).sum()
+    text = title(radon.plot.caterpillar(axes(), level="cluster"))
+    assert f"{apart} of 9 states" in text
+    assert text.endswith(f"the highest is {states['cluster'][-1]}, the lowest {states['cluster'][0]}")
+    change = radon.global_coef_[1]
+    falls = np.mean(radon.coef_[:, 1] < 0)
+    text = title(radon.plot.effect("floor", axes(), at={"floor": [0, 1]}))
+    assert f"falls by {abs(change):.3g}" in text
+    assert f"in {100 * falls:.0f}% of counties" in text
+    share = radon.reliability().filter(term="Intercept")["reliability"]
+    assert f"{100 * (share >= 0.5).mean():.0f}% of 470 counties" in title(radon.plot.reliability(axes()))
+
+
+def test_means_from_sums_are_those_of_the_rows(radon, homes):
+    by_rows = client_means(radon.model_, radon.plot._needed(homes))
+    by_sums = client_means(radon.model_)
+    for name in ("alone", "cluster", "overall", "own", "rows"):
+        np.testing.assert_allclose(getattr(by_sums, name), getattr(by_rows, name), atol=1e-9)
+    means = homes.group_by("county").agg(pl.col("log_radon").mean())
+    expected = dict(means.iter_rows())
+    assert by_sums.alone[7] == pytest.approx(expected[radon.clients_[7]])
+
+
+def test_the_observed_shares_of_a_calibration_are_those_of_the_rows(classes):
+    from covey.report.diagnostics import calibration_table
+
+    table, model = classes
+    found = calibration_table(model.model_, model.plot._needed(table), 5)
+    p = model.predict_proba(table)[:, 1]
+    order = np.argsort(p, kind="stable")
+    low = (table["high"] == "low").to_numpy()
+    for part, (predicted, observed) in zip(np.array_split(order, 5), found.select("predicted", "observed").rows(), strict=True):
+        assert predicted == pytest.approx(p[part].mean())
+        assert observed == pytest.approx(low[part].mean())
+    assert (found["lower"] < found["observed"]).all()
+    assert (found["upper"] > found["observed"]).all()
+
+
+def test_pictures_say_which_data_they_need(radon, classes, homes, tmp_path):
+    with pytest.raises(CoveyError, match=r"range of column 'floor'.*data="):
+        radon.plot.effect("floor", axes())
+    with pytest.raises(CoveyError, match="data="):
+        classes[1].plot.shrinkage(axes())
+    with pytest.raises(CoveyError, match="classifiers"):
+        radon.plot.calibration(homes, axes())
+    with pytest.raises(CoveyError, match="no history"):
+        radon.plot.convergence(axes())
+    with pytest.raises(CoveyError, match="no record of exchanges"):
+        radon.plot.exchanges(ax=axes())
+    with pytest.raises(CoveyError, match=r"'flor'.*'floor'"):
+        radon.plot.caterpillar(axes(), term="flor")
+    again = covey.load(radon.save(tmp_path / "m", sums=False))
+    with pytest.raises(CoveyError, match="sums"):
+        again.plot.caterpillar(axes())
+
+
+def test_exchanges_of_a_run_and_of_the_operators_model(homes, tmp_path):
+    spec = Spec(formula="log_radon ~ floor", client="county", cluster="state", gamma=6.0, solver="apgd")
+    run = covey.simulate_sites(homes, spec, sites=3, out=tmp_path / "operator")
+    plain = [asdict(each) for each in run.outcome.exchanges]
+    model = covey.load(tmp_path / "operator")
+    ax = model.plot.exchanges(plain, axes())
+    assert title(ax).startswith(f"{len(plain)} exchanges sent")
+    assert title(model.plot.exchanges(ax=axes())).startswith(f"{len(plain) - 1} exchanges")  # saved before the last one
+    again = covey.load(model.save(tmp_path / "copy"))
+    assert title(again.plot.exchanges(ax=axes())) == title(model.plot.exchanges(ax=axes()))
+    in_memory = covey.fit(homes, spec)
+    assert "converged" in title(in_memory.plot.convergence(axes()))
+
+
+def test_many_groups_become_bands():
+    rng = np.random.default_rng(0)
+    client = np.repeat(np.arange(3000), rng.integers(1, 9, size=3000))
+    table = pl.DataFrame({"y": rng.normal(size=len(client)) + rng.normal(size=3000)[client], "client": client})
+    model = covey.HierarchicalRegressor(formula="y ~ 1 + (1 | client)", tests=False).fit(table)
+    for ax in (model.plot.shrinkage(axes()), model.plot.reliability(axes()), model.plot.caterpillar(axes())):
+        drawn = sum(len(part.get_offsets()) for part in ax.collections) + sum(len(line.get_xdata()) for line in ax.lines)
+        assert drawn < 500
+    assert "2,970 more between" in [text.get_text() for text in model.plot.caterpillar(axes()).texts]
+
+
+def test_plural_words():
+    assert [plural(word) for word in ("county", "day", "class", "shop")] == ["counties", "days", "classes", "shops"]
+
+
+def test_a_fit_loads_neither_matplotlib_nor_the_report():
+    code = (
+        "import sys, covey; m = covey.fit(covey.datasets.load_radon(), 'log_radon ~ 1 + (1 | county)'); m.plot; "
+        "print([name for name in sys.modules if name == 'matplotlib' or name.startswith('covey.report')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_shell_draws(radon, homes, tmp_path):
+    radon.save(tmp_path / "model")
+    homes.write_csv(tmp_path / "homes.csv")
+    done = inside("plot", "model", "caterpillar", "--level", "cluster", "--dark", cwd=tmp_path)
+    assert "9 states" in done.stdout
+    assert (tmp_path / "caterpillar.png").stat().st_size > 10_000
+    inside("plot", "model", "residuals", "--data", "homes.csv", "--against", "quantile", "--out", "r.svg", cwd=tmp_path)
+    assert (tmp_path / "r.svg").read_text().lstrip().startswith("<?xml")
+    for words, fact in (
+        (("residuals",), "--data"),
+        (("effect",), "--column"),
+        (("pie",), "shrinkage"),
+        (("variance", "--out", "v.gif"), ".png"),
+    ):
+        done = inside("plot", "model", *words, cwd=tmp_path, check=False)
+        assert done.returncode == 2
+        assert fact in done.stderr
