@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covey.losses import Gaussian as Squares
-from covey.solvers.direct.elimination import Quadratic, Spread, cluster_covariances, marginalise, sensitivity
+from covey.solvers.direct.elimination import Quadratic, Spread, cluster_covariances, invert, marginalise, sensitivity
 from covey.variance.columns import ClientSums, client_losses
-from covey.variance.linear_likelihood import LinearCriterion, invert, upper
+from covey.variance.linear_likelihood import LinearCriterion
 from covey.variance.parameters import Shape
+from covey.variance.upper import upper
 from tests.conftest import random_problem, seeds
 from tests.networks import surveyed
 from tests.variance.dense import linear_log_likelihood, random_covariances, slopes, symmetric_slopes

@@ -16,7 +16,7 @@ What a new family needs: the traits of :class:`Loss` and its seven abstract meth
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -67,11 +67,16 @@ def loss_of(family: str, reduction: Reduction = "sum", ridge: float = 0.0) -> Lo
 
 @dataclass(frozen=True)
 class Expansion(Record):
-    """Value ``(n,)``, gradient ``(n, d)`` and Hessian ``(n, d, d)`` of the loss of every client."""
+    """Value ``(n,)``, gradient ``(n, d)`` and Hessian ``(n, d, d)`` of the loss of every client.
+
+    Instead of the Hessians it may hold ``curves (rows,)``, the second derivative of each row's loss in its margin: the Hessian
+    of a client is then the sum of ``curves[l] x_l x_l'`` over its rows, plus the ridge.
+    """
 
     value: Floats
     gradient: Floats
     hessian: Floats
+    curves: Floats = field(default_factory=lambda: np.empty(0))
 
 
 @dataclass(frozen=True)
@@ -302,6 +307,23 @@ class Loss(ABC):
             hessian += self.ridge * np.eye(data.n_terms)
         return Expansion(value, gradient, hessian)
 
+    def expand_rows(self, data: GroupedData, theta: Floats) -> Expansion:
+        """Return value, gradient and the curvature of each row at ``theta (n, d)``. No Hessians are built."""
+        n, d = theta.shape
+        value, gradient, curves = np.empty(n), np.empty((n, d)), np.empty(data.n_rows)
+        if self.code is None:
+            value, gradient, _ = self._expand_with_numpy(data, theta, 1)
+            curves = _weighted(self.curvatures(data.margin(theta), data.y), data) * self.scale(data)[data.client_of_row]
+        else:
+            _, X, y, weights, offset, scale, _, ptr = self.operands(data)
+            at = np.ascontiguousarray(theta)
+            rows = self.code, X, y, weights, offset, scale, ptr
+            share(kernels.expand_rows, block_count(n), *rows, at, value, gradient, curves)
+        if self.ridge:
+            value += 0.5 * self.ridge * (theta**2).sum(axis=1)
+            gradient += self.ridge * theta
+        return Expansion(value, gradient, np.empty((0, d, d)), curves)
+
     def _expand_with_numpy(self, data: GroupedData, theta: Floats, order: int) -> tuple[Floats, Floats, Floats]:
         """Expand the loss without the ridge, as :func:`kernels.expand` does."""
         d, X, y, margin, scale = data.n_terms, data.X, data.y, data.margin(theta), self.scale(data)
@@ -338,20 +360,24 @@ class Loss(ABC):
         """Return the Hessian of each client's loss, ``(n, d, d)``."""
         return self.expand(data, theta, order=2).hessian
 
-    def bend(self, data: GroupedData, theta: Floats, P: Floats) -> Floats:
+    def bend(self, data: GroupedData, theta: Floats, P: Floats | None = None, variance: Floats | None = None) -> Floats:
         """Return the gradient in ``theta_i`` of ``trace(P_i H_i(theta_i))`` of each client, ``(n, d)``.
 
-        ``H_i`` is the Hessian of the sum over the client's rows, whatever the reduction.
+        ``H_i`` is the Hessian of the sum over the client's rows, whatever the reduction. In place of ``P (n, d, d)``, the
+        ``variance (rows,)`` of each row's margin ``x_l'P_i x_l`` will do.
         """
         if self.quadratic:
             return np.zeros_like(theta)
         family, X, y, weights, offset, *_ = self.operands(data)
         if self.code is None:
-            size = np.einsum("la,lab,lb->l", X, P[data.client_of_row], X)
-            rows = (_weighted(self.thirds(data.margin(theta), y), data) * size)[:, None] * X
+            if P is not None:
+                variance = np.einsum("la,lab,lb->l", X, P[data.client_of_row], X)
+            rows = (_weighted(self.thirds(data.margin(theta), y), data) * np.asarray(variance))[:, None] * X
             return segment_sum(rows, data.client_ptr)
-        out = np.zeros_like(theta)
-        share(kernels.bend, block_count(len(theta)), family, X, y, weights, offset, data.client_ptr, theta, P, out)
+        out, d = np.zeros_like(theta), data.n_terms
+        P, variance = (np.empty((0, d, d)) if P is None else P), (_NONE if variance is None else variance)
+        rows = family, X, y, weights, offset, data.client_ptr
+        share(kernels.bend, block_count(len(theta)), *rows, theta, P, variance, out)
         return out
 
     def scale(self, data: GroupedData) -> Floats:

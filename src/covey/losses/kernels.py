@@ -177,25 +177,67 @@ def expand(
                         hessian[i, b, a] = scale[i] * H[a, b]
 
 
+@njit(nogil=True, cache=True, fastmath=FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
+def expand_rows(
+    begin: int, end: int, family: int, X: Floats, y: Floats, weights: Floats, offset: Floats, scale: Floats, client_ptr: Ints,
+    theta: Floats, value: Floats, gradient: Floats, curves: Floats,
+) -> None:  # fmt: skip
+    """As :func:`expand`, but in place of Hessians fill ``curves``, the second derivative of each row's loss in its margin."""
+    n, d = theta.shape
+    weighted, shifted = len(weights) > 0, len(offset) > 0
+    for block in range(begin, end):
+        g = np.empty(d)
+        for i in range(block * BLOCK, min(n, (block + 1) * BLOCK)):
+            total, product = 0.0, 1.0
+            g[:] = 0.0
+            for row in range(client_ptr[i], client_ptr[i + 1]):
+                margin = 0.0
+                for a in range(d):
+                    margin += theta[i, a] * X[row, a]
+                if shifted:
+                    margin += offset[row]
+                plain, factor, slope, curve = pointwise(family, margin, y[row])
+                if weighted:
+                    weight = weights[row]
+                    plain, factor = weight * (plain + math.log(factor)), 1.0
+                    slope *= weight
+                    curve *= weight
+                total += plain
+                product *= factor
+                if product > 1e200:
+                    total += math.log(product)
+                    product = 1.0
+                for a in range(d):
+                    g[a] += slope * X[row, a]
+                curves[row] = scale[i] * curve
+            value[i] = scale[i] * (total + math.log(product))
+            for a in range(d):
+                gradient[i, a] = scale[i] * g[a]
+
+
 @njit(nogil=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def bend(
     begin: int, end: int, family: int, X: Floats, y: Floats, weights: Floats, offset: Floats, client_ptr: Ints, theta: Floats,
-    P: Floats, out: Floats,
+    P: Floats, variance: Floats, out: Floats,
 ) -> None:  # fmt: skip
-    """Set ``out[i] = sum_l f'''(margin_l) (x_l' P_i x_l) x_l``, the gradient of ``trace(P_i H_i)`` in ``theta_i``."""
+    """Set ``out[i] = sum_l f'''(margin_l) (x_l' P_i x_l) x_l``, the gradient of ``trace(P_i H_i)`` in ``theta_i``.
+
+    If ``P`` is empty, ``variance[l]`` is ``x_l' P_i x_l``.
+    """
     n, d = theta.shape
     for block in range(begin, end):
         for i in range(block * BLOCK, min(n, (block + 1) * BLOCK)):
             out[i] = 0.0
             for row in range(client_ptr[i], client_ptr[i + 1]):
                 margin = offset[row] if len(offset) else 0.0
-                size = 0.0
+                size = 0.0 if len(P) else variance[row]
                 for a in range(d):
                     margin += theta[i, a] * X[row, a]
-                    inner = 0.5 * P[i, a, a] * X[row, a]
-                    for b in range(a):
-                        inner += P[i, a, b] * X[row, b]
-                    size += 2.0 * inner * X[row, a]
+                    if len(P):
+                        inner = 0.5 * P[i, a, a] * X[row, a]
+                        for b in range(a):
+                            inner += P[i, a, b] * X[row, b]
+                        size += 2.0 * inner * X[row, a]
                 power = math.exp(exponent(family, margin))
                 third = power if margin <= LARGEST_LOG_MEAN else 0.0
                 if family == BERNOULLI:

@@ -18,6 +18,7 @@ from covey.losses import loss_of
 from covey.nodes.network import Message, Network, Node, R
 from covey.records import Axes, Record, Reply
 from covey.solvers.direct.elimination import Quadratic, Spread
+from covey.solvers.direct.spaces import Hessians, LeadingHessians, by_cell, hessians, space_of
 from covey.solvers.result import Fit
 from covey.tables.rows import GroupedData
 from covey.variance.components import Components, Learned, LevelComponents, Whole
@@ -196,6 +197,24 @@ def client_losses(node: Node, order: Ints | None = None) -> Quadratic:
     return from_cache(node, "losses in order", (columns.basis, columns.origin, order), permute)
 
 
+def leading_losses(node: Node, order: TermOrder) -> tuple[Hessians, Quadratic]:
+    """As :func:`client_losses`, where most terms are shared: Hessians of the varying terms, and a Quadratic without ``C``."""
+    columns, d = working_columns(node), len(order.terms)
+
+    def compute() -> tuple[Hessians, Quadratic]:
+        H: Hessians
+        if not node.data.n_rows:  # there may be the sums of an earlier fit
+            losses = client_losses(node, order.terms)
+            H = LeadingHessians.of_matrices(losses.C, node.data.hierarchy.cluster_ptr, order.width)
+            return H, replace(losses, C=np.empty((0, d, d)))
+        data = client_rows(node, order.terms)
+        here = node.loss.expand_rows(data, np.tile(columns.origin[order.terms], (data.n_clients, 1)))
+        H = hessians(data, node.loss, here, order.width)
+        return H, Quadratic(here.hessian, -here.gradient, here.value, data.rows_that_count)
+
+    return from_cache(node, "leading losses", (columns.basis, columns.origin, *order.key), compute)
+
+
 def client_spread(node: Node, S: Floats, order: TermOrder) -> Spread:
     """The covariance of each of the node's clients about its cluster, from ``S (1 or k, d, d)``."""
     tree = node.data.hierarchy
@@ -309,7 +328,13 @@ class SumRows(Message[RowTotals], label="totals of rows", phase="learn"):
         data = node.data
         weights = data.weights
         data = replace(data, X=_combined(data.X, self.basis))
-        here = loss_of("gaussian").expand(data, np.zeros((data.n_clients, data.n_terms)))
+        gaussian, zero = loss_of("gaussian"), np.zeros((data.n_clients, data.n_terms))
+        if space_of(data.n_terms, 0) == "terms":
+            here = gaussian.expand(data, zero)
+            gram = here.hessian.sum(axis=0)
+        else:
+            here = gaussian.expand_rows(data, zero)
+            gram = by_cell(data.X, data.X, here.curves, np.array([0, data.n_rows]))[0]
         return RowTotals(
             data.n_rows,
             float(data.rows_that_count.sum()),
@@ -318,7 +343,7 @@ class SumRows(Message[RowTotals], label="totals of rows", phase="learn"):
             (node.data.X == 1.0).sum(axis=0).astype(np.float64),
             data.X.sum(axis=0),
             np.einsum("la,la->a", data.X, data.X),
-            here.hessian.sum(axis=0),
+            gram,
             -here.gradient.sum(axis=0),
             float(data.y.sum()),
             2 * float(here.value.sum()),

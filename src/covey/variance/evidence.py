@@ -9,18 +9,20 @@ Where single clients matter, a node checks a property of each client and sends o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import numpy as np
 
-from covey._typing import Floats
+from covey._typing import Floats, Ints
 from covey.losses import loss_of
 from covey.nodes.network import Message, Node, Sizes
 from covey.records import Axes, Count, Reply
 from covey.solvers.direct.elimination import Quadratic, solve_columns
+from covey.solvers.direct.spaces import by_cell, leading_products, space_of
+from covey.tables.rows import GroupedData
 from covey.tree.hierarchy import segment_sum
-from covey.variance.columns import WorkingColumns, client_losses, client_rows
+from covey.variance.columns import WorkingColumns, client_losses, client_rows, is_identity
 
 ROUNDING = 1e-13  # clients' columns are proportional to this precision
 PROPORTIONAL = 1e-10  # degrees of freedom count columns as proportional to this precision
@@ -49,12 +51,19 @@ class ResidualEvidence(Reply):
     def of(cls, losses: Quadratic, varying: Sequence[int]) -> ResidualEvidence:
         """From the losses of clients, or of clusters."""
         v = list(varying)
+        return cls.of_rows(losses.C[:, v], losses.C.sum(axis=0), losses, varying)
+
+    @classmethod
+    def of_rows(cls, A: Floats, total: Floats, losses: Quadratic, varying: Sequence[int]) -> ResidualEvidence:
+        """From the rows of the varying terms, ``A (n, v, d)``, and the sum over all clients of all rows."""
+        v = list(varying)
         shared = [a for a in range(losses.r.shape[1]) if a not in v]
-        Avv, Avs, bv = losses.C[:, v][:, :, v], losses.C[:, v][:, :, shared], losses.r[:, v]
+        Avv, Avs, bv = A[:, :, v], A[:, :, shared], losses.r[:, v]
         solved, ranks = solve_columns(Avv, np.concatenate([Avs, bv[:, :, None]], axis=2)) if v else (Avs, np.zeros(1))
         into, fits = (solved[:, :, :-1], solved[:, :, -1]) if v else (Avs, bv)
         within = 2 * losses.c - np.einsum("iv,iv->i", bv, fits)
-        common = losses.C[:, shared][:, :, shared].sum(axis=0) - np.einsum("iva,ivb->ab", into, Avs)
+        stacked = len(A) * len(v), len(shared)
+        common = total[np.ix_(shared, shared)] - into.reshape(stacked).T @ Avs.reshape(stacked)
         rhs = (losses.r[:, shared] - np.einsum("iva,iv->ia", Avs, fits)).sum(axis=0)
         rank = int(ranks.sum())
         return cls(float(within.sum()), common, rhs, rank)
@@ -113,56 +122,118 @@ class WeighEvidence(Message[Evidence], label="weigh evidence", phase="learn"):
     def at(self, node: Node) -> Evidence:
         node.keep(self.columns)
         data, tree = client_rows(node), node.data.hierarchy
+        losses, rows, in_user_units = self._whole(node) if self._needs_all(data) else self._some(node)
+        if node.loss.reml:
+            residual = ResidualEvidence.of_rows(rows.pick(self.varying), losses.C.sum(axis=0), losses, self.varying)
+        else:
+            s = data.n_terms - len(self.varying)
+            residual = ResidualEvidence(0.0, np.zeros((s, s)), np.zeros(s), 0)  # there is no residual to identify
+        ones, many = segment_sum(data.y, data.client_ptr), data.rows_per_client.astype(np.float64)
+        return Evidence(
+            Quadratic(losses.C, *(tree.sum_up(part) for part in (losses.r, losses.c, losses.n))),
+            rows.squares(),
+            rows.products(),
+            int((losses.n > 1).sum()),
+            rows.n_not_proportional(ROUNDING),
+            in_user_units.n_not_proportional(PROPORTIONAL),
+            rows.n_not_determined(self.inverse),
+            residual,
+            int(((ones != 0) & (ones != many)).sum()),
+            int((many > 1).sum()),
+            tree.sum_up(ones),
+            tree.sum_up(many),
+        )
+
+    def _needs_all(self, data: GroupedData) -> bool:
+        return space_of(data.n_terms, len(self.varying)) == "terms"
+
+    def _whole(self, node: Node) -> tuple[Quadratic, GramRows, GramRows]:
+        """The clients' losses with ``C (k, d, d)`` summed by cluster, and their ``X'X``, the second in the user's units."""
+        data, tree = client_rows(node), node.data.hierarchy
         if node.loss.reml:
             losses = client_losses(node)
-            residual = ResidualEvidence.of(losses, self.varying)
         else:
             n, d = data.n_clients, data.n_terms
             gram = loss_of("gaussian").hessian(data, np.zeros((n, d)))
             losses = Quadratic(gram, np.zeros((n, d)), np.zeros(n), data.rows_that_count)
-            s = d - len(self.varying)
-            residual = ResidualEvidence(0.0, np.zeros((s, s)), np.zeros(s), 0)  # there is no residual to identify
-        ones, rows = segment_sum(data.y, data.client_ptr), data.rows_per_client.astype(np.float64)
-        return Evidence(
-            Quadratic(*(tree.sum_up(part) for part in (losses.C, losses.r, losses.c, losses.n))),
-            (losses.C**2).sum(axis=0),
-            products(losses.C),
-            int((losses.n > 1).sum()),
-            n_not_proportional(losses.C, ROUNDING),
-            n_not_proportional(self.columns.losses_to_user_units(losses).C, PROPORTIONAL),
-            n_not_determined(losses.C, self.inverse),
-            residual,
-            int(((ones != 0) & (ones != rows)).sum()),
-            int((rows > 1).sum()),
-            tree.sum_up(ones),
-            tree.sum_up(rows),
+        rows, in_user_units = (GramRows.of(A) for A in (losses.C, self.columns.losses_to_user_units(losses).C))
+        return replace(losses, C=tree.sum_up(losses.C)), rows, in_user_units
+
+    def _some(self, node: Node) -> tuple[Quadratic, GramRows, GramRows]:
+        """The same, but only the rows of the terms that vary by client and of the intercept."""
+        data, n, d = client_rows(node), node.data.n_clients, node.data.n_terms
+        loss = node.loss if node.loss.reml else loss_of("gaussian")
+        here = loss.expand_rows(data, np.tile(self.columns.origin, (n, 1)))
+        rows_of_cells = data.client_ptr[data.hierarchy.cluster_ptr]
+        losses = Quadratic(
+            by_cell(data.X, data.X, here.curves, rows_of_cells), -here.gradient, here.value, data.rows_that_count
         )
+        if not node.loss.reml:
+            losses = replace(losses, r=np.zeros((n, d)), c=np.zeros(n))
+        one = {data.terms.index("Intercept")} if "Intercept" in data.terms else set()
+        terms = np.array(sorted({*self.varying, *one, self.columns.one} - {-1}), dtype=np.int64)
+        rows = GramRows.of_rows(data, here.curves, terms)
+        same = is_identity(self.columns.basis)
+        return losses, rows, rows if same else GramRows.of_rows(node.data, here.curves, np.array(sorted(one), dtype=np.int64))
 
 
-def n_not_proportional(A: Floats, precision: float) -> Floats:
-    """For each pair of terms, the number of matrices ``X'X`` in ``A (n, d, d)`` with columns that are not proportional."""
-    count = np.zeros(A.shape[1:])
-    for start in range(0, len(A), _BLOCK):
-        block = A[start : start + _BLOCK]
-        size = np.einsum("iaa->ia", block)
-        full = size[:, :, None] * size[:, None, :]
-        count += (full - block**2 > precision * np.maximum(full, 1e-300)).sum(axis=0)
-    return count
+@dataclass(frozen=True)
+class GramRows:
+    """The rows ``terms`` of matrices ``X'X`` of clients or clusters, ``A (n, len(terms), d)``, and their diagonals ``(n, d)``.
 
+    The methods return numbers for pairs of terms, ``(d, d)``, or for terms, ``(d,)``; they are zero without one of these rows.
+    """
 
-def products(A: Floats) -> Floats:
-    """The sum over matrices ``A (n, d, d)`` of each entry times the entry on the diagonal of its row."""
-    return np.asarray(np.einsum("iaa,iab->ab", A, A))
+    A: Floats
+    diagonal: Floats
+    terms: Ints
 
+    @classmethod
+    def of(cls, A: Floats) -> GramRows:
+        """All rows of whole matrices ``A (n, d, d)``."""
+        return cls(A, np.einsum("iaa->ia", A), np.arange(A.shape[1]))
 
-def n_not_determined(A: Floats, inverse: Floats) -> Floats:
-    """The number of clients or clusters whose coefficient of a term the common coefficients do not determine, ``(d,)``."""
-    count = np.zeros(A.shape[1])
-    for start in range(0, len(A), _BLOCK):
-        block = A[start : start + _BLOCK]
-        total, fitted = np.einsum("iaa->ia", block), np.einsum("iac,iac->ic", block, inverse @ block)
-        count += (total - fitted > _DETERMINED * total).sum(axis=0)
-    return count
+    @classmethod
+    def of_rows(cls, data: GroupedData, curves: Floats, terms: Ints) -> GramRows:
+        diagonal = segment_sum(curves[:, None] * data.X**2, data.client_ptr)
+        return cls(leading_products(data, curves, terms), diagonal, terms)
+
+    def pick(self, terms: Sequence[int]) -> Floats:
+        """The rows of some of the terms."""
+        return self.A[:, [int(np.flatnonzero(self.terms == a)[0]) for a in terms]]
+
+    def squares(self) -> Floats:
+        """The sums of squared entries."""
+        return self._in_place((self.A**2).sum(axis=0), both=True)
+
+    def products(self) -> Floats:
+        """The sums of each entry times the entry on the diagonal of its row."""
+        return self._in_place(np.einsum("ia,iab->ab", self.diagonal[:, self.terms], self.A), both=False)
+
+    def n_not_proportional(self, precision: float) -> Floats:
+        """For each pair of terms, the number of matrices with columns of ``X`` that are not proportional."""
+        count = np.zeros(self.A.shape[1:])
+        for start in range(0, len(self.A), _BLOCK):
+            block, size = self.A[start : start + _BLOCK], self.diagonal[start : start + _BLOCK]
+            full = size[:, self.terms, None] * size[:, None, :]
+            count += (full - block**2 > precision * np.maximum(full, 1e-300)).sum(axis=0)
+        return self._in_place(count, both=True)
+
+    def n_not_determined(self, inverse: Floats) -> Floats:
+        """The number of clients or clusters whose coefficient of a term the common coefficients do not determine, ``(d,)``."""
+        count = np.zeros(self.A.shape[2])
+        for start in range(0, len(self.A), _BLOCK):
+            block, total = self.A[start : start + _BLOCK], self.diagonal[start : start + _BLOCK, self.terms]
+            fitted = np.einsum("iac,iac->ia", block, block @ inverse)
+            count[self.terms] += (total - fitted > _DETERMINED * total).sum(axis=0)
+        return count
+
+    def _in_place(self, rows: Floats, *, both: bool) -> Floats:
+        whole = np.zeros((rows.shape[1], rows.shape[1]))
+        whole[self.terms] = rows
+        if both:
+            whole[:, self.terms] = rows.T
+        return whole
 
 
 @dataclass(frozen=True)
@@ -176,6 +247,8 @@ class CountUnlike(Message[Count], label="clients unlike the others", phase="lear
     mean: Floats
 
     def at(self, node: Node) -> Count:
-        size = np.einsum("iaa->ia", client_losses(node).C)[:, list(self.varying)]
+        data, v = client_rows(node), list(self.varying)
+        curves = node.loss.expand_rows(data, np.zeros((data.n_clients, data.n_terms))).curves
+        size = segment_sum(curves[:, None] * data.X[:, v] ** 2, data.client_ptr)
         total = size if len(self.mean) == size.shape[1] else size.sum(axis=1, keepdims=True)
         return Count(int((np.abs(total - self.mean) > _ALIKE * np.abs(self.mean)).any(axis=1).sum()))

@@ -28,11 +28,9 @@ from covey.variance.evidence import (
     ROUNDING,
     CountUnlike,
     Evidence,
+    GramRows,
     ResidualEvidence,
     WeighEvidence,
-    n_not_determined,
-    n_not_proportional,
-    products,
 )
 from covey.variance.laplace_likelihood import BeginMode, SumLogCounts, run_newton
 from covey.variance.parameters import Kind, Shape
@@ -63,8 +61,9 @@ def check_identifiable(network: CountingNetwork, evidence: Evidence, shape: Shap
     sums = evidence.cluster_sums
     _refuse_too_few(network, evidence, shape, linear)
     inverse = invert(sums.C.sum(axis=0), shape.free(np.arange(len(terms))))[0]
-    clusters = n_not_proportional(sums.C, ROUNDING), n_not_determined(sums.C, inverse)
-    moments = (evidence.gram_squares, evidence.gram_products), ((sums.C**2).sum(axis=0), products(sums.C))
+    rows = GramRows.of(sums.C)
+    clusters = rows.n_not_proportional(ROUNDING), rows.n_not_determined(inverse)
+    moments = (evidence.gram_squares, evidence.gram_products), (rows.squares(), rows.products())
     for (level, varying, kind), (not_proportional, not_determined), sizes in zip(
         _levels(shape), ((evidence.not_proportional, evidence.not_determined), clusters), moments, strict=True
     ):
@@ -271,7 +270,7 @@ def _without_dropped(
 def _without_constant(shape: Shape, evidence: Evidence, one: int, terms: Sequence[str]) -> tuple[Shape, tuple[str, ...]]:
     """The shape without terms that are constant within every client or cluster, where the intercept varies."""
     notes: list[str] = []
-    clusters = n_not_proportional(evidence.cluster_sums.C, ROUNDING)
+    clusters = GramRows.of(evidence.cluster_sums.C).n_not_proportional(ROUNDING)
     for (level, varying, kind), not_proportional in zip(_levels(shape), (evidence.not_proportional, clusters), strict=True):
         fixed = [a for a in varying if a != one and one in varying and not not_proportional[one, a]]
         if fixed and kind != "isotropic":
@@ -286,7 +285,7 @@ def _constant_within(evidence: Evidence, columns: WorkingColumns, terms: Sequenc
     if "Intercept" not in terms:
         return np.zeros((2, len(terms)), dtype=bool)
     one = terms.index("Intercept")
-    clusters = n_not_proportional(columns.losses_to_user_units(evidence.cluster_sums).C, PROPORTIONAL)
+    clusters = GramRows.of(columns.losses_to_user_units(evidence.cluster_sums).C).n_not_proportional(PROPORTIONAL)
     return np.stack([clusters[one] == 0, evidence.clearly_not_proportional[one] == 0])
 
 

@@ -43,14 +43,12 @@ from covey.solvers.direct.elimination import (
     Marginal,
     Quadratic,
     Spread,
+    absorb_leading,
     cluster_covariances,
-    descend,
-    eliminate,
     invert,
-    marginalise,
-    posterior,
     sensitivity,
 )
+from covey.solvers.direct.spaces import Hessians, expand, hessians
 from covey.solvers.direct.sweep import solve_top
 from covey.solvers.result import Convergence
 from covey.variance.columns import (
@@ -67,8 +65,9 @@ from covey.variance.columns import (
     from_cache,
     keep_results,
 )
-from covey.variance.linear_likelihood import Criterion, Evaluation, UpperPosterior
+from covey.variance.linear_likelihood import Criterion, Evaluation
 from covey.variance.parameters import Shape
+from covey.variance.upper import UpperPosterior
 
 START = 0.5  # the first standard deviation of everything that varies, in units of the residual's
 _STEPS = 60  # Newton steps to a mode, at most; a few suffice from the mode at a nearby point
@@ -79,16 +78,15 @@ _LARGE = 3.0  # standard deviation of log-odds or log-means
 
 
 def node_curvature(node: newton.LocalProblem, at: newton.NewtonPoint) -> Marginal:
-    """Each client's ``C_i`` and log-determinant at the mode, and their sums by cluster."""
-    H = Quadratic(at.here.hessian, np.zeros_like(at.u), *node.aside)
-    return marginalise(H, node.spread, node.data.hierarchy.cluster_ptr)
+    """Each client's ``C_i`` at the mode, and the sums of log-determinants by cluster."""
+    return node.hessians(at).curvature(node.spread, node.data.hierarchy.cluster_ptr)
 
 
 def node_bends(node: newton.LocalProblem, at: newton.NewtonPoint, P: Floats) -> tuple[Floats, Floats]:
     """Each client's ``g_i (n, d)``, which stays at the node, and the sums ``(k, d)`` of ``(I + H_i S_j)^-1 g_i`` by cluster."""
-    tree, H = node.data.hierarchy, at.here.hessian
-    g = node.loss.bend(node.data, at.theta, posterior(H, node.spread, tree.parent, P))
-    return g, eliminate(Quadratic(H, g, *node.aside), node.spread, tree.cluster_ptr).r
+    H = node.hessians(at)
+    g = H.bend(node.data, node.loss, at.theta, node.spread, P)
+    return g, H.lift(g, node.spread, node.data.hierarchy.cluster_ptr, node.aside)
 
 
 def node_slopes(
@@ -96,7 +94,7 @@ def node_slopes(
 ) -> tuple[Floats, Floats]:
     """The sums of ``bend`` and ``pull`` by cluster; ``y (k, d)`` is the clusters' solution of the second sweep."""
     tree, width = node.data.hierarchy, node.spread.width
-    _, q = descend(at.here.hessian, g, node.spread, tree.parent, y)
+    _, q = node.hessians(at).descend(g, node.spread, tree.parent, y)
     bend, _ = sensitivity(marginal, width, tree.cluster_ptr, np.zeros_like(y), P)
     pull, moving = _pulls(at.u[:, :width], q[:, :width])
     return bend + tree.sum_up(moving), tree.sum_up(pull)
@@ -124,7 +122,8 @@ class SumLogCounts(Message[Quadratic], label="logs of responses", phase="learn")
 
     def at(self, node: Node) -> Quadratic:
         clients = _clients(node, self.S, self.order)
-        return eliminate(_linear_problem(clients, self.centre), clients.spread, node.data.hierarchy.cluster_ptr)
+        H, b = _linear_problem(clients, self.centre)
+        return H.eliminate(b, clients.spread, node.data.hierarchy.cluster_ptr, clients.aside)
 
 
 @dataclass(frozen=True)
@@ -148,8 +147,8 @@ class BeginMode(Message[newton.NewtonReport], label="begin mode", phase="learn")
         clients, tree = _clients(node, self.S, self.order), node.data.hierarchy
         u, last = np.zeros((tree.n_clients, self.w.shape[1])), node.find(ModeState)
         if self.logs is not None:
-            near = _linear_problem(clients, self.logs.centre)
-            _, u = descend(near.C, near.r, clients.spread, tree.parent, self.logs.w)
+            H, b = _linear_problem(clients, self.logs.centre)
+            _, u = H.descend(b, clients.spread, tree.parent, self.logs.w)
         elif not self.fresh and last is not None and np.array_equal(last.order.terms, self.order.terms):
             u = last.state.now.u
         with np.errstate(over="ignore", invalid="ignore"):
@@ -210,9 +209,11 @@ class FinishMode(Message[NonFiniteClients], label="finish at the mode", phase="l
     def at(self, node: Node) -> NonFiniteClients:
         mode = node.state(ModeState)
         back, now = mode.order.inverse, mode.state.now
-        theta = now.theta[:, back]
+        theta, H = now.theta[:, back], now.here.hessian
+        if not len(H):
+            H = node.loss.hessian(client_rows(node, mode.order.terms), now.theta)
         # To second order about the mode. The gradient of the loss is minus the force u there, so b = H theta + u.
-        H = np.ascontiguousarray(now.here.hessian[:, back[:, None], back])
+        H = np.ascontiguousarray(H[:, back[:, None], back])
         b = np.einsum("iab,ib->ia", H, theta) + now.u[:, back]
         units = Quadratic(H, b, np.zeros(len(H)), node.data.rows_that_count)
         return keep_results(node, theta, units, np.zeros(theta.shape[1]))
@@ -223,13 +224,14 @@ def _clients(node: Node, S: Floats, order: TermOrder) -> newton.LocalProblem:
     return newton.LocalProblem(client_rows(node, order.terms), node.loss, spread)
 
 
-def _linear_problem(clients: newton.LocalProblem, centre: Floats) -> Quadratic:
-    """The linear model of the logs of the counts, about the global model."""
+def _linear_problem(clients: newton.LocalProblem, centre: Floats) -> tuple[Hessians, Floats]:
+    """The linear model of the logs of the counts, about the global model: the Hessians and the linear terms."""
     n, linear = clients.data.n_clients, clients.loss.working_response(clients.data)
     if linear is None:
         raise SolverError(f"The {clients.loss.name} loss has no linear problem to start from.")
-    here = loss_of("gaussian").expand(linear, np.tile(centre, (n, 1)))
-    return Quadratic(here.hessian, -here.gradient, *clients.aside)
+    width, gaussian = clients.spread.width, loss_of("gaussian")
+    here = expand(linear, gaussian, np.tile(centre, (n, 1)), width)
+    return hessians(linear, gaussian, here, width), -here.gradient
 
 
 def _at_mode(node: Node, P: Floats) -> tuple[newton.LocalProblem, Marginal, Floats, Floats]:
@@ -277,13 +279,11 @@ class LaplaceLikelihood:
         above = Spread.of_covariances(S_cluster, self.network.tree.n_clusters, self.width)
         upper, C = self._mode(S_client, above, wbar)
 
-        K = np.eye(len(S)) + C @ S
-        D = np.linalg.solve(K, C)
-        P = cluster_covariances(C, S, np.zeros_like(S))
+        P = cluster_covariances(C, S, np.zeros_like(S), self.width)
         bends = self.network.ask(SumBends(P))
         least, phi = self.network.loss.profile(self.objective, self.weight, self.perfect)
-        value = 2 * least + bends.volume + float(np.linalg.slogdet(K)[1].sum())
-        p = np.linalg.solve(K, bends.lifted[:, :, None])[:, :, 0]
+        D, p, log_determinants = absorb_leading(C, bends.lifted, S, self.width)
+        value = 2 * least + bends.volume + float(log_determinants.sum())
         slopes = self.network.ask(SlopeAtMode(P, p @ S))
 
         cluster_pull, moving = (sums.sum(axis=0, keepdims=True) for sums in _pulls(upper.v, p))

@@ -43,20 +43,18 @@ from typing import Annotated
 
 import numpy as np
 
-from covey._typing import Anything, Floats, Ints
+from covey._typing import Floats, Ints
 from covey.errors import SolverError
 from covey.nodes.network import Message, Node, Sizes
 from covey.records import Axes, Reply
 from covey.solvers.direct.elimination import (
     Marginal,
     Quadratic,
-    cluster_covariances,
-    descend,
     invert,
-    marginalise,
     sensitivity,
     solve_symmetric,
 )
+from covey.solvers.direct.spaces import Hessians, WholeHessians, space_of
 from covey.solvers.result import Progress
 from covey.variance.columns import (
     LearningState,
@@ -69,10 +67,12 @@ from covey.variance.columns import (
     client_spread,
     from_cache,
     keep_results,
+    leading_losses,
     working_columns,
 )
 from covey.variance.components import Method
 from covey.variance.parameters import Parameters, Shape
+from covey.variance.upper import UpperPosterior, upper
 
 _LOST_DIGITS = 1e-7  # share of the sum of squares about the pooled fit
 AT_ONCE = 1 << 24  # numbers that nodes keep of their clients for points that are evaluated together
@@ -98,34 +98,6 @@ class Evaluation:
     global_slope: Floats
     pull: tuple[Floats, Floats]
     top: UpperPosterior
-
-
-@dataclass(frozen=True)
-class UpperPosterior:
-    """The upper levels given the covariances, which are relative to ``dispersion``.
-
-    Attributes
-    ----------
-    C : (k, d, d) the precision with which the clients determine each cluster's model
-    wbar, w : (d,) and (k, d), the posterior means
-    force : (k, d) the forces ``S^-1 (w_j - wbar)``
-    P0 : (d, d) the covariance of ``wbar``; zero for ML, which takes it as fixed
-    P : (k, d, d) the posterior covariance of each cluster's model
-    D : (k, d, d) the precision with which each cluster determines ``wbar``
-    criterion : twice the negative log-likelihood
-    dispersion, dof : the residual variance (1 for counts and classes), and its degrees of freedom
-    """
-
-    C: Floats
-    wbar: Floats
-    w: Floats
-    force: Floats
-    P0: Floats
-    P: Floats
-    D: Floats
-    criterion: float
-    dispersion: float
-    dof: float
 
 
 class Criterion(ABC):
@@ -320,9 +292,8 @@ class FinishLinear(Message[NonFiniteClients], label="finish linear", phase="lear
     w: Annotated[Floats, Axes("k d")]
 
     def at(self, node: Node) -> NonFiniteClients:
-        losses, origin = client_losses(node, self.order.terms), working_columns(node).origin
-        spread = client_spread(node, self.S, self.order)
-        theta, _ = descend(losses.C, losses.r, spread, node.data.hierarchy.parent, self.w)
+        (H, losses), origin = _losses(node, self.order), working_columns(node).origin
+        theta, _ = H.descend(losses.r, client_spread(node, self.S, self.order), node.data.hierarchy.parent, self.w)
         return keep_results(node, origin + theta[:, self.order.inverse], client_losses(node), origin)
 
 
@@ -331,10 +302,20 @@ def _integrated(node: Node, asked: IntegrateClients) -> tuple[Marginal, ...]:
     columns, order = working_columns(node), asked.order
 
     def compute() -> tuple[Marginal, ...]:
-        losses, ptr = client_losses(node, order.terms), node.data.hierarchy.cluster_ptr
-        return tuple(marginalise(losses, client_spread(node, S, order), ptr) for S in asked.S)
+        (H, losses), ptr = _losses(node, order, whole=asked.about_client_fits), node.data.hierarchy.cluster_ptr
+        spreads = [client_spread(node, S, order) for S in asked.S]
+        return tuple(H.marginalise(losses.r, spread, ptr, (losses.c, losses.n)) for spread in spreads)
 
-    return from_cache(node, "integrated", (asked.S, *order.key, columns.basis, columns.origin), compute)
+    whole = np.array([asked.about_client_fits])
+    return from_cache(node, "integrated", (asked.S, *order.key, columns.basis, columns.origin, whole), compute)
+
+
+def _losses(node: Node, order: TermOrder, whole: bool = False) -> tuple[Hessians, Quadratic]:
+    """The clients' losses about the origin in the working order: their Hessians, and a Quadratic of everything else."""
+    if whole or space_of(len(order.terms), order.width) == "terms":
+        losses = client_losses(node, order.terms)
+        return WholeHessians(losses.C), losses
+    return leading_losses(node, order)
 
 
 def _client_fits(node: Node, order: TermOrder) -> tuple[Floats, Floats]:
@@ -370,8 +351,7 @@ class LinearCriterion(Criterion):
 
     def values_and_gradients(self, points: Sequence[Floats], *, independent: bool = False) -> list[tuple[float, Floats]]:
         """All points take as many exchanges as one, if the criterion can be computed at all of them."""
-        n, d = self.tree.n_clients, len(self.terms)
-        size = max(1, AT_ONCE // (n * d * (d + 1)))
+        size = max(1, AT_ONCE // self.numbers_kept)
         results: list[tuple[float, Floats]] = []
         for first in range(0, len(points), size):
             part = points[first : first + size]
@@ -382,6 +362,12 @@ class LinearCriterion(Criterion):
             together = [(at.value, self.gradient(x, at)) for x, at in zip(part, here, strict=False)]
             results += together or super().values_and_gradients(part)
         return results
+
+    @property
+    def numbers_kept(self) -> int:
+        """How many numbers the nodes keep of their clients for each point."""
+        d, whole = len(self.terms), space_of(len(self.terms), self.order.width) == "terms"
+        return self.tree.n_clients * (d if whole else max(self.order.width, 1)) * (d + 1)
 
     def _evaluate(self, points: Sequence[Floats]) -> list[Evaluation]:
         self.evaluations += len(points)
@@ -394,7 +380,8 @@ class LinearCriterion(Criterion):
         """Evaluate covariances, ``(1 or k, d, d)`` of clients and ``(1, d, d)`` of clusters. All points take two exchanges."""
         tops = self.upper_levels(points)
         slopes = self.network.ask(LikelihoodSlope(np.stack([top.w for top in tops]), np.stack([top.P for top in tops])))
-        return [_evaluation(top, bend, pull) for top, bend, pull in zip(tops, slopes.bend, slopes.pull, strict=True)]
+        width, parts = self.parameters.cluster.width, zip(tops, slopes.bend, slopes.pull, strict=True)
+        return [_evaluation(top, bend, pull, width) for top, bend, pull in parts]
 
     def upper_levels(self, points: Sequence[tuple[Floats, Floats]]) -> list[UpperPosterior]:
         """The upper levels at covariances. All points take one exchange."""
@@ -419,32 +406,10 @@ class LinearCriterion(Criterion):
         return bool(lost)
 
 
-def _evaluation(top: UpperPosterior, bend: Floats, pull: Floats) -> Evaluation:
-    cluster_bend = (top.D - top.D @ (top.P0 @ top.D)).sum(axis=0, keepdims=True)
+def _evaluation(top: UpperPosterior, bend: Floats, pull: Floats, width: int) -> Evaluation:
+    """Only the first ``width`` terms may vary between clusters."""
+    D, cluster_bend = top.D[:, :width], np.zeros((1, *top.P0.shape))
+    cluster_bend[0, :width, :width] = (D[:, :, :width] - D @ (top.P0 @ D.swapaxes(1, 2))).sum(axis=0)
     cluster_pull = (top.force.T @ top.force)[None]
     pull, cluster_pull = pull / top.dispersion, cluster_pull / top.dispersion
     return Evaluation(top.criterion, bend - pull, cluster_bend - cluster_pull, np.empty(0), (pull, cluster_pull), top)
-
-
-def upper(seen: Quadratic, log_determinants: float, S: Floats, reml: bool, free: Anything | None = None) -> UpperPosterior:
-    """Solve for the upper levels, given the clients' losses as functions of ``w_j``: the coordinator's part of the sweep.
-
-    The global coefficients of terms that are not ``free (d,)`` are zero.
-    """
-    d = seen.r.shape[1]
-    K = np.eye(d) + seen.C @ S
-    solved = np.linalg.solve(K, np.concatenate([seen.C, seen.r[:, :, None]], axis=2))
-    D, q = 0.5 * (solved[:, :, :d] + solved[:, :, :d].swapaxes(1, 2)), solved[:, :, d]
-    log_determinants += float(np.linalg.slogdet(K)[1].sum())
-    whole, total = D.sum(axis=0), q.sum(axis=0)
-    inverse, log_whole = invert(whole, free)
-    wbar = inverse @ total
-    rows = float(seen.n.sum())
-    dof = rows - (d if free is None else int(free.sum())) if reml else rows
-    squares = 2.0 * float(seen.c.sum()) - float(np.einsum("ja,ab,jb->", seen.r, S, q)) - float(wbar @ total)
-    dispersion = max(squares, 0.0) / dof
-    with np.errstate(divide="ignore"):
-        criterion = dof * (np.log(2 * np.pi * dispersion) + 1.0) + log_determinants + (log_whole if reml else 0.0)
-    force, P0 = q - D @ wbar, inverse if reml else np.zeros_like(inverse)
-    P, value = cluster_covariances(seen.C, S, P0), float(criterion)
-    return UpperPosterior(seen.C, wbar, wbar + force @ S, force, P0, P, D, value, dispersion, dof)

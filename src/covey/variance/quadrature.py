@@ -40,13 +40,15 @@ from covey.errors import SolverError
 from covey.losses import Loss
 from covey.nodes.network import Message, Node, Sizes
 from covey.records import Axes, Reply
+from covey.solvers.direct.spaces import expand, hessians
 from covey.tables.rows import GroupedData
 from covey.tree.hierarchy import Hierarchy
 from covey.variance.approximation import BIASED, NOTICED, OVERSTATED, TOO_LARGE, Approximation
 from covey.variance.columns import CountingNetwork, client_rows
 from covey.variance.laplace_likelihood import LaplaceCriterion, ModeState
-from covey.variance.linear_likelihood import Criterion, UpperPosterior
+from covey.variance.linear_likelihood import Criterion
 from covey.variance.search import Optimum
+from covey.variance.upper import UpperPosterior
 
 # Nodes of a Gauss-Hermite rule along each of one or two directions, and draws if there are more. The first number is for a
 # quick check. The others are for a careful one, which follows if the result looks bad: integrands are then far from normal. The
@@ -168,7 +170,7 @@ class IntegrateAtMode(Message[LogIntegrals], label="integrals at the mode", phas
             data, now = _some_clients(client_rows(node, mode.order.terms), keep), mode.state.now
             L = L[tree.parent[keep]] if len(L) > 1 else np.broadcast_to(L, (data.n_clients, *L.shape[1:]))
             b = np.einsum("iar,ia->ir", L, now.u[keep])
-            clients = _Clients(data, node.loss, L, self.phi, now.theta[keep], b, now.here.hessian[keep])
+            clients = _Clients.at_mode(data, node.loss, L, self.phi, now.theta[keep], b, mode.order.width)
             laplace, sum_up = clients.laplace, data.hierarchy.sum_up
             for m, w in enumerate(self.w):
                 logs, by = clients.log_integrals(w[data.hierarchy.parent], rule, len(self.w) > 1)
@@ -178,7 +180,10 @@ class IntegrateAtMode(Message[LogIntegrals], label="integrals at the mode", phas
 
 @dataclass(frozen=True)
 class _Clients:
-    """Clients at their modes ``theta (n, d)`` and ``b (n, r)``, with their Hessians there and ``L (n, d, r)``."""
+    """Clients at their modes ``theta (n, d)`` and ``b (n, r)``, with ``L (n, d, r)`` that is zero where terms do not vary.
+
+    ``hessian (n, q, d)`` are the rows of their Hessians that belong to the ``q`` terms that vary.
+    """
 
     data: GroupedData
     loss: Loss
@@ -187,6 +192,15 @@ class _Clients:
     theta: Floats
     b: Floats
     hessian: Floats
+
+    @classmethod
+    def at_mode(cls, data: GroupedData, loss: Loss, L: Floats, phi: float, theta: Floats, b: Floats, q: int) -> _Clients:
+        here = expand(data, loss, theta, q)
+        return cls(data, loss, L, phi, theta, b, hessians(data, loss, here, q).leading(q))
+
+    @property
+    def q(self) -> int:
+        return int(self.hessian.shape[1])
 
     @property
     def laplace(self) -> Floats:
@@ -200,7 +214,8 @@ class _Clients:
 
     def precision(self, hessian: Floats) -> Floats:
         """``K = I + L'HL``, ``(n, r, r)``."""
-        K: Floats = np.eye(self.L.shape[2]) + self.L.swapaxes(1, 2) @ hessian @ self.L
+        L = self.L[:, : self.q]
+        K: Floats = np.eye(L.shape[2]) + L.swapaxes(1, 2) @ hessian[:, :, : self.q] @ L
         return K
 
     @property
@@ -241,11 +256,11 @@ class _Clients:
 
         It takes two Newton steps. The first uses the Hessian at the old mode. A second step that leads up is not taken.
         """
-        away = np.einsum("iar,iab,ib->ir", self.L, self.hessian, w - (self.theta - self.along(self.b)))
+        away = np.einsum("iar,iab,ib->ir", self.L[:, : self.q], self.hessian, w - (self.theta - self.along(self.b)))
         b = self.b - np.linalg.solve(K, away[:, :, None])[:, :, 0]
         theta = w + self.along(b)
-        here = self.loss.expand(self.data, theta)
-        K = self.precision(here.hessian)
+        here = expand(self.data, self.loss, theta, self.q)
+        K = self.precision(hessians(self.data, self.loss, here, self.q).leading(self.q))
         slope = np.einsum("iar,ia->ir", self.L, here.gradient) + b
         ahead = b - np.linalg.solve(K, slope[:, :, None])[:, :, 0]
         falls = self.height(w + self.along(ahead), ahead) < self.height(theta, b)

@@ -37,10 +37,11 @@ from covey.solvers.direct.elimination import Quadratic, cluster_covariances, inv
 from covey.tables.rows import GroupedData
 from covey.variance.columns import ClientSums, CountingNetwork, Survey, WorkingColumns
 from covey.variance.components import Learned
-from covey.variance.linear_likelihood import AT_ONCE, Evaluation, LinearCriterion, UpperPosterior
+from covey.variance.linear_likelihood import AT_ONCE, Evaluation, LinearCriterion
 from covey.variance.parameters import Variation
 from covey.variance.search import MANY
 from covey.variance.uncertainty import Draws, Satterthwaite
+from covey.variance.upper import UpperPosterior
 
 POINTS = 32
 _STORED = 1 << 18  # with more numbers for all clusters, clusters are so many that their components are well determined
@@ -127,8 +128,7 @@ def _tops(criterion: LinearCriterion, points: list[Point]) -> list[UpperPosterio
 
 
 def _at_once(criterion: LinearCriterion) -> int:
-    d = len(criterion.terms)
-    return int(max(1, AT_ONCE // (criterion.tree.n_clients * d * (d + 1))))
+    return max(1, AT_ONCE // criterion.numbers_kept)
 
 
 class Differences:

@@ -65,7 +65,11 @@ class Spread:
         if len(self.shape) == 0:
             return np.asarray(scale * force)
         if len(self.shape) == 1:
-            return np.asarray(scale * (force @ self.shape[0]))
+            if self.width == force.shape[1]:
+                return np.asarray(scale * (force @ self.shape[0]))
+            v, along = slice(0, self.width), np.zeros_like(force)
+            along[:, v] = scale * (force[:, v] @ self.shape[0, v, v])
+            return along
         moved: Floats = scale * np.einsum("iab,ib->ia", self.shape, force)
         return moved
 
@@ -159,13 +163,49 @@ def posterior(A: Floats, spread: Spread, parent: Ints, P: Floats) -> Floats:
     return out
 
 
-def cluster_covariances(C: Floats, S: Floats, P0: Floats) -> Floats:
-    """The posterior covariance of each ``w_j``, given that of ``wbar``: ``J S + J P0 J'``, ``J = (I + S C_j)^-1``."""
+def leading_width(S: Floats) -> int:
+    """The number of leading rows and columns outside which ``S (..., d, d)`` is zero."""
+    some = np.flatnonzero(S.reshape(-1, S.shape[-1]).any(axis=0))
+    return int(some[-1]) + 1 if len(some) else 0
+
+
+def absorb_leading(C: Floats, r: Floats, S: Floats, width: int) -> tuple[Floats, Floats, Floats]:
+    """``D = K^-1 C``, ``q = K^-1 r`` and ``log|K|`` of each unit, with ``K = I + C S`` for ``C (k, d, d)`` and ``r (k, d)``.
+
+    ``S (d, d)`` is zero outside its first ``width`` rows and columns, so only these are solved for.
+    """
+    d, v = r.shape[1], slice(0, width)
+    K = np.eye(width) + C[:, v, v] @ S[v, v]
+    solved = np.linalg.solve(K, np.concatenate([C[:, v], r[:, v, None]], axis=2))
+    Dv, qv = solved[:, :, :d], solved[:, :, d]
+    if width < d:
+        across = C[:, width:, v] @ S[v, v]
+        q = np.concatenate([qv, r[:, width:] - (across @ qv[:, :, None])[:, :, 0]], axis=1)
+        D = np.empty_like(C)
+        D[:, v], D[:, width:, v] = Dv, Dv[:, :, width:].swapaxes(1, 2)
+        D[:, width:, width:] = C[:, width:, width:] - across @ Dv[:, :, width:]
+    else:
+        D, q = Dv, qv
+    return 0.5 * (D + D.swapaxes(1, 2)), q, np.linalg.slogdet(K)[1]
+
+
+def cluster_covariances(C: Floats, S: Floats, P0: Floats, width: int | None = None) -> Floats:
+    """The posterior covariance of each ``w_j``, given that of ``wbar``: ``J S + J P0 J'``, ``J = (I + S C_j)^-1``.
+
+    ``S (d, d)`` is zero outside its first ``width`` rows and columns. ``J`` is the identity in the other rows.
+    """
     d = len(S)
-    K = np.eye(d) + S @ C
-    solved = np.linalg.solve(K, np.broadcast_to(np.concatenate([S, np.eye(d)], axis=1), (len(C), d, 2 * d)))
-    JS, J = solved[:, :, :d], solved[:, :, d:]
-    P: Floats = 0.5 * (JS + JS.swapaxes(1, 2)) + J @ P0 @ J.swapaxes(1, 2)
+    v, q = slice(0, width), d if width is None else width
+    inverse = np.linalg.solve(
+        np.eye(q) + S[v, v] @ C[:, v, v], np.broadcast_to(np.concatenate([S[v, v], np.eye(q)], axis=1), (len(C), q, 2 * q))
+    )
+    JS, J = inverse[:, :, :q], inverse[:, :, q:]
+    if q < d:
+        J = np.concatenate([J, -(JS @ C[:, v, q:])], axis=2)
+    P = np.repeat(P0[None], len(C), axis=0)
+    P[:, v] = J @ P0
+    P[:, v, v] = P[:, v] @ J.swapaxes(1, 2) + 0.5 * (JS + JS.swapaxes(1, 2))
+    P[:, q:, v] = P[:, v, q:].swapaxes(1, 2)
     return P
 
 

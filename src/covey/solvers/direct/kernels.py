@@ -8,6 +8,7 @@ import numpy as np
 
 from covey._typing import Floats, Ints
 from covey.compiling import njit
+from covey.losses.kernels import FASTMATH
 from covey.threads import BLOCK
 
 
@@ -137,7 +138,7 @@ def sensitivity(
     pull: Floats,
 ) -> None:  # fmt: skip
     """Sums by block of ``C - C P C`` and of ``f f'``, ``f = r - C x``, for the first ``q`` terms."""
-    d = r.shape[1]
+    d = x.shape[1]
     for block in range(begin, end):
         force, half = np.empty(q), np.empty(d)
         j = owner[block]
@@ -193,3 +194,116 @@ def posterior(begin: int, end: int, A: Floats, scale: Floats, shape: Floats, par
                 for c in range(d):
                     for e in range(d):
                         out[i, a, c] += M[a, e] * J[c, e]
+
+
+# Clients of which only some terms vary: matrices A (n, q, d), the first q rows of each client's Hessian
+
+
+@njit(nogil=True, cache=True, fastmath=FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
+def cross_products(begin: int, end: int, X: Floats, curves: Floats, ptr: Ints, which: Ints, A: Floats) -> None:
+    """Set ``A[i, a]`` to the sum over the client's rows of ``curves[l] X[l, which[a]] X[l]``."""
+    n, q, d = A.shape
+    for block in range(begin, end):
+        for i in range(block * BLOCK, min((block + 1) * BLOCK, n)):
+            A[i] = 0.0
+            for row in range(ptr[i], ptr[i + 1]):
+                for a in range(q):
+                    weight = curves[row] * X[row, which[a]]
+                    for c in range(d):
+                        A[i, a, c] += weight * X[row, c]
+
+
+@njit(nogil=True, cache=True, fastmath=FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
+def products_by_cell(begin: int, end: int, left: Floats, right: Floats, weights: Floats, ptr: Ints, out: Floats) -> None:
+    """Set ``out[j]`` to ``left' diag(weights) right`` of the rows ``ptr[j]:ptr[j + 1]``, if this is a symmetric matrix."""
+    s = out.shape[1]
+    for j in range(begin, end):
+        out[j] = 0.0
+        end = ptr[j + 1]
+        for row in range(ptr[j], end, 4):  # four rows at a time, so that each entry is read and written less often
+            one, two, three = min(row + 1, end - 1), min(row + 2, end - 1), min(row + 3, end - 1)
+            w = weights[row]
+            w1, w2, w3 = (weights[one] * (row + 1 < end), weights[two] * (row + 2 < end), weights[three] * (row + 3 < end))
+            for a in range(s):
+                x, x1, x2, x3 = w * left[row, a], w1 * left[one, a], w2 * left[two, a], w3 * left[three, a]
+                for c in range(a + 1):
+                    out[j, a, c] += x * right[row, c] + x1 * right[one, c] + x2 * right[two, c] + x3 * right[three, c]
+        for a in range(s):
+            for c in range(a):
+                out[j, c, a] = out[j, a, c]
+
+
+@njit(nogil=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
+def absorb_leading(begin: int, end: int, A: Floats, b: Floats, S: Floats, C: Floats, r: Floats, volume: Floats) -> None:
+    """Solve ``(I + A_vv S) [C | r] = [A | b_v]`` for each client, with ``S (1 or n, q, q)``, and set the log-determinants."""
+    n, q, d = A.shape
+    for block in range(begin, end):
+        M = np.empty((q, q + d + 1))
+        for i in range(block * BLOCK, min((block + 1) * BLOCK, n)):
+            shape = S[i] if len(S) > 1 else S[0]
+            for a in range(q):
+                for c in range(q):
+                    product = 1.0 if a == c else 0.0
+                    for e in range(q):
+                        product += A[i, a, e] * shape[e, c]
+                    M[a, c] = product
+                for c in range(d):
+                    M[a, q + c] = A[i, a, c]
+                M[a, q + d] = b[i, a]
+            total = 0.0
+            for p in range(q):
+                best = p
+                for a in range(p + 1, q):
+                    if abs(M[a, p]) > abs(M[best, p]):
+                        best = a
+                if best != p:
+                    for c in range(p, q + d + 1):
+                        M[p, c], M[best, c] = M[best, c], M[p, c]
+                total += math.log(abs(M[p, p]))
+                for a in range(p + 1, q):
+                    factor = M[a, p] / M[p, p]
+                    for c in range(p + 1, q + d + 1):
+                        M[a, c] -= factor * M[p, c]
+            for p in range(q - 1, -1, -1):
+                for a in range(p + 1, q):
+                    for c in range(q, q + d + 1):
+                        M[p, c] -= M[p, a] * M[a, c]
+                for c in range(q, q + d + 1):
+                    M[p, c] /= M[p, p]
+            for a in range(q):
+                for c in range(d):
+                    C[i, a, c] = M[a, q + c]
+                for c in range(a):
+                    C[i, a, c] = C[i, c, a] = 0.5 * (M[a, q + c] + M[c, q + a])
+                r[i, a] = M[a, q + d]
+            volume[i] = total
+
+
+@njit(nogil=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
+def leading_variances(
+    begin: int, end: int, X: Floats, ptr: Ints, A: Floats, S: Floats, parent: Ints, P: Floats, p: int, variance: Floats
+) -> None:
+    """Set ``variance[l]`` to ``x_l'P_i x_l`` with the posterior covariance ``P_i`` of its client (:func:`posterior`).
+
+    Only the first ``p`` rows and columns of the parents' ``P`` are not zero.
+    """
+    n, q, _ = A.shape
+    for block in range(begin, end):
+        M, zero, along, rest = np.empty((q, 2 * q + 1)), np.zeros(q), np.empty(q), np.empty(p)
+        for i in range(block * BLOCK, min((block + 1) * BLOCK, n)):
+            _absorb(S[i] if len(S) > 1 else S[0], zero, 1.0, A[i, :, :q], q, False, M)
+            for row in range(ptr[i], ptr[i + 1]):
+                size = 0.0
+                for a in range(q):
+                    along[a] = 0.0
+                    for c in range(q):
+                        along[a] += M[a, q + c] * X[row, c]
+                    size += along[a] * X[row, a]
+                for c in range(p):
+                    rest[c] = X[row, c]
+                    for a in range(q):
+                        rest[c] -= A[i, a, c] * along[a]
+                for a in range(p):
+                    for c in range(p):
+                        size += rest[a] * P[parent[i], a, c] * rest[c]
+                variance[row] = size

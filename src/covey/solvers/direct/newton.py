@@ -33,8 +33,9 @@ from covey.losses import Expansion, Loss
 from covey.nodes.network import Message, Network, Node
 from covey.objective.objective import Penalty
 from covey.records import Axes, Record, Reply
-from covey.solvers.direct.elimination import Quadratic, Spread, descend, eliminate
+from covey.solvers.direct.elimination import Quadratic, Spread
 from covey.solvers.direct.james_stein import factor_of, shrunk
+from covey.solvers.direct.spaces import Hessians, expand, hessians, settled
 from covey.solvers.direct.sweep import one_sweep, solve_top
 from covey.solvers.registry import algorithm
 from covey.solvers.result import Checkpoint, Convergence, Fit, Progress, after, begin_at, certified_gap, direct_history
@@ -113,6 +114,15 @@ class LocalProblem:
         nothing = np.zeros(self.data.n_clients)
         return nothing, nothing
 
+    def at(self, theta: Floats, u: Floats) -> NewtonPoint:
+        """The point with coefficients ``theta (n, d)`` and forces ``u (n, d)``."""
+        here = expand(self.data, self.loss, theta, self.spread.width)
+        return NewtonPoint(theta, settled(here, u, self.spread.width), here)
+
+    def hessians(self, point: NewtonPoint) -> Hessians:
+        """The Hessians of the clients at a point."""
+        return hessians(self.data, self.loss, point.here, self.spread.width)
+
 
 @dataclass(frozen=True)
 class NewtonPoint(Record):
@@ -139,7 +149,7 @@ class NewtonState(Record):
 
 def node_start(node: LocalProblem, theta: Floats, u: Floats) -> tuple[NewtonState, NewtonReport]:
     """Begin at coefficients ``theta`` with a force ``u`` on each client: ``theta - w = S u``."""
-    point, still = NewtonPoint(theta, u, node.loss.expand(node.data, theta)), np.zeros_like(theta)
+    point, still = node.at(theta, u), np.zeros_like(theta)
     state = NewtonState(point, point, still, still)
     return state, _report(node, state, node.loss.smallest_curvature(point.here.hessian))
 
@@ -148,16 +158,16 @@ def node_move(node: LocalProblem, state: NewtonState, move: NewtonStep) -> tuple
     """Answer one :class:`NewtonStep`."""
     if not move.retry:
         now = state.now
-        dtheta, du = descend(now.here.hessian, -now.residual, node.spread, node.data.hierarchy.parent, move.dw)
+        dtheta, du = node.hessians(now).descend(-now.residual, node.spread, node.data.hierarchy.parent, move.dw)
         state = NewtonState(now, now, dtheta, du)
     theta, u = state.before.theta + move.length * state.dtheta, state.before.u + move.length * state.du
-    state = replace(state, now=NewtonPoint(theta, u, node.loss.expand(node.data, theta)))
+    state = replace(state, now=node.at(theta, u))
     return state, _report(node, state, np.inf)
 
 
 def _report(node: LocalProblem, state: NewtonState, mu: float) -> NewtonReport:
     tree, point, before = node.data.hierarchy, state.now, state.before
-    seen = eliminate(Quadratic(point.here.hessian, -point.residual, *node.aside), node.spread, tree.cluster_ptr)
+    seen = node.hessians(point).eliminate(-point.residual, node.spread, tree.cluster_ptr, node.aside)
     force = tree.sum_up(point.u)
     value = float(point.here.value.sum()) + 0.5 * float((node.spread.moved(point.u) * point.u).sum())
     slope = float((before.here.gradient * state.dtheta).sum() + (node.spread.moved(before.u) * state.du).sum())
