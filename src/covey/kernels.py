@@ -66,6 +66,25 @@ def rank_in_table(values: Ints, low: int, place: Ints, codes: Ints) -> None:
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
+def find_in_table(values: Ints, low: int, place: Ints, codes: Ints) -> None:
+    """Set ``codes`` to the entry of ``place`` for each value, counted from ``low``; -1 outside of the table."""
+    for row in range(len(values)):
+        value = values[row]
+        codes[row] = place[value - low] if low <= value < low + len(place) else -1
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def multiply_rows(begin: int, end: int, rows: Floats, table: Floats, which: Ints, product: Floats) -> None:
+    """Set ``product[l]`` to ``rows[l]'table[which[l]]``; -1 is the last row of the table."""
+    for row in range(begin, end):
+        at = which[row] if which[row] >= 0 else len(table) - 1
+        total = 0.0
+        for a in range(rows.shape[1]):
+            total += rows[row, a] * table[at, a]
+        product[row] = total
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
 def find_parents(client: Ints, cluster: Ints, parent: Ints, counts: Ints) -> int:
     """Find the cluster and the number of rows of each client; returns the first row that contradicts, or -1."""
     for row in range(len(client)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 
-from covey.kernels import counting_sort, find_parents, rank_in_table, take_rows
+from covey.kernels import counting_sort, find_in_table, find_parents, multiply_rows, rank_in_table, take_rows
 from tests.conftest import seeds
 
 
@@ -59,3 +59,18 @@ def test_ranks_are_those_of_sorted_distinct_values(seed):
     distinct, inverse = np.unique(values, return_inverse=True)
     np.testing.assert_array_equal(codes, inverse)
     np.testing.assert_array_equal(np.flatnonzero(place) + values.min(), distinct)
+
+
+def test_values_are_found_in_a_table():
+    place, codes = np.array([0, -1, 1]), np.empty(6, dtype=np.int64)
+    find_in_table(np.array([7, 8, 9, 6, 10, -(2**62)]), 7, place, codes)
+    assert codes.tolist() == [0, -1, 1, -1, -1, -1]
+
+
+@given(seeds)
+def test_rows_are_multiplied_by_the_coefficients_of_their_model(seed):
+    rng, client, _ = drawn(seed)
+    rows, table, product = rng.normal(size=(len(client), 3)), rng.normal(size=(8, 3)), np.empty(len(client))
+    which = np.where(rng.random(len(client)) < 0.3, -1, client)
+    multiply_rows(0, len(client), rows, table, which, product)
+    np.testing.assert_allclose(product, (rows * table[which]).sum(axis=1), rtol=1e-12, atol=1e-14)

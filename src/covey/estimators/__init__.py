@@ -19,6 +19,7 @@ from covey.losses import family_of
 from covey.model.files import load_model
 from covey.model.model import Model
 from covey.problem.problem import Spec, resolve
+from covey.problem.rows import two_values
 from covey.tables.rows import read_table
 from covey.tree.hierarchy import Level
 
@@ -220,7 +221,8 @@ class HierarchicalClassifier(HierarchicalEstimator, ClassifierMixin, BaseEstimat
     def _validate(self, X: Any, y: Any, shares: bool = False) -> tuple[Floats, Any]:
         X, y = validate_data(self, X, y, dtype=np.float64, ensure_all_finite=False)
         if not shares:
-            check_classification_targets(y)
+            pair = two_values(y)
+            check_classification_targets(y if pair is None else pair)
         return X, y
 
     def _adopt(self, model: Model) -> Self:

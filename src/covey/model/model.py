@@ -14,6 +14,7 @@ import polars as pl
 
 from covey._typing import Anything, Floats, Ints
 from covey.errors import ModelError, SolverError, listing, one_of
+from covey.kernels import multiply_rows
 from covey.model.batches import Batches
 from covey.model.new_rows import new_rows
 from covey.model.posterior import Posterior, p_value, quantile
@@ -24,6 +25,7 @@ from covey.solvers.result import Fit
 from covey.tables.design import numeric
 from covey.tables.scaling import Design
 from covey.tables.values import Dropped
+from covey.threads import share
 from covey.tree.hierarchy import Hierarchy, Level, Resolved
 from covey.variance.components import Learned
 
@@ -125,7 +127,8 @@ class Model(Fit):
 
     def margin_of(self, rows: Floats, chosen: Resolved, shift: Floats | None) -> Floats:
         """``x'theta + shift`` of rows that :func:`.new_rows` has coded."""
-        margin: Floats = np.einsum("ld,ld->l", rows, self.coefficient_table[chosen.index(len(self.theta))])
+        margin = np.empty(len(rows))
+        share(multiply_rows, len(rows), rows, self.coefficient_table, chosen.index(len(self.theta)), margin)
         return margin if shift is None else margin + shift
 
     def response(self, X: Any, *, expected: bool = True, **where: Any) -> tuple[Floats, Floats, Resolved]:

@@ -142,8 +142,10 @@ def encode_response(y: Any, loss: Loss) -> tuple[Any, Anything | None]:
     absent = missing(values)
     if absent.any():
         raise DataError(f"The response is missing (NaN) in row {int(absent.argmax())}; fill the value or leave the row out.")
+    values = values.ravel()
     try:
-        classes, codes = np.unique(values, return_inverse=True)
+        pair = two_values(values)
+        classes = np.unique(values if pair is None else pair)
     except TypeError:
         raise DataError("The response mixes types that cannot be compared; convert its classes to one type.") from None
     if len(classes) == 1:
@@ -153,7 +155,16 @@ def encode_response(y: Any, loss: Loss) -> tuple[Any, Anything | None]:
             f"Only binary classification is supported. The type of the target is multiclass: {listing(classes.tolist(), 5)}; "
             "keep two classes, or fit one against the rest."
         )
-    return codes.ravel().astype(np.float64), classes
+    return (values == classes[1]).astype(np.float64), classes
+
+
+def two_values(values: Anything) -> Anything | None:
+    """The two values that an array ``(n,)`` has, found without sorting its rows; None if it has fewer or more."""
+    other = values != values[:1]
+    second = int(other.argmax()) if len(values) else 0
+    if second == 0 or (other & (values != values[second])).any():
+        return None
+    return values[[0, second]]
 
 
 _SUCCESS = np.array([0, 1])  # the classes of successes of trials

@@ -17,7 +17,7 @@ import polars as pl
 
 from covey._typing import Anything, Floats, Ints
 from covey.errors import DataError, listing, one_of
-from covey.kernels import rank_in_table
+from covey.kernels import find_in_table, rank_in_table
 
 _KINDS = {
     pl.Int64: "integers",
@@ -67,6 +67,33 @@ def encode(values: Any, what: str) -> tuple[pl.Series, Ints]:
     _refuse_missing(labels, np.arange(len(labels)), what, "fill the column or leave the rows out")
     if labels.dtype == pl.Int64 and len(labels):
         return _encode_integers(labels.to_numpy())
+    labels, lengths = _runs(labels)
+    distinct, codes = _encode_text(labels) if labels.dtype == pl.String else _encode_any(labels, what)
+    return distinct, codes if lengths is None else np.repeat(codes, lengths)
+
+
+def _runs(labels: pl.Series) -> tuple[pl.Series, Ints | None]:
+    """The values of runs of equal ids, and the lengths of the runs; the ids themselves if few rows are in runs."""
+    runs = labels.rle()
+    if 2 * len(runs) > len(labels):
+        return labels, None
+    return runs.struct.field("value"), runs.struct.field("len").to_numpy()
+
+
+def _encode_text(labels: pl.Series) -> tuple[pl.Series, Ints]:
+    # polars numbers the categories in the order in which it meets them. Only the distinct texts are sorted.
+    met = labels.cast(pl.Categorical).to_physical().to_numpy().astype(np.int64)
+    numbers, codes = _encode_integers(met)
+    first = np.empty(len(numbers), dtype=np.int64)
+    first[codes[::-1]] = np.arange(len(codes))[::-1]
+    texts = labels.gather(first)
+    order = texts.arg_sort().to_numpy()
+    rank = np.empty(len(order), dtype=np.int64)
+    rank[order] = np.arange(len(order))
+    return texts.gather(order), rank[codes]
+
+
+def _encode_any(labels: pl.Series, what: str) -> tuple[pl.Series, Ints]:
     distinct = labels.unique().sort()
     return distinct, lookup(labels, distinct, what)
 
@@ -107,9 +134,20 @@ def lookup(labels: pl.Series, known: pl.Series, what: str) -> Ints:
             )
         else:
             labels = labels.cast(pl.Float64)
+    if labels.dtype == pl.Int64 and labels.null_count() == 0:
+        numbers = known.to_numpy()
+        low, high = int(numbers.min()), int(numbers.max())
+        if high - low < 4 * (len(known) + len(labels)) + 1024:
+            place = np.full(high - low + 1, -1, dtype=np.int64)
+            place[numbers - low] = np.arange(len(known))
+            codes = np.empty(len(labels), dtype=np.int64)
+            find_in_table(labels.to_numpy(), low, place, codes)
+            return codes
+    labels, lengths = _runs(labels)
     position = pl.Series(np.arange(len(known)))
-    found = labels.replace_strict(known, position, default=-1, return_dtype=pl.Int64)
-    return cast(Ints, found.fill_null(-1).to_numpy().astype(np.int64))
+    found = labels.replace_strict(known, position, default=-1, return_dtype=pl.Int64).fill_null(-1).to_numpy()
+    codes = found.astype(np.int64)  # a copy, because polars shares its memory for reading only
+    return codes if lengths is None else np.repeat(codes, lengths)
 
 
 def kind(labels: pl.Series) -> str:
