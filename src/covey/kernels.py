@@ -96,6 +96,18 @@ def find_parents(client: Ints, cluster: Ints, parent: Ints, counts: Ints) -> int
     return -1
 
 
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def rank_in_segments(begin: int, end: int, values: Floats, ptr: Ints, longest: int, rank: Ints) -> None:
+    """Set ``rank`` to the position of each value in its sorted segment; segments above ``longest`` are left out."""
+    for i in range(begin, end):
+        if ptr[i + 1] - ptr[i] <= longest:
+            for row in range(ptr[i], ptr[i + 1]):
+                below = 0
+                for other in range(ptr[i], ptr[i + 1]):
+                    below += values[other] < values[row] or (values[other] == values[row] and other < row)
+                rank[row] = below
+
+
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def counting_sort(client: Ints, rank: Ints, ptr: Ints, order: Anything) -> bool:
     """Fill ``order`` with the rows, stably sorted by the rank of their client; returns whether a row moves."""

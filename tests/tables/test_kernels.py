@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 from hypothesis import given
 
-from covey.kernels import counting_sort, find_in_table, find_parents, multiply_rows, rank_in_table, take_rows
+from covey.kernels import counting_sort, find_in_table, find_parents, multiply_rows, rank_in_segments, rank_in_table, take_rows
 from tests.conftest import seeds
 
 
@@ -74,3 +76,14 @@ def test_rows_are_multiplied_by_the_coefficients_of_their_model(seed):
     which = np.where(rng.random(len(client)) < 0.3, -1, client)
     multiply_rows(0, len(client), rows, table, which, product)
     np.testing.assert_allclose(product, (rows * table[which]).sum(axis=1), rtol=1e-12, atol=1e-14)
+
+
+@given(seeds)
+def test_ranks_within_segments(seed):
+    rng, client, _ = drawn(seed)
+    ptr = np.concatenate([[0], np.cumsum(np.bincount(client, minlength=8))])
+    values, rank = rng.integers(4, size=len(client)).astype(float), np.full(len(client), -1)
+    rank_in_segments(0, 8, values, ptr, 4, rank)
+    for first, last in pairwise(ptr):
+        expected = np.argsort(np.argsort(values[first:last], kind="stable"), kind="stable")
+        np.testing.assert_array_equal(rank[first:last], expected if last - first <= 4 else -1)

@@ -163,11 +163,21 @@ def locally_trained(data: GroupedData, loss: Loss, *, progress: Progress | None 
 
 
 def single_cluster(
-    data: GroupedData, loss: Loss, *, grid: Floats = GAMMAS, seed: int = 0, progress: Progress | None = None
+    data: GroupedData,
+    loss: Loss,
+    *,
+    grid: Floats = GAMMAS,
+    seed: int = 0,
+    most_rows: int | None = None,
+    progress: Progress | None = None,
 ) -> Fit:
-    """Fit the one-cluster model of L2GD, pFedMe and Ditto, with its penalty chosen from ``grid`` by cross-validation."""
+    """Fit the one-cluster model of L2GD, pFedMe and Ditto, with its penalty chosen from ``grid`` by cross-validation.
+
+    With ``most_rows``, the penalty is chosen with every m-th client, so that there are about as many rows.
+    """
     merged = data.one_cluster()
-    gamma = search(merged, loss, gammas=grid, lams=np.array([np.inf]), seed=seed).gamma
+    some = merged if most_rows is None else merged.every(max(1, -(-data.n_rows // most_rows)))
+    gamma = search(some, loss, gammas=grid, lams=np.array([np.inf]), seed=seed).gamma
     fit = minimise(merged, loss, Penalty.of(merged.hierarchy, gamma=gamma, lam=np.inf), progress=progress)
     message = f"{fit.convergence.message}; gamma = {gamma:.3g} by cross-validation"
     return replace(_one_centre(fit, data), convergence=replace(fit.convergence, message=message))

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 
 from covey._typing import Anything, Floats, Ints
 from covey.errors import DataError
-from covey.kernels import counting_sort, find_parents, take_rows
+from covey.kernels import counting_sort, find_parents, rank_in_segments, take_rows
 from covey.tables.values import Dropped, choose_rows, repeats_of, take
 from covey.threads import share
 from covey.tree.hierarchy import Hierarchy, encode, segment_sum
@@ -26,6 +26,7 @@ Place = Callable[[int], str]  # names a row in an error message
 Check = Callable[[Floats, Place], None]
 
 _CHUNK = 1 << 18  # rows that are copied at a time, which bounds the temporary memory
+_LONG = 256  # rows of a client from which on its rows are ranked by sorting
 
 
 @dataclass(frozen=True)
@@ -220,6 +221,13 @@ class GroupedData:
             replace(tree, cluster_ptr=np.clip(tree.cluster_ptr, start, stop) - start, client_ids=tree.client_ids[start:stop]),
         )
 
+    def every(self, step: int) -> GroupedData:
+        """The first client of every ``step`` clients; all clusters are kept."""
+        kept, tree = np.arange(0, self.n_clients, step), self.hierarchy
+        ptr = np.concatenate([[0], np.cumsum(self.rows_per_client[kept])])
+        tree = replace(tree, cluster_ptr=-(-tree.cluster_ptr // step), client_ids=tree.client_ids.gather(kept))
+        return self._select(self.client_of_row % step == 0, ptr, tree)
+
     def rows(self, keep: Anything) -> GroupedData:
         """The rows where the mask ``keep`` is true; clients and clusters without rows are kept."""
         counts = np.add.reduceat(np.append(keep, 0), self.client_ptr[:-1], dtype=np.int64)
@@ -266,9 +274,11 @@ class GroupedData:
 
     def _rank_within_client(self, rng: np.random.Generator) -> Ints:
         """The position of each row in a random order of its client's rows."""
-        shuffled = np.lexsort((rng.random(self.n_rows), self.client_of_row))
-        rank = np.empty(self.n_rows, dtype=np.int64)
-        rank[shuffled] = np.arange(self.n_rows) - np.repeat(self.client_ptr[:-1], self.rows_per_client)
+        drawn, rank = rng.random(self.n_rows), np.empty(self.n_rows, dtype=np.int64)
+        share(rank_in_segments, self.n_clients, drawn, self.client_ptr, _LONG, rank)
+        for i in np.flatnonzero(self.rows_per_client > _LONG).tolist():
+            rows = slice(self.client_ptr[i], self.client_ptr[i + 1])
+            rank[rows][np.argsort(drawn[rows], kind="stable")] = np.arange(self.rows_per_client[i])
         return rank
 
     def _refuse_bad_values(self, place: Place) -> None:
