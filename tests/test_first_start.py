@@ -120,3 +120,31 @@ def on_a_terminal(code, cache):
 def test_a_terminal_shows_once_that_loops_compile(tmp_path):
     assert on_a_terminal(SORT + MORE, tmp_path).count("compiling loops, once for this machine") == 1
     assert on_a_terminal(SORT, tmp_path) == ""  # from the disk
+
+
+AFTER = """
+import polars as pl
+from numba.core import event
+from covey import HierarchicalClassifier, HierarchicalRegressor, datasets
+class Compiled(event.Listener):
+    names = []
+    def on_start(self, started):
+        self.names.append(started.data["dispatcher"].__module__ + "." + started.data["dispatcher"].__name__)
+    def on_end(self, ended):
+        pass
+event.register("numba:compile", Compiled())
+homes = datasets.load_radon().with_columns(high=pl.col("radon") > 4)
+model = HierarchicalRegressor(formula="log_radon ~ floor + (1 + floor | state/county)").fit(homes)
+model.predict(homes), model.predict_interval(homes[:5])
+HierarchicalClassifier(formula="high ~ floor + (1 | state/county)").fit(homes).predict_proba(homes)
+HierarchicalRegressor(client="county", cluster="state", formula="log_radon ~ floor", gamma=1.0).fit(homes)
+print([name for name in Compiled.names if name.startswith("covey.")])
+"""
+
+
+def test_nothing_is_compiled_after_warm_up(tmp_path):
+    given = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "COVEY_THREADS": "1"}
+    warm = subprocess.run([sys.executable, "-m", "covey", "warm-up"], env=given, capture_output=True, text=True, check=True)
+    assert f"kept under {tmp_path}" in warm.stdout.replace("\n", "")
+    after = subprocess.run([sys.executable, "-c", AFTER], env=given, capture_output=True, text=True, check=True)
+    assert after.stdout.splitlines()[-1] == "[]"

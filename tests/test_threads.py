@@ -130,3 +130,11 @@ def test_learned_penalties_have_the_same_bits_on_any_number_of_threads(family, a
         np.testing.assert_array_equal(other.theta, fits[0].theta)
         np.testing.assert_array_equal(other.wbar, fits[0].wbar)
         assert other.learned.components.log_likelihood == fits[0].learned.components.log_likelihood
+
+
+def test_the_parameter_of_the_estimators():
+    rows, y, client = [[0.0], [1.0], [2.0], [3.0]], [1.0, 3.0, 2.0, 4.0], ["a", "a", "b", "b"]
+    with pytest.raises(CoveyError, match=r"threads.*0"):
+        HierarchicalRegressor(gamma=1.0, threads=0).fit(rows, y, client=client)
+    one, two = (HierarchicalRegressor(gamma=1.0, threads=count).fit(rows, y, client=client).coef_ for count in (1, 2))
+    np.testing.assert_array_equal(one, two)

@@ -304,7 +304,7 @@ def test_looking_at_an_estimator_raises_nothing(settings):
 def test_the_constructor_has_the_defaults_of_the_settings():
     shown = inspect.signature(HierarchicalRegressor).parameters
     declared_defaults = {name: declared()[name].default for name in SETTINGS}
-    beside = {"loss": None, "unseen": "parent", "random_state": None}
+    beside = {"loss": None, "unseen": "parent", "random_state": None, "threads": None}
     assert {name: parameter.default for name, parameter in shown.items()} == declared_defaults | beside
 
 

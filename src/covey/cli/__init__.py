@@ -16,7 +16,7 @@ from typing import Any
 
 import typer
 
-from covey.cli import demo, federate, fit, infer, node, plan, plot, predict, reproduce, show, site, status
+from covey.cli import demo, federate, fit, infer, node, plan, plot, predict, reproduce, show, site, status, warm_up
 from covey.errors import CoveyError
 
 app = typer.Typer(
@@ -46,7 +46,7 @@ def _stoppable(command: Callable[..., None]) -> Callable[..., None]:
 
 for _command in (
     fit.fit, predict.predict, show.show, plot.plot, plan.plan, demo.demo, reproduce.reproduce, federate.federate, node.link,
-    status.status,
+    status.status, warm_up.warm_up,
 ):  # fmt: skip
     app.command()(_stoppable(_command))
 

@@ -19,6 +19,7 @@ from covey.nodes.network import InMemory
 from covey.problem.problem import Problem, as_frame, refuse_odd_table, resolve
 from covey.problem.rows import Arrays, read_rows, shares_of
 from covey.tables.design import numeric, response
+from covey.threads import use_threads
 from covey.tree.hierarchy import Level
 
 
@@ -75,7 +76,8 @@ class HierarchicalEstimator(PlotMethods):
                 stacklevel=2,
             )
         beside = {"weights": sample_weight, "offset": offset, "frequency": frequency, "trials": trials}
-        return self._fit(draft, X, y, client=client, cluster=cluster, **beside)
+        with use_threads(self.threads):
+            return self._fit(draft, X, y, client=client, cluster=cluster, **beside)
 
     def _fit(self, draft: Problem, X: Any, y: Any = None, **given: Any) -> Self:
         """Fit a problem; ``given`` are arrays beside ``X``."""

@@ -19,6 +19,7 @@ from covey.model.model import Model
 from covey.problem.problem import Spec, refuse_odd_table
 from covey.problem.settings import COLUMNS, Penalties, column_name, declared
 from covey.solvers.registry import first_order
+from covey.threads import use_threads
 from covey.tree.hierarchy import UNSEEN, Level, Unseen, to_array
 
 # The settings of a Spec that are parameters of an estimator with the same name.
@@ -118,6 +119,9 @@ class EstimatorCore:
     random_state : int, RandomState or None
         Random numbers of the randomised algorithms, of the folds of cross-validation and of the bootstrap. An int gives the
         same result in each call; None gives another result in each call. Other fits are deterministic and ignore it.
+    threads : int or None
+        The number of threads. None is the number in the environment variable ``COVEY_THREADS``, or else as many as processors
+        are free at the moment. Results have the same bits for any number.
 
     Attributes
     ----------
@@ -178,6 +182,7 @@ class EstimatorCore:
         loss: str | Loss | None = None,
         unseen: Unseen = "parent",
         random_state: RandomState = None,
+        threads: int | None = None,
     ) -> None:
         self.client, self.cluster, self.weights, self.offset = client, cluster, weights, offset
         self.frequency, self.trials, self.na = frequency, trials, na
@@ -186,7 +191,7 @@ class EstimatorCore:
         self.vary, self.covariance, self.per_cluster, self.tests = vary, covariance, per_cluster, tests
         self.reduction, self.ridge, self.james_stein, self.baseline = reduction, ridge, james_stein, baseline
         self.solver, self.options, self.tol, self.max_iter = solver, options, tol, max_iter
-        self.loss, self.unseen, self.random_state = loss, unseen, random_state
+        self.loss, self.unseen, self.random_state, self.threads = loss, unseen, random_state, threads
 
     @property
     def _fitted(self) -> Model:
@@ -267,11 +272,13 @@ class EstimatorCore:
 
     def _margin(self, X: Any, client: Any, cluster: Any, offset: Any, level: Level) -> Floats:
         X, given = self._rows(X, client=client, cluster=cluster, offset=offset)
-        return self.model_.margin(X, **given, level=level, unseen=self.unseen)[0]
+        with use_threads(self.threads):
+            return self.model_.margin(X, **given, level=level, unseen=self.unseen)[0]
 
     def _response(self, X: Any, client: Any, cluster: Any, offset: Any, level: Level, expected: bool) -> Floats:
         X, given = self._rows(X, client=client, cluster=cluster, offset=offset)
-        return self.model_.response(X, **given, level=level, unseen=self.unseen, expected=expected)[1]
+        with use_threads(self.threads):
+            return self.model_.response(X, **given, level=level, unseen=self.unseen, expected=expected)[1]
 
     def _native(self, frame: pl.DataFrame) -> IntoDataFrame:
         """A frame in the library of the fitted frame; polars after a fit to arrays."""
