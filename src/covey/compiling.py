@@ -79,7 +79,7 @@ class _Progress(event.Listener):  # type: ignore[misc]
             return
         _Progress.shown = True
         often = "once for this machine" if self.kept else "at each start, as NUMBA_CACHE_DIR names no folder to keep them"
-        print(f"covey: compiling loops, {often}; this takes about 10 seconds ...", file=sys.stderr, flush=True)
+        print(f"covey: compiling loops, {often}; this takes about 5 seconds ...", file=sys.stderr, flush=True)
 
     def on_end(self, ended: Any) -> None:
         pass

@@ -174,7 +174,10 @@ def test_a_mistake_is_one_line_and_exit_code_2(folder, arguments, sentence):
     assert done.stdout == ""
 
 
-@pytest.mark.parametrize("command", [command.name or command.callback.__name__ for command in app.registered_commands])
+NAMES = [command.name or command.callback.__name__.replace("_", "-") for command in app.registered_commands]
+
+
+@pytest.mark.parametrize("command", NAMES)
 def test_help_has_an_example(tmp_path, command):
     assert f"covey {command} " in inside(command, "--help", cwd=tmp_path).stdout.split("Example")[1]
 

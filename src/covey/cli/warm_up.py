@@ -14,7 +14,7 @@ def warm_up(
 
     Set NUMBA_CACHE_DIR to choose the folder, to the same value as when covey runs later.
 
-    [bold]Example[/bold]   NUMBA_CACHE_DIR=/opt/covey covey warm-up
+    [bold]Example[/bold]   NUMBA_CACHE_DIR=/opt/covey covey warm-up --randomised
     """
     import time
     import warnings
