@@ -47,7 +47,7 @@ def run(asked, **terms):
     frame = table(31, asked.family, clients=CLIENTS, clusters=CLUSTERS, rows=40).with_columns(
         client="patient " + pl.col("client")
     )
-    owner = {f"patient c{i}": "a" if i < 6 else "b" if i < 14 else "c" for i in range(CLIENTS)}
+    owner = {f"patient c{i}": "a" if i < 6 else "b" if i < 12 else "c" for i in range(CLIENTS)}
     sites = sites_of(split_by(frame, owner))
     carrier = FaultyTransport(sites)
     outcome = fit(sites, asked, carrier, RunSettings(**terms))

@@ -1,7 +1,8 @@
 """The numbers of small fits of every kind are those of the record, to a billionth.
 
 ``record.json`` was made at commit 681de36 by ``recorder.py``; the plan was recorded again when it got further solvers,
-and the number of messages of the randomised algorithms across sites when clusters got a smoothness of their own. On the
+the number of messages of the randomised algorithms across sites when clusters got a smoothness of their own, and intervals
+of global coefficients of counts and classes when they got Satterthwaite's degrees of freedom. On the
 machine that made it the bits are the same, which ``compare.py`` checks; on another processor the last few bits differ, so this
 compares to a relative 1e-9, also what likelihood searches find. Only how many evaluations such a search takes to settle its
 last digits depends on rounding, and is compared loosely; gradient norms, which are rounding at a solution, are compared in

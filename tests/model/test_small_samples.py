@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 import pytest
-from scipy import stats
+from scipy import special, stats
 
 from covey import HierarchicalClassifier, HierarchicalRegressor
 from covey.datasets import load_radon, simulate
@@ -193,11 +193,76 @@ def test_the_summary_has_p_values():
     assert row.split()[6] == "0.78"
 
 
-def test_other_families_use_containment_and_normal_quantiles():
-    drawn = simulate("bernoulli", clusters=6, clients=5, rows=15, d=1, client_sd=0.5, cluster_sd=0.5, intercept=True, seed=2)
-    model = HierarchicalClassifier(fit_intercept=False, tests=False).fit(
-        drawn.X, drawn.y, client=drawn.client, cluster=drawn.cluster
+def classes(seed, clusters, clients, rows, cluster_sd, client_sd):
+    """Classes, with a slope and a covariate ``z`` that differs between clusters only."""
+    rng = np.random.default_rng(seed)
+    g, i = np.repeat(np.arange(clusters), clients * rows), np.repeat(np.arange(clusters * clients), rows)
+    x, z = rng.normal(size=len(g)), (g % 2) * 1.0
+    margin = 0.3 * x + 0.4 * z + cluster_sd * rng.normal(size=clusters)[g] + client_sd * rng.normal(size=i.max() + 1)[i]
+    return pl.DataFrame({"y": (rng.random(len(g)) < special.expit(margin)) * 1, "x": x, "z": z, "g": g, "i": i})
+
+
+def dense_freedom(model, frame, bars):
+    """Satterthwaite's degrees of freedom of the linear model at the mode, from whole matrices.
+
+    ``V`` is the covariance of the working responses. The variances have twice the inverse of the information
+    ``tr(P Z_a Z_a' P Z_b Z_b')``, and the variance ``(X'V^-1 X)^-1`` of coefficients the derivative ``C X'V^-1 Z Z'V^-1 X C``.
+    """
+    X = np.column_stack([np.ones(len(frame)), frame["x"], frame["z"]])
+    p = model.predict_proba(frame)[:, 1]
+    V, blocks = np.diag(1 / (p * (1 - p))), []
+    for group, column, variance in bars:
+        Z = (frame[group].to_numpy()[:, None] == np.unique(frame[group])) * column[:, None]
+        blocks.append(Z @ Z.T)
+        V += variance * blocks[-1]
+    inverse = np.linalg.inv(V)
+    C = np.linalg.inv(X.T @ inverse @ X)
+    P = inverse - inverse @ X @ C @ X.T @ inverse
+    information = np.array([[np.trace(P @ a @ P @ b) for b in blocks] for a in blocks])
+    slopes = np.array([np.diag(C @ X.T @ inverse @ block @ inverse @ X @ C) for block in blocks])
+    variance = np.einsum("pa,pq,qa->a", slopes, 2 * np.linalg.inv(information), slopes)
+    return 2 / (variance / np.diag(C) ** 2 + 2 / (len(X) - 3))
+
+
+@pytest.mark.parametrize(("seed", "cluster_sd"), [(0, 0.7), (3, 0.0)])
+def test_classes_have_the_degrees_of_freedom_of_the_linear_model_at_the_mode(seed, cluster_sd):
+    """Also if a variance is estimated as zero: it is uncertain like any other."""
+    frame = classes(seed, 6, 4, 12, cluster_sd, 0.6)
+    model = HierarchicalClassifier(formula="y ~ x + z + (1 | g/i) + (0 + x | g)", tests=False).fit(frame)
+    parts, one, x = model.components_, np.ones(len(frame)), frame["x"].to_numpy()
+    between = dict(zip(parts.cluster.terms, parts.cluster.covariance[0].diagonal(), strict=True))
+    assert (between["Intercept"] == 0) == (cluster_sd == 0)
+    bars = [("i", one, parts.client.covariance.item()), ("g", one, between["Intercept"]), ("g", x, between["x"])]
+    np.testing.assert_allclose(model.coef_frame("global")["df"], dense_freedom(model, frame, bars), rtol=1e-4)
+
+
+def test_degrees_of_freedom_of_classes_do_not_jump():
+    """A covariate that is constant within 8 clients has about 6 degrees of freedom, and by containment 238 with a jitter."""
+    rng = np.random.default_rng(0)
+    i = np.repeat(np.arange(8), 30)
+    z, y = (i % 2) * 1.0, (rng.random(240) < special.expit(0.3 + rng.normal(size=8)[i])) * 1
+    found = []
+    for jitter in (0.0, 1e-3):
+        rows = pl.DataFrame({"y": y, "i": i, "z": z + jitter * np.random.default_rng(1).normal(size=240)})
+        model = HierarchicalClassifier(formula="y ~ z + (1 | i)", tests=False).fit(rows)
+        found.append(model.coef_frame("global")["df"][1])
+    assert 5 < found[0] < 6.5
+    assert found[1] == pytest.approx(found[0], rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["diagonal", "full", "isotropic"])
+def test_across_sites_degrees_of_freedom_of_classes_are_those_in_memory(kind):
+    frame = classes(1, 6, 4, 12, 0.7, 0.6).with_columns(x=pl.col("x") + 20.0)
+    spec = Spec(
+        "bernoulli", formula="y ~ x + z", client="i", cluster="g", covariance=kind, vary=("Intercept", "x"), tests=False
     )
-    assert model.coef_frame("global")["df"].to_list() == [5.0]
-    frame = model.coef_frame("cluster")
+    across = simulate_sites(frame, spec, sites=3).outcome.model
+    settings = {"formula": "y ~ x + z", "client": "i", "cluster": "g", "covariance": kind, "vary": ("Intercept", "x")}
+    whole = HierarchicalClassifier(**settings, tests=False).fit(frame)
+    np.testing.assert_allclose(across.coefficients("global")["df"], whole.coef_frame("global")["df"], rtol=1e-5)
+
+
+def test_clusters_of_other_families_have_normal_quantiles():
+    frame = classes(2, 6, 5, 15, 0.5, 0.5)
+    frame = HierarchicalClassifier(formula="y ~ x + (1 | g/i)", tests=False).fit(frame).coef_frame("cluster")
     np.testing.assert_allclose(frame["upper"] - frame["lower"], 2 * 1.959963984540054 * frame["std_error"], rtol=1e-12)

@@ -273,7 +273,7 @@ REFUSED = [
     (
         rows(CLIENT, CLIENT // 5, x=(np.arange(120) % 2) * 1.0, y=(np.arange(120) % 2) * 1.0),
         Shape((0,), ()),
-        "separate the responses perfectly",
+        "separate the classes of all rows",
     ),
 ]
 

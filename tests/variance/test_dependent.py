@@ -177,5 +177,5 @@ def test_a_client_with_one_class_is_fitted():
     table = SLEEP.with_columns(y=y, first=(pl.col("Subject") == 0).cast(pl.Float64))
     model = HierarchicalClassifier(formula="y ~ Days + (1 | Subject)").fit(table)
     assert np.isfinite(model.coef_).all()
-    with pytest.raises(DataError, match="'first' separate the responses perfectly"):
+    with pytest.raises(DataError, match="'first' separates the classes of all rows"):
         HierarchicalClassifier(formula="y ~ Days + first + (1 | Subject)").fit(table)

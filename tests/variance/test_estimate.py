@@ -161,7 +161,7 @@ def test_radon_as_in_lme4(homes, name, shape):
     fit, learned = estimate(in_memory(data, loss), shape, reml=name.endswith("reml"))
     reference = RADON[name]
     check(learned.components, fit, learned.covariance, reference)
-    assert learned.components.notes == ()
+    assert not [note for note in learned.components.notes if "one class" not in note]
     tree = data.hierarchy
     at = {fips: i for i, fips in enumerate(tree.clients.tolist())}
     # In lme4 the coefficients of a county do not include the effect of its state.
@@ -363,7 +363,7 @@ def separated():
 
 
 def test_a_coefficient_without_finite_estimate_is_an_error():
-    with pytest.raises(ValueError, match=r"The terms 'z' separate the responses perfectly.*drop terms"):
+    with pytest.raises(ValueError, match=r"The common term 'z' separates the classes.*leave it out"):
         estimate(in_memory(separated(), Bernoulli()), INTERCEPTS)
 
 

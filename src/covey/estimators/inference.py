@@ -72,9 +72,9 @@ class InferenceMethods(EstimatorCore):
         Intervals of a linear model include the uncertainty of the variance components. For global coefficients they are those
         of a t distribution with Satterthwaite's degrees of freedom ``df``, as is ``p_value``, which tests the hypothesis that
         the coefficient is zero. Those of clients and clusters are between quantiles of the posterior, averaged over the
-        components, so the estimate need not be in their middle. Other families take the components as known: normal quantiles
-        for clients and clusters, and a t distribution with containment degrees of freedom for global coefficients. Standard
-        errors always take them as known.
+        components, so the estimate need not be in their middle. Other families have Satterthwaite's degrees of freedom of the
+        linear model at the mode for global coefficients, and normal quantiles for clients and clusters. Standard errors always
+        take the components as known.
 
         Parameters
         ----------

@@ -11,9 +11,10 @@ training data it has ``V + s2 S + s2 S_i``. Standard errors are the roots of the
 
 Intervals of a linear model also include the uncertainty of the components (:mod:`covey.variance.uncertainty`). Those of the
 global model use a t distribution with Satterthwaite's degrees of freedom. Those of clusters and clients, seen or new, are
-between quantiles of the posterior averaged over the components. Intervals of other families take the components as known: they
-use normal quantiles, and for the global model and new clusters a t distribution with containment degrees of freedom. So do
-models whose components have more parameters than a Hessian is computed for, and models of older files without sums.
+between quantiles of the posterior averaged over the components. Intervals of other families use normal quantiles for clusters
+and clients, for the global model a t distribution with the degrees of freedom of :mod:`covey.variance.freedom`, and for new
+clusters one with ``k - 1``. Models whose components have more parameters than a Hessian is computed for, and models of older
+files without sums, take the components as known, with containment degrees of freedom for the global model.
 """
 
 from __future__ import annotations
@@ -60,8 +61,7 @@ class Posterior:
     @property
     def _can_compute(self) -> bool:
         """Whether the sums here give the uncertainty of the components."""
-        learned, components = self.learned, self.learned.components
-        return components.grouped and components.method in ("REML", "ML") and learned.whole is None and learned.has_sums
+        return self.learned.components.grouped and self.learned.whole is None and self.learned.has_sums
 
     @cached_property
     def satterthwaite(self) -> Satterthwaite | None:
@@ -73,7 +73,7 @@ class Posterior:
     @cached_property
     def draws(self) -> Draws | None:
         """A sample of the variance components, with the upper levels at each point. None if there is none."""
-        if self.learned.draws is not None or not self._can_compute:
+        if self.learned.draws is not None or not self._can_compute or self.learned.components.method == "Laplace":
             return self.learned.draws
         return draws_of(self.learned)
 
@@ -131,11 +131,14 @@ class Posterior:
         """The half width of each row's interval, in standard errors, if it is not averaged over the components.
 
         It is a quantile of the normal distribution in a cluster of the training data. In a new cluster, and for the global
-        model, it is one of the t distribution.
+        model, it is one of the t distribution. The variance of a new cluster is mostly that between the ``k`` clusters, which
+        has about ``k - 1`` degrees of freedom.
         """
         if self.is_global(level):
             return np.asarray(quantile(coverage, self.freedom(X)))
-        return np.asarray(np.where(chosen.cluster < 0, quantile(coverage, self.contained.min()), quantile(coverage)))
+        between = bool(self.learned.components.cluster.terms)
+        new = float(max(self.learned.tree.n_clusters - 1, 1)) if between else self.freedom().min()
+        return np.asarray(np.where(chosen.cluster < 0, quantile(coverage, new), quantile(coverage)))
 
     def averaged(
         self, X: Floats, chosen: Resolved, level: Level, coverage: float, noise: Floats | None = None

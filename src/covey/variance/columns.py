@@ -177,9 +177,15 @@ def _combined(X: Floats, basis: Floats) -> Floats:
     return X if is_identity(basis) else X @ basis
 
 
-def client_losses(node: Node, order: Ints | None = None) -> Quadratic:
-    """Each client's loss about the origin, with terms in the working order."""
+def client_losses(node: Node, order: Ints | None = None, *, at_mode: bool = False) -> Quadratic:
+    """Each client's loss about the origin, with terms in the working order.
+
+    With ``at_mode``, the curvature that a fit by Laplace's approximation has kept; the other parts are zero.
+    """
     columns = working_columns(node)
+    if at_mode:
+        kept, basis = node.state(ClientSums).units, columns.basis if order is None else columns.basis[:, order]
+        return Quadratic(np.ascontiguousarray(basis.T @ kept.C @ basis), np.zeros_like(kept.r), np.zeros_like(kept.c), kept.n)
 
     def compute() -> Quadratic:
         data = client_rows(node)

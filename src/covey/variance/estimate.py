@@ -36,7 +36,7 @@ from covey.variance.laplace_likelihood import START, LaplaceCriterion
 from covey.variance.linear_likelihood import Criterion, LinearCriterion
 from covey.variance.parameters import Kind, Parameters, Shape
 from covey.variance.quadrature import Watch, check
-from covey.variance.sampling import uncertainty_at
+from covey.variance.sampling import freedom_of_laplace, uncertainty_at
 from covey.variance.search import CONVERGED, NEGLIGIBLE, Optimum, approach, minimise, notes_at, resolve_boundary
 from covey.variance.uncertainty import Draws, Satterthwaite
 
@@ -93,6 +93,9 @@ def estimate(
         best = _from_smaller_models(criterion, best)
     satterthwaite, draws = _uncertainty(criterion, best) if uncertainty else (None, None)
     fit, learned = uncentred(*finish(criterion, best), surveyed.columns)
+    if uncertainty and network.clients() is None and isinstance(criterion, LaplaceCriterion):
+        satterthwaite = freedom_of_laplace(criterion, best.x, learned.dispersion)
+        fit = replace(fit, convergence=replace(fit.convergence, exchanges=criterion.network.exchanges))
     learned = replace(learned, satterthwaite=satterthwaite, draws=draws)
     if not fit.convergence.converged:
         warn(learned.components.notes[-1])

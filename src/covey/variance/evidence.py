@@ -23,6 +23,7 @@ from covey.solvers.direct.spaces import by_cell, leading_products, space_of
 from covey.tables.rows import GroupedData
 from covey.tree.hierarchy import segment_sum
 from covey.variance.columns import WorkingColumns, client_losses, client_rows, is_identity
+from covey.variance.separation import n_alike
 
 ROUNDING = 1e-13  # clients' columns are proportional to this precision
 PROPORTIONAL = 1e-10  # degrees of freedom count columns as proportional to this precision
@@ -75,7 +76,7 @@ class Evidence(Reply):
 
     Attributes
     ----------
-    cluster_sums : each cluster's sum of its clients' losses about the origin (for counts and classes ``X'X`` only)
+    cluster_sums : each cluster's sum of its clients' losses about the origin (for counts and classes ``X'WX`` and ``X'Wy``)
     gram_squares, gram_products : (d, d) sums of squared entries of the clients' ``X'X``, and of their products with the entry
         on the diagonal of the same row
     n_several_rows : the number of clients with more than one row of positive weight
@@ -86,6 +87,8 @@ class Evidence(Reply):
     n_both_classes : the number of clients whose sum of responses is neither 0 nor their number of rows. For classes these are
         the clients with rows of both classes; other families do not use it
     n_repeated : the number of clients with more than one row
+    n_one_class : (d,) for each column of zeros and ones, the number of clients whose rows with a one have one class, or only
+        counts of zero. Linear models do not use it
     cluster_ones, cluster_rows : (k,) each cluster's sum of responses (for classes the number of rows of class 1), and its
         number of rows; only classes use them
     """
@@ -100,6 +103,7 @@ class Evidence(Reply):
     residual: ResidualEvidence
     n_both_classes: int
     n_repeated: int
+    n_one_class: Annotated[Floats, Axes("d", "count")]
     cluster_ones: Annotated[Floats, Axes("k")]
     cluster_rows: Annotated[Floats, Axes("k", "count")]
 
@@ -140,6 +144,7 @@ class WeighEvidence(Message[Evidence], label="weigh evidence", phase="learn"):
             residual,
             int(((ones != 0) & (ones != many)).sum()),
             int((many > 1).sum()),
+            np.zeros(data.n_terms) if node.loss.reml else n_alike(rows.diagonal, losses.r, node.loss),
             tree.sum_up(ones),
             tree.sum_up(many),
         )
@@ -154,8 +159,8 @@ class WeighEvidence(Message[Evidence], label="weigh evidence", phase="learn"):
             losses = client_losses(node)
         else:
             n, d = data.n_clients, data.n_terms
-            gram = loss_of("gaussian").hessian(data, np.zeros((n, d)))
-            losses = Quadratic(gram, np.zeros((n, d)), np.zeros(n), data.rows_that_count)
+            here = loss_of("gaussian").expand(replace(data, offset=None), np.zeros((n, d)))
+            losses = Quadratic(here.hessian, -here.gradient, np.zeros(n), data.rows_that_count)
         rows, in_user_units = (GramRows.of(A) for A in (losses.C, self.columns.losses_to_user_units(losses).C))
         return replace(losses, C=tree.sum_up(losses.C)), rows, in_user_units
 
@@ -163,13 +168,14 @@ class WeighEvidence(Message[Evidence], label="weigh evidence", phase="learn"):
         """The same, but only the rows of the terms that vary by client and of the intercept."""
         data, n, d = client_rows(node), node.data.n_clients, node.data.n_terms
         loss = node.loss if node.loss.reml else loss_of("gaussian")
-        here = loss.expand_rows(data, np.tile(self.columns.origin, (n, 1)))
+        data = data if node.loss.reml else replace(data, offset=None)
+        here = loss.expand_rows(data, np.tile(self.columns.origin if node.loss.reml else np.zeros(d), (n, 1)))
         rows_of_cells = data.client_ptr[data.hierarchy.cluster_ptr]
         losses = Quadratic(
             by_cell(data.X, data.X, here.curves, rows_of_cells), -here.gradient, here.value, data.rows_that_count
         )
         if not node.loss.reml:
-            losses = replace(losses, r=np.zeros((n, d)), c=np.zeros(n))
+            losses = replace(losses, c=np.zeros(n))
         one = {data.terms.index("Intercept")} if "Intercept" in data.terms else set()
         terms = np.array(sorted({*self.varying, *one, self.columns.one} - {-1}), dtype=np.int64)
         rows = GramRows.of_rows(data, here.curves, terms)

@@ -34,6 +34,7 @@ from covey.variance.evidence import (
 )
 from covey.variance.laplace_likelihood import BeginMode, SumLogCounts, run_newton
 from covey.variance.parameters import Kind, Shape
+from covey.variance.separation import n_alike, notes_on_groups, separation
 
 
 def check_rank(gram: Floats, terms: Sequence[str], free: Anything) -> None:
@@ -248,6 +249,9 @@ def survey(network: Network, shape: Shape, *, check: bool = True, settle: bool =
         check_identifiable(counting, evidence, shape, squares=totals.response_squares if linear else None)
     if check and network.loss.two_classes:
         check_classes(evidence, shape)
+    if not linear:
+        clusters = n_alike(np.einsum("kaa->ka", evidence.cluster_sums.C), evidence.cluster_sums.r, network.loss)
+        notes += notes_on_groups(evidence.n_one_class, clusters, shape, totals, network.tree, terms, network.loss)
     middle = np.zeros(len(terms)) if linear else pooled(counting, free)
     constant = _constant_within(evidence, columns, terms)
     return Survey(counting, columns, evidence.cluster_sums, totals.log_weights, middle, constant, totals, shape, notes)
@@ -307,10 +311,6 @@ def pooled(network: CountingNetwork, free: Anything) -> Floats:
     begin, above = BeginMode(S, order, top.w, True), Spread.of_covariances(S, k, 0)
     top, _, runaway, _ = run_newton(network, begin, top, above, tol=1e-8, max_iter=100)
     if runaway.any() and network.loss.curvature[0] == 0.0:
-        along = listing(np.array(network.terms)[chosen[runaway]].tolist(), 3)
-        raise DataError(
-            f"The terms {along} separate the responses perfectly, so some coefficient has no finite estimate; drop terms, "
-            "merge categories, or set gamma= and ridge=."
-        )
+        raise separation([network.terms[a] for a in chosen.tolist()], runaway, network.loss)
     whole[chosen] = top.wbar
     return whole

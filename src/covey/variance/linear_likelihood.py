@@ -232,6 +232,7 @@ class IntegrateClients(Message["Integrated"], LearningState, label="integrate cl
     S: Annotated[Floats, Axes("n 1|k d d")]
     order: TermOrder
     about_client_fits: bool = False
+    at_mode: bool = False  # integrate the quadratic losses that a fit by Laplace's approximation has kept
 
     @property
     def sizes(self) -> Sizes:
@@ -299,21 +300,24 @@ class FinishLinear(Message[NonFiniteClients], label="finish linear", phase="lear
 
 def _integrated(node: Node, asked: IntegrateClients) -> tuple[Marginal, ...]:
     """Each client's part of the likelihood, at each point."""
-    columns, order = working_columns(node), asked.order
+    now, order = working_columns(node), asked.order
 
     def compute() -> tuple[Marginal, ...]:
-        (H, losses), ptr = _losses(node, order, whole=asked.about_client_fits), node.data.hierarchy.cluster_ptr
+        (H, losses), ptr = (
+            _losses(node, order, whole=asked.about_client_fits, at_mode=asked.at_mode),
+            node.data.hierarchy.cluster_ptr,
+        )
         spreads = [client_spread(node, S, order) for S in asked.S]
         return tuple(H.marginalise(losses.r, spread, ptr, (losses.c, losses.n)) for spread in spreads)
 
-    whole = np.array([asked.about_client_fits])
-    return from_cache(node, "integrated", (asked.S, *order.key, columns.basis, columns.origin, whole), compute)
+    flags = np.array([asked.about_client_fits, asked.at_mode])
+    return from_cache(node, "integrated", (asked.S, *order.key, now.basis, now.origin, flags), compute)
 
 
-def _losses(node: Node, order: TermOrder, whole: bool = False) -> tuple[Hessians, Quadratic]:
+def _losses(node: Node, order: TermOrder, *, whole: bool = False, at_mode: bool = False) -> tuple[Hessians, Quadratic]:
     """The clients' losses about the origin in the working order: their Hessians, and a Quadratic of everything else."""
-    if whole or space_of(len(order.terms), order.width) == "terms":
-        losses = client_losses(node, order.terms)
+    if whole or at_mode or space_of(len(order.terms), order.width) == "terms":
+        losses = client_losses(node, order.terms, at_mode=at_mode)
         return WholeHessians(losses.C), losses
     return leading_losses(node, order)
 
@@ -340,14 +344,12 @@ class LinearCriterion(Criterion):
     def __init__(self, survey: Survey, shape: Shape, *, reml: bool) -> None:
         sums, rows = survey.cluster_sums, float(survey.cluster_sums.n.sum())
         super().__init__(survey, shape, sums.C.sum(axis=0) / max(rows, 1.0), rows)
-        self.reml, self.method, self.about_client_fits = reml, "REML" if reml else "ML", False
+        self.reml, self.method, self.about_client_fits, self.at_mode = reml, "REML" if reml else "ML", False, False
         self._recent: list[tuple[bytes, Evaluation]] = []  # the best point and the last, which the search evaluates again
 
     def evaluate(self, x: Floats) -> Evaluation:
-        for at, here in self._recent:
-            if at == x.tobytes():
-                return here
-        return self._evaluate([x])[0]
+        known = [here for at, here in self._recent if at == x.tobytes()]
+        return known[0] if known else self._evaluate([x])[0]
 
     def values_and_gradients(self, points: Sequence[Floats], *, independent: bool = False) -> list[tuple[float, Floats]]:
         """All points take as many exchanges as one, if the criterion can be computed at all of them."""
@@ -386,7 +388,7 @@ class LinearCriterion(Criterion):
     def upper_levels(self, points: Sequence[tuple[Floats, Floats]]) -> list[UpperPosterior]:
         """The upper levels at covariances. All points take one exchange."""
         S = np.stack([S for S, _ in points])
-        sums = self.network.ask(IntegrateClients(S, self.order, self.about_client_fits))
+        sums = self.network.ask(IntegrateClients(S, self.order, self.about_client_fits, self.at_mode))
         seen = map(Quadratic, sums.seen.C, sums.seen.r, sums.seen.c, sums.seen.n)
         parts = zip(seen, sums.volume - self.survey.log_weights, points, strict=True)
         return [upper(clusters, float(volume), S[0], self.reml, self.free) for clusters, volume, (_, S) in parts]

@@ -37,7 +37,8 @@ from covey.solvers.direct.elimination import Quadratic, cluster_covariances, inv
 from covey.tables.rows import GroupedData
 from covey.variance.columns import ClientSums, CountingNetwork, Survey, WorkingColumns
 from covey.variance.components import Learned
-from covey.variance.linear_likelihood import AT_ONCE, Evaluation, LinearCriterion
+from covey.variance.freedom import Point, freedom_at_mode
+from covey.variance.linear_likelihood import AT_ONCE, Criterion, Evaluation, LinearCriterion
 from covey.variance.parameters import Variation
 from covey.variance.search import MANY
 from covey.variance.uncertainty import Draws, Satterthwaite
@@ -48,14 +49,13 @@ _STORED = 1 << 18  # with more numbers for all clusters, clusters are so many th
 _EFFECTIVE = 0.25  # the least effective number of points, as a share of all
 _STEP = 1e-3
 
-Point = tuple[Floats, Floats]
-"""Covariances of clients and of clusters, in the working order of terms."""
-
 
 def satterthwaite_of(learned: Learned) -> Satterthwaite | None:
-    """Degrees of freedom, for a linear model with the sums of all its clients. None if they cannot be computed."""
+    """Degrees of freedom, for a model with the sums of all its clients. None if they cannot be computed."""
     criterion, x, turn = criterion_of(learned)
     with suppress(SolverError, np.linalg.LinAlgError):
+        if len(x) <= MANY and learned.components.method == "Laplace":
+            return freedom_at_mode(criterion, criterion.covariances(x), turn, learned.dispersion)
         if len(x) <= MANY:
             plan = Differences(criterion, x, turn)
             return plan.result(_evaluated(criterion, plan.points))
@@ -85,6 +85,16 @@ def uncertainty_at(criterion: LinearCriterion, x: Floats) -> tuple[Satterthwaite
     return None, None
 
 
+def freedom_of_laplace(criterion: Criterion, x: Floats, dispersion: float) -> Satterthwaite | None:
+    """Degrees of freedom after a fit by Laplace's approximation, whose nodes have kept their sums."""
+    with suppress(SolverError, np.linalg.LinAlgError):
+        if criterion.parameters.n_parameters <= MANY:
+            linear = LinearCriterion(criterion.survey, criterion.shape, reml=True)
+            linear.at_mode = True
+            return freedom_at_mode(linear, criterion.covariances(x), criterion.survey.columns.basis, dispersion)
+    return None
+
+
 def criterion_of(learned: Learned, *, reml: bool | None = None, centred: bool = True) -> tuple[LinearCriterion, Floats, Floats]:
     """The criterion from a model's sums, its parameters, and the matrix that converts coefficients to the user's units.
 
@@ -96,7 +106,7 @@ def criterion_of(learned: Learned, *, reml: bool | None = None, centred: bool = 
     back, units = np.linalg.inv(turn), learned.units
     turned = Quadratic(turn.T @ units.C @ turn, units.r @ turn, units.c, units.n) if basis is not None else units
     survey = survey_of_sums(ClientSums(turned, back @ learned.origin, learned.log_weights), learned)
-    criterion = LinearCriterion(survey, learned.shape, reml=parts.method == "REML" if reml is None else reml)
+    criterion = LinearCriterion(survey, learned.shape, reml=parts.method != "ML" if reml is None else reml)
     order, x = criterion.order.terms, []
     levels = (criterion.parameters.client, learned.client_covariances), (criterion.parameters.cluster, learned.cluster.shape)
     for variation, S in levels:

@@ -410,7 +410,7 @@ def newton(
         terms = listing(np.array(network.terms)[runaway].tolist(), 3)
         message = (
             f"{account.message}; the responses are perfectly separated along {terms}: the coefficients grow without bound and "
-            "were stopped where the gradient vanished; drop terms or merge categories"
+            "were stopped where the gradient vanished; drop terms, merge categories or set ridge="
         )
         account = replace(account, message=message)
     if separated or not account.converged:
