@@ -18,7 +18,7 @@ SOURCE = Path(covey.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 BASIC = ("_typing", "_version", "errors", "records", "compiling", "threads", "kernels", "exact")
 CORE = ("tree", "tables", "losses", "objective", "problem", "nodes", "solvers", "variance", "model", "fitting", "estimators")
-INTERFACES = ("datasets", "federation", "reproduce", "report", "cli", "__main__")
+INTERFACES = ("datasets", "engines", "federation", "reproduce", "report", "cli", "__main__")
 INSIDE_FEDERATION = ("wire", "privacy", "site", "operator", "simulate", "flower")
 
 
@@ -76,7 +76,8 @@ def test_the_core_needs_no_interface():
     assert not [name for name in at_once(PLOTS) if name.startswith(("matplotlib", "covey.report"))]
     for path in FILES:
         if part(path) in (*BASIC, *CORE) and path != PLOTS:
-            outside = {name.split(".")[0] for name in imports(path)} & {"matplotlib", "rich", "typer", "flwr"}
+            foreign = {"matplotlib", "rich", "typer", "flwr", "duckdb", "ray", "pyspark"}
+            outside = {name.split(".")[0] for name in imports(path)} & foreign
             assert not outside, path
             assert not used(path) & set(INTERFACES) - {"datasets"}, path
 

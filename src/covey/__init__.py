@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from covey.nodes.network import InMemory
     from covey.objective.objective import Objective, Penalty
     from covey.problem.problem import Spec
-    from covey.tables.rows import GroupedData, read_table
+    from covey.tables.files import read_table
+    from covey.tables.rows import GroupedData
 
 __all__ = [
     "ConvergenceWarning",
@@ -62,7 +63,8 @@ _MODULES = {
     "covey.nodes.network": ("InMemory",),
     "covey.objective.objective": ("Objective", "Penalty"),
     "covey.problem.problem": ("Spec",),
-    "covey.tables.rows": ("GroupedData", "read_table"),
+    "covey.tables.files": ("read_table",),
+    "covey.tables.rows": ("GroupedData",),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from narwhals.typing import IntoDataFrame
+from narwhals.typing import IntoFrame
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -15,8 +15,8 @@ Bools = npt.NDArray[np.bool_]
 Anything = npt.NDArray[Any]
 
 ArrayLike = npt.ArrayLike
-TableLike = IntoDataFrame | npt.ArrayLike
-"""A data frame of pandas, polars or pyarrow, or an array."""
+TableLike = IntoFrame | npt.ArrayLike
+"""A data frame of pandas, polars or pyarrow, a lazy table of an engine, or an array."""
 PenaltyLike = Mapping[str, float] | Mapping[int, float] | npt.ArrayLike
 """One number, an array, or numbers by the ids of groups or clusters."""
 RandomState = int | np.random.RandomState | None

@@ -285,3 +285,42 @@ def sum_pieces(begin: int, end: int, rows: Floats, ptr: Ints, start: Ints, owner
     """Add the rows of each piece of a segment, at most ``PIECE``, to its sums ``digits (pieces, columns, DIGITS)``."""
     for piece in range(begin, end):
         _sum_rows(rows, start[piece], min(start[piece] + PIECE, ptr[owner[piece] + 1]), digits[piece])
+
+
+# Sums of products
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def square_roots(begin: int, end: int, grams: Floats) -> None:
+    """Replace the positive semi-definite matrices ``G (n, q, q)`` of a block, each by an ``R`` with ``R'R = G``.
+
+    This is Cholesky's method with pivots, on matrices scaled to a unit diagonal. It ends when what is left is rounding, so the
+    error of an entry ``G_ab`` is a rounding error of ``sqrt(G_aa G_bb)``, also if ``G`` is singular.
+    """
+    q = grams.shape[1]
+    for i in range(begin, end):
+        G, R = grams[i], np.zeros((q, q))
+        size = np.zeros(q)
+        for a in range(q):
+            size[a] = math.sqrt(max(G[a, a], 0.0))
+        for a in range(q):
+            for b in range(q):
+                G[a, b] = G[a, b] / (size[a] * size[b]) if size[a] > 0.0 and size[b] > 0.0 else 0.0
+        for row in range(q):
+            pivot = 0
+            for a in range(q):
+                if G[a, a] > G[pivot, pivot]:
+                    pivot = a
+            if not G[pivot, pivot] > 4e-16:
+                break
+            root = math.sqrt(G[pivot, pivot])
+            for a in range(q):
+                R[row, a] = G[pivot, a] / root
+            for a in range(q):
+                for b in range(q):
+                    G[a, b] -= R[row, a] * R[row, b]
+                G[a, pivot] = 0.0
+                G[pivot, a] = 0.0
+        for a in range(q):
+            for b in range(q):
+                G[a, b] = R[a, b] * size[b]

@@ -35,6 +35,10 @@ Command = Callable[..., None]
 Decorator = Callable[[Command], Command]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Table = Annotated[Path, typer.Argument(help="File with the table: .parquet, .csv, .csv.gz or .tsv.")]
+AnyTable = Annotated[
+    str, typer.Argument(help="The table: .parquet, .csv, .csv.gz or .tsv; a pattern 'rows/*.parquet', a folder, or .duckdb.")
+]
+TableName = Annotated[str | None, typer.Option("--table", help="Table of a DuckDB database.")]
 
 FITTING = (
     "client", "cluster", "family", "penalty", "vary", "covariance", "per_cluster", "tests", "gamma", "lam", "alpha",

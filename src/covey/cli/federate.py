@@ -138,7 +138,7 @@ def _simulate(data: str, settings: dict[str, Any], options: RunOptions, as_json:
     from covey.model.files import check_target, is_model
     from covey.model.summary import Summary
     from covey.problem.problem import resolve
-    from covey.tables.rows import read_table
+    from covey.tables.files import read_table
 
     spec, out = spec_of(settings), options.out
     sites = options.by if options.by is not None else options.simulate or 0

@@ -7,13 +7,15 @@ from typing import Annotated, Any
 
 import typer
 
-from covey.cli._options import FITTING, AsJson, Table, console, from_settings, print_json, working
+from covey.cli._options import FITTING, AnyTable, AsJson, TableName, console, from_settings, print_json, working
 
 
 @from_settings("formula", *FITTING, "baseline", seed="Seed of the split, of cross-validation and of random choices.")
 def fit(
-    data: Table,
+    data: AnyTable,
     spec: Any,
+    table: TableName = None,
+    lazy: Annotated[bool, typer.Option("--lazy", help="Leave the Parquet file on disk, and read sums of its rows.")] = False,
     checkpoint: Annotated[
         Path | None, typer.Option(help="File in which newton and randomised algorithms save their state, to resume from.")
     ] = None,
@@ -24,21 +26,24 @@ def fit(
 ) -> None:
     """Fit one model for each client, each cluster and all data together.
 
-    First, four kinds of models are compared on held-out rows. Then the hierarchical model is fitted to all rows.
+    First, four kinds of models are compared on held-out rows. Then the hierarchical model is fitted to all rows. A linear model
+    of many Parquet files, or of a table in DuckDB, is fitted from sums by client, which the engine computes; there is no
+    comparison then.
 
     [bold]Example[/bold]   covey fit homes.parquet "log_radon ~ floor" --client county --cluster state --out model
     """
     from dataclasses import replace
 
+    from covey.engines.warehouse import open_table
     from covey.fitting.comparison import compare
     from covey.fitting.fit import check_solver
     from covey.fitting.fit import fit as fit_problem
     from covey.model.files import check_target, save_model
     from covey.model.summary import describe
+    from covey.nodes.lazy import as_lazy, read_lazy
     from covey.nodes.network import InMemory
     from covey.problem.problem import resolve
     from covey.problem.rows import read_rows
-    from covey.tables.rows import read_table
 
     if out is not None:
         check_target(out)
@@ -47,9 +52,11 @@ def fit(
     draft = resolve(spec)
     check_solver(draft.spec)
     with working("reading the table") as say:
-        grouped, problem = read_rows(read_table(data, ids=[draft.spec.client, draft.spec.cluster]), draft)
+        rows = open_table(data, table, ids=[draft.spec.client, draft.spec.cluster], lazy=lazy)
+        held = as_lazy(rows)
+        grouped, problem = read_rows(rows, draft) if held is None else read_lazy(held, draft)
         comparison = None
-        if holdout and draft.spec.client is not None:  # without groups all models are the same
+        if holdout and held is None and draft.spec.client is not None:  # without groups all models are the same
             comparison = compare(grouped, problem, test=holdout, progress=lambda name: say(f"fitting {name}"))
         say("fitting all rows")
         model = fit_problem(

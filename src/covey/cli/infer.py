@@ -130,7 +130,7 @@ def table_for(path: Path | None, model: Path | None = None) -> Any:
     import polars as pl
 
     from covey.model.files import load_model
-    from covey.tables.rows import read_table
+    from covey.tables.files import read_table
 
     if path is None:
         return None

@@ -75,7 +75,7 @@ def init(
     from covey.errors import FederationError, unknown_column
     from covey.federation.site.file import LIMITS, NAME, PLACES, RULES
     from covey.federation.site.state import private_folder, write_file
-    from covey.tables.rows import read_table
+    from covey.tables.files import read_table
 
     if (home / NAME).exists():
         raise FederationError(f"There is a file {str(home / NAME)!r} already; edit it, or remove it first.")

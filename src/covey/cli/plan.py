@@ -40,7 +40,7 @@ def plan(
     from covey.fitting.planning import race
     from covey.problem.problem import resolve
     from covey.problem.rows import read_rows
-    from covey.tables.rows import read_table
+    from covey.tables.files import read_table
 
     if figure is not None and (figure.suffix not in (".png", ".pdf", ".svg") or not figure.absolute().parent.is_dir()):
         raise DataError(f"The figure {str(figure)!r} must end in .png, .pdf or .svg, and be in a folder that exists.")

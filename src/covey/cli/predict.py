@@ -41,7 +41,7 @@ def predict(
 
     from covey.errors import DataError
     from covey.model.files import load_model
-    from covey.tables.rows import read_table
+    from covey.tables.files import read_table
 
     if noise and interval is None:
         raise DataError("The option --noise needs an interval; add --interval 0.95.")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from narwhals.typing import IntoDataFrame
+from narwhals.typing import IntoFrame
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import validate_data
@@ -20,7 +20,7 @@ from covey.model.files import load_model
 from covey.model.model import Model
 from covey.problem.problem import Spec, resolve
 from covey.problem.rows import two_values
-from covey.tables.rows import read_table
+from covey.tables.files import is_pattern, read_table, scan_table
 from covey.tree.hierarchy import Level
 
 __all__ = [
@@ -300,13 +300,16 @@ for _estimator in _ESTIMATORS.values():  # the parameters are documented once, i
     _estimator.__doc__ = f"{_summary}{_parameters}\n\nExamples\n{_examples}"
 
 
-def fit(table: IntoDataFrame | str | Path, spec: Spec | str) -> HierarchicalEstimator:
+def fit(table: IntoFrame | str | Path, spec: Spec | str) -> HierarchicalEstimator:
     """Fit the model that a specification describes.
 
     Parameters
     ----------
-    table : data frame, str or Path
-        The rows: a frame of pandas, polars or pyarrow, or the path of a file that :func:`covey.read_table` reads.
+    table : data frame, lazy table, str or Path
+        The rows: a frame of pandas, polars or pyarrow, or the path of a file that :func:`covey.read_table` reads. A linear
+        model also takes a lazy table (a polars ``LazyFrame``, a DuckDB relation, a table of Spark or Ibis), or a folder or
+        pattern of Parquet files, such as ``"rows/*.parquet"``. The engine that holds the table then computes sums by client
+        in two queries, and only these sums are read.
     spec : Spec or str
         The specification, or only its formula, such as ``"y ~ x + (1 | state/county)"``.
 
@@ -328,7 +331,8 @@ def fit(table: IntoDataFrame | str | Path, spec: Spec | str) -> HierarchicalEsti
     """
     draft = resolve(Spec(formula=spec) if isinstance(spec, str) else spec)
     if isinstance(table, str | Path):
-        table = read_table(table, ids=[draft.spec.client, draft.spec.cluster])
+        several = is_pattern(table)
+        table = scan_table(table) if several else read_table(table, ids=[draft.spec.client, draft.spec.cluster])
     return _estimator_of(draft.spec)._fit(draft, table)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
+from narwhals import Implementation
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from covey._typing import Anything, ArrayLike, Floats, TableLike
@@ -15,6 +16,7 @@ from covey.estimators.plotting import PlotMethods
 from covey.fitting.fit import fit
 from covey.model.files import save_model
 from covey.model.summary import describe
+from covey.nodes.lazy import as_lazy, read_lazy
 from covey.nodes.network import InMemory
 from covey.problem.problem import Problem, as_frame, refuse_odd_table, resolve
 from covey.problem.rows import Arrays, read_rows, shares_of
@@ -86,7 +88,17 @@ class HierarchicalEstimator(PlotMethods):
                 f"{type(self).__name__} requires y to be passed, but the target y is None; or name it in the formula, "
                 "as in 'y ~ x'."
             )
-        columns = None
+        columns, lazy = None, as_lazy(X)
+        if lazy is not None:
+            names = lazy.collect_schema().names()
+            self.feature_names_in_, self.n_features_in_ = np.array(names, dtype=object), len(names)
+            self._library_ = Implementation.POLARS
+            if y is not None or any(values is not None for values in given.values()):
+                raise DataError(
+                    "A lazy table has its response, ids and weights in columns; name them instead of passing arrays."
+                )
+            data, problem = read_lazy(lazy, draft)
+            return self._adopt(fit(InMemory.of(data, problem.loss), problem))
         if draft.spec.named:
             frame = as_frame(X)
             self.feature_names_in_ = np.array(frame.columns, dtype=object)

@@ -21,7 +21,7 @@ from covey.losses import Loss
 from covey.objective.objective import Penalty
 from covey.solvers import Fit, Progress, minimise
 from covey.tables.rows import GroupedData
-from covey.tree.hierarchy import Hierarchy, segment_sum
+from covey.tree.hierarchy import Hierarchy
 
 Count = Callable[[int, int], None]  # receives the number of finished fits and of all fits
 
@@ -117,9 +117,7 @@ def _totals(theta: Floats, data: GroupedData, loss: Loss) -> Floats:
 
 def _weights(data: GroupedData) -> Floats:
     """Sum of the weights of each client's rows, ``(n,)``; without weights their number."""
-    if data.weights is None:
-        return data.rows_per_client.astype(np.float64)
-    return segment_sum(data.weights, data.client_ptr)
+    return data.weight_of_client
 
 
 def _mean(total: Floats, weight: Floats, score: Score) -> float:

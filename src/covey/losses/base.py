@@ -384,7 +384,7 @@ class Loss(ABC):
         """Return the factor of each client's sum over rows, ``(n,)``."""
         if self.reduction == "sum":
             return np.ones(data.n_clients)
-        rows = data.rows_per_client if data.weights is None else segment_sum(data.weights, data.client_ptr)
+        rows = data.weight_of_client
         return 1.0 / np.where(rows > 0, rows, 1.0)
 
     def operands(self, data: GroupedData) -> tuple[Any, Floats, Floats, Floats, Floats, Floats, float, Ints]:

@@ -30,7 +30,9 @@ class Batches:
 
     @classmethod
     def of(cls, data: GroupedData) -> Batches:
-        """The rows of one batch. The order of a client's rows does not matter."""
+        """The rows of one batch. The order of a client's rows does not matter. Sums of rows have no hashes."""
+        if data.sums is not None:
+            return cls(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.uint64))
         code = np.zeros(data.n_clients, dtype=np.uint64)
         ones = np.ones(data.n_rows) if data.weights is None else data.weights
         zeros = np.zeros(data.n_rows) if data.offset is None else data.offset

@@ -10,6 +10,7 @@ import polars as pl
 
 from covey._typing import Anything, Floats, Ints
 from covey.errors import DataError
+from covey.nodes.lazy import as_lazy, read_lazy
 from covey.problem.problem import as_frame
 from covey.problem.rows import Arrays, encode_known, shares_of, usable_rows
 from covey.tables.design import Frame, column, numeric, response
@@ -98,6 +99,9 @@ def observed_rows(model: Model, X: Any, given: Arrays, *, level: Level = "client
 
 def group_rows(model: Model, X: Any, given: Arrays) -> GroupedData:
     """Group new rows by client, coded as in training. Ids and responses are ``given``, or the table's columns."""
+    lazy = as_lazy(X)
+    if lazy is not None:
+        return read_lazy(lazy, model.problem)[0]
     X = as_frame(X) if model.spec.named else X
     X, given, numbers, dropped = usable_rows(X, model.problem, given, model.design.columns)
     frame, frequency = X if model.spec.named else None, given.frequency

@@ -99,7 +99,7 @@ def read_rows(
     draft.check_offset(given.offset)
     if frame is not None:
         given, y = _from_columns(frame, draft, given), _response(frame, draft, y)
-    names, categories = (tuple(columns or ()), {}) if frame is None else _columns(frame, draft)
+    names, categories = (tuple(columns or ()), {}) if frame is None else columns_of(frame, draft)
     shares = shares_of(y, given.trials, given.weights, draft)
     outcome, classes = encode_response(y, draft.loss) if shares is None else (shares[0], _SUCCESS)
     if shares is not None and shares[0] @ shares[1] in (0.0, shares[1].sum()):
@@ -238,7 +238,7 @@ def _response(frame: Frame, draft: Problem, y: Any) -> Any:
     return named if y is None else y
 
 
-def _columns(frame: Frame, draft: Problem) -> tuple[tuple[str, ...], dict[str, list[Any]]]:
+def columns_of(frame: Frame, draft: Problem) -> tuple[tuple[str, ...], dict[str, list[Any]]]:
     """The columns of the terms, and their categories."""
     spec, formula = draft.spec, draft.formula
     if formula is not None:

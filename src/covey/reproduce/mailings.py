@@ -17,7 +17,8 @@ from covey.datasets import simulate_donors
 from covey.errors import DataError, unknown_column
 from covey.reproduce.paper import CLIENTS
 from covey.reproduce.solicitations import solicitations
-from covey.tables.rows import GroupedData, read_table
+from covey.tables.files import read_table
+from covey.tables.rows import GroupedData
 
 TERMS = ("Intercept", "log(recency)", "log(frequency)")
 APPEALS = 5_000_000  # the size that the paper's quartiles of accuracy and 6% success imply

@@ -127,6 +127,16 @@ class Terms:
 
         ``state`` is what transforms have learned. The columns of a transform without a complete state are zero.
         """
+        try:
+            with np.errstate(all="ignore"):
+                return self.combine(table, {each.expression: _values(each, table, state or {}) for each in self.factors})
+        except CoveyError:
+            raise
+        except Exception as problem:  # formulaic has no common base class for its errors
+            raise FormulaError(f"The formula {self.text!r} cannot be evaluated: {problem}") from None
+
+    def combine(self, table: pd.DataFrame, values: Mapping[str, Any]) -> pd.DataFrame:
+        """Compute the columns of the terms from the values of their factors, by the text of the factor."""
         from formulaic import Formula
         from formulaic.parser.types import Factor as Piece
         from formulaic.parser.types import Term as Product
@@ -136,15 +146,8 @@ class Terms:
             [Piece(each.expression, eval_method="literal" if each.kind == "literal" else "lookup") for each in term]
             for term in self.terms
         ]
-        try:
-            with np.errstate(all="ignore"):
-                values = {factor.expression: _values(factor, table, state or {}) for factor in self.factors}
-                formula = Formula([Product(factors) for factors in pieces])
-                return formula.get_model_matrix(table, na_action="ignore", context=values, output="pandas")
-        except CoveyError:
-            raise
-        except Exception as problem:  # formulaic has no common base class for its errors
-            raise FormulaError(f"The formula {self.text!r} cannot be evaluated: {problem}") from None
+        formula = Formula([Product(factors) for factors in pieces])
+        return formula.get_model_matrix(table, na_action="ignore", context=dict(values), output="pandas")
 
     def to_json(self) -> dict[str, Any]:
         terms = [[[factor.expression, factor.kind] for factor in term] for term in self.terms]

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import polars as pl
@@ -21,6 +20,9 @@ from covey.kernels import counting_sort, find_parents, rank_in_segments, take_ro
 from covey.tables.values import Dropped, choose_rows, repeats_of, take
 from covey.threads import share
 from covey.tree.hierarchy import Hierarchy, encode, segment_sum
+
+if TYPE_CHECKING:
+    from covey.tables.sums import RowSums
 
 Place = Callable[[int], str]  # names a row in an error message
 Check = Callable[[Floats, Place], None]
@@ -53,6 +55,9 @@ class GroupedData:
         A known part of the linear predictor; None means zero.
     dropped : Dropped or None
         The rows that were left out because values were missing.
+    sums : RowSums or None
+        If given, the rows are not those of the table: they are a few rows of each client with the same sums of products
+        (:mod:`covey.tables.sums`).
 
     Examples
     --------
@@ -70,6 +75,7 @@ class GroupedData:
     weights: Floats | None = None
     offset: Floats | None = None
     dropped: Dropped | None = None
+    sums: RowSums | None = None
 
     @classmethod
     def from_arrays(
@@ -147,7 +153,7 @@ class GroupedData:
         columns = {"y": y, "weights": weights, "offset": offset}
         vectors = {name: _vector(values, name, n_rows) for name, values in columns.items() if values is not None}
         repeats = None if frequency is None else repeats_of(frequency, n_rows)
-        order, client_ptr, hierarchy = _group(client, cluster, n_rows, nested)
+        order, client_ptr, hierarchy = group_ids(client, cluster, n_rows, nested)
         if repeats is not None:
             order = np.arange(n_rows, dtype=np.int32 if n_rows < 2**31 else np.int64) if order is None else order
             client_ptr = np.concatenate([[0], np.cumsum(repeats[order])])[client_ptr]
@@ -172,7 +178,7 @@ class GroupedData:
 
     @property
     def n_rows(self) -> int:
-        """The number of rows."""
+        """The number of rows in ``X``."""
         return len(self.y)
 
     @property
@@ -192,20 +198,34 @@ class GroupedData:
 
     @property
     def rows_per_client(self) -> Ints:
-        """The number of rows of each client."""
-        return np.diff(self.client_ptr)
+        """The number of rows of each client in the table."""
+        return np.diff(self.client_ptr) if self.sums is None else self.sums.rows
 
     @property
     def rows_that_count(self) -> Floats:
         """The number of rows with a positive weight, of each client."""
+        if self.sums is not None:
+            return self.sums.counted
         if self.weights is None:
             return self.rows_per_client.astype(np.float64)
         return segment_sum((self.weights > 0).astype(np.float64), self.client_ptr)
 
     @property
+    def weight_of_client(self) -> Floats:
+        """The sum of the weights of each client's rows."""
+        if self.sums is not None:
+            return self.sums.weight
+        return self.rows_per_client.astype(np.float64) if self.weights is None else segment_sum(self.weights, self.client_ptr)
+
+    @property
+    def unit(self) -> Floats:
+        """The column of ones, ``(N,)``."""
+        return np.ones(self.n_rows) if self.sums is None else self.sums.unit
+
+    @property
     def client_of_row(self) -> Ints:
         """The position of each row's client."""
-        return np.repeat(np.arange(self.n_clients), self.rows_per_client)
+        return np.repeat(np.arange(self.n_clients), np.diff(self.client_ptr))
 
     def margin(self, theta: Floats) -> Floats:
         """The linear predictor ``x'theta_i + offset`` of each row, for coefficients ``theta (n, d)``."""
@@ -219,6 +239,7 @@ class GroupedData:
             slice(int(self.client_ptr[start]), int(self.client_ptr[stop])),
             self.client_ptr[start : stop + 1] - self.client_ptr[start],
             replace(tree, cluster_ptr=np.clip(tree.cluster_ptr, start, stop) - start, client_ids=tree.client_ids[start:stop]),
+            None if self.sums is None else self.sums.clients(start, stop, self.client_ptr),
         )
 
     def every(self, step: int) -> GroupedData:
@@ -230,13 +251,21 @@ class GroupedData:
 
     def rows(self, keep: Anything) -> GroupedData:
         """The rows where the mask ``keep`` is true; clients and clusters without rows are kept."""
+        self.need_rows("A choice of rows")
         counts = np.add.reduceat(np.append(keep, 0), self.client_ptr[:-1], dtype=np.int64)
         counts[self.rows_per_client == 0] = 0
         return self._select(keep, np.concatenate([[0], np.cumsum(counts)]), self.hierarchy)
 
-    def _select(self, rows: slice | Anything, client_ptr: Ints, hierarchy: Hierarchy) -> GroupedData:
+    def need_rows(self, what: str) -> None:
+        """Raise an error if only sums of the table's rows are here."""
+        if self.sums is not None:
+            raise DataError(f"{what} needs the rows of the table, and only sums of them are here; use shards (covey shard).")
+
+    def _select(
+        self, rows: slice | Anything, client_ptr: Ints, hierarchy: Hierarchy, sums: RowSums | None = None
+    ) -> GroupedData:
         weights, offset = (None if values is None else values[rows] for values in (self.weights, self.offset))
-        return GroupedData(self.X[rows], self.y[rows], client_ptr, hierarchy, self.terms, weights, offset)
+        return GroupedData(self.X[rows], self.y[rows], client_ptr, hierarchy, self.terms, weights, offset, sums=sums)
 
     def split(self, test: float, seed: int | np.random.Generator) -> tuple[GroupedData, GroupedData]:
         """Split into rows for training and rows for testing, at random within each client.
@@ -246,6 +275,7 @@ class GroupedData:
         """
         if not 0 < test < 1:
             raise DataError(f"The share of rows held out must be between 0 and 1; got {test!r}.")
+        self.need_rows("A comparison on held-out rows")
         rng = np.random.default_rng(seed)
         rows = self.rows_per_client
         held = np.floor(test * rows + rng.random(len(rows))).astype(np.int64)
@@ -257,6 +287,7 @@ class GroupedData:
         """A random fold for each row; the folds are balanced within each client."""
         if count < 2:
             raise DataError(f"Cross-validation needs at least 2 folds; got {count!r}.")
+        self.need_rows("Cross-validation")
         rng = np.random.default_rng(seed)
         # Each client starts at a random fold. Otherwise fold 0 would hold the only row of every small client.
         start = np.repeat(rng.integers(count, size=self.n_clients), self.rows_per_client)
@@ -265,7 +296,8 @@ class GroupedData:
     def pooled(self) -> GroupedData:
         """The same rows, all of one client in one cluster."""
         tree = Hierarchy(np.array([0, 1]), pl.Series(["all"]), pl.Series(["all"]))
-        return replace(self, client_ptr=np.array([0, self.n_rows]), hierarchy=tree)
+        sums = None if self.sums is None else self.sums.pooled()
+        return replace(self, client_ptr=np.array([0, self.n_rows]), hierarchy=tree, sums=sums)
 
     def one_cluster(self) -> GroupedData:
         """The same clients, all in one cluster."""
@@ -309,60 +341,6 @@ def _bad_value(what: str, value: float, place: str) -> DataError:
     return DataError(f"{what} is {word} in {place}; fill the value or leave the row out.")
 
 
-def read_table(path: str | Path, *, ids: Sequence[str | None] = (), text: Sequence[str | None] = ()) -> pl.DataFrame:
-    r"""Read a table from a file.
-
-    Parameters
-    ----------
-    path : str or Path
-        A Parquet file (``.parquet``, ``.pq``), or text with commas (``.csv``) or tabs (``.tsv``), which may be compressed
-        (``.csv.gz``, ``.tsv.gz``). In a text file, empty fields and ``NA`` are missing values.
-    ids : sequence of str
-        Columns of a text file that hold ids. Numbers with leading zeros (ZIP codes) stay text there. None is ignored.
-    text : sequence of str
-        Columns of a text file that are read as text, even if they look like numbers. None is ignored.
-
-    Returns
-    -------
-    polars.DataFrame
-
-    Examples
-    --------
-    >>> import covey, pathlib, tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     path = pathlib.Path(folder) / "homes.csv"
-    ...     _ = path.write_text("zip,radon\n02139,1.5\n55401,NA\n")
-    ...     covey.read_table(path, ids=["zip"]).rows()
-    [('02139', 1.5), ('55401', None)]
-    """
-    path = Path(path)
-    suffix = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
-    if not path.exists():
-        raise DataError(f"There is no file {str(path)!r}; check the path.")
-    if path.is_dir():
-        raise DataError(f"{str(path)!r} is a folder; give a file.")
-    try:
-        if suffix in (".parquet", ".pq"):
-            return pl.read_parquet(path)
-        if suffix in (".csv", ".csv.gz", ".tsv", ".tsv.gz"):
-            return _read_csv(path, "\t" if "tsv" in suffix else ",", set(ids), set(text))
-    except (pl.exceptions.PolarsError, OSError) as problem:
-        reason = str(problem).strip().splitlines()[0].rstrip(".")
-        raise DataError(f"The file {str(path)!r} cannot be read: {reason}.") from None
-    raise DataError(f"The file {str(path)!r} must end in .parquet, .csv, .csv.gz or .tsv; convert it first.")
-
-
-def _read_csv(path: Path, separator: str, ids: set[str | None], text: set[str | None]) -> pl.DataFrame:
-    names = pl.read_csv(path, separator=separator, n_rows=0).columns
-    as_text = {name: pl.String for name in names if name in ids | text}
-    frame = pl.read_csv(path, separator=separator, infer_schema_length=None, null_values=["NA"], schema_overrides=as_text)
-    for name in set(as_text) - text:
-        numbers = frame[name].cast(pl.Int64, strict=False)
-        if (numbers.cast(pl.String).eq_missing(frame[name])).all():
-            frame = frame.with_columns(numbers)
-    return frame
-
-
 def _vector(values: Any, name: str, n_rows: int) -> Floats:
     what = "the response" if name == "y" else f"the {name}"
     raw = np.asarray(values)
@@ -379,7 +357,7 @@ def _vector(values: Any, name: str, n_rows: int) -> Floats:
     return vector
 
 
-def _group(client: Any, cluster: Any, n_rows: int, nested: bool) -> tuple[Anything | None, Ints, Hierarchy]:
+def group_ids(client: Any, cluster: Any, n_rows: int, nested: bool) -> tuple[Anything | None, Ints, Hierarchy]:
     """The order that sorts rows by cluster and client (None if they are sorted), ``client_ptr``, and the hierarchy."""
     if client is None and cluster is not None:
         raise DataError("Clusters were given without clients; name the column of the clients with client=.")

@@ -56,7 +56,7 @@ class Scale(Record):
 
     def rows(self, data: GroupedData) -> GroupedData:
         """The same rows, standardised."""
-        X = data.X - self.mean
+        X = data.X - (self.mean if data.sums is None else data.unit[:, None] * self.mean)
         X /= self.sd
         return replace(data, X=X)
 

@@ -268,6 +268,8 @@ def keep_results(node: Node, theta: Floats, losses: Quadratic, origin: Floats) -
 
 def sum_log_weights(data: GroupedData) -> float:
     """The sum over all rows of the logarithms of their weights."""
+    if data.sums is not None:
+        return float(data.sums.log_weights.sum())
     weights = data.weights
     return 0.0 if weights is None else float(np.log(weights[weights > 0]).sum())
 
@@ -331,9 +333,10 @@ class SumRows(Message[RowTotals], label="totals of rows", phase="learn"):
     basis: Annotated[Floats, Axes("d d")]
 
     def at(self, node: Node) -> RowTotals:
-        data = node.data
-        weights = data.weights
-        data = replace(data, X=_combined(data.X, self.basis))
+        ones, data = _ones(node.data), replace(node.data, X=_combined(node.data.X, self.basis))
+        rows, weight = int(data.rows_per_client.sum()), float(data.weight_of_client.sum())
+        # Sums of rows with weights give means with weights, which serve to centre columns as well.
+        share = 1.0 if data.sums is None else rows / weight
         gaussian, zero = loss_of("gaussian"), np.zeros((data.n_clients, data.n_terms))
         if space_of(data.n_terms, 0) == "terms":
             here = gaussian.expand(data, zero)
@@ -342,13 +345,13 @@ class SumRows(Message[RowTotals], label="totals of rows", phase="learn"):
             here = gaussian.expand_rows(data, zero)
             gram = by_cell(data.X, data.X, here.curves, np.array([0, data.n_rows]))[0]
         return RowTotals(
-            data.n_rows,
+            rows,
             float(data.rows_that_count.sum()),
-            float(data.n_rows if weights is None else weights.sum()),
+            weight,
             sum_log_weights(data),
-            (node.data.X == 1.0).sum(axis=0).astype(np.float64),
-            data.X.sum(axis=0),
-            np.einsum("la,la->a", data.X, data.X),
+            ones,
+            share * (data.X.sum(axis=0) if data.sums is None else data.unit @ data.X),
+            share * np.einsum("la,la->a", data.X, data.X),
             gram,
             -here.gradient.sum(axis=0),
             float(data.y.sum()),
@@ -356,6 +359,14 @@ class SumRows(Message[RowTotals], label="totals of rows", phase="learn"):
             float(node.loss.constant(data)),
             float(node.loss.perfect(data).sum()) if node.loss.dispersion else 0.0,
         )
+
+
+def _ones(data: GroupedData) -> Floats:
+    """The number of rows where a column is 1, ``(d,)``; if there are only sums, all rows or none."""
+    if data.sums is None:
+        return np.asarray((data.X == 1.0).sum(axis=0), dtype=np.float64)
+    rows = float(data.rows_per_client.sum())
+    return np.array([rows if np.array_equal(column, data.unit) else 0.0 for column in data.X.T])
 
 
 def uncentred(fit: Fit, learned: Learned, columns: WorkingColumns) -> tuple[Fit, Learned]:

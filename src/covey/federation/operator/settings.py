@@ -19,7 +19,7 @@ from covey.federation.wire.messages import Privacy
 from covey.federation.wire.schema import Limits
 from covey.fitting.fit import check_solver
 from covey.problem.problem import Problem, Spec, resolve
-from covey.tables.rows import read_table
+from covey.tables.files import read_table
 from covey.tree.hierarchy import as_labels
 
 

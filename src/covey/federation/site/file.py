@@ -18,7 +18,7 @@ from covey.federation.privacy.signing import bare, fingerprint, load_key, public
 from covey.federation.site.budget import Budget
 from covey.federation.site.policy import SOLVERS, TRANSFORMS, Policy
 from covey.federation.site.site import Read, Site
-from covey.tables.rows import read_table
+from covey.tables.files import read_table
 
 NAME = "site.toml"
 PLACES = {

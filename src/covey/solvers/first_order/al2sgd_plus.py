@@ -192,6 +192,7 @@ class KatyushaBegin(Message[None], label="al2sgd_plus begin", reply=False):
     seed: int
 
     def at(self, node: Node) -> None:
+        node.data.need_rows("The solver 'al2sgd_plus' draws single rows, so it")
         ClientBlocks.begin(node, self)
         node.keep(RowStreams(streams(self.seed, node.data.hierarchy)))
         y = node.coefficients()

@@ -150,6 +150,7 @@ def _size(node: Node, name: str) -> Floats:
 
 def _largest_row(node: Node, rows: Floats, least: float) -> Floats:
     """The largest number of each client's rows; ``least`` if it has none."""
+    node.data.need_rows("The solver 'al2sgd_plus' draws single rows, so it")
     ptr, most = node.data.client_ptr, np.full(node.data.n_clients, least)
     filled = np.flatnonzero(np.diff(ptr))
     if len(filled):

@@ -1,0 +1,61 @@
+"""Open a table by its path: a file in memory, many Parquet files lazily, or a table of a DuckDB database."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from covey.errors import DataError, did_you_mean
+from covey.tables.files import is_pattern, read_table, scan_table
+
+_DATABASES = (".duckdb", ".ddb", ".db")
+
+
+def open_table(
+    path: str | Path,
+    table: str | None = None,
+    *,
+    ids: Sequence[str | None] = (),
+    text: Sequence[str | None] = (),
+    lazy: bool = False,
+) -> Any:
+    """Open a table.
+
+    Parameters
+    ----------
+    path : a file for :func:`covey.read_table`; a pattern or folder of Parquet files; or a DuckDB database
+    table : the name of a table or view of the database
+    ids, text : columns of a text file, as in :func:`covey.read_table`
+    lazy : whether to leave a single Parquet file on disk too
+
+    Returns
+    -------
+    A polars frame, or a lazy frame of polars, or a relation of DuckDB. Nothing of a lazy table is read yet.
+    """
+    if Path(path).suffix in _DATABASES:
+        return _relation(Path(path), table)
+    if table is not None:
+        raise DataError(f"--table names a table of a DuckDB database, and {str(path)!r} does not end in .duckdb; leave it out.")
+    return scan_table(path) if lazy or is_pattern(path) else read_table(path, ids=ids, text=text)
+
+
+def _relation(path: Path, table: str | None) -> Any:
+    if not path.is_file():
+        raise DataError(f"There is no file {str(path)!r}; check the path.")
+    if find_spec("duckdb") is None:
+        raise DataError("A DuckDB database needs the package duckdb; install covey[duckdb].")
+    import duckdb
+
+    try:
+        connection = duckdb.connect(str(path), read_only=True)
+    except duckdb.Error as problem:
+        raise DataError(f"The database {str(path)!r} cannot be opened: {str(problem).splitlines()[0].rstrip('.')}.") from None
+    names = [name for (name,) in connection.sql("SELECT table_name FROM information_schema.tables ORDER BY 1").fetchall()]
+    if table is None:
+        raise DataError(f"Name a table of {str(path)!r} with --table; it has {', '.join(names[:8]) or 'none'}.")
+    if table not in names:
+        raise DataError(f"The database {str(path)!r} has no table {table!r}; {did_you_mean(table, names)}")
+    quoted = table.replace('"', '""')
+    return connection.sql(f'SELECT * FROM "{quoted}"')
