@@ -27,8 +27,8 @@ def fit(
     """Fit one model for each client, each cluster and all data together.
 
     First, four kinds of models are compared on held-out rows. Then the hierarchical model is fitted to all rows. A linear model
-    of many Parquet files, or of a table in DuckDB, is fitted from sums by client, which the engine computes; there is no
-    comparison then.
+    of many Parquet files, or of a table in DuckDB, is fitted from sums by client, which the engine computes. Shards (covey
+    shard) are for all other models. There is no comparison then.
 
     [bold]Example[/bold]   covey fit homes.parquet "log_radon ~ floor" --client county --cluster state --out model
     """
@@ -42,6 +42,7 @@ def fit(
     from covey.model.summary import describe
     from covey.nodes.lazy import as_lazy, read_lazy
     from covey.nodes.network import InMemory
+    from covey.nodes.shards import Shards, is_shards
     from covey.problem.problem import resolve
     from covey.problem.rows import read_rows
 
@@ -52,15 +53,23 @@ def fit(
     draft = resolve(spec)
     check_solver(draft.spec)
     with working("reading the table") as say:
-        rows = open_table(data, table, ids=[draft.spec.client, draft.spec.cluster], lazy=lazy)
-        held = as_lazy(rows)
-        grouped, problem = read_rows(rows, draft) if held is None else read_lazy(held, draft)
+        network: Any = None
+        if is_shards(data):
+            network, problem = Shards.open(data, draft, say=say)
+            rows = None
+        else:
+            rows = open_table(data, table, ids=[draft.spec.client, draft.spec.cluster], lazy=lazy)
+            held = as_lazy(rows)
+            grouped, problem = read_rows(rows, draft) if held is None else read_lazy(held, draft)
+            network = InMemory.of(grouped, problem.loss)
         comparison = None
-        if holdout and held is None and draft.spec.client is not None:  # without groups all models are the same
+        if (
+            holdout and rows is not None and held is None and draft.spec.client is not None
+        ):  # without groups all models are the same
             comparison = compare(grouped, problem, test=holdout, progress=lambda name: say(f"fitting {name}"))
         say("fitting all rows")
         model = fit_problem(
-            InMemory.of(grouped, problem.loss),
+            network,
             problem,
             progress=lambda at, _, norm: say(f"fitting all rows: iteration {at:,}, gradient norm {norm:.1e}"),
             count=lambda done, todo: say(f"cross-validating penalties, {done} of {todo}"),

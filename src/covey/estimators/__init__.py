@@ -18,6 +18,7 @@ from covey.estimators.core import SETTINGS, EstimatorCore
 from covey.losses import family_of
 from covey.model.files import load_model
 from covey.model.model import Model
+from covey.nodes.shards import Shards, column_names, is_shards
 from covey.problem.problem import Spec, resolve
 from covey.problem.rows import two_values
 from covey.tables.files import is_pattern, read_table, scan_table
@@ -309,7 +310,8 @@ def fit(table: IntoFrame | str | Path, spec: Spec | str) -> HierarchicalEstimato
         The rows: a frame of pandas, polars or pyarrow, or the path of a file that :func:`covey.read_table` reads. A linear
         model also takes a lazy table (a polars ``LazyFrame``, a DuckDB relation, a table of Spark or Ibis), or a folder or
         pattern of Parquet files, such as ``"rows/*.parquet"``. The engine that holds the table then computes sums by client
-        in two queries, and only these sums are read.
+        in two queries, and only these sums are read. Every model takes a folder of shards that ``covey shard`` wrote, whose
+        rows are mapped from disk.
     spec : Spec or str
         The specification, or only its formula, such as ``"y ~ x + (1 | state/county)"``.
 
@@ -330,6 +332,9 @@ def fit(table: IntoFrame | str | Path, spec: Spec | str) -> HierarchicalEstimato
     HierarchicalRegressor(client='county', cluster='state', formula='log_radon ~ floor', gamma=6.0, lam=4.0, random_state=0)
     """
     draft = resolve(Spec(formula=spec) if isinstance(spec, str) else spec)
+    if isinstance(table, str | Path) and is_shards(table):
+        network, problem = Shards.open(table, draft)
+        return _estimator_of(draft.spec)._fit_network(network, problem, column_names(table))
     if isinstance(table, str | Path):
         several = is_pattern(table)
         table = scan_table(table) if several else read_table(table, ids=[draft.spec.client, draft.spec.cluster])

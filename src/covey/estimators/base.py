@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -17,7 +18,7 @@ from covey.fitting.fit import fit
 from covey.model.files import save_model
 from covey.model.summary import describe
 from covey.nodes.lazy import as_lazy, read_lazy
-from covey.nodes.network import InMemory
+from covey.nodes.network import InMemory, Network
 from covey.problem.problem import Problem, as_frame, refuse_odd_table, resolve
 from covey.problem.rows import Arrays, read_rows, shares_of
 from covey.tables.design import numeric, response
@@ -90,15 +91,12 @@ class HierarchicalEstimator(PlotMethods):
             )
         columns, lazy = None, as_lazy(X)
         if lazy is not None:
-            names = lazy.collect_schema().names()
-            self.feature_names_in_, self.n_features_in_ = np.array(names, dtype=object), len(names)
-            self._library_ = Implementation.POLARS
             if y is not None or any(values is not None for values in given.values()):
                 raise DataError(
                     "A lazy table has its response, ids and weights in columns; name them instead of passing arrays."
                 )
             data, problem = read_lazy(lazy, draft)
-            return self._adopt(fit(InMemory.of(data, problem.loss), problem))
+            return self._fit_network(InMemory.of(data, problem.loss), problem, lazy.collect_schema().names())
         if draft.spec.named:
             frame = as_frame(X)
             self.feature_names_in_ = np.array(frame.columns, dtype=object)
@@ -115,6 +113,12 @@ class HierarchicalEstimator(PlotMethods):
             columns = getattr(self, "feature_names_in_", [f"x{at}" for at in kept])
         data, problem = read_rows(X, draft, Arrays(y, **given), columns)
         return self._adopt(fit(InMemory.of(data, problem.loss), problem))
+
+    def _fit_network(self, network: Network, problem: Problem, names: Sequence[str]) -> Self:
+        """Fit a problem to the rows of a network, which come from a table with these columns."""
+        self.feature_names_in_, self.n_features_in_ = np.array(names, dtype=object), len(names)
+        self._library_ = Implementation.POLARS
+        return self._adopt(fit(network, problem))
 
     def _validate(self, X: Any, y: Any, shares: bool = False) -> tuple[Floats, Any]:
         # Values that are not finite are refused later, by column and client.

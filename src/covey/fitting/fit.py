@@ -80,19 +80,26 @@ def fit(
     [0.941, -0.712]
     """
     fitted = _with_sanity_check(learn(network, problem, progress=progress, count=count))
-    node = network.clients()
-    if node is None:
+    nodes, rows = network.nodes(), np.zeros(network.tree.n_clients, dtype=np.int64)
+    if not nodes:
         return model_without_clients(problem, fitted, network.tree, elsewhere)
-    data, batches = node.data, None if fitted.learned is None else Batches.of(node.data)
-    return assemble(problem, fitted, data.hierarchy, data.rows_per_client, dropped=data.dropped, batches=batches)
+    batches, dropped = Batches.from_table(None), None
+    for node, places in nodes:
+        rows[places] = node.data.rows_per_client
+        dropped = node.data.dropped if dropped is None else dropped + node.data.dropped
+        batches = batches if fitted.learned is None else batches.joined(Batches.of(node.data).moved(places))
+    kept = None if fitted.learned is None else batches
+    return assemble(problem, fitted, network.tree, rows, dropped=dropped, batches=kept)
 
 
 def learn(network: Network, problem: Problem, *, progress: Progress | None = None, count: Count | None = None) -> Fitted:
     """Return coefficients and penalties; those of clients only if the clients are in this process."""
     spec, node = problem.spec, network.clients()
     check_solver(spec)
-    if node is None:
+    if not network.nodes():
         check_elsewhere(spec)
+    elif node is None:
+        _check_several(spec)
     elif spec.baseline is not None:
         return Fitted(fit_baseline(spec.baseline, node.data, network.loss, seed=spec.seed, progress=progress))
     if spec.by_likelihood and network.tree.n_clients == 1:
@@ -161,6 +168,13 @@ def check_elsewhere(spec: Spec) -> None:
             raise SolverError(f"The option {name!r} needs all clients in memory; leave it out of a fit across sites.")
 
 
+def _check_several(spec: Spec) -> None:
+    """Raise an error for settings that need all rows in one node."""
+    for asked, what in ((spec.baseline is not None, f"baseline={spec.baseline!r}"), (spec.learns == "cv", "penalty='cv'")):
+        if asked:
+            raise SolverError(f"{what} is not supported on shards; leave it out, and give or learn gamma and lam.")
+
+
 # Penalties as numbers
 
 
@@ -175,9 +189,10 @@ def penalty_for(network: Network, problem: Problem, *, progress: Progress | None
         gamma, lam = _isotropic(network, problem, progress)
         network.ask(ForgetCovariances())
     gamma = 1.0 if gamma is None else gamma
-    if node is not None:
+    if network.nodes():
         penalty = Penalty.of(tree, gamma=gamma, lam=lam, alpha=spec.alpha)
-        node.gamma = penalty.gamma
+        for each, places in network.nodes():
+            each.gamma = penalty.gamma if node is not None else penalty.gamma[places]
         return penalty
     by_cluster = _gamma_by_cluster(gamma, tree)
     penalty = Penalty.of(tree, gamma=by_cluster[tree.parent], lam=lam, alpha=spec.alpha)
@@ -287,7 +302,7 @@ def shape_of(tree: Hierarchy, terms: Sequence[str], spec: Spec, vary: Vary, zero
 
 def _refuse_one_client(network: Network, problem: Problem) -> None:
     """Raise an error if variation between clients is asked for; without named clients the fit is a plain regression."""
-    if network.clients() is None:
+    if not network.nodes():
         raise _only_one("client", "")
     only = network.tree.client_ids[0]
     if only != "all" or problem.has_bars or problem.spec.penalty in ("reml", "ml"):

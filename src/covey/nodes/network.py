@@ -12,7 +12,7 @@ with any number of threads.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
@@ -223,8 +223,13 @@ class Network(ABC):
         yield
 
     def clients(self) -> Node | None:
-        """Return the node that holds all clients, or None if they are not in this process."""
+        """Return the node that holds all clients, or None if there are several nodes, or they are not in this process."""
         return None
+
+    def nodes(self) -> Sequence[tuple[Node, Ints]]:
+        """Return the nodes in this process, each with the positions of its clients in the tree; none if they are elsewhere."""
+        node = self.clients()
+        return [] if node is None else [(node, np.arange(node.data.n_clients))]
 
 
 @dataclass

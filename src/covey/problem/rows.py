@@ -8,6 +8,7 @@ from typing import Any
 
 import narwhals as nw
 import numpy as np
+import polars as pl
 
 from covey._typing import Anything, Floats, Ints
 from covey.errors import DataError, FormulaError, listing
@@ -25,6 +26,7 @@ from covey.tables.design import (
 from covey.tables.rows import GroupedData
 from covey.tables.scaling import Scale, moments
 from covey.tables.values import Dropped, choose_rows, missing, take
+from covey.tree.hierarchy import lookup
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,35 @@ def read_rows(
         return data, problem
     scale = Scale.of(moments(data.X), data.n_rows, data.terms)
     return scale.rows(data), problem.scaled(scale)
+
+
+def read_part(table: Any, problem: Problem, clusters: pl.Series) -> GroupedData:
+    """The rows of a part of a table, coded as an agreed problem says, under the clusters of all parts."""
+    frame, _, numbers, dropped = usable_rows(as_frame(table), problem, Arrays())
+    given, y = _from_columns(frame, problem, Arrays()), _response(frame, problem, None)
+    shares = shares_of(y, given.trials, given.weights, problem)
+    known = None if problem.classes is None else problem.classes.array
+    data = GroupedData.from_blocks(
+        problem.design.blocks(frame),
+        len(frame),
+        encode_known(y, known) if shares is None else shares[0],
+        given.client,
+        given.cluster,
+        weights=given.weights if shares is None else shares[1],
+        offset=given.offset,
+        frequency=given.frequency,
+        terms=problem.terms,
+        nested=bool(problem.spec.nested),
+        checks=(problem.loss.check_values, problem.loss.check_grouped) if shares is None else (),
+        numbers=numbers,
+        weighed=False,
+    )
+    problem.loss.check_offset(data.offset)
+    tree = data.hierarchy
+    sizes = np.zeros(len(clusters), dtype=np.int64)
+    sizes[lookup(tree.cluster_ids, clusters, "cluster")] = tree.sizes
+    whole = replace(tree, cluster_ptr=np.concatenate([[0], np.cumsum(sizes)]), cluster_ids=clusters)
+    return replace(data, hierarchy=whole, dropped=dropped)
 
 
 def series_values(y: Any) -> Anything:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,12 +21,13 @@ from typing import Any, TypeVar
 import numpy as np
 import polars as pl
 
-from covey._typing import Floats
+from covey._typing import Anything, Floats, Ints
 from covey.errors import SolverError
 from covey.nodes.network import Network, Node, Snapshot
 from covey.objective.objective import Penalty
 from covey.records import Record, RecordError, decode, digest, encode
 from covey.solvers.ledger import Ledger, quadratic_links
+from covey.tables.rows import GroupedData
 
 Progress = Callable[[int, float, float], None]
 """Called during a run with the iteration, the objective and the gradient norm."""
@@ -82,9 +83,18 @@ class Fit:
     @classmethod
     def of(cls, network: Network, w: Floats, wbar: Floats, end: Convergence, history: pl.DataFrame, ledger: Ledger) -> Fit:
         """With the clients' coefficients in the network; ``(0, d)`` if the clients are in other processes."""
-        node = network.clients()
-        theta = np.empty((0, len(network.terms))) if node is None else node.coefficients()
-        return cls(theta, w, wbar, end, history, ledger)
+        return cls(coefficients_of(network), w, wbar, end, history, ledger)
+
+
+def coefficients_of(network: Network) -> Floats:
+    """The coefficients of all clients, ``(n, d)``; ``(0, d)`` if they are in other processes."""
+    nodes, d = network.nodes(), len(network.terms)
+    if len(nodes) == 1:
+        return nodes[0][0].coefficients()
+    theta = np.empty((network.tree.n_clients if nodes else 0, d))
+    for node, places in nodes:
+        theta[places] = node.coefficients()
+    return theta
 
 
 HISTORY = {
@@ -140,12 +150,12 @@ def certified_gap(gradient_norm: float, mu: float) -> float | None:
     return gradient_norm**2 / (2 * mu) if mu > 0 else None
 
 
-def node_of(network: Network, parameter: str) -> Node:
-    """The node that holds all clients; an error that names the ``parameter`` if there is none."""
-    node = network.clients()
-    if node is None:
+def nodes_of(network: Network, parameter: str) -> Sequence[tuple[Node, Ints]]:
+    """The nodes of all clients, with their places; an error that names the ``parameter`` if they are elsewhere."""
+    nodes = network.nodes()
+    if not nodes:
         raise SolverError(f"The {parameter!r} parameter needs all clients in memory; leave it out across a network.")
-    return node
+    return nodes
 
 
 def begin_at(network: Network, start: Fit | Floats | None) -> None:
@@ -153,8 +163,8 @@ def begin_at(network: Network, start: Fit | Floats | None) -> None:
     given = start.theta if isinstance(start, Fit) else start
     if given is None or (isinstance(start, Fit) and len(given) == 0):
         return
-    node = node_of(network, "start")
-    shape = (node.data.n_clients, node.data.n_terms)
+    nodes = nodes_of(network, "start")
+    shape = (network.tree.n_clients, len(network.terms))
     want = f"The 'start' parameter must hold {shape[0]} x {shape[1]} finite numbers, a row for each client."
     try:
         theta = np.array(given, dtype=np.float64, order="C")
@@ -164,9 +174,10 @@ def begin_at(network: Network, start: Fit | Floats | None) -> None:
         raise SolverError(f"{want} Got shape {theta.shape} instead.")
     lost = np.flatnonzero(~np.isfinite(theta).all(axis=1))
     if len(lost):
-        client = node.data.hierarchy.identity(int(lost[0]))
+        client = network.tree.identity(int(lost[0]))
         raise SolverError(f"{want} Client {client!r} has {theta[lost[0]].tolist()} instead.")
-    node.theta = theta
+    for node, places in nodes:
+        node.theta = theta if len(nodes) == 1 else theta[places]
 
 
 FORMAT = 2
@@ -176,51 +187,51 @@ P = TypeVar("P", bound=Record)
 
 @dataclass(frozen=True)
 class SavedRun(Record):
-    """A saved run: its identity, the progress of its coordinator, and the state of its node."""
+    """A saved run: its identity, the progress of its coordinator, and the state of its nodes."""
 
     identity: dict[str, str]
     progress: Record
-    node: Snapshot
+    nodes: tuple[Snapshot, ...]
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The file of a run and the node of its clients. Without a path nothing is saved."""
+    """The file of a run and the nodes of its clients. Without a path nothing is saved."""
 
     path: Path | None
-    node: Node | None
+    nodes: tuple[Node, ...]
     identity: dict[str, str]
 
     @classmethod
     def at(cls, path: str | Path | None, identity: dict[str, Any], network: Network, penalty: Penalty) -> Checkpoint:
         """The checkpoint of a run, to be called before its first step; ``identity`` holds the settings of its solver."""
         if path is None:
-            return cls(None, None, {})
-        node = node_of(network, "checkpoint")
+            return cls(None, (), {})
+        nodes = tuple(node for node, _ in nodes_of(network, "checkpoint"))
         if not isinstance(path, str | Path):
             raise SolverError(f"The 'checkpoint' parameter must be the path of a file. Got {path!r} instead.")
         target = Path(path)
         if target.is_dir() or not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
             raise SolverError(f"The checkpoint {str(path)!r} must be a file in a folder that exists and can be written to.")
-        data, loss = node.data, node.loss
-        rows = (data.X, data.y, data.weights, data.offset, data.client_ptr, data.hierarchy.cluster_ptr)
+        loss = network.loss
+        rows = [part for node in nodes for part in _rows_of(node.data)]
         parts = {
             **identity,
             "loss": [loss.name, loss.reduction, loss.ridge],
             "data": digest(*rows),
             "penalties": digest(penalty.gamma, penalty.lam),
-            "start": digest(node.coefficients()),
+            "start": digest(*(node.coefficients() for node in nodes)),
         }
-        return cls(target, node, {"format": str(FORMAT), **{name: _digest_of(value) for name, value in parts.items()}})
+        return cls(target, nodes, {"format": str(FORMAT), **{name: _digest_of(value) for name, value in parts.items()}})
 
     def write(self, progress: Record) -> None:
         """Write the progress of a run in place of the last one."""
-        if self.path is None or self.node is None:
+        if self.path is None:
             return
         fresh = self.path.with_name(self.path.name + ".part")
         try:
             with fresh.open("wb") as file:
-                file.write(encode(SavedRun(self.identity, progress, self.node.snapshot())))
+                file.write(encode(SavedRun(self.identity, progress, tuple(node.snapshot() for node in self.nodes))))
                 file.flush()
                 os.fsync(file.fileno())
             fresh.replace(self.path)
@@ -250,10 +261,15 @@ class Checkpoint:
     def resume(self, kind: type[P], wanted: Callable[[P], bool] = lambda _: True) -> P | None:
         """Restore the node and return the progress of the run; None if there is none, or if it is not ``wanted``."""
         run = self.read()
-        if run is None or self.node is None or not isinstance(run.progress, kind) or not wanted(run.progress):
+        if run is None or not isinstance(run.progress, kind) or not wanted(run.progress):
             return None
-        self.node.restore(run.node)
+        for node, saved in zip(self.nodes, run.nodes, strict=True):
+            node.restore(saved)
         return run.progress
+
+
+def _rows_of(data: GroupedData) -> tuple[Anything | None, ...]:
+    return data.X, data.y, data.weights, data.offset, data.client_ptr, data.hierarchy.cluster_ptr
 
 
 def _digest_of(value: Any) -> str:

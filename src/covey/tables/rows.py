@@ -141,12 +141,13 @@ class GroupedData:
         nested: bool = False,
         checks: Sequence[Check] = (),
         numbers: Ints | None = None,
+        weighed: bool = True,
     ) -> GroupedData:
         """Group columns or matrices that stand side by side; every other constructor calls this one.
 
         If ``nested``, client ids are unique only within their cluster. ``checks`` refuse responses that are outside the range
-        of a family. A ``frequency`` is at least 1. ``numbers`` are the numbers of the rows in the user's table, if some were
-        left out.
+        of a family. If ``weighed``, some row must have a positive weight. A ``frequency`` is at least 1. ``numbers`` are the
+        numbers of the rows in the user's table, if some were left out.
         """
         if n_rows == 0:
             raise DataError("The table has no rows; covey needs at least one.")
@@ -171,7 +172,7 @@ class GroupedData:
             at = at if numbers is None else int(numbers[at])
             return f"row {at}" if data.n_clients == 1 else f"row {at} (client {owner!r})"
 
-        data._refuse_bad_values(place)
+        data._refuse_bad_values(place, weighed)
         for each in checks:
             each(data.y, place)
         return data
@@ -313,7 +314,7 @@ class GroupedData:
             rank[rows][np.argsort(drawn[rows], kind="stable")] = np.arange(self.rows_per_client[i])
         return rank
 
-    def _refuse_bad_values(self, place: Place) -> None:
+    def _refuse_bad_values(self, place: Place, weighed: bool) -> None:
         refuse_infinite(self.X, self.terms, place)
         for name, values in (("The response", self.y), ("The weight", self.weights), ("The offset", self.offset)):
             if values is not None and not np.isfinite(values).all():
@@ -323,7 +324,7 @@ class GroupedData:
             if (self.weights < 0).any():
                 row = int(np.flatnonzero(self.weights < 0)[0])
                 raise DataError(f"The weight {self.weights[row]:g} in {place(row)} is negative; weights must be >= 0.")
-            if not self.weights.any():
+            if weighed and not self.weights.any():
                 raise DataError("All weights are zero; give at least one row a positive weight.")
 
 

@@ -274,6 +274,23 @@ def sum_log_weights(data: GroupedData) -> float:
     return 0.0 if weights is None else float(np.log(weights[weights > 0]).sum())
 
 
+def gathered_learned(network: Network, components: Components, covariance: Floats) -> Learned:
+    """Join the estimates with the sums of the clients of all nodes in this process, in the order of the tree."""
+    nodes, tree, d = network.nodes(), network.tree, len(network.terms)
+    if len(nodes) == 1:
+        return node_learned(nodes[0][0], components, covariance)
+    units = Quadratic(np.zeros((tree.n_clients, d, d)), np.zeros((tree.n_clients, d)), *np.zeros((2, tree.n_clients)))
+    log_weights = 0.0
+    for node, places in nodes:
+        kept = node.state(ClientSums)
+        for name, values in vars(units).items():
+            values[places] = getattr(kept.units, name)
+        log_weights += kept.log_weights
+    one, columns = nodes[0][0].state(ClientSums), working_columns(nodes[0][0])
+    basis = None if is_identity(columns.basis) else columns.basis
+    return Learned(components, network.terms, tree, covariance, units, one.origin, log_weights, None, basis)
+
+
 def node_learned(node: Node, components: Components, covariance: Floats, whole: Whole | None = None) -> Learned:
     """Join the coordinator's estimates with the sums of one node's clients, so that these clients have intervals.
 

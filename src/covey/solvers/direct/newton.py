@@ -430,11 +430,14 @@ def _shrink(network: Network, penalty: Penalty, fit: Fit, tol: float, max_iter: 
 
 
 def _resumed(saved: Checkpoint) -> tuple[NewtonReport, NewtonProgress] | None:
-    """The saved progress, and the report of the node where it was saved."""
+    """The saved progress, and the report of the nodes where it was saved."""
     progress = saved.resume(NewtonProgress)
-    if progress is None or saved.node is None:
+    if progress is None:
         return None
-    return _report(LocalProblem.of(saved.node), saved.node.state(NewtonState), progress.mu), progress
+    report, *others = (_report(LocalProblem.of(node), node.state(NewtonState), progress.mu) for node in saved.nodes)
+    for other in others:
+        report = report + other
+    return report, progress
 
 
 def _begin(network: Network, penalty: Penalty, start: Fit | None, centre: Floats | None) -> tuple[NewtonReport, NewtonProgress]:

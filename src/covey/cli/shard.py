@@ -1,0 +1,32 @@
+"""``covey shard``: lay out a table in shards on disk, for tables that do not fit in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from covey.cli._options import working
+
+
+def shard(
+    data: Annotated[str, typer.Argument(help="The table: a Parquet file, a folder of them, or a pattern 'rows/*.parquet'.")],
+    out: Annotated[Path, typer.Argument(help="Folder for the shards; it must not exist yet.")],
+    client: Annotated[str, typer.Option(help="Column with the ids of the clients.")],
+    shards: Annotated[int | None, typer.Option(help="Number of shards; by default one for every two million rows.")] = None,
+) -> None:
+    """Partition a table into shards, each with all rows of its clients. The table is read once, in a stream.
+
+    A linear model needs no shards: covey fit reads sums of many Parquet files, or of a table in DuckDB.
+
+    [bold]Example[/bold]   covey shard 'visits/*.parquet' visits.shards --client patient
+    """
+    import sys
+
+    from covey.nodes.shards import lay_out, parts_of
+    from covey.tables.files import scan_table
+
+    with working("writing shards"):
+        folder = lay_out(scan_table(data), out, client, shards)
+    print(f"{len(parts_of(folder)):,} shards by {client} in {folder}", file=sys.stderr)

@@ -1,0 +1,147 @@
+"""Shards on disk: every family and solver as in memory, checkpoints, and what lays a table out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import covey
+from covey import CoveyError, Spec
+from covey.fitting.fit import fit
+from covey.nodes.network import InMemory
+from covey.nodes.shards import Shards, lay_out, parts_of
+from covey.problem.problem import resolve
+from covey.problem.rows import read_rows
+from tests.cli.shell import inside
+from tests.nodes.test_lazy import assert_equal, table_of
+
+
+def counts_of(seed, rows=400, clients=12):
+    table, rng = table_of(seed, rows, clients), np.random.default_rng(seed)
+    table = table.with_columns(x=pl.Series(rng.normal(size=rows)))
+    margin = 0.5 * table["x"].to_numpy() + 0.4 * rng.normal(size=clients)[table["client"].to_numpy()]
+    return table.with_columns(
+        count=pl.Series(rng.poisson(np.exp(margin))),
+        yes=pl.Series(np.where(rng.random(rows) < 1 / (1 + np.exp(-margin)), "yes", "no")),
+        size=pl.Series(rng.gamma(2.0, np.exp(margin) / 2.0) + 1e-3),
+    )
+
+
+MODELS = [
+    Spec(formula="y ~ year + income + (1 | cluster/client)"),
+    Spec(formula="y ~ zone * scale(income)", client="client", cluster="cluster", gamma=2.0, lam=1.0),
+    Spec(formula="y ~ poly(year, 2)", client="client", gamma=2.0, standardize=True),
+    Spec(formula="yes ~ x + zone", family="bernoulli", client="client", cluster="cluster", gamma=2.0, lam=1.0),
+    Spec(formula="count ~ x", family="poisson", client="client", gamma={3: 5.0}),
+    Spec(formula="count ~ x + (1 | client)", family="poisson"),
+    Spec(formula="size ~ x + (1 | client)", family="gamma", weights="w"),
+    Spec(formula="y ~ income", client="client", gamma=2.0, solver="al2sgd_plus", standardize=True, max_iter=300),
+    Spec(formula="y ~ x", client="client", cluster="cluster", gamma=2.0, solver="apgd"),
+]
+
+
+@pytest.mark.filterwarnings("ignore::covey.errors.ConvergenceWarning")
+@settings(max_examples=9)
+@given(seed=st.integers(0, 10_000), at=st.integers(0, len(MODELS) - 1), shards=st.integers(1, 7))
+def test_the_same_fit_on_any_shards(tmp_path_factory, seed, at, shards):
+    table, spec = counts_of(seed), replace(MODELS[at], tests=False)
+    spec = replace(spec, gamma=2.0) if isinstance(spec.gamma, dict) else spec
+    folder = lay_out(table.lazy(), tmp_path_factory.mktemp("rows") / "shards", "client", shards)
+    assert len(parts_of(folder)) <= shards
+    assert_equal(
+        covey.fit(table, spec), covey.fit(folder, spec), 1e-6 if spec.family != "gaussian" and spec.gamma is None else 1e-10
+    )
+
+
+@pytest.mark.filterwarnings("ignore::covey.errors.ConvergenceWarning")
+@pytest.mark.parametrize("at", range(len(MODELS)))
+def test_every_model(tmp_path, at):
+    table, spec = counts_of(at), MODELS[at]
+    if isinstance(spec.gamma, dict):
+        spec = replace(spec, gamma={client: 1.0 + client for client in table["client"].unique()})
+    folder = lay_out(table.lazy(), tmp_path / "shards", "client", 3)
+    learned = spec.family != "gaussian" and spec.gamma is None
+    assert_equal(covey.fit(table, spec), covey.fit(folder, spec), 1e-6 if learned else 1e-10)
+
+
+def test_a_shard_is_mapped_and_no_copy_of_rows_stays(tmp_path):
+    folder = lay_out(counts_of(1).lazy(), tmp_path / "shards", "client", 4)
+    network, problem = Shards.open(folder, resolve(MODELS[6]))
+    fit(network, problem)
+    for node in network.parts:
+        assert isinstance(node.data.X, np.memmap)
+        kept = [each for entry in node.cache.values() for each in (entry if isinstance(entry, tuple) else (entry,))]
+        assert not [each for each in kept if getattr(each, "X", None) is not None]
+    assert (tmp_path / "shards").exists()
+    scratch = network.scratch
+    del network, node
+    scratch.cleanup()
+    assert not [each for each in folder.iterdir() if each.name.startswith(".covey")]
+
+
+@pytest.mark.filterwarnings("ignore::covey.errors.ConvergenceWarning")
+@pytest.mark.parametrize(("at", "solver", "few", "many"), [(3, "newton", 2, 40), (7, "al2sgd_plus", 100, 200)])
+def test_a_checkpoint_resumes_to_the_same_bits(tmp_path, at, solver, few, many):
+    folder = lay_out(counts_of(2).lazy(), tmp_path / "shards", "client", 3)
+
+    def run(steps, **options):
+        given = replace(MODELS[at], solver=solver, max_iter=steps, options=options or None)
+        return covey.fit(folder, given)
+
+    file = str(tmp_path / "run")
+    run(few, checkpoint=file)
+    assert np.array_equal(run(many, checkpoint=file).coef_, run(many).coef_)
+
+
+def test_mistakes_on_shards(tmp_path):
+    table = counts_of(3)
+    folder = lay_out(table.lazy(), tmp_path / "shards", "client", 3)
+    cases = [
+        (Spec(formula="y ~ x", client="cluster", gamma=1.0), ["'client'", "'cluster'"]),
+        (Spec(formula="y ~ nothing + (1 | client)"), ["'nothing'"]),
+        (Spec(formula="y ~ bs(x, df=4) + (1 | client)"), ["bs(x, df=4)", "lower_bound"]),
+        (Spec(formula="y ~ x", client="client", penalty="cv"), ["cv", "shards"]),
+        (Spec(formula="y ~ x", client="client", baseline="single-model"), ["single-model", "shards"]),
+        (Spec(formula="zone ~ x", family="bernoulli", client="client", gamma=1.0), ["binary"]),
+    ]
+    for spec, facts in cases:
+        with pytest.raises(CoveyError) as caught:
+            covey.fit(folder, spec)
+        assert [fact for fact in facts if fact not in str(caught.value)] == [], str(caught.value)
+    spoiled = table.with_columns(x=pl.when(pl.col("client") == 5).then(float("inf")).otherwise(pl.col("x")))
+    bad = lay_out(spoiled.lazy(), tmp_path / "bad", "client", 3)
+    with pytest.raises(CoveyError, match=r"'x' is infinite.*client 5.*shard="):
+        covey.fit(bad, MODELS[4])
+    one = lay_out(table.with_columns(yes=pl.lit("yes")).lazy(), tmp_path / "one", "client", 3)
+    with pytest.raises(CoveyError, match="one class only"):
+        covey.fit(one, MODELS[3])
+
+
+def test_the_command_line(tmp_path):
+    table = counts_of(4)
+    table.write_parquet(tmp_path / "rows.parquet")
+    inside("shard", "rows.parquet", "shards", "--client", "client", "--shards", "3", cwd=tmp_path)
+    again = inside("shard", "rows.parquet", "shards", "--client", "client", cwd=tmp_path)
+    assert "3 shards" in again.stderr
+    assert inside("shard", "rows.parquet", "shards", "--client", "zone", cwd=tmp_path, check=False).returncode == 2
+    assert inside("shard", "rows.parquet", "other", "--client", "clint", cwd=tmp_path, check=False).returncode == 2
+    command = ["yes ~ x + zone", "--family", "bernoulli", "--client", "client", "--gamma", "2"]
+    memory, shards = (inside("fit", data, *command, "--holdout", "0", cwd=tmp_path) for data in ("rows.parquet", "shards"))
+    assert shards.stdout.splitlines()[:3] == memory.stdout.splitlines()[:3]
+    assert shards.stdout.splitlines()[-3:] == memory.stdout.splitlines()[-3:]
+
+
+def test_one_node_or_several_nodes_are_the_same_model():
+    table = counts_of(5)
+    data, problem = read_rows(table, resolve(MODELS[0]))
+    whole = fit(InMemory.of(data, problem.loss), problem)
+    halves = [data.clients(0, 5), data.clients(5, data.n_clients)]
+    several = fit(Shards.of(halves, problem.loss), problem)
+    assert np.allclose(several.theta, whole.theta, rtol=0, atol=1e-10)
+    assert several.hierarchy.client_ids.to_list() == whole.hierarchy.client_ids.to_list()
+    assert np.allclose(several.learned.units.C, whole.learned.units.C)
