@@ -112,7 +112,6 @@ def twice(frame):
 
 
 ODD = {
-    "lazy": (lambda: FRAME.lazy(), r"lazy frame \(polars\); pass X.collect\(\)"),
     "sparse": (lambda: scipy.sparse.csr_matrix(np.ones((96, 2))), r"sparse matrix.*X.toarray\(\)"),
     "twice": (lambda: twice(FRAME.to_pandas()), r"two columns with the name 'x'; rename or drop one"),
 }

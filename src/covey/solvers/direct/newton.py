@@ -21,7 +21,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import add
 from pathlib import Path
 from typing import Annotated
 
@@ -434,10 +435,7 @@ def _resumed(saved: Checkpoint) -> tuple[NewtonReport, NewtonProgress] | None:
     progress = saved.resume(NewtonProgress)
     if progress is None:
         return None
-    report, *others = (_report(LocalProblem.of(node), node.state(NewtonState), progress.mu) for node in saved.nodes)
-    for other in others:
-        report = report + other
-    return report, progress
+    return reduce(add, (_report(LocalProblem.of(node), node.state(NewtonState), progress.mu) for node in saved.nodes)), progress
 
 
 def _begin(network: Network, penalty: Penalty, start: Fit | None, centre: Floats | None) -> tuple[NewtonReport, NewtonProgress]:
