@@ -79,10 +79,10 @@ def sites_of(parts: dict[str, pl.DataFrame], **settings) -> dict[str, Site]:
 
 
 def kind(message: Envelope) -> str:
-    """The kind of a message: "hello", "salt", "agree", "deliver" or "ask" to a site; "reply", "ready" or "refusal" from it."""
+    """The kind of a message: "hello", "salt", "agree", "deliver" or "ask" to a site; "reply" or "refusal" from it."""
     if isinstance(message.body, Message):
         return message.body.label if isinstance(message.body, SiteMessage) else "ask"
-    return "refusal" if isinstance(message.body, Refusal) else "ready" if message.mute else "reply"
+    return "refusal" if isinstance(message.body, Refusal) else "reply"
 
 
 def fit(sites: dict[str, Site], asked: Spec, transport=None, settings: RunSettings | None = None, **more):

@@ -27,7 +27,7 @@ def test_what_was_written_is_read(array, whole, number, word, flag):
     body = {"a": (array, None), "b": {"c": [whole, number]}, "w": word, "f": flag}
     message = decode(encode(Envelope("run", 1, 2, body)))
     assert message.run == "run"
-    assert (message.epoch, message.exchange, message.mute) == (1, 2, False)
+    assert (message.epoch, message.exchange) == (1, 2)
     read, nothing = message.body["a"]
     assert nothing is None
     assert read.shape == array.shape

@@ -118,7 +118,7 @@ def test_profiles_of_mixed_types(change, word):
 
 @pytest.mark.parametrize("reason", ["data", "waiting", "broken", "stale", "behind", ESCAPES, 7])
 def test_escape_sequences_of_a_site_do_not_reach_a_terminal(reason):
-    text = stopped("ask", lambda body: Refusal(reason, f"look{ESCAPES}here", "now"))
+    text = stopped("ask", lambda body: Refusal(reason, f"look{ESCAPES}here"))
     assert "'s1'" in text
     assert ESCAPES[:4] not in text
 
@@ -177,7 +177,7 @@ def test_200_000_invented_clusters():
         (lambda body: replace(body, value=10**400), "int"),
         (lambda body: replace(body, force=body.force.astype(np.float64)[:, :1]), "shape"),
         (lambda body: Exact.of([1.0]), "Exact"),
-        (lambda body: Joined(np.zeros((0, 2), dtype=np.uint64), ""), "Joined"),
+        (lambda body: Joined(np.zeros((0, 2), dtype=np.uint64)), "Joined"),
     ],
 )
 def test_one_site_alone_cannot_send_nonsense(change, word):

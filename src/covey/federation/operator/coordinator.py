@@ -85,7 +85,7 @@ class Federation(Network):
         left = tuple(site for site in self.exchanges.roster if site not in lost.sites)
         self._setup.check_left(left)
         if not lost.in_journal:
-            self.exchanges.journal.add(Entry({}, lost=lost.sites))
+            self.exchanges.journal.add(Entry("", lost=lost.sites))
         self.exchanges.roster = left
 
     def deliver(self, body: Deliver) -> None:

@@ -4,7 +4,7 @@ This module decides that a site is lost. What can go wrong, and what happens the
 
     no reply, or a late one       the same message is sent again, ``retries`` times; a site answers it with the same bytes
     a reply to another message    is ignored, as if there were no reply
-    a site without its state      gets all messages of this epoch again, and continues
+    a site without its state      is lost: it has forgotten also what it has sent before
     a reply of a wrong form       the site is lost (:mod:`covey.federation.wire.schema`); nothing of it is added to others
     a site is lost                :class:`SiteLost`; the run stops, or starts again without it as another epoch
     the coordinator is killed     the same command continues from the journal
@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
 from typing import Annotated, Any
@@ -30,11 +30,11 @@ from covey.federation.operator.journal import Entry, Exchange, Halted, Journal
 from covey.federation.operator.settings import RunSettings
 from covey.federation.privacy.masking import unmask
 from covey.federation.wire.codec import SAME_VERSION, Envelope, Refusal, join, printable
-from covey.federation.wire.messages import Abandon, Agree
+from covey.federation.wire.messages import Abandon
 from covey.federation.wire.schema import Limits, Misfit, check_record
 from covey.federation.wire.transport import Failure, Transport
 from covey.nodes.network import Batch, Message, Phase
-from covey.records import Axes, RecordError, decode, encode, outline
+from covey.records import Axes, RecordError, checksum, decode, encode, outline
 
 _LAST_WORD = 10.0  # seconds for sites to hear that a run has stopped
 _ASK_OWNER_AGAIN = 2.0  # seconds before a site is asked again that waits for its owner
@@ -81,7 +81,7 @@ class Exchanges:
 
     def begin_epoch(self) -> None:
         self.epoch += 1
-        self._sent: list[Entry] = []  # exchanges of this epoch that change nodes
+        self._sent = 0  # exchanges of this epoch that change nodes
         self._last: dict[str, int] = {}  # the last of these to each site
 
     def ask(
@@ -100,7 +100,7 @@ class Exchanges:
         message : the same for all sites, or one for each
         sites : sites concerned; by default the whole roster
         phase : purpose of the exchange, if not the one that the message declares
-        changes : whether it changes nodes, so that a site without its state needs it again
+        changes : whether it changes nodes, so that a site must answer it before the next
         """
         sites = self.roster if sites is None else sites
         by_site = message if isinstance(message, Mapping) else dict.fromkeys(sites, message)
@@ -113,25 +113,19 @@ class Exchanges:
             self.journal.add(entry)
         if entry.lost is not None or entry.exchange is None:
             raise SiteLost(entry.lost or {}, in_journal=True)
-        if entry.messages != self._compact(messages):
+        if entry.messages != _digest(messages):
             raise self.journal.foreign("messages")
         if changes:
-            self._last |= dict.fromkeys(messages, len(self._sent))
-            self._sent.append(entry)
+            self._last |= dict.fromkeys(messages, self._sent)
+            self._sent += 1
         self.made.append(entry.exchange)
         return decode(entry.total)
 
     def _encoded(self, body: Message[Any], after: int, encoded: dict[tuple[int, int], bytes]) -> bytes:
         if (id(body), after) not in encoded:
-            envelope = Envelope(self.journal.head["run"], self.epoch, len(self._sent), body, after=after)
+            envelope = Envelope(self.journal.head["run"], self.epoch, self._sent, body, after=after)
             encoded[id(body), after] = encode(envelope)
         return encoded[id(body), after]
-
-    def _compact(self, messages: dict[str, bytes]) -> dict[str, bytes]:
-        """Messages as the journal has them: one under the empty name, if the whole roster gets the same bytes."""
-        first = messages[next(iter(messages))]
-        same = len(messages) == len(self.roster) and all(message is first for message in messages.values())
-        return {"": first} if same else messages
 
     def _carry_out(self, message: Message[Any], phase: Phase | None, messages: dict[str, bytes], gather: Gather) -> Entry:
         """One exchange over the transport, with as many attempts as the settings allow."""
@@ -151,9 +145,8 @@ class Exchanges:
             problems = {site: reply for site, reply in found.items() if isinstance(reply, Unusable)}
             waiting = {site: messages[site] for site in problems}
             for site, problem in problems.items():
-                _check_final(site, problem)
-                if problem.last_exchange is not None:
-                    self._repeat(site, problem.last_exchange, traffic)
+                if problem.final:
+                    raise Halted(f"Site {site!r}: {problem.why}")
             if waiting and all(problem.waits for problem in problems.values()) and time.monotonic() < patience:
                 time.sleep(_ASK_OWNER_AGAIN)
                 continue
@@ -166,7 +159,7 @@ class Exchanges:
         total = gather({site: replies[site] for site in sorted(replies)})
         down, up = traffic.tolist()
         about = Exchange(declared.label, phase or declared.phase, len(messages), down, up, seconds)
-        return Entry(self._compact(messages), encode(total), about)
+        return Entry(_digest(messages), encode(total), about)
 
     def _send(self, messages: Mapping[str, bytes], traffic: Ints) -> dict[str, Envelope | Unusable]:
         """Send messages and read the replies; ``traffic`` counts the bytes down and up."""
@@ -182,24 +175,6 @@ class Exchanges:
         with suppress(Exception):
             self.transport.exchange(dict.fromkeys(self.roster, asked), min(self.settings.timeout, _LAST_WORD))
 
-    def _repeat(self, site: str, last: int, traffic: Ints) -> None:
-        """Send a site that has lost its state all messages after its ``last`` exchange.
-
-        The site does not send its sums a second time. It proves with their hash that its rows are the same as before.
-        """
-        for entry in self._sent[last + 1 :]:
-            message = entry.to(site)
-            if message is None:
-                continue
-            asked = replace(decode(message), mute=True)
-            found = self._send({site: encode(asked)}, traffic)[site]
-            if isinstance(found, Unusable):
-                _check_final(site, found)
-                break  # the site is asked again, and lost if that does not help
-            if isinstance(asked.body, Agree) and found.body != decode(entry.total)[0][site].rows:
-                changed = f"Site {site!r} has lost its state of the run, and its table has changed since"
-                raise Halted(f"{changed}; put the table back, or delete the journal to start a new run.")
-
 
 # Replies
 
@@ -211,21 +186,13 @@ class Unusable:
     Attributes
     ----------
     why : the reason, as a clause about the site: "it sent no reply"
-    last_exchange : the last exchange of a site that has lost its state; else None
     final : whether it is useless to ask again
     waits : whether the site waits for its owner's decision
     """
 
     why: str
-    last_exchange: int | None = None
     final: bool = False
     waits: bool = False
-
-
-def _check_final(site: str, problem: Unusable) -> None:
-    """Stop the run, with the site's sentence, if it is useless to ask again."""
-    if problem.final:
-        raise Halted(f"Site {site!r}: {problem.why}")
 
 
 def read_reply(message: bytes, reply: bytes | Failure | None, limits: Limits) -> Envelope | Unusable:
@@ -244,9 +211,9 @@ def read_reply(message: bytes, reply: bytes | Failure | None, limits: Limits) ->
         return Unusable(f"it sent bytes that are not a reply{SAME_VERSION}")
     asked, refusal = decode(message), found.body
     if isinstance(refusal, Refusal):
-        sentence, last = printable(refusal.sentence), refusal.exchange
+        sentence = printable(refusal.sentence)
         return {
-            "behind": Unusable("it has lost its state of the run; keep its --home folder", last_exchange=_exchange_of(last)),
+            "behind": Unusable("it has lost its state of the run; put its home folder back, or start a new run"),
             "stale": Unusable(f"it is ahead of the coordinator ({sentence}); start a new run"),
             "waiting": Unusable(sentence, waits=True),
             "broken": Unusable(f"it failed while it answered ({sentence}); see the log at the site"),
@@ -256,9 +223,10 @@ def read_reply(message: bytes, reply: bytes | Failure | None, limits: Limits) ->
     return found
 
 
-def _exchange_of(number: Any) -> int:
-    """The number of an exchange in a refusal; -1, for none, in place of anything else."""
-    return number if type(number) is int and number >= -1 else -1
+def _digest(messages: Mapping[str, bytes]) -> str:
+    """A digest of the messages of an exchange; most are the same bytes for all sites."""
+    once = {id(message): checksum(message) for message in messages.values()}
+    return checksum(*(site.encode() + once[id(message)] for site, message in sorted(messages.items()))).hex()
 
 
 def check_each(replies: Mapping[str, Any], check: Check) -> None:

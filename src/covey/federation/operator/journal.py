@@ -1,8 +1,8 @@
 """The coordinator's journal: a coordinator that was killed continues from it and computes the same bits.
 
-A coordinator is a function of the replies it gets. For every exchange the journal holds the messages and the sum of the
-replies. A coordinator that is started again reads these exchanges in place of asking for them, and asks only for the rest. A
-site that has lost its state gets its messages again from the same journal.
+A coordinator is a function of the replies it gets. For every exchange the journal holds the sum of the replies
+and a digest of the messages. A coordinator that is started again reads these exchanges in place of asking for them, and asks
+only for the rest.
 
 The file is a list of records (:mod:`covey.records`), the head of the run first. Records have checksums. Each follows its length
 and a checksum of that, so that a damaged length is not taken for the end of a file that was cut off.
@@ -59,19 +59,15 @@ class Entry(Record):
 
     Attributes
     ----------
-    messages : encoded messages by site; one that all sites got is under the empty name
+    messages : digest of the encoded messages; a coordinator that would send others continues another run
     total : sum of the replies, or what else the coordinator made of them, encoded
     exchange : purpose and cost; None for an entry that says only which sites were ``lost``, and why
     """
 
-    messages: dict[str, bytes]
+    messages: str
     total: bytes = b""
     exchange: Exchange | None = None
     lost: dict[str, str] | None = None
-
-    def to(self, site: str) -> bytes | None:
-        """The message to a site, if there was one."""
-        return self.messages.get(site, self.messages.get(""))
 
 
 class Journal:

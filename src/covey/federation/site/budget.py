@@ -51,17 +51,6 @@ class Budget:
         releases = {name: entry for name, entry in self._read().items() if name != start}
         self._check(run, releases | {start: {"noise": privacy.noise, "exchanges": range(privacy.rounds)}})
 
-    def remember(self, privacy: Privacy, run: str, epoch: int, rows: str, *, again: bool) -> None:
-        """Keep a digest of the rows of a run; with ``again``, check that they are still the same."""
-        with self._locked():
-            releases = self._read()
-            entry = releases.setdefault(f"{run}.{epoch}", {"noise": privacy.noise, "exchanges": []})
-            if again and entry.get("rows") != rows:
-                lost = "This site has lost its state of a private run, or its table has changed since"
-                raise FederationError(f"{lost}; put both back, or start a new run.")
-            entry["rows"] = rows
-            self._write(releases)
-
     def charge(self, privacy: Privacy, run: str, epoch: int, exchange: int) -> None:
         """Count one release, on disk before it is sent; refuse to make it twice, or more releases than were agreed."""
         with self._locked():

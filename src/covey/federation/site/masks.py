@@ -72,7 +72,7 @@ def masked(site: str, asked: Envelope, run: SiteRun, reply: Any) -> Any:
     # The 1.0 is a proof: over all sites it adds up to their number, if the masks cancel.
     skeleton, numbers = split((_without_bounds(reply), 1.0))
     body = None if isinstance(asked.body, Agree) else asked.body  # the salt in an agreement differs between sites
-    question = hashlib.sha256(encode(replace(asked, mute=False, body=body))).digest()
+    question = hashlib.sha256(encode(replace(asked, body=body))).digest()
     shared = pair_secrets(site, asked.run, run, agreed.keys)
     return (skeleton, mask(numbers, site, shared, asked.epoch, asked.exchange, question))
 

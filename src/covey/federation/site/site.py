@@ -48,7 +48,6 @@ from covey.federation.wire.messages import (
     Deliver,
     DrawSalt,
     Hello,
-    Joined,
     Privacy,
     Profile,
     Ready,
@@ -187,7 +186,7 @@ class Site:
             run, reply = self._finish(asked, asked.body, run)
         else:
             run, reply = self._work(asked, run)
-        sent = encode(replace(asked, body=_receipt(reply) if asked.mute else reply))
+        sent = encode(replace(asked, body=reply))
         # Only a message that succeeds changes the state of the run.
         self._runs.save(asked.run, replace(run, epoch=asked.epoch, exchange=asked.exchange, digest=digest, reply=sent))
         return sent
@@ -271,12 +270,10 @@ class Site:
         run = replace(
             run, operator=operator, agreed=agreed, rows=rows_digest(data), node=None, rosters=(*run.rosters, agreed.roster)
         )
-        if agreed.private is not None:
-            self.budget.remember(agreed.private, asked.run, asked.epoch, run.rows, again=asked.mute)
         self._nodes[asked.run] = self._new_node(data, problem), problem
         learning = design.sums(as_frame(table)) if design.unlearned else None
         first = totals(data, standardize=problem.spec.standardize, private=agreed.private is not None, learning=learning)
-        hashes = joined(data, run.salt if agreed.keys else agreed.salt, agreed, run.rows)
+        hashes = joined(data, run.salt if agreed.keys else agreed.salt, listed=agreed.listed)
         return run, (hashes, masked(self.name, asked, run, first))
 
     def _check_sums(self, data: GroupedData, *, private: bool) -> None:
@@ -308,7 +305,7 @@ class Site:
                 reply = asked.body.at(node)
             if private is None:
                 self.policy.check_reply(reply, data.n_clusters, data.n_terms)
-            if noisy and private is not None and not asked.mute:
+            if noisy and private is not None:
                 self.budget.charge(private, asked.run, asked.epoch, asked.exchange)
         except BaseException:
             node.data = data
@@ -395,11 +392,6 @@ def _check_penalties(body: Any, node: Node) -> None:
             raise FederationError("The penalties of a run cannot change after its first message with them; start a new run.")
 
 
-def _receipt(reply: Any) -> str | None:
-    """The reply to a repeated message: no sum is sent twice; a site that joins again sends the hash of its rows."""
-    return reply[0].rows if isinstance(reply, tuple) and isinstance(reply[0], Joined) else None
-
-
 def _out_of_step(asked: Envelope, run: SiteRun) -> Refusal | None:
     """Why a message is not the next one of its run; None if it is the next."""
     if isinstance(asked.body, Agree):
@@ -409,8 +401,8 @@ def _out_of_step(asked: Envelope, run: SiteRun) -> Refusal | None:
         return None
     here = f"this site is at message {run.exchange} of epoch {run.epoch}, this is message {asked.exchange} of {asked.epoch}"
     if (asked.epoch, asked.exchange) <= (run.epoch, run.exchange):
-        return Refusal("stale", here, run.exchange)
-    return Refusal("behind", here, run.exchange if asked.epoch == run.epoch else -1)
+        return Refusal("stale", here)
+    return Refusal("behind", here)
 
 
 def _refused(asked: Any, refusal: Refusal) -> Envelope:

@@ -14,8 +14,8 @@ from covey._version import __version__
 from covey.errors import DataError, FederationError, FormulaError
 from covey.exact import Exact, segment_sum
 from covey.federation.site.policy import refusal
-from covey.federation.wire.codec import client_tags, ids_to_json, in_order, keyed_hash
-from covey.federation.wire.messages import Agree, Joined, Profile, SiteTotals, check_knots, formula_of
+from covey.federation.wire.codec import client_tags, ids_to_json, in_order
+from covey.federation.wire.messages import Joined, Profile, SiteTotals, check_knots, formula_of
 from covey.problem.problem import Problem, Spec, as_frame
 from covey.problem.rows import Arrays, encode_known, series_values, shares_of, usable_rows
 from covey.records import digest
@@ -152,10 +152,9 @@ def totals(data: GroupedData, *, standardize: bool = False, private: bool = Fals
     return SiteTotals(tree.sizes, rows, response_sum, moments(data.X) if standardize else None, learning, dropped)
 
 
-def joined(data: GroupedData, salt: str, agreed: Agree, rows: str) -> Joined:
-    """Hashes of a site's client ids, and of the digest ``rows`` of its rows."""
+def joined(data: GroupedData, salt: str, *, listed: bool) -> Joined:
+    """Tags of a site's clients; if the operator has a list of clients, also of their pairs of cluster and client."""
     tree = data.hierarchy
     clients = tree.client_ids.to_list()
-    proof = "" if agreed.private is not None else keyed_hash(rows, salt)
     pairs = client_tags(zip(ids_to_json(tree.cluster_of_client), clients, strict=True), salt)
-    return Joined(pairs if tree.nested else client_tags(clients, salt), proof, pairs if agreed.listed else None)
+    return Joined(pairs if tree.nested else client_tags(clients, salt), pairs if listed else None)

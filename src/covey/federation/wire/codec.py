@@ -40,7 +40,6 @@ class Envelope(Record):
     epoch : number of the start of the run, from 0; it starts again when it continues with fewer sites
     exchange : number of the exchange in its epoch; only exchanges that change nodes count
     body : a :class:`~covey.nodes.network.Message` to a site; to the coordinator the reply, or a :class:`Refusal`
-    mute : whether the site is to send a receipt only; a site that repeats exchanges after a loss sends no sum twice
     after : the last exchange before this one that went to the same site, since not every exchange goes to every site
     """
 
@@ -48,7 +47,6 @@ class Envelope(Record):
     epoch: int
     exchange: int
     body: Any = None
-    mute: bool = False
     after: int = -1
 
     @property
@@ -66,12 +64,10 @@ class Refusal(Record):
     reason : ``data`` (its table or its policy; the sentence is for people), ``waiting`` (for its owner's approval), ``behind``
         (it has not seen the exchanges before this one), ``stale`` (it has answered later ones) or ``broken`` (a program error)
     sentence : the reason in words, without any data of the site
-    exchange : the last exchange that the site has answered
     """
 
     reason: str
     sentence: str
-    exchange: int = -1
 
 
 def printable(text: object) -> str:

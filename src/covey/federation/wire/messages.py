@@ -154,17 +154,15 @@ class SiteTotals(Reply):
 
 @dataclass(frozen=True)
 class Joined(Record):
-    """Hashes of a site's clients and rows.
+    """Tags of a site's clients.
 
     Attributes
     ----------
     tags : (n, 2) tags of its clients, two numbers of eight bytes each, sorted, so that their order reveals nothing
-    rows : keyed hash of all rows. A site that has lost its state proves with it that its rows are the same. "" in a private run
     pairs : (n, 2) tags of pairs of cluster and client, if the operator has an allow-list of clients
     """
 
     tags: Annotated[Limbs, Axes("n 2")]
-    rows: str
     pairs: Annotated[Limbs | None, Axes("n 2")] = None
 
 
