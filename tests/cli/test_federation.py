@@ -101,6 +101,8 @@ def test_a_site_writes_its_rules_checks_a_fit_and_decides(tmp_path):
     assert all(fact in said for fact in ("one in 'b': 1 clients", "100%", "a: 20 clients", "none of those allowed")), said
 
     text = (home / "site.toml").read_text().replace("insecure = false", "insecure = true")
+    assert SiteFile.read(home).policy.operators == ()
+    text = text.replace("operators = []", 'operators = ["any"]')
     (home / "site.toml").write_text(text)
     site = SiteFile.read(home).open()
     for _ in range(2):

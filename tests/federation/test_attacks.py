@@ -134,6 +134,17 @@ def test_two_runs_that_differ_by_a_few_clients_are_refused(tmp_path):
     run(without, tmp_path / "elsewhere")
 
 
+def test_runs_are_compared_by_clients_whose_ids_are_nested_in_clusters(tmp_path):
+    """Two clients with one id and as many rows are two: without one of them the run differs by one."""
+    half = pl.col("client").str.slice(1).cast(pl.Int64) // 2
+    frame = patients().with_columns(client=pl.concat_str(pl.lit("c"), half)).group_by("cluster", "client").head(2)
+    fits = {"formula": "y ~ x", "nested": True}
+    fit({"s0": Site("s0", lambda _: frame, Policy(minimum=5), home=tmp_path)}, spec(**fits))
+    without = frame.filter((pl.col("client") != "c7") | (pl.col("cluster") == "a"))
+    with pytest.raises(FederationError, match="by fewer than 5"):
+        fit({"s0": Site("s0", lambda _: without, Policy(minimum=5), home=tmp_path)}, spec(**fits))
+
+
 # Policy: messages and replies
 
 
@@ -182,7 +193,7 @@ def test_without_a_file_everything_is_refused(tmp_path):
     rules, seen = {}, []
     answers = {
         "client": "client", "columns": ["y", "x", "z"], "groups": ["cluster"], "families": ["gaussian"], "secure": False,
-        "solvers": ["sweep"], "replies": "all", "minimum": 1, "share": 1.0, "approve": "policy",
+        "solvers": ["sweep"], "replies": "all", "minimum": 1, "share": 1.0, "approve": "policy", "operators": ["any"],
     }  # fmt: skip
     while len(seen) < 15:
         (tmp_path / "site.toml").write_text("\n".join(f"{name} = {json.dumps(value)}" for name, value in rules.items()))
@@ -197,18 +208,7 @@ def test_without_a_file_everything_is_refused(tmp_path):
             seen.append(found[0])
             rules[found[0]] = answers[found[0]]
             (tmp_path / "questions.json").unlink(missing_ok=True)
-    assert set(seen) >= {
-        "client",
-        "columns",
-        "groups",
-        "families",
-        "secure",
-        "approve",
-        "minimum",
-        "share",
-        "solvers",
-        "replies",
-    }
+    assert set(seen) == set(answers)
 
 
 # Approval and audit
@@ -385,6 +385,9 @@ def test_a_site_answers_known_operators_only():
             return {name: site.answer(message, key) for name, message in messages.items()}
 
     fit({"s0": site}, spec(), Signed({"s0": site}))
+    with pytest.raises(FederationError, match="rule 'operators'"):  # nobody is on an empty list
+        fit({"s0": Site("s0", lambda _: table(1), Policy(operators=()))}, spec())
+    fit({"s0": Site("s0", lambda _: table(1), Policy(operators=("any",)))}, spec())
 
 
 # A hostile site
@@ -430,7 +433,7 @@ def test_a_dry_run_says_who_would_take_part(tmp_path):
     said = dict(line.split(": ", 1) for line in lines)
     assert said["easy"] == "it would take part"
     assert said["slow"] == "its owner would be asked"
-    assert "1 sums over too few" in said["strict"]
+    assert "sums over too few" in said["strict"]
     assert "hiv" not in said["strict"]
     assert "rule 'columns'" in said["shut"]
     assert "not connected" in said["away"]

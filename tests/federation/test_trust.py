@@ -15,11 +15,12 @@ from covey.federation.operator.settings import Members, RunSettings
 from covey.federation.site.file import SiteFile
 from covey.federation.site.policy import Policy
 from covey.federation.site.site import Site
+from covey.federation.site.table import check_shared, profile_of
 from covey.federation.wire.codec import Envelope
 from covey.federation.wire.messages import DrawSalt, Hello
 from covey.federation.wire.transport import InProcess
 from covey.nodes.network import Batch, Snapshot
-from covey.problem.problem import resolve
+from covey.problem.problem import Spec, resolve
 from covey.records import Record, RecordError, decode, encode
 from covey.solvers.direct.sweep import SweepUp
 from covey.tables.design import Formula
@@ -75,6 +76,17 @@ def test_the_minimum_of_categories_holds_without_a_hello():
     agree = next(message for _, message in carrier.messages if kind(decode(message)) == "agree")
     reply = decode(sites_of({"s": rare}, minimum=2)["s"].answer(agree))
     assert "Column 'z' has a value that fewer than 2 clients here have" in reply.body.sentence
+
+
+def test_the_minimum_of_categories_counts_clients_whose_ids_are_nested_in_clusters():
+    """Client 1 of cluster a and client 1 of cluster b are two clients that have a category."""
+    frame = pl.DataFrame({"client": [1, 2] * 6, "cluster": list("aabbcc") * 2, "z": ["u", "v"] * 6, "y": [0, 1] * 6})
+    shared = Spec(formula="y ~ z", client="client", cluster="cluster", nested=True)
+    check_shared(frame, shared, ["z"], 3)
+    with pytest.raises(FederationError, match="fewer than 2 clients"):
+        check_shared(frame, replace(shared, nested=False), ["z"], 2)
+    draft = resolve(replace(shared, family="bernoulli"))
+    assert profile_of(frame, draft, minimum=2).classes == (0, 1)
 
 
 def test_a_site_answers_about_its_own_columns_and_clients_only():
@@ -165,7 +177,9 @@ def test_a_cluster_that_is_not_in_the_profile_is_refused():
         ("solvers = ['sweeep']", "did you mean 'sweep'?"),
         ("approve = 'always'", "has 'always'"),
         ("epsilon = -1", "> 0. Got -1"),
-        ("peers = 3", "must be the text of its .pub file"),
+        ("peers = 3", "The table [peers]"),
+        ("[peers]\nnorth = 'nokey'", "peer 'north' in site.toml must be the text of a .pub file"),
+        ("operators = ['alice']", "rule 'operators' in site.toml must be the text of a .pub file"),
         ("minimum = [", "is not TOML"),
     ],
 )

@@ -66,6 +66,7 @@ def init(
     link: Annotated[str, typer.Option(help="Host and port of the operator's link.")] = "",
     key: Annotated[Path | None, typer.Option(help="The site's private key.")] = None,
     ca: Annotated[Path | None, typer.Option(help="The link's certificate, from the operator.")] = None,
+    operator: Annotated[Path | None, typer.Option(help="Public key (.pub) of the operator who may ask.")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="No TLS and no keys: on one machine, to try it.")] = False,
 ) -> None:
     """Write a site.toml with a comment on every rule. Read it, and take out what the site does not want to answer.
@@ -73,7 +74,9 @@ def init(
     [bold]Example[/bold]   covey node init homes.parquet --home north --client county --groups state --link 127.0.0.1:8000
     """
     from covey.errors import FederationError, unknown_column
+    from covey.federation.privacy.signing import bare
     from covey.federation.site.file import LIMITS, NAME, PLACES, RULES
+    from covey.federation.site.policy import ANY
     from covey.federation.site.state import private_folder, write_file
     from covey.tables.files import read_table
 
@@ -90,8 +93,9 @@ def init(
     rest = [name for name in found if name != client and name not in grouping] if asked is None else asked
     chosen: dict[str, Any] = {"client": client, "groups": grouping, "columns": rest, "families": ["gaussian"]}
     chosen |= {"solvers": ["sweep", "learn"], "secure": False, "replies": "all", "share": 0.75}
-    text = "# What this site allows. The rest is refused. A rule that is left out has a careful default.\n"
-    text += "# Two are open: without operators all operators of the link may ask; without epsilon no noise is required.\n"
+    chosen["operators"] = [ANY] if insecure else [] if operator is None else [bare(operator.read_text(encoding="utf-8"))]
+    text = "# What this site allows. The rest is refused. A rule that is left out allows as little as it can,\n"
+    text += "# but without epsilon no noise is required.\n"
     for name, comment in PLACES.items():
         text += f"\n# {comment}\n{name} = {_toml(places[name])}\n"
     for name, about in RULES.items():
@@ -101,6 +105,8 @@ def init(
     text += "\n# Public keys of other sites by name, for masked runs; two in a list while a site replaces its key.\n[peers]\n"
     write_file(private_folder(home) / NAME, text.encode())
     print(f"{home / NAME} is written. Read it, and take out the columns that this site does not want to answer about.")
+    if not chosen["operators"]:
+        print("No operator may ask yet: write the operator's public key into 'operators', or give --operator.")
 
 
 def _toml(value: Any) -> str:

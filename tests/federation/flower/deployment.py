@@ -26,6 +26,7 @@ ALLOWED = {
     "replies": "all",
     "secure": False,
     "approve": "policy",
+    "operators": ["any"],
     "minimum": 1,
     "share": 1.0,
 }

@@ -1,7 +1,7 @@
 """The file ``site.toml`` in the home of a site: where its table, its key and the link are, and what the site allows.
 
-An unknown name or an unusable value is refused when the node starts. A rule that is left out has a careful default;
-but without ``operators`` every operator of the link may ask, and without a limit of epsilon no noise is required.
+An unknown name or an unusable value is refused when the node starts. A rule that is left out allows as little as it can, but
+without a limit of epsilon no noise is required.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from covey.errors import FederationError, did_you_mean, number
 from covey.federation.privacy.differential import DELTA
 from covey.federation.privacy.signing import bare, fingerprint, load_key, public_text
 from covey.federation.site.budget import Budget
-from covey.federation.site.policy import SOLVERS, TRANSFORMS, Policy
+from covey.federation.site.policy import ANY, SOLVERS, TRANSFORMS, Policy
 from covey.federation.site.site import Read, Site
 from covey.tables.files import read_table
 
@@ -62,11 +62,15 @@ class SiteFile:
             if name not in known:
                 raise FederationError(f"The file {str(path)!r} has an unknown name {name!r}; {did_you_mean(name, known)}")
         rules = {name: _checked(name, plain.get(name, about["strict"]), about["strict"]) for name, about in RULES.items()}
-        rules["operators"] = tuple(bare(each) for each in rules["operators"])
+        rules["operators"] = _public_keys("rule 'operators'", [each for each in rules["operators"] if each != ANY])
+        rules["operators"] += (ANY,) * (ANY in plain.get("operators", ()))
         limits = {name: number(f"rule {name!r}", plain[name], above=0) for name in LIMITS if name in plain}
         budget = Budget(limits.get("epsilon"), limits.get("epsilon_total"), limits.get("delta", DELTA), home / "privacy.json")
         places = {name: plain.get(name) for name in PLACES} | {name: each for name, each in given.items() if each is not None}
-        return cls(home, places, Policy(**rules), budget, _peers(peers))
+        if not isinstance(peers, Mapping):
+            raise FederationError(f"The table [peers] in {NAME} must have lines such as north = 'ecdsa-sha2-nistp384 AAAA...'.")
+        known_peers = {name: _public_keys(f"peer {name!r}", keys) for name, keys in peers.items()}
+        return cls(home, places, Policy(**rules), budget, known_peers)
 
     def place(self, name: str) -> Path:
         """A file that is needed; a relative path in ``site.toml`` begins at its folder."""
@@ -119,11 +123,9 @@ def _checked(name: str, value: Any, strict: Any) -> Any:
     return value
 
 
-def _peers(plain: Any) -> dict[str, tuple[str, ...]]:
-    found = {}
-    for name, keys in plain.items() if isinstance(plain, Mapping) else [("[peers]", None)]:
-        each = (keys,) if isinstance(keys, str) else keys
-        if not isinstance(each, Sequence) or not all(isinstance(key, str) and key.count(" ") for key in each):
-            raise FederationError(f"The peer {name!r} in {NAME} must be the text of its .pub file, or a list of such texts.")
-        found[name] = tuple(bare(key) for key in each)
-    return found
+def _public_keys(what: str, given: Any) -> tuple[str, ...]:
+    """Public keys without their comments, so that copies of them compare equal."""
+    keys = [given] if isinstance(given, str) else given
+    if not isinstance(keys, Sequence) or not all(isinstance(key, str) and key.count(" ") for key in keys):
+        raise FederationError(f"The {what} in {NAME} must be the text of a .pub file, or a list of such texts.")
+    return tuple(bare(key) for key in keys)

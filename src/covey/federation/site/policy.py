@@ -27,6 +27,7 @@ from covey.tables.formula import Factor
 from covey.tables.transforms import OPTIONS
 
 TRANSFORMS = (*FUNCTIONS, "C", *OPTIONS)
+ANY = "any"  # in the list of operators
 SOLVERS = ("sweep", "newton", "learn", "gradient")
 _ABOUT_SETTINGS = (FederationError, FormulaError, PenaltyError, SolverError)  # errors that are not about rows
 _ABOUT_SCHEMA = ("There is no column", "The table has no rows", "There is no file")  # nor are those that begin so
@@ -71,7 +72,9 @@ class Policy:
     replies: str = rule("all", "vectors", "Which replies leave: all, or vectors (at most one number for each term and cell).")
     share: float = rule(1.0, 0.5, "The largest share that one client may have in the sum of squares of a term, in any cell.")
     approve: str = rule("policy", "ask", "ask: the owner decides on each run (covey site runs). policy: these rules suffice.")
-    operators: Sequence[str] = rule((), (), "Public keys of the operators who may ask; empty: everybody whom the link lets.")
+    operators: Sequence[str] | None = rule(
+        None, (), 'Public keys of the operators who may ask; "any" is everybody whom the link lets in.'
+    )
     pinned: int = rule(0, 0, "How many sites of [peers] must take part in a masked run; 0: all sites of the run must be there.")
     runs: int | None = rule(None, 20, "The most runs that this site takes part in.")
     messages: int | None = rule(None, 200, "The most messages of one run that it answers.")

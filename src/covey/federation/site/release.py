@@ -100,7 +100,7 @@ class Released:
         """Refuse a run with a set of clients that differs from one of an earlier run by fewer than the minimum."""
         kept, tree = self._read(), data.hierarchy
         used = np.ones(data.n_clients) if data.weights is None else np.add.reduceat(data.weights, data.client_ptr[:-1])
-        ids = zip(tree.client_ids.to_list(), data.rows_per_client.tolist(), tree.parent.tolist(), used.tolist(), strict=True)
+        ids = zip(tree.identities.tolist(), data.rows_per_client.tolist(), tree.parent.tolist(), used.tolist(), strict=True)
         now = {keyed_hash((client, rows), kept["key"])[:16]: cell for client, rows, cell, weight in ids if weight > 0}
         for name, before in kept["runs"].items() if policy.minimum > 1 else ():
             apart = _least_difference(now, before)

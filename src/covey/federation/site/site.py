@@ -36,7 +36,7 @@ from covey.federation.site.approval import Approvals, Waiting
 from covey.federation.site.audit import AuditLog
 from covey.federation.site.budget import Budget, check_private_message
 from covey.federation.site.masks import Peers, check_peers, join_masked_run, masked, pair_secrets, public_key, signed
-from covey.federation.site.policy import Policy, check_model_folder, refusal
+from covey.federation.site.policy import ANY, Policy, check_model_folder, refusal
 from covey.federation.site.release import NUMBER, Released, WeakSum, weak_sums
 from covey.federation.site.state import RunStore, SiteRun, locked
 from covey.federation.site.table import check_design, check_shared, grouped, joined, profile_of, rows_digest, totals
@@ -158,7 +158,7 @@ class Site:
         return self._nodes[run][0]
 
     def _answer(self, asked: Envelope, message: bytes, operator: str) -> bytes:
-        if self.policy.operators and operator not in self.policy.operators:
+        if self.policy.operators is not None and not {operator, ANY} & {*self.policy.operators}:
             who = f"This site does not know the operator with key {fingerprint(operator) or 'none'}; sign with --operator-key"
             raise refusal("operators", who, "add the operator's public key to the list")
         if isinstance(asked.body, AskReady):
@@ -222,8 +222,8 @@ class Site:
         draft = self._check_asked(asked)
         if self.policy.approve != "policy":
             return Ready("its owner would be asked")
-        if asked.private is None and (weak := self.weak_sums(draft)):
-            why = f"This site has {len(weak)} sums over too few clients, or with a client that dominates"
+        if asked.private is None and self.weak_sums(draft):
+            why = "This site has sums over too few clients, or with a client that dominates"
             raise refusal("minimum", f"{why}; covey site check names them there", "lower the number, or group more coarsely")
         return Ready("it would take part")
 

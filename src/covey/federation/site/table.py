@@ -53,8 +53,9 @@ def profile_of(table: Any, draft: Problem, key: str = "", minimum: int = 1, *, p
         numeric(frame, name)
     draft.offset_of(frame)
     check_shared(frame, spec, [*filter(None, (spec.cluster, *levels))], minimum)
-    if classes is not None and len(client) == len(y):
-        classes = tuple(value for value in classes if client.filter(pl.Series(y == value)).n_unique() >= minimum)
+    if classes is not None and spec.client is not None:
+        pairs = _who(frame, spec)
+        classes = tuple(value for value in classes if pairs.filter(pl.Series(y == value)).n_unique() >= minimum)
     if shares is not None:
         classes = (0, 1)  # failures and successes, whether or not both occur here
     sent = {} if private else {name: tuple(values) for name, values in levels.items()}
@@ -80,12 +81,16 @@ def check_shared(table: Any, spec: Spec, names: Iterable[str], minimum: int) -> 
     """Refuse a column of clusters or categories, if fewer clients than the minimum have one of its values."""
     frame = as_frame(table)
     for name in names if minimum > 1 and spec.client is not None else ():
-        shared = pl.DataFrame(
-            {"value": column(frame, name).to_list(), "client": as_labels(column(frame, spec.client), "client")}
-        )
+        shared = pl.DataFrame({"value": column(frame, name).to_list(), "client": _who(frame, spec)})
         if min(shared.group_by("value").agg(pl.col("client").n_unique())["client"].to_list()) < minimum:
             rare = f"Column {name!r} has a value that fewer than {minimum} clients here have"
             raise refusal("minimum", rare, "merge such values, leave their rows out, or lower the number")
+
+
+def _who(frame: Any, spec: Spec) -> pl.Series:
+    """What identifies the client of each row: its id, or the pair of ids if ids are unique only within a cluster."""
+    names = [name for name in (spec.cluster if spec.nested else None, spec.client) if name is not None]
+    return pl.DataFrame({name: as_labels(column(frame, name), "client") for name in names}).to_struct()
 
 
 def check_design(problem: Problem, *, private: bool = False) -> Formula:
