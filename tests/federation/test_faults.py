@@ -20,7 +20,7 @@ from tests.federation.sites import FaultyTransport, assert_same, by_turns, fit, 
 
 FRAME = table(11, "bernoulli")
 ASKED = spec("bernoulli", tol=1e-11)
-GONE = Failure("gone", "it is not connected")
+GONE = Failure("it is not connected")
 
 
 @cache
@@ -58,7 +58,7 @@ def assert_bits(one, two):
     "act",
     [
         lambda message, reply: GONE,
-        lambda message, reply: Failure("late", "no answer in 1 s"),
+        lambda message, reply: Failure("no answer in 1 s"),
         lambda message, reply: reply[: len(reply) // 2],
         lambda message, reply: b"",
         lambda message, reply: encode("hello there"),

@@ -246,7 +246,7 @@ def test_a_repeated_message_gets_the_same_noise():
         asked = decode(message)
         if site == "s0" and kind(asked) == "ask" and isinstance(released(asked), ReleaseSums) and not lost:
             lost.append(reply)
-            return Failure("late", "no answer in time")
+            return Failure("no answer in time")
         return reply
 
     carrier = FaultyTransport(sites, drop_first)
@@ -307,7 +307,7 @@ def test_a_fit_that_began_twice_counts_both_starts():
     def die(site, message, reply):
         asked = decode(message)
         gone = site == "s2" and kind(asked) == "ask" and asked.exchange == 2
-        return Failure("gone", "it is not connected") if gone else reply
+        return Failure("it is not connected") if gone else reply
 
     outcome = fit(sites, spec(), FaultyTransport(sites, die), private_run(5.0), on_loss="continue")
     assert outcome.privacy["releases"] == 4
@@ -358,7 +358,7 @@ def test_a_second_start_is_refused_where_it_would_cost_too_much():
 
     def die(site, message, reply):
         asked = decode(message)
-        return Failure("gone", "it") if site == "s2" and kind(asked) == "ask" and asked.exchange == 2 else reply
+        return Failure("it") if site == "s2" and kind(asked) == "ask" and asked.exchange == 2 else reply
 
     with pytest.raises(FederationError, match="Site 's0': This would bring the site's epsilon for one run to"):
         fit(sites, spec(), FaultyTransport(sites, die), private_run(noise_for(1.0, 2)), on_loss="continue")

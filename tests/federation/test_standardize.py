@@ -157,7 +157,7 @@ def test_a_site_that_lost_its_state_gets_the_scale_again():
         if name == "s1" and decode(message).exchange == 3 and not forgot:
             forgot.append(name)
             sites["s1"].__init__("s1", lambda _: parts["s1"], Policy(1))
-            return Failure("gone", "it starts again")
+            return Failure("it starts again")
         return reply
 
     outcome = fit(sites, asks("bernoulli"), FaultyTransport(sites, forget), RunSettings(retries=2))
@@ -169,7 +169,7 @@ def test_without_a_site_the_scale_is_that_of_the_others():
     frame = raw(6, "bernoulli").with_columns(x=pl.when(pl.col("client") == "c2").then(9e7).otherwise(pl.col("x")))
     parts = by_turns(frame, 4)
     sites = sites_of(parts)
-    gone = Failure("gone", "it is not connected")
+    gone = Failure("it is not connected")
     away = FaultyTransport(
         sites, lambda site, message, reply: gone if site == "s2" and decode(message).exchange >= 3 else reply
     )

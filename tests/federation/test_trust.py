@@ -454,7 +454,7 @@ def test_a_lost_site_under_masks_lets_the_run_be_resumed(tmp_path):
     sites = sites_of(by_turns(FRAME, 4))
 
     def away(site, message, reply):
-        return Failure("gone", "not there") if site == "s1" and decode(message).exchange >= 2 else reply
+        return Failure("not there") if site == "s1" and decode(message).exchange >= 2 else reply
 
     settings = {"journal": tmp_path / "journal", "on_loss": "continue"}
     terms = RunSettings(secure=True, retries=0)

@@ -18,7 +18,7 @@ from flwr.serverapp import Grid
 
 from covey.errors import FederationError, listing
 from covey.federation.privacy.signing import public_text, sign, signed_by_operator
-from covey.federation.wire.transport import Failure, Reason
+from covey.federation.wire.transport import Failure
 
 ASK, WHO = "train.covey", "query.covey"  # Flower's types of our messages: for the site, for its node
 RECORD = "covey"  # name of our record in a Flower message
@@ -29,13 +29,14 @@ _MARGIN = 10.0
 _PATIENCE_FOR_NAMES = 20.0  # seconds
 
 _AWAY = "it is not connected; start covey node there"
-_REASONS: dict[int, tuple[Reason, str]] = {
-    0: ("refused", "its node does not answer this message; install the same version of covey everywhere"),
-    1: ("failed", "it is not a node of covey; start covey node there"),
-    2: ("failed", "it is not a node of covey; start covey node there"),
-    3: ("gone", _AWAY),
-    4: ("late", "its reply has expired; give a longer --timeout"),
-    5: ("gone", "its node has stopped; start covey node there again"),
+_NOT_COVEY = "it is not a node of covey; start covey node there"
+_REASONS = {  # by Flower's code of the error
+    0: "its node does not answer this message; install the same version of covey everywhere",
+    1: _NOT_COVEY,
+    2: _NOT_COVEY,
+    3: _AWAY,
+    4: "its reply has expired; give a longer --timeout",
+    5: "its node has stopped; start covey node there again",
 }
 
 
@@ -62,7 +63,7 @@ class FlowerTransport:
 
     def exchange(self, messages: Mapping[str, bytes], timeout: float) -> dict[str, bytes | Failure]:
         nodes = self._nodes()
-        replies: dict[str, bytes | Failure] = {name: Failure("gone", _AWAY) for name in messages}
+        replies: dict[str, bytes | Failure] = {name: Failure(_AWAY) for name in messages}
         records = {name: ConfigRecord(self._record(name, messages[name])) for name in messages if name in nodes}
         carried = {
             name: Message(RecordDict({RECORD: record}), dst_node_id=nodes[name], message_type=ASK, ttl=timeout + _MARGIN)
@@ -141,11 +142,11 @@ def _by_name(names: Mapping[int, str]) -> dict[str, int]:
 
 def _read(reply: Message | None, timeout: float) -> bytes | Failure:
     if reply is None:
-        return Failure("late", f"it did not answer within {timeout:g} seconds")
+        return Failure(f"it did not answer within {timeout:g} seconds")
     if reply.has_error():
-        return Failure(*_REASONS.get(reply.error.code, ("failed", f"Flower reports error {reply.error.code}")))
+        return Failure(_REASONS.get(reply.error.code, f"Flower reports error {reply.error.code}"))
     record = reply.content.config_records.get(RECORD, ConfigRecord())
     encoded, refusal = record.get("message"), record.get("refusal")
     if isinstance(encoded, bytes):
         return encoded
-    return Failure("refused", str(refusal)) if refusal else Failure("failed", "its reply is empty; see the log at the site")
+    return Failure(str(refusal or "its reply is empty; see the log at the site"))

@@ -200,7 +200,7 @@ def read_reply(message: bytes, reply: bytes | Failure | None, limits: Limits) ->
     if reply is None:
         return Unusable("it sent no reply; see the log at the site")
     if isinstance(reply, Failure):
-        return Unusable(printable(reply.detail))
+        return Unusable(printable(reply.why))
     if len(reply) > limits.bytes:
         return Unusable(f"it sent {len(reply):,} bytes, more than the limit of {limits.bytes:,}; raise it with --limits")
     try:

@@ -51,6 +51,7 @@ from covey.federation.wire.messages import (
     Privacy,
     Profile,
     Ready,
+    RunDraft,
     SealedSalts,
     SiteMessage,
 )
@@ -193,7 +194,7 @@ class Site:
 
     # Before the fit
 
-    def _check_asked(self, asked: Hello | AskReady, run: str = "", epoch: int = 0) -> Problem:
+    def _check_asked(self, asked: RunDraft, run: str = "", epoch: int = 0) -> Problem:
         """The draft of a problem, if the policy allows it; no row is read."""
         if asked.version != __version__:
             raise FederationError(f"This site runs covey {__version__}, the coordinator {asked.version}; install the same.")

@@ -94,13 +94,18 @@ class Profile(Record):
 
 
 @dataclass(frozen=True)
-class Hello(SiteMessage[Profile], label="hello", phase="set-up"):
-    """The draft of the problem, without categories and clusters, and the coordinator's version of covey."""
+class RunDraft(Record):
+    """What a run asks for: the draft of the problem, without categories and clusters, and the coordinator's version."""
 
     version: str
     problem: dict[str, Any]
     secure: bool = False
     private: Privacy | None = None
+
+
+@dataclass(frozen=True)
+class Hello(RunDraft, SiteMessage[Profile], label="hello", phase="set-up"):
+    """Begin a run."""
 
 
 @dataclass(frozen=True)
@@ -111,13 +116,8 @@ class Ready(Record):
 
 
 @dataclass(frozen=True)
-class AskReady(SiteMessage[Ready], label="dry run", phase="set-up"):
-    """Ask whether a site would take part in a run, without starting it; the fields are those of :class:`Hello`."""
-
-    version: str
-    problem: dict[str, Any]
-    secure: bool = False
-    private: Privacy | None = None
+class AskReady(RunDraft, SiteMessage[Ready], label="dry run", phase="set-up"):
+    """Ask whether a site would take part in a run, without starting it."""
 
 
 @dataclass(frozen=True)

@@ -8,26 +8,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from covey.errors import FederationError, listing
-
-Reason = Literal["late", "gone", "refused", "failed"]
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why there is no reply from a site.
+    """Why there is no reply from a site, as a clause about it: "it is not connected"."""
 
-    Attributes
-    ----------
-    reason : ``late`` (no reply in time), ``gone`` (not connected), ``refused`` (one side does not accept the other) or
-        ``failed`` (the site broke while it answered)
-    detail : the same in words
-    """
-
-    reason: Reason
-    detail: str
+    why: str
 
 
 class Transport(Protocol):
@@ -58,7 +48,7 @@ class InProcess:
         return tuple(sorted(self._sites))
 
     def exchange(self, messages: Mapping[str, bytes], timeout: float) -> dict[str, bytes | Failure]:
-        gone = Failure("gone", "it is not connected")
+        gone = Failure("it is not connected")
         return {name: self._sites[name].answer(message) if name in self._sites else gone for name, message in messages.items()}
 
 

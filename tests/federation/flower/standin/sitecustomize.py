@@ -43,7 +43,7 @@ def operate(transport, settings, say):
         began = time.monotonic()
         replies = transport.exchange({name: message.encode() for name, message in messages.items()}, timeout)
         seconds = time.monotonic() - began
-        words = {name: r.decode() if isinstance(r, bytes) else [r.reason, r.detail] for name, r in replies.items()}
+        words = {name: r.decode() if isinstance(r, bytes) else [r.why] for name, r in replies.items()}
         answer.append({"seconds": seconds, "replies": words})
     return json.dumps(answer)
 
