@@ -1,7 +1,8 @@
 """Which runs a site takes part in: questions for its owner, their answers, and the runs that have joined.
 
 A question is who asks for what: the operator, the specification and the formula, masks and noise. It waits until the owner
-approves or refuses it. An approval is good for one run. All is in ``home/questions.json``.
+approves or refuses it. An approval is good for one run. All is in ``home/questions.json``, which only the holder of the site's
+lock may change.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from covey.errors import FederationError, did_you_mean
 from covey.federation.site.policy import Policy, refusal
-from covey.federation.site.state import locked, private_folder, write_file
+from covey.federation.site.state import Document, locked
 
 
 class Waiting(FederationError):  # noqa: N818 - an event
@@ -27,58 +28,45 @@ class Approvals:
 
     def __init__(self, home: Path | None, policy: Policy) -> None:
         self.home, self.policy = home, policy
-        self._kept: dict[str, Any] = {"runs": {}, "questions": {}}
+        self._file = Document(None if home is None else home / "questions.json", {"runs": {}, "questions": {}})
 
     def admit(self, run: str, question: Mapping[str, Any], *, join: bool) -> None:
         """Let a run begin (``join``: take part), or refuse it; a question that the owner has not answered waits."""
-        with locked(self.home, "questions.lock"):
-            kept, name = self.read(), question_id(question)
-            if kept["runs"].get(run, name) != name:
-                raise FederationError("This run has joined with another problem; start a new run.")
-            if run in kept["runs"]:
-                return
-            if self.policy.runs is not None and len(kept["runs"]) >= self.policy.runs:
-                raise refusal("runs", f"This site has taken part in {len(kept['runs'])} runs", "raise the number")
-            if self.policy.approve != "policy":
-                now = datetime.now(UTC).isoformat(timespec="seconds")
-                asked = kept["questions"].setdefault(name, {**question, "asked": now, "decision": "waiting"})
-                if asked["decision"] == "used":
-                    asked |= {"asked": now, "decision": "waiting"}
-                if asked["decision"] == "refused":
-                    raise FederationError(f"The owner of this site has refused question {name}; ask for something else.")
-                if asked["decision"] == "waiting":
-                    self._write(kept)
-                    raise Waiting(f"This site waits for its owner's decision: covey site approve {name}.")
-                if join:
-                    asked["decision"] = "used"
+        kept, name = self.read(), question_id(question)
+        if kept["runs"].get(run, name) != name:
+            raise FederationError("This run has joined with another problem; start a new run.")
+        if run in kept["runs"]:
+            return
+        if self.policy.runs is not None and len(kept["runs"]) >= self.policy.runs:
+            raise refusal("runs", f"This site has taken part in {len(kept['runs'])} runs", "raise the number")
+        if self.policy.approve != "policy":
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            asked = kept["questions"].setdefault(name, {**question, "asked": now, "decision": "waiting"})
+            if asked["decision"] == "used":
+                asked |= {"asked": now, "decision": "waiting"}
+            if asked["decision"] == "refused":
+                raise FederationError(f"The owner of this site has refused question {name}; ask for something else.")
+            if asked["decision"] == "waiting":
+                self._file.write(kept)
+                raise Waiting(f"This site waits for its owner's decision: covey site approve {name}.")
             if join:
-                kept["runs"][run] = name
-            self._write(kept)
+                asked["decision"] = "used"
+        if join:
+            kept["runs"][run] = name
+        self._file.write(kept)
 
     def decide(self, name: str, decision: str) -> None:
-        """Write down the owner's decision, ``approved`` or ``refused``."""
-        with locked(self.home, "questions.lock"):
+        """Write down the owner's decision, ``approved`` or ``refused``; if the node is answering, after that."""
+        with locked(self.home):
             kept = self.read()
             if name not in kept["questions"]:
                 raise FederationError(f"There is no question {name!r}; {did_you_mean(name, kept['questions'])}")
             kept["questions"][name]["decision"] = decision
-            self._write(kept)
+            self._file.write(kept)
 
     def read(self) -> dict[str, Any]:
         """Questions by their id, and the question of each run that has joined."""
-        file = None if self.home is None else self.home / "questions.json"
-        if file is None or not file.exists():
-            return self._kept
-        try:
-            found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError:
-            raise FederationError("The site's questions.json is damaged; restore it, or delete it to ask again.") from None
-        return found
-
-    def _write(self, kept: dict[str, Any]) -> None:
-        self._kept = kept
-        if self.home is not None:
-            write_file(private_folder(self.home) / "questions.json", json.dumps(kept, indent=1).encode())
+        return self._file.read()
 
 
 def question_id(question: Mapping[str, Any]) -> str:

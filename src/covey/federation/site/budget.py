@@ -6,16 +6,14 @@ the epsilon of all of them together.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from covey.errors import FederationError
 from covey.federation.privacy.differential import DELTA, PlaceClients, ReleaseSums, spent
-from covey.federation.site.state import locked, write_file
+from covey.federation.site.state import Document
 from covey.federation.wire.codec import SAME_VERSION
 from covey.federation.wire.messages import Privacy
 from covey.nodes.network import Batch, Message, SetGamma
@@ -31,14 +29,21 @@ class Budget:
     total : the most epsilon for all runs together; None for no limit
     delta : the delta of these limits, whatever the operator's is
     file : keeps the releases over runs and restarts; None keeps them in this object
-    releases : noise and exchanges of the releases by start of a run, if there is no file
     """
 
     run: float | None = None
     total: float | None = None
     delta: float = DELTA
     file: Path | None = None
-    releases: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._file = Document(self.file, {"releases": {}})
+
+    @property
+    def releases(self) -> dict[str, Any]:
+        """Noise and exchanges of all releases, by start of a run."""
+        found: dict[str, Any] = self._file.read()["releases"]
+        return found
 
     def admit(self, privacy: Privacy | None, run: str, epoch: int) -> None:
         """Refuse a run that would cost too much, before anything is sent."""
@@ -48,27 +53,26 @@ class Budget:
                 raise FederationError(f"This site answers only under differential privacy, with {most}; give an epsilon.")
             return
         start = f"{run}.{epoch}"
-        releases = {name: entry for name, entry in self._read().items() if name != start}
+        releases = {name: entry for name, entry in self.releases.items() if name != start}
         self._check(run, releases | {start: {"noise": privacy.noise, "exchanges": range(privacy.rounds)}})
 
     def charge(self, privacy: Privacy, run: str, epoch: int, exchange: int) -> None:
         """Count one release, on disk before it is sent; refuse to make it twice, or more releases than were agreed."""
-        with self._locked():
-            releases = self._read()
-            entry = releases.setdefault(f"{run}.{epoch}", {"noise": privacy.noise, "exchanges": []})
-            entry["noise"] = min(entry["noise"], privacy.noise)  # of two agreements, the one that costs more
-            if exchange in entry["exchanges"]:
-                lost = f"This site has answered message {exchange} before and lost its reply"
-                raise FederationError(f"{lost}; it does not draw noise twice: start a new run.")
-            if len(entry["exchanges"]) >= privacy.rounds:
-                raise FederationError(f"This site agreed to {privacy.rounds} releases and has made them; start a new run.")
-            entry["exchanges"].append(exchange)
-            self._check(run, releases)
-            self._write(releases)
+        releases = self.releases
+        entry = releases.setdefault(f"{run}.{epoch}", {"noise": privacy.noise, "exchanges": []})
+        entry["noise"] = min(entry["noise"], privacy.noise)  # of two agreements, the one that costs more
+        if exchange in entry["exchanges"]:
+            lost = f"This site has answered message {exchange} before and lost its reply"
+            raise FederationError(f"{lost}; it does not draw noise twice: start a new run.")
+        if len(entry["exchanges"]) >= privacy.rounds:
+            raise FederationError(f"This site agreed to {privacy.rounds} releases and has made them; start a new run.")
+        entry["exchanges"].append(exchange)
+        self._check(run, releases)
+        self._file.write({"epsilon": self._cost(releases), "delta": self.delta, "releases": releases})
 
     def spent(self) -> float:
         """The epsilon of all releases that this site has made."""
-        return self._cost(self._read())
+        return self._cost(self.releases)
 
     def _cost(self, releases: Mapping[str, Any]) -> float:
         return spent([(entry["noise"], len(entry["exchanges"])) for entry in releases.values()], self.delta)
@@ -80,27 +84,6 @@ class Budget:
             if most is not None and (cost := self._cost(made)) > most:
                 limit = f"to {cost:.4g} (delta {self.delta:g}), but it allows {most:g} at most"
                 raise FederationError(f"This would bring the site's epsilon {what} {limit}; give a smaller --epsilon.")
-
-    def _locked(self) -> AbstractContextManager[None]:
-        """Two runs at once must not both add to the same count."""
-        return locked(None if self.file is None else self.file.parent, "privacy.lock")
-
-    def _read(self) -> dict[str, Any]:
-        if self.file is None:
-            return {name: {**entry, "exchanges": list(entry["exchanges"])} for name, entry in self.releases.items()}
-        if not self.file.exists():
-            return {}
-        try:
-            found: dict[str, Any] = json.loads(self.file.read_text())["releases"]
-        except (OSError, ValueError, KeyError, TypeError):
-            raise FederationError("The site's privacy.json is damaged, so its spent epsilon is unknown; restore it.") from None
-        return found
-
-    def _write(self, releases: dict[str, Any]) -> None:
-        self.releases = releases
-        if self.file is not None:
-            document = {"epsilon": self._cost(releases), "delta": self.delta, "releases": releases}
-            write_file(self.file, json.dumps(document, indent=2).encode())
 
 
 def check_private_message(message: Message[Any], privacy: Privacy | None) -> bool:

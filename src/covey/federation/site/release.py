@@ -12,7 +12,6 @@ its clients with their numbers of rows, and the cells that they were in, in ``ho
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,9 +21,8 @@ from typing import Any
 import numpy as np
 
 from covey._typing import Floats
-from covey.errors import FederationError
 from covey.federation.site.policy import Policy, refusal
-from covey.federation.site.state import private_folder, write_file
+from covey.federation.site.state import Document
 from covey.federation.wire.codec import keyed_hash
 from covey.tables.rows import GroupedData
 
@@ -93,12 +91,12 @@ class Released:
     """The sets of clients of earlier runs, in ``home/released.json`` or in this object."""
 
     def __init__(self, home: Path | None) -> None:
-        self.home = home
-        self._kept: dict[str, Any] = {"key": secrets.token_hex(32), "runs": {}}
+        path = None if home is None else home / "released.json"
+        self._file = Document(path, {"key": secrets.token_hex(32), "runs": {}})
 
     def admit(self, run: str, data: GroupedData, policy: Policy) -> None:
         """Refuse a run with a set of clients that differs from one of an earlier run by fewer than the minimum."""
-        kept, tree = self._read(), data.hierarchy
+        kept, tree = self._file.read(), data.hierarchy
         used = np.ones(data.n_clients) if data.weights is None else np.add.reduceat(data.weights, data.client_ptr[:-1])
         ids = zip(tree.identities.tolist(), data.rows_per_client.tolist(), tree.parent.tolist(), used.tolist(), strict=True)
         now = {keyed_hash((client, rows), kept["key"])[:16]: cell for client, rows, cell, weight in ids if weight > 0}
@@ -110,19 +108,7 @@ class Released:
         if now in kept["runs"].values():
             return
         kept["runs"][run] = now
-        self._kept = kept
-        if self.home is not None:
-            write_file(private_folder(self.home) / "released.json", json.dumps(kept).encode())
-
-    def _read(self) -> dict[str, Any]:
-        file = None if self.home is None else self.home / "released.json"
-        if file is None or not file.exists():
-            return self._kept
-        try:
-            found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError:
-            raise FederationError("The site's released.json is damaged, so earlier runs are unknown; restore it.") from None
-        return found
+        self._file.write(kept)
 
 
 def _least_difference(now: dict[str, int], before: dict[str, int]) -> int:

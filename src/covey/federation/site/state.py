@@ -5,12 +5,15 @@ A file is readable by its owner only. It is written completely or not at all, an
 
 from __future__ import annotations
 
+import copy
+import json
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from covey.errors import FederationError
 from covey.federation.wire.messages import Agree
@@ -47,6 +50,33 @@ class SiteRun(Record):
     agreed: Agree | None = None
     rows: str = ""
     node: Snapshot | None = None
+
+
+class Document:
+    """A small JSON file of a site; without a path it is kept in this object."""
+
+    def __init__(self, path: Path | None, empty: dict[str, Any]) -> None:
+        self.path, self._kept = path, empty
+
+    def read(self) -> dict[str, Any]:
+        """A copy of what it holds."""
+        if self.path is None or not self.path.exists():
+            return copy.deepcopy(self._kept)
+        try:
+            found: dict[str, Any] = json.loads(self.path.read_text(encoding="utf-8"))
+            whole = found.keys() >= self._kept.keys()
+        except (OSError, ValueError, AttributeError):
+            whole = False
+        if not whole:
+            raise FederationError(f"The site's {self.path.name} is damaged, so what it holds is unknown; restore it.")
+        return found
+
+    def write(self, content: dict[str, Any]) -> None:
+        """Replace what it holds."""
+        if self.path is None:
+            self._kept = content
+        else:
+            write_file(private_folder(self.path.parent) / self.path.name, json.dumps(content, indent=1).encode())
 
 
 class RunStore:
