@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import httpx
@@ -68,33 +67,25 @@ class Link:
     key: ec.EllipticCurvePrivateKey | None = None
 
 
-class Stopped(Exception):  # noqa: N818 - the node was told to end
-    """SIGTERM or SIGINT."""
-
-
 def serve(link: Link, answer: Answer) -> None:
     """Answer messages of the link until SIGTERM or SIGINT."""
-    stop = _StopSignal()
-    while True:
+    stop = threading.Event()
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, lambda *_: stop.set())
+    while not stop.is_set():
         try:
-            with _connected(link, stop) as fleet, stop:
+            with _connected(link, stop) as fleet:
                 say(f"connected to {link.address}")
                 last = 0.0
-                while fleet.alive:
+                while fleet.alive and not stop.is_set():
                     if fleet.answer_next(answer):
                         last = time.monotonic()
                     else:
-                        time.sleep(POLL if time.monotonic() < last + _IDLE_AFTER else _IDLE)
-        except Stopped:
-            say("stopped")
-            return
+                        stop.wait(POLL if time.monotonic() < last + _IDLE_AFTER else _IDLE)
         except httpx.HTTPError as problem:
             say(f"{_reason(link, problem)}; trying again every {_AGAIN:g} seconds")
-        try:
-            with stop:
-                time.sleep(_AGAIN)
-        except Stopped:
-            return
+        stop.wait(_AGAIN)
+    say("stopped")
 
 
 def say(what: str) -> None:
@@ -102,45 +93,10 @@ def say(what: str) -> None:
     print(f"{datetime.now(UTC).isoformat(timespec='seconds')} covey: {what}", file=sys.stderr, flush=True)
 
 
-class _StopSignal:
-    """Raises :class:`Stopped` in its context on SIGTERM or SIGINT, but not while a message is being answered."""
-
-    def __init__(self) -> None:
-        self.busy = self.came = self.inside = False
-        for each in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(each, self._handle)
-
-    def _handle(self, _number: int, _frame: FrameType | None) -> None:
-        if self.came and not self.busy:
-            return  # it is ending already
-        self.came = True
-        if self.inside and not self.busy:
-            raise Stopped
-
-    def __enter__(self) -> None:
-        self.inside = True
-        if self.came:
-            raise Stopped
-
-    def __exit__(self, *_: object) -> None:
-        self.inside = False
-
-    @contextmanager
-    def later(self) -> Iterator[None]:
-        """Finish this context before the node stops."""
-        self.busy = True
-        try:
-            yield
-        finally:
-            self.busy = False
-        if self.came:
-            raise Stopped
-
-
 class _Fleet:
     """One connection to the link, as one node."""
 
-    def __init__(self, client: FleetHttpClient, node: Node, stop: _StopSignal) -> None:
+    def __init__(self, client: FleetHttpClient, node: Node, stop: threading.Event) -> None:
         self._client, self._node, self._stop = client, node, stop
         self.alive = True
 
@@ -150,13 +106,12 @@ class _Fleet:
         if not came.messages_list:
             return False
         message, tree = message_from_proto(came.messages_list[0]), came.message_object_trees[0]
-        with self._stop.later():
-            try:
-                self._send(_reply(message, answer, lambda: self._content(message, tree)))
-            except httpx.HTTPStatusError as problem:
-                if problem.response.status_code != httpx.codes.FORBIDDEN:
-                    raise
-                say("the run ended before this reply")
+        try:
+            self._send(_reply(message, answer, lambda: self._content(message, tree)))
+        except httpx.HTTPStatusError as problem:
+            if problem.response.status_code != httpx.codes.FORBIDDEN:
+                raise
+            say("the run ended before this reply")
         return True
 
     def heartbeat(self) -> None:
@@ -175,19 +130,19 @@ class _Fleet:
             try:
                 found = method(request)
             except httpx.TransportError as problem:
+                if self._stop.is_set():
+                    raise
                 if not away:
                     say(f"no connection to the link ({type(problem).__name__}); trying again")
             except httpx.HTTPStatusError as problem:
-                if problem.response.status_code not in (502, 503, 504):
+                if problem.response.status_code not in (502, 503, 504) or self._stop.is_set():
                     raise
             else:
                 if away:
                     say("the link is back")
                 return found
             away = True
-            if self._stop.came:
-                raise Stopped
-            time.sleep(1.0)
+            self._stop.wait(1.0)
 
     def _content(self, message: Message, tree: ObjectTree) -> Message:
         """Fetch the parts of a message."""
@@ -237,7 +192,7 @@ def _reply(message: Message, answer: Answer, content: Callable[[], Message]) -> 
 
 
 @contextmanager
-def _connected(link: Link, stop: _StopSignal) -> Iterator[_Fleet]:
+def _connected(link: Link, stop: threading.Event) -> Iterator[_Fleet]:
     """Sign in at the link, send heartbeats beside the work, and sign out at the end."""
     private, public = generate_key_pairs() if link.key is None else (link.key, link.key.public_key())
     public_bytes, plain = public_key_to_bytes(public), link.certificate is None
