@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import time
+from base64 import b64decode
 from dataclasses import replace
 from datetime import date
 from typing import get_type_hints
@@ -19,7 +20,6 @@ import pytest
 from covey.cli.federate import RunOptions
 from covey.datasets import load_radon
 from covey.errors import CoveyError, DataError, FederationError
-from covey.federation.operator.journal import _complete
 from covey.federation.operator.report import costs, site_lines
 from covey.federation.operator.settings import DEFAULTS, Members, RunSettings
 from covey.federation.simulate import simulate_sites
@@ -137,7 +137,7 @@ def test_an_interrupt_says_what_is_kept_and_the_same_command_goes_on(folder):
     assert (process.returncode, out) == (130, b"")
     kept = r"covey: Interrupted; the run has stopped\. \d+ messages are kept in 'fit/journal'; run the same command again.*\n"
     assert re.fullmatch(kept, err.decode())
-    begun = decode(_complete(journal.read_bytes())[0])["run"]
+    begun = decode(b64decode(journal.read_bytes().split(b"\n")[0]))["run"]
     typed(*LONG, cwd=folder)
     assert load_model(folder / "fit" / "operator")[1]["federation"]["run"] == begun
     assert not journal.exists()

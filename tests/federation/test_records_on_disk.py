@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 
@@ -48,16 +48,21 @@ def test_a_flipped_bit_in_a_journal_is_detected(tmp_path):
     """One bit of an exponent once gave coefficients that were wrong by 7e59, and a fit that called itself converged."""
     path = tmp_path / "journal"
     journal = Journal(path, ABOUT, {"run": "r"})
-    entries = [Entry({"": encode(SweepUp())}, encode(np.arange(at + 1.0))) for at in range(3)]
+    entries = [Entry("digest", encode(np.arange(at + 1.0))) for at in range(3)]
     for entry in entries:
         journal.add(entry)
     journal.close(done=False)
     whole = path.read_bytes()
+    read = 0
     for bit in some_bits(len(whole)):
         path.write_bytes(flipped(whole, bit))
-        with pytest.raises(FederationError, match="cannot be read; delete it"):
-            Journal(path, ABOUT, {"run": "r"})
+        with suppress(FederationError):
+            # The end of the last line, which is as if the coordinator were killed, or a bit that base64 does not use.
+            assert Journal(path, ABOUT, {"run": "r"}).entries in (entries, entries[:-1])
+            read += 1
+            continue
         assert path.read_bytes() == flipped(whole, bit)  # nothing was cut off
+    assert read < 10
     path.write_bytes(whole[:-5])
     assert len(Journal(path, ABOUT, {"run": "r"}).entries) == 2
 

@@ -4,14 +4,15 @@ A coordinator is a function of the replies it gets. For every exchange the journ
 and a digest of the messages. A coordinator that is started again reads these exchanges in place of asking for them, and asks
 only for the rest.
 
-The file is a list of records (:mod:`covey.records`), the head of the run first. Records have checksums. Each follows its length
-and a checksum of that, so that a damaged length is not taken for the end of a file that was cut off.
+The file has a line for each record (:mod:`covey.records`) in base64, the head of the run first. Records have checksums, and a
+last line without its end is what the coordinator was writing when it was killed.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,9 +21,7 @@ from typing import Any, BinaryIO
 
 from covey.errors import FederationError
 from covey.nodes.network import Phase
-from covey.records import Record, RecordError, checksum, decode, encode
-
-_LENGTH, _FRAME = 8, 24  # bytes of a length, and of a length with its checksum
+from covey.records import Record, RecordError, decode, encode
 
 
 class Halted(FederationError):  # noqa: N818 - an event
@@ -126,49 +125,28 @@ class Journal:
     def _append(self, value: Any) -> None:
         if self.path is None:
             return
-        text = encode(value)
-        length = len(text).to_bytes(_LENGTH, "little")
+        line = b64encode(encode(value)) + b"\n"
         try:
             if self._file is None:
                 # Readable by the operator only: it holds sums.
                 self._file = os.fdopen(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab", buffering=0)
-            for part in (length + checksum(length), text):
-                if self._file.write(part) < len(part):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if self._file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(self._file.fileno())
         except OSError as problem:
             why = f"The journal {str(self.path)!r} cannot be written ({problem.strerror})"
             raise Halted(f"{why}; make room, and run the same command again to continue.") from None
 
     def _continue(self, path: Path, about: Mapping[str, Any]) -> None:
-        content = path.read_bytes()
+        *lines, _cut_off = path.read_bytes().split(b"\n")
         try:
-            parts = _complete(content)
-            self.head = dict(decode(parts[0]))
-            self.entries = [decode(part) for part in parts[1:]]
+            head, *self.entries = (decode(b64decode(line, validate=True)) for line in lines)
+            self.head = dict(head)
             if not all(isinstance(entry, Entry) for entry in self.entries):
                 raise RecordError("It holds another record.")
-        except (IndexError, TypeError, ValueError):
+        except (TypeError, ValueError):
             raise FederationError(f"The journal {str(path)!r} cannot be read; delete it to start a new run.") from None
         other = [name for name, value in about.items() if self.head.get(name) != value]
         if other:
             raise self.foreign(other[0])
-        # Cut off what the coordinator was writing when it was killed.
-        kept = sum(_FRAME + len(part) for part in parts)
-        if kept < len(content):
-            os.truncate(path, kept)
-
-
-def _complete(content: bytes) -> list[bytes]:
-    """All complete records; a wrong checksum makes the whole file unusable."""
-    parts, at = [], 0
-    while at + _FRAME <= len(content):
-        start, length = at + _FRAME, content[at : at + _LENGTH]
-        if checksum(length) != content[at + _LENGTH : start]:
-            raise RecordError("A length does not have its checksum.")
-        text = content[start : start + int.from_bytes(length, "little")]
-        if len(text) < int.from_bytes(length, "little"):
-            break
-        parts.append(text)
-        at = start + len(text)
-    return parts
+        os.truncate(path, sum(len(line) + 1 for line in lines))
