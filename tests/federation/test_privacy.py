@@ -14,7 +14,7 @@ from scipy.stats import norm
 from covey.errors import FederationError, SolverError
 from covey.federation.operator.operate import operate
 from covey.federation.operator.report import report
-from covey.federation.operator.settings import RunSettings, run_settings_of
+from covey.federation.operator.settings import RunSettings
 from covey.federation.privacy.differential import (
     DELTA,
     NoisySums,
@@ -207,9 +207,9 @@ def test_a_private_run_needs_lists_of_categories_and_classes():
         fit(sites, spec("bernoulli"), settings=private_run(categories=None))
     with pytest.raises(FederationError, match="needs a list of all values of column 'z'"):
         fit(sites, spec(), settings=private_run(categories={"y": [0, 1]}))
-    assert run_settings_of({"categories": '{"z": ["a"]}'}).categories == {"z": ["a"]}
+    assert RunSettings.of({"categories": '{"z": ["a"]}'}).categories == {"z": ["a"]}
     with pytest.raises(FederationError, match="'categories'"):
-        run_settings_of({"categories": "z=a,b"})
+        RunSettings.of({"categories": "z=a,b"})
 
 
 def test_a_delta_that_is_too_large_is_refused():

@@ -12,7 +12,7 @@ from covey.errors import FederationError
 from covey.exact import Exact
 from covey.federation.operator.agreement import _check_announced, check_profile, check_spread
 from covey.federation.operator.exchanges import Unusable, read_reply
-from covey.federation.operator.settings import RunSettings, run_settings_of
+from covey.federation.operator.settings import RunSettings
 from covey.federation.wire.codec import Envelope, Placeholder, Refusal, printable
 from covey.federation.wire.messages import Agree, Joined, Profile, SiteMessage, SiteTotals
 from covey.federation.wire.schema import Limits, Misfit, _hints, _is_psd, _reply_type, check_message, check_record
@@ -208,7 +208,7 @@ def _negative(numbers: Exact) -> Exact:
 
 
 def test_limits_can_be_changed():
-    settings = run_settings_of({"limits": '{"clusters": 2}'})
+    settings = RunSettings.of({"limits": '{"clusters": 2}'})
     assert settings.limits == Limits(clusters=2)
     sites = sites_of(by_turns(FRAME, 3))
     with pytest.raises(FederationError, match=r"3 clusters.*limit of 2; raise it with --limits"):
@@ -217,12 +217,12 @@ def test_limits_can_be_changed():
         fit(sites, spec(), settings=RunSettings(retries=0, limits=Limits(bytes=100)))
     for wrong in ('{"people": 2}', '{"clusters": 0}', '{"clusters": "x"}', "[", '{"clusters": 1.5}'):
         with pytest.raises(ValueError, match="limit"):
-            run_settings_of({"limits": wrong})
+            RunSettings.of({"limits": wrong})
 
 
 def test_categories_that_are_listed_twice_are_refused():
     with pytest.raises(FederationError, match="'z' have a value twice"):
-        run_settings_of({"categories": {"z": ["a", "b", "a"]}})
+        RunSettings.of({"categories": '{"z": ["a", "b", "a"]}'})
 
 
 def test_100_000_clusters_take_seconds():

@@ -119,9 +119,12 @@ def federate(
     }
     if run.link is not None:
         from covey.federation.flower.launch import deploy
-        from covey.federation.operator.settings import check_settings
+        from covey.federation.operator.settings import RunSettings, expected_sites, spec_of
+        from covey.problem.problem import resolve
 
-        check_settings(settings)  # before Flower starts a run
+        checked = RunSettings.of(settings)  # before Flower starts a run
+        checked.check(resolve(spec_of(settings)))
+        expected_sites(settings["sites"], checked.members)
         key = None if run.operator_key is None else str(run.operator_key)
         raise typer.Exit(deploy({**settings, "insecure": run.insecure, "operator_key": key}, run.link))
     _simulate(words[0], settings, run, as_json)
@@ -133,7 +136,7 @@ def _simulate(data: str, settings: dict[str, Any], options: RunOptions, as_json:
 
     from covey.cli._options import console, print_json, working
     from covey.federation.operator.report import report
-    from covey.federation.operator.settings import run_settings_of, spec_of
+    from covey.federation.operator.settings import RunSettings, spec_of
     from covey.federation.simulate import simulate_sites
     from covey.model.files import check_target, is_model
     from covey.model.summary import Summary
@@ -150,7 +153,7 @@ def _simulate(data: str, settings: dict[str, Any], options: RunOptions, as_json:
             table,
             spec,
             sites,
-            settings=run_settings_of(settings),
+            settings=RunSettings.of(settings),
             minimum=1 if options.minimum is None else options.minimum,
             models=None if out is None else out / "sites",
             journal=None if out is None else out / "journal",

@@ -163,7 +163,9 @@ def _run(settings: Mapping[str, Any], link: str) -> tuple[dict[str, str], _RunLo
     log = _RunLog()
     with tempfile.TemporaryDirectory() as folder:
         config, report = Path(folder) / "run.toml", Path(folder) / "report.json"
-        config.write_text(_toml(run_config({**given, "report": str(report)})), encoding="utf-8")
+        # Flower's run config has no lists and no nesting: all settings are one text of JSON, which is a text of TOML too.
+        settings_text = json.dumps(json.dumps({**given, "report": str(report)}))
+        config.write_text(f"settings = {settings_text}\n", encoding="utf-8")
         command = [program, "run", str(APP), link, "--stream", "--run-config", str(config)]
         # An error in one line, and each line at once, not when the buffer of a pipe is full.
         environment = {**_environment(), "COLUMNS": "500", "PYTHONUNBUFFERED": "1"}
@@ -182,18 +184,6 @@ def _run(settings: Mapping[str, Any], link: str) -> tuple[dict[str, str], _RunLo
     if "mistake" in left:
         raise FederationError(left["mistake"])
     return left, log
-
-
-def run_config(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as Flower's run config takes them: those it has no room for go as JSON in one of them.
-
-    Examples
-    --------
-    >>> run_config({"formula": "y ~ x", "insecure": True, "vary": ["x"]})
-    {'insecure': True, 'settings': '{"formula": "y ~ x", "vary": ["x"]}'}
-    """
-    rest = {name: value for name, value in settings.items() if name != "insecure"}
-    return {"insecure": bool(settings.get("insecure", False)), "settings": json.dumps(rest)}
 
 
 @dataclass
@@ -226,11 +216,6 @@ def _not_taken(link: str, said: str) -> FederationError:
     else:
         why = f"The link {link!r} did not take the run: {said[-150:].rstrip('.')}. Correct this and run the same command again."
     return FederationError(why)
-
-
-def _toml(values: Mapping[str, Any]) -> str:
-    """Flat TOML; a JSON scalar is one of TOML's too."""
-    return "".join(f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in values.items() if value is not None)
 
 
 def _environment() -> dict[str, str]:

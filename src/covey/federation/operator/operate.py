@@ -14,12 +14,12 @@ from covey.federation.operator.coordinator import Federation
 from covey.federation.operator.exchanges import Exchanges, SiteLost, Unusable, read_reply
 from covey.federation.operator.journal import Exchange, ForeignJournal, Halted, Journal
 from covey.federation.operator.report import report
-from covey.federation.operator.settings import RunSettings, check_settings, checked_settings, run_settings_of, spec_of
-from covey.federation.privacy.differential import check_spec, fit_privately, privacy_statement, with_privacy_message
+from covey.federation.operator.settings import RunSettings, expected_sites, spec_of
+from covey.federation.privacy.differential import fit_privately, privacy_statement, with_privacy_message
 from covey.federation.wire.codec import Envelope, printable
 from covey.federation.wire.messages import AskReady, Deliver, Ready, SiteTotals
 from covey.federation.wire.transport import Transport, wait_for_sites
-from covey.fitting.fit import check_elsewhere, check_solver, fit, model_without_clients
+from covey.fitting.fit import fit, model_without_clients
 from covey.model.files import check_target, learned_to_json, save_model
 from covey.model.model import Elsewhere, Model
 from covey.problem.problem import Problem, resolve
@@ -95,16 +95,9 @@ def run_fit(
     Outcome
         The model, the messages that were sent, and the sites that took part.
     """
-    check_solver(draft.spec)
-    check_elsewhere(draft.spec)
-    settings.check_categories(draft)
-    if settings.secure and settings.members.clients:
-        why = "Under masks the coordinator cannot check clients' ids against the operator's list"
-        raise FederationError(f"{why}; leave the column client out of the list, or leave out --secure.")
+    settings.check(draft)
     if on_loss not in ON_LOSS:
         raise one_of("on_loss", on_loss, ON_LOSS)
-    if settings.private is not None:
-        check_spec(draft.spec)
     about: dict[str, Any] = {"covey": __version__, "spec": draft.spec.to_json(), "roster": tuple(sorted(roster))}
     about |= {"secure": settings.secure, "private": settings.private}
     # Drawn for each run: a name that is never used twice, and the key of the client tags.
@@ -223,18 +216,14 @@ def dry_run(transport: Transport, roster: Sequence[str], draft: Problem, setting
 
 
 def operate(transport: Transport, settings: Mapping[str, Any], say: Callable[[str], None]) -> str:
-    """Wait for the sites, run a fit with settings of a command line or of Flower, and return the text to print at its end."""
-    expected, patience = check_settings(settings)
-    given, run = checked_settings(settings), run_settings_of(settings)
-    out = Path(str(given["out"])) if "out" in given else None
-    if out is not None:
-        check_target(out)
-    roster = wait_for_sites(transport, expected, patience, say)
-    journal = None if out is None else out.with_name(f"{out.name}.journal")
-    on_loss = given.get("on_loss", "stop")
-    draft = resolve(spec_of(settings))
-    if given.get("dry_run", False):
+    """Wait for the sites, run a fit with the settings of a command, and return the text to print at its end."""
+    draft, run = resolve(spec_of(settings)), RunSettings.of(settings)
+    run.check(draft)
+    out = None if settings.get("out") is None else check_target(Path(settings["out"]))
+    roster = wait_for_sites(transport, expected_sites(settings.get("sites"), run.members), run.patience, say)
+    if settings.get("dry_run"):
         return dry_run(transport, roster, draft, run)
+    journal, on_loss = None if out is None else out.with_name(f"{out.name}.journal"), settings.get("on_loss", "stop")
     outcome = run_fit(transport, roster, draft, run, journal=journal, out=out, on_loss=on_loss, say=say)
     text = report(outcome)
     return text if out is None else f"{text}\n\nmodels of the clusters and the global model written to {out}"

@@ -13,12 +13,12 @@ import polars as pl
 
 from covey._typing import Anything
 from covey.errors import DataError, FederationError, did_you_mean, listing, number, whole
-from covey.federation.privacy.differential import DELTA, privacy_of
+from covey.federation.privacy.differential import DELTA, check_spec, privacy_of
 from covey.federation.wire.codec import client_tags, ids_to_json
 from covey.federation.wire.messages import Privacy
 from covey.federation.wire.schema import Limits
-from covey.fitting.fit import check_solver
-from covey.problem.problem import Problem, Spec, resolve
+from covey.fitting.fit import check_elsewhere, check_solver
+from covey.problem.problem import Problem, Spec
 from covey.tables.files import read_table
 from covey.tree.hierarchy import as_labels
 
@@ -96,6 +96,16 @@ class Members:
         return {tuple(tag) for tag in client_tags(pairs, salt).tolist()}
 
 
+DEFAULTS: dict[str, Any] = {"timeout": 600.0, "retries": 2, "pause": 20.0, "wait": 60.0}
+"""Defaults across machines, in seconds except for ``retries``. A site has ``pause`` seconds to come back before it is asked
+again. All sites have ``wait`` seconds to connect at first.
+"""
+RUN_OPTIONS = (
+    *DEFAULTS, "sites", "members", "categories", "secure", "epsilon", "delta", "clip", "rounds", "on_loss", "out", "dry_run",
+    "limits",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class RunSettings:
     """Settings of a run, beside the specification of the model.
@@ -104,7 +114,7 @@ class RunSettings:
     ----------
     timeout : seconds to wait for a reply
     retries : how often a message is sent again, each time after ``pause`` seconds
-    patience : seconds to wait for the owners of sites to approve the run
+    patience : seconds to wait for sites to connect, and for their owners to approve the run
     secure : whether sums are masked: a coordinator that follows the protocol sees only their totals
     categories : allowed categories by column
     members : allow-list of clusters and clients by site
@@ -112,8 +122,8 @@ class RunSettings:
     private, delta : differential privacy of the fit, if any, and the probability with which its bound may fail
     """
 
-    timeout: float = 600.0
-    retries: int = 2
+    timeout: float = DEFAULTS["timeout"]
+    retries: int = DEFAULTS["retries"]
     pause: float = 0.0
     secure: bool = False
     categories: Mapping[str, Any] | None = None
@@ -123,8 +133,36 @@ class RunSettings:
     patience: float = 0.0
     limits: Limits = field(default_factory=Limits)
 
-    def check_categories(self, draft: Problem) -> None:
-        """Refuse categories of a column that is not in the formula."""
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> RunSettings:
+        """The settings of the run among those of a command; one that is None is not given."""
+        given = {**DEFAULTS, **_given(settings)}
+        number("setting 'timeout', in seconds,", given["timeout"], above=0)
+        for name in ("pause", "wait"):
+            number(f"setting {name!r}, in seconds,", given[name], least=0)
+        private, delta = privacy_of(given, str(given.get("family", "gaussian")))
+        return cls(
+            timeout=given["timeout"],
+            retries=whole("setting 'retries'", given["retries"]),
+            pause=given["pause"],
+            secure=given.get("secure", False),
+            categories=_categories_of(given),
+            members=Members.read(given.get("members")),
+            private=private,
+            delta=delta,
+            patience=given["wait"],
+            limits=Limits.of(_mapping(given, "limits", '{"clusters": 200000}', int)),
+        )
+
+    def check(self, draft: Problem) -> None:
+        """Refuse a problem that sites cannot fit with these settings."""
+        check_solver(draft.spec)
+        check_elsewhere(draft.spec)
+        if self.private is not None:
+            check_spec(draft.spec)
+        if self.secure and self.members.clients:
+            why = "Under masks the coordinator cannot check clients' ids against the operator's list"
+            raise FederationError(f"{why}; leave the column client out of the list, or leave out --secure.")
         factors = [] if draft.formula is None else draft.formula.factors
         words = [[each.expression] if each.kind == "lookup" else re.findall(r"[^\W\d]\w*", each.expression) for each in factors]
         columns = [name for found in words for name in found]
@@ -134,105 +172,44 @@ class RunSettings:
                 raise FederationError(f"The column {name!r} of 'categories' is not in the formula; {meant}")
 
 
-DEFAULTS: dict[str, Any] = {"timeout": RunSettings.timeout, "retries": RunSettings.retries, "pause": 20.0, "wait": 60.0}
-"""Defaults across machines, in seconds except for ``retries``. A site has ``pause`` seconds to come back before it is asked
-again. All sites have ``wait`` seconds to connect at first.
-"""
-RUN_OPTIONS = (
-    *DEFAULTS, "sites", "members", "categories", "secure", "epsilon", "delta", "clip", "rounds", "on_loss", "out", "dry_run",
-    "limits",
-)  # fmt: skip
-_BOOLEAN = ("secure", "dry_run", "fit_intercept", "standardize", "per_cluster", "tests", "nested", "james_stein")
-_SPEC = tuple(option.name for option in fields(Spec))
-
-
-def check_settings(settings: Mapping[str, Any]) -> tuple[tuple[str, ...] | int, float]:
-    """Refuse wrong settings before a run starts.
-
-    Returns
-    -------
-    (tuple of str or int, float)
-        The names or the number of the expected sites, and how many seconds to wait for them.
-    """
-    given, run, draft = checked_settings(settings), run_settings_of(settings), resolve(spec_of(settings))
-    check_solver(draft.spec)
-    run.check_categories(draft)
-    return expected_of(given, run.members), float(given.get("wait", DEFAULTS["wait"]))
-
-
-def checked_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by name, without empty ones; an unknown name or a value out of range is refused.
-
-    >>> checked_settings({"formula": "y ~ x", "on-loss": "continue", "seed": ""})
-    {'formula': 'y ~ x', 'on_loss': 'continue'}
-    """
-    given = {name.replace("-", "_"): value for name, value in settings.items() if not _is_empty(value)}
-    for name in given:
-        if name not in (*_SPEC, *RUN_OPTIONS):
-            raise FederationError(f"There is no setting {name!r} of a run; {did_you_mean(name, (*_SPEC, *RUN_OPTIONS))}")
-    for name in _BOOLEAN:
-        if not isinstance(given.get(name, False), bool):
-            raise FederationError(f"The setting {name!r} must be true or false. Got {given[name]!r} instead.")
-    number("setting 'timeout', in seconds,", given.get("timeout", DEFAULTS["timeout"]), above=0)
-    for name in ("pause", "wait"):
-        number(f"setting {name!r}, in seconds,", given.get(name, DEFAULTS[name]), least=0)
-    whole("setting 'retries'", given.get("retries", DEFAULTS["retries"]))
-    return given
-
-
-def _is_empty(value: Any) -> bool:
-    return value is None or (isinstance(value, str) and not value)
+def _given(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def spec_of(settings: Mapping[str, Any]) -> Spec:
-    """The specification of the model among the settings."""
-    chosen = {name: value for name, value in checked_settings(settings).items() if name in _SPEC}
-    if isinstance(chosen.get("vary"), str):
-        chosen["vary"] = [term.strip() for term in chosen["vary"].split(",")]
-    return Spec(**chosen)
-
-
-def run_settings_of(settings: Mapping[str, Any]) -> RunSettings:
-    """The settings of the run among the settings."""
-    given = checked_settings(settings)
-    timeout, retries, pause = (given.get(name, DEFAULTS[name]) for name in ("timeout", "retries", "pause"))
-    categories, members = categories_of(given), Members.read(given.get("members"))
-    private, delta = privacy_of(given, str(given.get("family", "gaussian")))
-    secure, patience = given.get("secure", False), float(given.get("wait", DEFAULTS["wait"]))
-    limits = Limits.of(_mapping(given, "limits", '{"clusters": 200000}', int))
-    return RunSettings(timeout, retries, pause, secure, categories, members, private, delta, patience, limits)
+    """The specification of the model among the settings of a command."""
+    known = [option.name for option in fields(Spec)]
+    return Spec(**{name: value for name, value in _given(settings).items() if name in known})
 
 
 def _mapping(settings: Mapping[str, Any], name: str, example: str, kind: Any) -> dict[str, Any]:
-    """A setting that has values of a kind by name, given as a mapping or as JSON text."""
-    given = settings.get(name) or {}
+    """A setting that has values of a kind by name, given as JSON text."""
+    text = settings.get(name, "{}")
     try:
-        found = json.loads(given) if isinstance(given, str) else given
+        found = json.loads(text)
     except (ValueError, RecursionError):
         found = None
     if not (isinstance(found, Mapping) and all(isinstance(value, kind) for value in found.values())):
-        raise FederationError(f"The setting {name!r} must be given as in {example}. Got {str(given)[:80]!r} instead.")
+        raise FederationError(f"The setting {name!r} must be given as in {example}. Got {text[:80]!r} instead.")
     return dict(found)
 
 
-def categories_of(settings: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The allowed categories by column, given as a mapping or as JSON text."""
-    found = _mapping(settings, "categories", '{"zone": ["a", "b"]}', list | tuple)
+def _categories_of(settings: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The allowed categories by column."""
+    found = _mapping(settings, "categories", '{"zone": ["a", "b"]}', list)
     for name, values in found.items():
         if len({repr(value) for value in values}) < len(values):
             raise FederationError(f"The 'categories' of column {name!r} have a value twice; list each value once.")
     return found or None
 
 
-def expected_of(settings: Mapping[str, Any], members: Members) -> tuple[str, ...] | int:
-    """The sites that must take part: those named in ``sites``, else those of the allow-list, else a number of sites (1)."""
-    wanted, listed = settings.get("sites"), members.sites
-    if isinstance(wanted, str) and not wanted.strip().isdigit():
-        return tuple(dict.fromkeys(name for name in map(str.strip, wanted.split(",")) if name))
-    if _is_empty(wanted):
-        return listed or 1
-    if not isinstance(wanted, int | str) or int(wanted) < 1:
-        raise FederationError(f"The setting 'sites' must be how many there are, or their names: a,b,c. Got {wanted!r} instead.")
-    if listed and int(wanted) != len(listed):
-        raise FederationError(f"The setting 'sites' is {wanted}, and the list of members has {len(listed)}; leave out 'sites'.")
-    return listed or int(wanted)
+def expected_sites(wanted: str | int | None, members: Members) -> tuple[str, ...] | int:
+    """The sites that must take part: those named in ``wanted``, else those of the allow-list, else a number of sites (1)."""
+    text, listed = "" if wanted is None else str(wanted).strip(), members.sites
+    if text and not text.isdecimal():
+        return tuple(dict.fromkeys(name for name in map(str.strip, text.split(",")) if name))
+    if text == "0":
+        raise FederationError("The setting 'sites' must be how many there are, or their names: a,b,c. Got 0 instead.")
+    if text and listed and int(text) != len(listed):
+        raise FederationError(f"The setting 'sites' is {text}, and the list of members has {len(listed)}; leave out 'sites'.")
+    return listed or int(text or 1)
