@@ -51,11 +51,11 @@ class Axes:
     sizes : lengths of the axes: numbers, ``k`` (clusters), ``d`` (terms), or what the ``sizes`` of the message name; ``n`` is
         any length
     kind : ``count`` (whole, not negative), ``steps`` (a count that is not too large), ``square`` (not negative), ``psd``
-        (symmetric, no negative eigenvalue), or empty
+        (symmetric, no negative eigenvalue), ``covariance`` (the same, almost without tolerance), or empty
     """
 
     sizes: str
-    kind: Literal["", "count", "steps", "square", "psd"] = ""
+    kind: Literal["", "count", "steps", "square", "psd", "covariance"] = ""
 
 
 class Reply(Record):

@@ -19,12 +19,16 @@ from covey.federation.site.file import SiteFile
 from covey.federation.site.policy import Policy, solver_of
 from covey.federation.site.release import COMBINED, weak_sums
 from covey.federation.site.site import Site
-from covey.federation.wire.codec import Refusal
+from covey.federation.wire.codec import Envelope, Refusal
 from covey.federation.wire.transport import InProcess
-from covey.nodes.network import Message
+from covey.nodes.network import Batch, Message, SetGamma, Standardise
 from covey.problem.problem import resolve
 from covey.problem.rows import read_rows
 from covey.records import decode, encode
+from covey.solvers.direct.sweep import SweepUp
+from covey.tables.scaling import Scale
+from covey.variance.columns import TermOrder
+from covey.variance.linear_likelihood import IntegrateClients
 
 from .sites import FaultyTransport, by_turns, fit, kind, sites_of, spec, table
 
@@ -143,6 +147,79 @@ def test_runs_are_compared_by_clients_whose_ids_are_nested_in_clusters(tmp_path)
     without = frame.filter((pl.col("client") != "c7") | (pl.col("cluster") == "a"))
     with pytest.raises(FederationError, match="by fewer than 5"):
         fit({"s0": Site("s0", lambda _: without, Policy(minimum=5), home=tmp_path)}, spec(**fits))
+
+
+# A changed coordinator
+
+
+def joined_site(frame, asked, **policy):
+    """A site joins a run of a changed coordinator; a function that sends it messages of that run."""
+    carrier = FaultyTransport(sites_of({"s0": frame}))
+    fit({"s0": None}, asked, carrier)
+    agree = next(decode(message) for _, message in carrier.messages if kind(decode(message)) == "agree")
+    site = Site("s0", lambda _: frame, Policy(**{"minimum": 5, "share": 0.6, **policy}))
+    assert isinstance(decode(site.answer(encode(agree))).body, tuple)
+
+    def send(*messages, exchange=1):
+        asked = Envelope(agree.run, agree.epoch, exchange, Batch(messages), after=exchange - 1)
+        return decode(site.answer(encode(asked))).body
+
+    return send
+
+
+def test_the_sum_of_all_responses_does_not_show_a_client_that_a_term_leaves_out():
+    """Without an intercept, the responses of all clients less those of all but one show that one."""
+    with pytest.raises(FederationError, match="rule 'share'"):
+        fit({"s0": Site("s0", lambda _: patients(), Policy(minimum=5, share=0.6))}, spec(formula="y ~ 0 + well"))
+
+
+def test_scales_of_a_changed_coordinator_are_refused():
+    """``well - 1`` would be an indicator of one client."""
+    one = Standardise(Scale(np.ones(1), np.ones(1)))
+    send = joined_site(patients(), spec(formula="y ~ 0 + x"))
+    assert "once, if it was asked to" in send(one, SweepUp()).sentence
+    send = joined_site(patients(), spec(formula="y ~ 0 + x", standardize=True))
+    assert "once, if it was asked to" in send(one, one, SweepUp()).sentence
+    assert not isinstance(send(one, SweepUp()), Refusal)
+    assert "once, if it was asked to" in send(one, SweepUp(), exchange=2).sentence
+
+
+@pytest.mark.parametrize("gamma", [-7.0, np.nan, -np.inf])
+def test_penalties_that_would_single_out_a_client_are_refused(gamma):
+    """At the penalty -n the sums of a client with n rows have a pole: they are all that one sees."""
+    send = joined_site(patients(), spec(formula="y ~ 1"))
+    assert "a negative number (SetGamma.gamma)" in send(SetGamma(np.full(2, gamma)), SweepUp()).sentence
+    assert not isinstance(send(SetGamma(np.full(2, np.inf)), SweepUp()), Refusal)
+
+
+@pytest.mark.parametrize(
+    "S", [[[1.0, 0.0], [0.0, -0.1]], [[1.0, 1.1], [1.1, 1.0]], [[1e12, 0.0], [0.0, -1e-3]], [[0.0, 1.0], [1.0, 1.0]]]
+)
+def test_covariances_that_would_single_out_a_client_are_refused(S):
+    send = joined_site(patients(), spec(formula="y ~ x"))
+    order = TermOrder(np.arange(2), 2)
+    good = np.array([[[[1.0, 1.0], [1.0, 1.0]]], [[[0.0, 0.0], [0.0, 1e-12]]]])
+    assert "no covariance (IntegrateClients.S)" in send(IntegrateClients(np.array([[S]]), order)).sentence
+    assert "no covariance" not in getattr(send(IntegrateClients(good, order)), "sentence", "")
+
+
+@pytest.mark.parametrize("formula", ["y ~ x + center(v)", "y ~ x + scale(v)", "y ~ x + poly(v, 2)"])
+def test_the_sums_that_functions_learn_from_are_over_enough_clients_too(formula):
+    frame = patients().with_columns(v=pl.when(pl.col("client") == "c7").then(pl.col("y")).otherwise(0.0))
+    carrier = FaultyTransport({"s0": Site("s0", lambda _: frame, Policy(minimum=5, share=0.6))})
+    with pytest.raises(FederationError, match="rule 'minimum'"):
+        fit({"s0": None}, spec(formula=formula), carrier)
+    assert not [reply for _, reply in carrier.replies if isinstance(decode(reply).body, tuple)]
+    fine = formula.replace("x + ", "").replace("(v", "(x")
+    fit({"s0": Site("s0", lambda _: frame, Policy(minimum=5, share=0.6))}, spec(formula=fine))
+
+
+@pytest.mark.parametrize("setting", ["offset", "weights"])
+def test_offset_and_weights_that_differ_for_one_client_are_refused(setting):
+    """A second run without them would show this client by difference."""
+    frame = patients().with_columns(v=1.0 + pl.col("hiv"))
+    with pytest.raises(FederationError, match="rule 'share'"):
+        fit({"s0": Site("s0", lambda _: frame, Policy(minimum=5, share=0.6))}, spec(formula="y ~ x", **{setting: "v"}))
 
 
 # Policy: messages and replies

@@ -171,7 +171,7 @@ class Standardise(Message[None], label="standardise", phase="set-up", reply=Fals
 class SetGamma(Message[None], label="penalties", phase="set-up", reply=False):
     """Set the penalty ``gamma (k,)`` of the clients of each cluster."""
 
-    gamma: Annotated[Floats, Axes("k")]
+    gamma: Annotated[Floats, Axes("k", "square")]
 
     def at(self, node: Node) -> None:
         node.keep(self)  # a site accepts no other penalties in the same run

@@ -139,6 +139,14 @@ class Formula:
         found = [call.sums(self._argument(rows, read, call), self.state.get(text, ())) for text, read, call in self.unlearned]
         return Exact.join(found).reshape(-1, 2)
 
+    def learning_columns(self, rows: Frame) -> dict[str, Floats]:
+        """Columns whose sums of squares are :meth:`sums`, up to the sign of what is added."""
+        found: dict[str, Floats] = {}
+        for text, read, call in self.unlearned:
+            one, two = call.sum_columns(self._argument(rows, read, call), self.state.get(text, ()))
+            found |= {f"the size of {text}": one, f"the mean of {text}": two}
+        return found
+
     def learn(self, sums: Exact) -> Formula:
         """The design after one more round of :meth:`sums` over all rows."""
         totals = zip(self.unlearned, sums.floats(), strict=True)

@@ -163,6 +163,11 @@ class Transform:
         p, factor = self._next(x, state)
         return segment_sum(np.column_stack([p * p, factor * p * p]), np.array([0, len(x)]), WIDE)[0]
 
+    def sum_columns(self, x: Floats, state: State) -> tuple[Floats, Floats]:
+        """The square roots of the absolute values that are added in :meth:`sums`."""
+        p, factor = self._next(x, state)
+        return np.abs(p), np.sqrt(np.abs(factor)) * np.abs(p)
+
     def learn(self, state: State, sums: Floats) -> State:
         """The state after one more round, given the sums over all rows."""
         square, moment = (float(value) for value in sums)

@@ -116,7 +116,7 @@ class ModeState(LearningState):
 class SumLogCounts(Message[Quadratic], label="logs of responses", phase="learn"):
     """Eliminate clients from the linear model of the logs of their counts, about the global model ``centre (d,)``."""
 
-    S: Annotated[Floats, Axes("1|k d d")]
+    S: Annotated[Floats, Axes("1|k d d", "covariance")]
     order: TermOrder
     centre: Annotated[Floats, Axes("d")]
 
@@ -133,7 +133,7 @@ class BeginMode(Message[newton.NewtonReport], label="begin mode", phase="learn")
     Clients start from the forces of the last mode. If ``fresh``, they start from ``logs`` if given, else from their clusters.
     """
 
-    S: Annotated[Floats, Axes("1|k d d")]
+    S: Annotated[Floats, Axes("1|k d d", "covariance")]
     order: TermOrder
     w: Annotated[Floats, Axes("k d")]
     fresh: bool

@@ -229,7 +229,7 @@ class IntegrateClients(Message["Integrated"], LearningState, label="integrate cl
     half the sum of squares about the client's least-squares fit ``t_i``, which does not. ``about_client_fits`` asks for that.
     """
 
-    S: Annotated[Floats, Axes("n 1|k d d")]
+    S: Annotated[Floats, Axes("n 1|k d d", "covariance")]
     order: TermOrder
     about_client_fits: bool = False
     at_mode: bool = False  # integrate the quadratic losses that a fit by Laplace's approximation has kept
@@ -288,7 +288,7 @@ class LikelihoodSlope(Message[Slopes], label="slope of the likelihood", phase="l
 class FinishLinear(Message[NonFiniteClients], label="finish linear", phase="learn"):
     """Compute and keep the clients' models, given their covariance ``S (1 or k, d, d)`` and the clusters' ``w (k, d)``."""
 
-    S: Annotated[Floats, Axes("1|k d d")]
+    S: Annotated[Floats, Axes("1|k d d", "covariance")]
     order: TermOrder
     w: Annotated[Floats, Axes("k d")]
 

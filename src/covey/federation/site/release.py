@@ -1,10 +1,12 @@
 """Whether each sum that leaves a site is over enough clients, and whether two runs together would show a few clients.
 
 The sums of a fit are sums over the clients of a cell of products of terms and response. A sum hides a client only if enough
-others contribute to it. For each cell, each term and the response this module counts the clients that contribute, and computes
-the largest share of one client in the sum of squares. The receiver can also combine terms: an indicator of all clients but one
-gives, with the intercept, an indicator of that one. So the largest share is taken over all linear combinations too; it is the
-largest eigenvalue of a client's products relative to those of its cell.
+others contribute to it. For each cell and each column this module counts the clients that contribute, and computes the largest
+share of one client in the sum of squares. The columns are the terms, the response, a constant (numbers of rows and the sum of
+all responses leave too), and offset and weights (another run without them shows their sums by difference). The receiver can
+also combine columns: an indicator of all clients but one gives, with the constant, an indicator of that one. So the largest
+share is taken over all linear combinations too; it is the largest eigenvalue of a client's products relative to those of its
+cell.
 
 Two runs over sets of clients that differ by a few show these few by difference. The site keeps, for each run, keyed hashes of
 its clients with their numbers of rows, and the cells that they were in, in ``home/released.json``. The key stays there too.
@@ -44,9 +46,9 @@ class WeakSum:
         return f"{self.term} in {self.cell!r}: {self.clients} clients contribute, one has {self.share:.0%} of the squares"
 
 
-def weak_sums(data: GroupedData, minimum: int, share: float) -> Iterator[WeakSum]:
+def weak_sums(data: GroupedData, minimum: int, share: float, *, combined: bool = True) -> Iterator[WeakSum]:
     """All sums over fewer clients than the minimum, or in which one client has more than this share."""
-    tree, labels = data.hierarchy, (*data.terms, "the response")
+    tree, labels = data.hierarchy, (*data.terms, *_others(data))
     for at in np.flatnonzero(tree.sizes) if minimum > 1 or share < 1 else ():
         first, last = tree.cluster_ptr[at : at + 2]
         cell, products = tree.cluster_ids[int(at)], _products(data, int(first), int(last))
@@ -59,20 +61,26 @@ def weak_sums(data: GroupedData, minimum: int, share: float) -> Iterator[WeakSum
         yield from (WeakSum(cell, labels[j], int(counts[j]), float(largest[j])) for j in np.flatnonzero(weak))
         if n < minimum:
             yield WeakSum(cell, NUMBER, int(n), 1.0 / n)
-        elif not weak.any() and share < 1 and (combined := _largest_share(products)) > share:
-            yield WeakSum(cell, COMBINED, int(n), combined)
+        elif combined and not weak.any() and share < 1 and (largest_share := _largest_share(products)) > share:
+            yield WeakSum(cell, COMBINED, int(n), largest_share)
 
 
 def _products(data: GroupedData, first: int, last: int) -> Floats:
-    """For each of some clients the products of its terms and response, scaled to a common size ``(n, d + 1, d + 1)``."""
+    """For each of some clients the products of its columns, scaled to a common size ``(n, columns, columns)``."""
     ptr = data.client_ptr[first : last + 1]
     rows = slice(int(ptr[0]), int(ptr[-1]))
-    columns = np.column_stack([data.X[rows], data.y[rows]]).astype(np.float64)
+    columns = np.column_stack([data.X[rows], *(each[rows] for each in _others(data).values())]).astype(np.float64)
     if data.weights is not None:
         columns *= np.sqrt(data.weights[rows])[:, None]
     size = np.abs(columns).max(axis=0, initial=0.0)
     columns /= np.where(size > 0, size, 1.0)
     return np.stack([columns[a:b].T @ columns[a:b] for a, b in zip(ptr[:-1] - ptr[0], ptr[1:] - ptr[0], strict=True)])
+
+
+def _others(data: GroupedData) -> dict[str, Floats]:
+    """The columns beside the terms whose sums leave, or follow from the sums of several runs."""
+    columns = {"the response": data.y, "the constant": np.ones(data.n_rows), "the offset": data.offset}
+    return {name: each for name, each in {**columns, "the weights": data.weights}.items() if each is not None}
 
 
 def _largest_share(products: Floats) -> float:

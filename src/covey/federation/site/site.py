@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ from covey.federation.wire.messages import (
 from covey.federation.wire.schema import check_message
 from covey.model.files import save_model, uncertainty_from_json
 from covey.model.model import Fitted, Model, assemble
-from covey.nodes.network import Batch, Message, Node, SetGamma
+from covey.nodes.network import Batch, Message, Node, SetGamma, Standardise
 from covey.objective.objective import Penalty
 from covey.problem.problem import Problem, Spec, as_frame
 from covey.problem.rows import Arrays, read_rows, usable_rows
@@ -251,9 +251,9 @@ class Site:
         self.budget.admit(agreed.private, asked.run, asked.epoch)
         if asked.epoch >= MOST_STARTS:
             raise FederationError(f"A site joins the starts of a run at most {MOST_STARTS} times; start a new run.")
-        problem = _read_problem(agreed.problem)
+        problem, private = _read_problem(agreed.problem), agreed.private is not None
         self.policy.check_problem(problem)
-        design = check_design(problem, private=agreed.private is not None)
+        design = check_design(problem, private=private)
         if (run.key or self.policy.secure) and not agreed.keys:
             raise FederationError("This run needs masks, but the agreement has no keys; start a new run with --secure.")
         if agreed.keys:
@@ -265,21 +265,24 @@ class Site:
         used, *_ = usable_rows(as_frame(table), problem, Arrays())
         check_shared(used, problem.spec, design.levels, self.policy.minimum)  # a coordinator may have asked less in its hello
         data = grouped(table, problem, agreed.cluster_ids())
-        self._check_sums(data, private=agreed.private is not None)
-        if agreed.private is None:  # noise hides a difference of a few clients
+        self._check_sums(weak_sums(data, self.policy.minimum, 1.0 if private else self.policy.share), private=private)
+        if design.unlearned:
+            first_sums = grouped(table, problem, agreed.cluster_ids(), learning=True)
+            self._check_sums(weak_sums(first_sums, self.policy.minimum, self.policy.share, combined=False), private=False)
+        if not private:  # noise hides a difference of a few clients
             self._released.admit(asked.run, data, self.policy)
         run = replace(
             run, operator=operator, agreed=agreed, rows=rows_digest(data), node=None, rosters=(*run.rosters, agreed.roster)
         )
         self._nodes[asked.run] = self._new_node(data, problem), problem
-        learning = design.sums(as_frame(table)) if design.unlearned else None
-        first = totals(data, standardize=problem.spec.standardize, private=agreed.private is not None, learning=learning)
+        learning = design.sums(used) if design.unlearned else None
+        first = totals(data, standardize=problem.spec.standardize, private=private, learning=learning)
         hashes = joined(data, run.salt if agreed.keys else agreed.salt, listed=agreed.listed)
         return run, (hashes, masked(self.name, asked, run, first))
 
-    def _check_sums(self, data: GroupedData, *, private: bool) -> None:
+    def _check_sums(self, found: Iterable[WeakSum], *, private: bool) -> None:
         """Refuse sums over too few clients; with noise, which hides single clients, only the number of clients counts."""
-        for weak in weak_sums(data, self.policy.minimum, 1.0 if private else self.policy.share):
+        for weak in found:
             if private and weak.term != NUMBER:
                 continue
             self.audit.add("weak sum", cell=str(weak.cell), term=weak.term, clients=weak.clients, share=round(weak.share, 3))
@@ -294,12 +297,12 @@ class Site:
 
     def _work(self, asked: Envelope, run: SiteRun) -> tuple[SiteRun, Any]:
         """Let the node answer a message; if that fails, the node stays as it was."""
-        node, _ = self._open(asked.run, run)
+        node, problem = self._open(asked.run, run)
         private = None if run.agreed is None else run.agreed.private
         noisy = check_private_message(asked.body, private)
         self.policy.check_message(asked.body, asked.exchange)
         check_message(asked.body, node)
-        _check_penalties(asked.body, node)
+        _check_set_once(asked.body, node, problem)
         data, before = node.data, node.snapshot()
         try:
             with np.errstate(over="ignore", invalid="ignore"):
@@ -385,12 +388,16 @@ def _check_message(body: Any) -> None:
             raise FederationError(f"A site does not answer {type(part).__name__!r}: it is not a message{SAME_VERSION}.")
 
 
-def _check_penalties(body: Any, node: Node) -> None:
-    """Refuse other penalties than those of the run: sums at many penalties would say much about few clients."""
-    held = node.find(SetGamma)
+def _check_set_once(body: Any, node: Node, problem: Problem) -> None:
+    """Refuse to change penalties or scales during a run: sums at many penalties would say much about few clients."""
+    held, scaled = node.find(SetGamma), node.find(Scale) is not None or not problem.spec.standardize
     for part in body.messages if isinstance(body, Batch) else (body,):
         if isinstance(part, SetGamma) and held is not None and not np.array_equal(part.gamma, held.gamma):
             raise FederationError("The penalties of a run cannot change after its first message with them; start a new run.")
+        if isinstance(part, Standardise):
+            if scaled:
+                raise FederationError("A run standardises its terms once, if it was asked to; start a new run.")
+            scaled = True
 
 
 def _out_of_step(asked: Envelope, run: SiteRun) -> Refusal | None:

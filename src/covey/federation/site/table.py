@@ -105,16 +105,23 @@ def check_design(problem: Problem, *, private: bool = False) -> Formula:
     return design
 
 
-def grouped(table: Any, problem: Problem, clusters: pl.Series) -> GroupedData:
-    """A site's rows, coded as all sites agreed, under the clusters of all sites."""
+def grouped(table: Any, problem: Problem, clusters: pl.Series, *, learning: bool = False) -> GroupedData:
+    """A site's rows, coded as all sites agreed, under the clusters of all sites.
+
+    With ``learning`` the columns are those whose squares are added up for functions that are not yet agreed.
+    """
     spec, (formula, _) = problem.spec, formula_of(problem)
     frame, _, numbers, dropped = usable_rows(as_frame(table), problem, Arrays())
     client = column(frame, spec.client) if spec.client else None
     cluster = column(frame, spec.cluster) if spec.cluster else None
     y, trials = response(formula, frame), numeric(frame, spec.trials) if spec.trials else None
     shares = shares_of(y, trials, None, problem)
+    blocks, terms = problem.design.blocks(frame), problem.terms
+    if learning and isinstance(problem.design, Formula):
+        columns = problem.design.learning_columns(frame)
+        blocks, terms = list(columns.values()), tuple(columns)
     data = GroupedData.from_blocks(
-        problem.design.blocks(frame),
+        blocks,
         len(frame),
         encode_known(y, None if problem.classes is None else problem.classes.array) if shares is None else shares[0],
         client,
@@ -122,7 +129,7 @@ def grouped(table: Any, problem: Problem, clusters: pl.Series) -> GroupedData:
         weights=(numeric(frame, spec.weights) if spec.weights else None) if shares is None else shares[1],
         offset=problem.offset_of(frame),
         frequency=numeric(frame, spec.frequency) if spec.frequency else None,
-        terms=problem.terms,
+        terms=terms,
         nested=bool(spec.nested),
         checks=(problem.loss.check_values, problem.loss.check_grouped) if shares is None else (),
         numbers=numbers,

@@ -25,6 +25,7 @@ from covey.records import Axes, Record
 
 _LARGEST = 2**53  # of a count: floating-point numbers hold all whole numbers below
 _ROUNDING = 1e-6  # of the largest eigenvalue of a matrix
+_NO_TOLERANCE = 1e-12  # of a correlation
 _MOST_STEPS = 10**7
 _LONGEST = 10_000  # characters of one text
 
@@ -246,18 +247,24 @@ def _check_kind(value: Anything, name: str, kind: str) -> None:
         _require(bool((value == np.floor(value)).all() and (value < _LARGEST).all()), name, "a number that is not a count")
     if kind == "psd":
         _require(_is_psd(value), name, "a matrix that is not positive semi-definite, so it is no sum over rows")
+    if kind == "covariance":  # with another matrix one client could be made to dominate the sums
+        sd = np.sqrt(np.maximum(np.einsum("...aa->...a", value), 0.0))
+        units = np.where(sd > 0, sd, 1.0)
+        fits = (np.einsum("...aa->...a", value) >= 0).all()
+        fits = fits and _is_psd(value / (units[..., :, None] * units[..., None, :]), _NO_TOLERANCE)
+        _require(bool(fits), name, "a matrix that is no covariance")
 
 
-def _is_psd(matrices: Floats) -> bool:
+def _is_psd(matrices: Floats, rounding: float = _ROUNDING) -> bool:
     """Whether matrices ``(..., d, d)`` are symmetric and have no negative eigenvalue, up to rounding."""
     if matrices.size == 0:
         return True
     size = np.abs(matrices).max(axis=(-1, -2), keepdims=True)
     scaled = matrices / np.where(size > 0, size, 1.0)
-    if (np.abs(scaled - np.swapaxes(scaled, -1, -2)) > _ROUNDING).any():
+    if (np.abs(scaled - np.swapaxes(scaled, -1, -2)) > rounding).any():
         return False
     try:
-        np.linalg.cholesky(scaled + np.where(size > 0, _ROUNDING, 1.0) * np.eye(matrices.shape[-1]))
+        np.linalg.cholesky(scaled + np.where(size > 0, rounding, 1.0) * np.eye(matrices.shape[-1]))
     except np.linalg.LinAlgError:
         return False
     return True
