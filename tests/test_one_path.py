@@ -69,11 +69,14 @@ def test_the_command_line(homes, calls, tmp_path):
 
 
 def test_sites(homes, calls):
-    """The operator parses the formula and checks the settings; a site checks the agreed settings and groups its rows, once."""
+    """The operator parses the formula and checks the settings; a site checks the agreed settings and groups its rows, once.
+
+    A site also compares the formula with its text, when a run begins and when it joins: it does not trust the operator.
+    """
     from covey.federation.simulate import simulate_sites
 
     sites = 3
     simulate_sites(homes, Spec(formula=FORMULA, tests=False), sites)
-    assert calls.pop("texts") == 2
+    assert calls.pop("texts") == 2 + 2 * 2 * sites
     expected = {**ONCE, "check": 1 + sites, "from_blocks": sites}
     assert dict(calls) == expected

@@ -59,11 +59,12 @@ def test_an_honest_formula_passes_and_an_indicator_of_one_client_does_not():
 
 
 def test_an_indicator_of_all_clients_but_one_is_one_of_that_client():
-    """With the intercept it gives the indicator: the share is taken over all combinations of terms."""
+    """With a constant it gives the indicator: the share is taken over all combinations of columns."""
     (weak,) = sums_of(patients(), formula="y ~ x + well")
     assert weak.term == COMBINED
     assert weak.share == pytest.approx(1.0)
-    assert sums_of(patients(), formula="y ~ 0 + well") == []
+    (weak,) = sums_of(patients(), formula="y ~ 0 + well")
+    assert weak.term == COMBINED
 
 
 def test_a_bump_around_one_row_an_interaction_and_weights_fail():
@@ -165,6 +166,27 @@ def joined_site(frame, asked, **policy):
         return decode(site.answer(encode(asked))).body
 
     return send
+
+
+@pytest.mark.parametrize("part", ["response", "common", "text"])
+@pytest.mark.parametrize("skips", [(), ("hello",)])
+def test_a_formula_that_differs_from_its_text_is_refused(part, skips):
+    """The owner reads the text, and the rule 'columns' looked at another part of the formula than the response."""
+    frame = patients().with_columns(secret=pl.col("y"))
+    carrier = FaultyTransport(sites_of({"s0": frame}))
+    fit({"s0": None}, spec(formula="I(y) ~ x"), carrier)
+    site = Site("s0", lambda _: frame, Policy(columns=("y", "x", "hiv"), expressions=(), transforms=()))
+    for message in (decode(each) for _, each in carrier.messages):
+        if kind(message) in ("hello", "agree") and kind(message) not in skips:
+            problem = json.loads(json.dumps(message.body.problem))
+            if part == "text":
+                problem["spec"]["formula"] = "I(y) ~ hiv"
+            elif part == "response":
+                problem["formula"]["response"] = "secret"
+            else:
+                problem["formula"]["common"]["terms"].append([["hiv", "lookup"]])
+            changed = replace(message, body=replace(message.body, problem=problem))
+            assert "is not that of its text" in decode(site.answer(encode(changed))).body.sentence
 
 
 def test_the_sum_of_all_responses_does_not_show_a_client_that_a_term_leaves_out():

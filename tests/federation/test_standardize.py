@@ -148,23 +148,6 @@ def test_a_first_request_that_fails_leaves_the_rows_as_they_were(monkeypatch):
     assert_same(outcome, sites, in_memory(frame, asks("bernoulli")))
 
 
-def test_a_site_that_lost_its_state_gets_the_scale_again():
-    frame = raw(5, "bernoulli")
-    parts, forgot = by_turns(frame, 3), []
-    sites = sites_of(parts)
-
-    def forget(name, message, reply):
-        if name == "s1" and decode(message).exchange == 3 and not forgot:
-            forgot.append(name)
-            sites["s1"].__init__("s1", lambda _: parts["s1"], Policy(1))
-            return Failure("it starts again")
-        return reply
-
-    outcome = fit(sites, asks("bernoulli"), FaultyTransport(sites, forget), RunSettings(retries=2))
-    assert forgot
-    assert_same(outcome, sites, in_memory(frame, asks("bernoulli")))
-
-
 def test_without_a_site_the_scale_is_that_of_the_others():
     frame = raw(6, "bernoulli").with_columns(x=pl.when(pl.col("client") == "c2").then(9e7).otherwise(pl.col("x")))
     parts = by_turns(frame, 4)

@@ -65,6 +65,7 @@ from covey.problem.rows import Arrays, read_rows, usable_rows
 from covey.records import decode, encode
 from covey.solvers.registry import load_all
 from covey.solvers.result import Convergence, Fit
+from covey.tables.formula import parse_formula
 from covey.tables.rows import GroupedData
 from covey.tables.scaling import Scale
 from covey.variance.columns import node_learned
@@ -348,13 +349,21 @@ class Site:
 
 
 def _read_problem(plain: Mapping[str, Any]) -> Problem:
-    """The problem of a message, whose settings and formula are checked."""
+    """The problem of a message, whose settings and formula are checked.
+
+    The owner approves a text, so the site reads it too: the parsed formula of a changed coordinator could ask for more.
+    """
     try:
-        return Problem.from_json(plain)
+        problem = Problem.from_json(plain)
+        same = problem.spec.formula is not None and parse_formula(problem.spec.formula) == problem.formula
     except CoveyError:
         raise
     except Exception:
         raise FederationError(f"The problem in this message cannot be read{SAME_VERSION} and start a new run.") from None
+    if not same:
+        text = problem.spec.formula
+        raise FederationError(f"The parsed formula in this message is not that of its text {text!r}{SAME_VERSION}.")
+    return problem
 
 
 def _question(problem: Problem, operator: str, secure: bool, private: Privacy | None) -> dict[str, Any]:
