@@ -8,6 +8,7 @@ import re
 import polars as pl
 import pytest
 
+from covey.cli.site import in_words
 from covey.errors import FederationError
 from covey.federation.site.file import SiteFile
 from tests.federation.sites import fit, spec, table
@@ -110,6 +111,11 @@ def test_a_site_writes_its_rules_checks_a_fit_and_decides(tmp_path):
             fit({"north": site}, spec(formula="y ~ x"))
     said = inside("site", "runs", "--home", "north", cwd=tmp_path).stdout
     name = said.split()[0]
+    asked = json.loads((home / "questions.json").read_text())
+    asked["questions"][name]["spec"]["solver"] += "\x1b[2J"
+    shown = in_words(SiteFile.read(home), asked["questions"][name])
+    assert "auto?[2J" in shown
+    assert "\x1b" not in shown
     assert all(fact in said for fact in ("waiting", "y ~ x", "0 of at most 20 runs"))
     said = inside("site", "runs", name, "--home", "north", cwd=tmp_path).stdout
     assert all(fact in said for fact in ("operator without a key", "not masked", "'cluster'", "All sums may leave")), said

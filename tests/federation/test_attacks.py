@@ -20,7 +20,9 @@ from covey.federation.site.policy import Policy, solver_of
 from covey.federation.site.release import COMBINED, weak_sums
 from covey.federation.site.site import Site
 from covey.federation.wire.codec import Envelope, Refusal
+from covey.federation.wire.messages import Abandon
 from covey.federation.wire.transport import InProcess
+from covey.model.files import load_model
 from covey.nodes.network import Batch, Message, SetGamma, Standardise
 from covey.problem.problem import resolve
 from covey.problem.rows import read_rows
@@ -166,6 +168,44 @@ def joined_site(frame, asked, **policy):
         return decode(site.answer(encode(asked))).body
 
     return send
+
+
+@pytest.mark.parametrize("end", ["abandon", "deliver"])
+def test_a_run_that_has_ended_is_not_begun_again(end, tmp_path):
+    """It would be another run, at other penalties or with other sites, without another approval."""
+    site = Site("s0", lambda _: patients(), Policy(approve="ask"), home=tmp_path)
+    owner, carrier = Approvals(tmp_path, site.policy), FaultyTransport({"s0": site})
+    with pytest.raises(FederationError, match="waits"):
+        fit({"s0": site}, spec())
+    owner.decide(next(iter(owner.read()["questions"])), "approved")
+    fit({"s0": site}, spec(), carrier)
+    agree = next(decode(message) for _, message in carrier.messages if kind(decode(message)) == "agree")
+    if end == "abandon":
+        assert decode(site.answer(encode(replace(agree, body=Abandon())))).body is None
+        assert not list((tmp_path / "runs").iterdir())
+    for epoch in (0, 1, 2):
+        reply = decode(site.answer(encode(replace(agree, epoch=epoch)))).body
+        assert reply.reason == "stale" or "This run has ended at this site" in reply.sentence
+
+
+def test_control_characters_of_a_coordinator_do_not_reach_the_owner(tmp_path):
+    site = Site("s0", lambda _: patients(), home=tmp_path)
+
+    def changed(messages):
+        for name, message in messages.items():
+            read = decode(message)
+            if kind(read) == "deliver":
+                told = {**read.body.convergence, "message": "done\x1b[2J"}
+                read = replace(read, body=replace(read.body, convergence=told, about={"run\x07": ("\x9b2J",)}))
+            yield name, encode(read)
+
+    class Changed(InProcess):
+        def exchange(self, messages, timeout):
+            return super().exchange(dict(changed(messages)), timeout)
+
+    fit({"s0": site}, spec(), Changed({"s0": site}))
+    model, extra = load_model(tmp_path / "model")
+    assert (model.convergence.message, extra["run?"]) == ("done?[2J", ["?2J"])
 
 
 @pytest.mark.parametrize("part", ["response", "common", "text"])

@@ -293,6 +293,7 @@ def test_an_exchange_with_a_lost_reply_is_not_answered_with_new_noise(tmp_path):
     fit({"s0": site}, spec(), FaultyTransport({"s0": site}, keep), private_run())
     run = decode(sent[0]).run
     (tmp_path / "runs" / f"{run}.state").unlink()
+    (tmp_path / "questions.json").unlink()
     again = Site("s0", lambda _: table(11), home=tmp_path, policy=Policy(1), budget=Budget(file=tmp_path / "privacy.json"))
     answers = [decode(again.answer(message)) for message in sent if kind(decode(message)) != "deliver"]
     first = next(answer for answer in answers if kind(answer) == "refusal")
@@ -386,10 +387,16 @@ def test_a_site_does_not_join_a_run_whose_privacy_has_changed():
     ],
 )
 def test_a_coordinator_that_asks_for_more_is_refused(body, why):
-    """A further message after the run: a site keeps to the agreement."""
+    """A further message after those of the fit: a site keeps to the agreement."""
+
+    class WithoutEnd(FaultyTransport):
+        def exchange(self, messages, timeout):
+            end = any(kind(decode(message)) == "deliver" for message in messages.values())
+            return dict.fromkeys(messages, Failure("it is not connected")) if end else super().exchange(messages, timeout)
+
     sites = sites_of(by_turns(table(16), 2))
-    carrier = FaultyTransport(sites)
-    fit(sites, spec(), carrier, private_run())
+    carrier = WithoutEnd(sites)
+    fit(sites, spec(), carrier, private_run(), on_loss="continue")
     last = next(decode(message) for site, message in reversed(carrier.messages) if site == "s0")
     for asked in (body, Batch((body, PlaceClients(np.zeros((3, 4))))), Batch((PlaceClients(np.zeros((3, 4))), body))):
         message = replace(last, exchange=last.exchange + 1, after=last.exchange, body=asked)

@@ -124,7 +124,7 @@ def test_a_site_answers_about_its_own_columns_and_clients_only():
 
 @pytest.mark.parametrize(
     ("with_formula", "sentence"),
-    [(False, "'x . I.weight..2.' of a design are not those of the formula, 'x'"), (True, "column 'weight'")],
+    [(False, "'x . I.weight..2.' of a design are not those of the formula, 'x'"), (True, "is not that of its text 'y ~ x'")],
 )
 def test_a_design_of_other_columns_than_the_formula_is_refused(with_formula, sentence):
     """A dishonest coordinator: the formula has allowed columns, the design reads others."""

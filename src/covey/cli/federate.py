@@ -156,7 +156,6 @@ def _simulate(data: str, settings: dict[str, Any], options: RunOptions, as_json:
             settings=RunSettings.of(settings),
             minimum=1 if options.minimum is None else options.minimum,
             models=None if out is None else out / "sites",
-            journal=None if out is None else out / "journal",
             out=place,
             on_loss=settings["on_loss"],
             say=say,

@@ -25,11 +25,13 @@ def runs(
     home: Home = Path(),
 ) -> None:
     """List what operators have asked this site for, and what was decided."""
+    from covey.federation.wire.codec import printable
+
     file, approvals = _opened(home)
     kept = approvals.read()
     if question is None:
         for name, asked in kept["questions"].items():
-            print(f"{name}  {asked['decision']:8}  {asked['asked']}  {asked['spec']['formula']}")
+            print(printable(f"{name}  {asked['decision']:8}  {asked['asked']}  {asked['spec']['formula']}"))
         print(f"{len(kept['questions'])} questions; {len(kept['runs'])} of at most {file.policy.runs} runs have joined")
         return
     if question not in kept["questions"]:
@@ -117,6 +119,7 @@ def _decide(home: Path, question: str | None, decision: str) -> None:
 def in_words(file: SiteFile, asked: dict[str, Any]) -> str:
     """A question in words: who asks, for which fit, from which columns, with which sums, and the counts of its cells."""
     from covey.federation.privacy.signing import fingerprint
+    from covey.federation.wire.codec import printable
     from covey.problem.problem import Problem
 
     design: dict[str, Any] = {"design": None, "classes": None, "has_offset": False}
@@ -131,7 +134,7 @@ def in_words(file: SiteFile, asked: dict[str, Any]) -> str:
         f"sums           {'masked' if asked['secure'] else 'not masked'}, {noise}",
         f"how often      at most {file.policy.messages} messages",
     ]
-    return "\n".join([*lines, "", _sums_in_words(file, draft)])
+    return "\n".join([*map(printable, lines), "", _sums_in_words(file, draft)])
 
 
 def _sums_in_words(file: SiteFile, draft: Problem) -> str:

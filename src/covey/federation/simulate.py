@@ -65,7 +65,6 @@ def simulate_sites(
     settings: RunSettings | None = None,
     minimum: int = 1,
     models: Path | None = None,
-    journal: Path | None = None,
     out: Path | None = None,
     on_loss: OnLoss = "stop",
     noise_seed: int | None = None,
@@ -88,9 +87,6 @@ def simulate_sites(
         fewer refuses the run, which then ends.
     models : Path, optional
         Folder in which each site writes the models of its clients.
-    journal : Path, optional
-        File for the messages, from which a killed run continues. A run with masks or noise keeps none, since the sites' keys
-        and their count of releases end with the process.
     out : Path, optional
         Folder for the models of the clusters and the global model.
     on_loss : {"stop", "continue"}
@@ -130,11 +126,8 @@ def simulate_sites(
         )
         for at, (name, part) in enumerate(parts.items())
     }
-    kept = None if settings.secure or settings.private is not None else journal
     try:
-        outcome = run_fit(
-            InProcess(simulated), list(simulated), draft, settings, journal=kept, out=out, on_loss=on_loss, say=say
-        )
+        outcome = run_fit(InProcess(simulated), list(simulated), draft, settings, out=out, on_loss=on_loss, say=say)
     except CoveyError:
         read_rows(table, draft)  # an error about a row of a site becomes one about a row of the whole table
         raise

@@ -30,12 +30,18 @@ class Approvals:
         self.home, self.policy = home, policy
         self._file = Document(None if home is None else home / "questions.json", {"runs": {}, "questions": {}})
 
-    def admit(self, run: str, question: Mapping[str, Any], *, join: bool) -> None:
-        """Let a run begin (``join``: take part), or refuse it; a question that the owner has not answered waits."""
+    def admit(self, run: str, question: Mapping[str, Any], *, join: bool, going_on: bool = False) -> None:
+        """Let a run begin (``join``: take part), or refuse it; a question that the owner has not answered waits.
+
+        ``going_on`` says that the site remembers this run. One that it has joined and remembers no more, since it has ended or
+        was given up, is over: it would be another run without another approval.
+        """
         kept, name = self.read(), question_id(question)
         if kept["runs"].get(run, name) != name:
             raise FederationError("This run has joined with another problem; start a new run.")
         if run in kept["runs"]:
+            if join and not going_on:
+                raise FederationError("This run has ended at this site, or the site has lost its state; start a new run.")
             return
         if self.policy.runs is not None and len(kept["runs"]) >= self.policy.runs:
             raise refusal("runs", f"This site has taken part in {len(kept['runs'])} runs", "raise the number")

@@ -40,7 +40,7 @@ from covey.federation.site.policy import ANY, Policy, check_model_folder, refusa
 from covey.federation.site.release import NUMBER, Released, WeakSum, weak_sums
 from covey.federation.site.state import RunStore, SiteRun, locked
 from covey.federation.site.table import check_design, check_shared, grouped, joined, profile_of, rows_digest, totals
-from covey.federation.wire.codec import SAME_VERSION, Envelope, Refusal
+from covey.federation.wire.codec import SAME_VERSION, Envelope, Refusal, printable_texts
 from covey.federation.wire.messages import (
     Abandon,
     Agree,
@@ -260,7 +260,8 @@ class Site:
         if agreed.keys:
             check_peers(self.name, self.peers, self.policy, asked.run, agreed)
             run = join_masked_run(self.name, asked.run, run, agreed)
-        self._approvals.admit(asked.run, _question(problem, operator, bool(agreed.keys), agreed.private), join=True)
+        question = _question(problem, operator, bool(agreed.keys), agreed.private)
+        self._approvals.admit(asked.run, question, join=True, going_on=run.agreed is not None)
         self._runs.forget(self.policy.retention)
         table = self.read(problem.spec)
         used, *_ = usable_rows(as_frame(table), problem, Arrays())
@@ -320,12 +321,14 @@ class Site:
         return run, masked(self.name, asked, run, reply)
 
     def _finish(self, asked: Envelope, delivered: Deliver, run: SiteRun) -> tuple[SiteRun, None]:
-        """Write the models of the site's clients, and forget the keys and the node of the run."""
+        """Write the models of the site's clients, and forget the rest of the run."""
         node, problem = self._open(asked.run, run)
         if self.models is not None:
             check_model_folder(self.models)
+            texts = ("convergence", "learned", "about")
+            delivered = replace(delivered, **{name: printable_texts(getattr(delivered, name)) for name in texts})
             save_model(_site_model(node, problem, delivered), self.models, extra=delivered.about)
-        return replace(run, key="", salt="", node=None), None
+        return SiteRun(operator=run.operator), None
 
     def _open(self, name: str, run: SiteRun) -> tuple[Node, Problem]:
         """The node and the problem of a run; after a restart from the table and the saved state."""

@@ -75,6 +75,15 @@ def printable(text: object) -> str:
     return "".join(each if each.isprintable() else "?" for each in str(text))[:2000]
 
 
+def printable_texts(value: Any) -> Any:
+    """A value of JSON types, with all its texts printable."""
+    if isinstance(value, dict):
+        return {printable(name): printable_texts(part) for name, part in value.items()}
+    if isinstance(value, tuple | list):
+        return tuple(printable_texts(part) for part in value)
+    return printable(value) if isinstance(value, str) else value
+
+
 # A reply as a skeleton and a row of numbers
 
 
