@@ -71,11 +71,13 @@ def spread(parts: dict[str, pl.DataFrame]) -> bool:
 
 
 def sites_of(parts: dict[str, pl.DataFrame], **settings) -> dict[str, Site]:
-    """``settings`` are of the policy, or else of the site."""
+    """``settings`` are of the policy, or else of the site; in a ``home`` each site has its own folder, unless it is alone."""
     known = {part.name for part in fields(Policy)}
     policy = Policy(**{"minimum": 1, **{name: value for name, value in settings.items() if name in known}})
     others = {name: value for name, value in settings.items() if name not in known}
-    return {name: Site(name, lambda _, part=part: part, policy, **others) for name, part in parts.items()}
+    home = others.pop("home", None)
+    homes = {name: None if home is None else home / name if len(parts) > 1 else home for name in parts}
+    return {name: Site(name, lambda _, part=part: part, policy, homes[name], **others) for name, part in parts.items()}
 
 
 def kind(message: Envelope) -> str:

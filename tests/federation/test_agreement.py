@@ -73,7 +73,7 @@ def test_errors_about_rows_stay_at_the_site(tmp_path, capsys):
     """The operator does not learn clients and values; the site's own log has them. A simulation shows them."""
     parts = changed(x=pl.lit(None, dtype=pl.Float64))
     refused(parts, OWN_LOG, home=tmp_path)
-    assert "Column 'x' is NaN in row 8 (client 'c3')" in (tmp_path / "refusal.txt").read_text()
+    assert "Column 'x' is NaN in row 8 (client 'c3')" in (tmp_path / "s1" / "refusal.txt").read_text()
     assert "client 'c3'" in capsys.readouterr().err
     refused(parts, r"Site 's1': Column 'x' is NaN in row 8 .client 'c3'.", share_row_errors=True)
 
