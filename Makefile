@@ -1,5 +1,6 @@
 # make demo   fits the bundled data and shows the result        make test   lint, types and tests
 # make test-federation  the deployments that take minutes
+# make test-browser  the report and the site in Chromium (needs chromium and chromedriver)
 # make bench  the speed benchmarks                              make clean  removes the environments
 # make docs   the documentation site, in site/
 # make bench-report  runs them beside other programs and writes docs/benchmarks (needs Rscript with lme4 and glmmTMB for these)
@@ -7,7 +8,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types unit test-federation bench bench-report docs clean
+.PHONY: demo test lint types unit test-federation test-browser bench bench-report docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/covey demo
@@ -22,10 +23,13 @@ types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
 unit: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "not federation" -n auto --dist loadfile
+	$(BIN)/python -m pytest -m "not federation and not browser" -n auto --dist loadfile
 
 test-federation: $(VENV)/.installed-dev
 	COVEY_FUZZ_SECONDS=600 $(BIN)/python -m pytest -m federation tests/federation
+
+test-browser: $(VENV)/.installed-dev docs
+	$(BIN)/python -m pytest -m browser tests/browser
 
 bench: $(VENV)/.installed-dev
 	for script in benchmarks/bench_*.py; do $(BIN)/python $$script || exit 1; done

@@ -16,7 +16,23 @@ from typing import Any
 
 import typer
 
-from covey.cli import demo, federate, fit, infer, node, plan, plot, predict, reproduce, shard, show, site, status, warm_up
+from covey.cli import (
+    demo,
+    federate,
+    fit,
+    infer,
+    node,
+    plan,
+    plot,
+    predict,
+    report,
+    reproduce,
+    shard,
+    show,
+    site,
+    status,
+    warm_up,
+)
 from covey.errors import CoveyError
 
 app = typer.Typer(
@@ -45,8 +61,8 @@ def _stoppable(command: Callable[..., None]) -> Callable[..., None]:
 
 
 for _command in (
-    fit.fit, predict.predict, show.show, plot.plot, shard.shard, plan.plan, demo.demo, reproduce.reproduce, federate.federate,
-    node.link, status.status, warm_up.warm_up,
+    fit.fit, predict.predict, show.show, plot.plot, report.report, shard.shard, plan.plan, demo.demo, reproduce.reproduce,
+    federate.federate, node.link, status.status, warm_up.warm_up,
 ):  # fmt: skip
     app.command()(_stoppable(_command))
 

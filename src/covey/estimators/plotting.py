@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from sklearn.utils.validation import check_is_fitted
@@ -279,10 +280,55 @@ class Plots:
 
 
 class PlotMethods(EffectMethods):
-    """Pictures of a fitted estimator."""
+    """Pictures and the report of a fitted estimator."""
 
     @property
     def plot(self) -> Plots:
         """Pictures of the fitted model: :class:`Plots`."""
         check_is_fitted(self, "model_")
         return Plots(self)
+
+    def report(
+        self, path: str | Path, data: TableLike | None = None, *, title: str | None = None, question: str | None = None
+    ) -> Path:
+        """Write a report of the model: one HTML file that needs no network.
+
+        Parameters
+        ----------
+        path : str or Path
+            The file, such as ``"radon.html"``.
+        data : data frame, optional
+            The rows of the fit. Held-out errors, residuals and the hash of the data need them; without, the report says so.
+        title : str, optional
+            The heading; by default the model in words.
+        question : str, optional
+            The question that the model answers, in your words.
+
+        Returns
+        -------
+        Path
+            The file.
+
+        Examples
+        --------
+        >>> import tempfile
+        >>> from covey import HierarchicalRegressor, datasets
+        >>> homes = datasets.load_radon()
+        >>> model = HierarchicalRegressor(formula="log_radon ~ floor + (1 | state/county)").fit(homes)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     model.report(f"{folder}/radon.html").stat().st_size < 3_000_000
+        True
+        """
+        from covey.report.document import report
+
+        check_is_fitted(self, "model_")
+        path = Path(path)
+        if path.is_dir() or not path.absolute().parent.is_dir():
+            raise DataError(f"The report {str(path)!r} must be a file in a folder that exists.")
+        if data is not None and not self.model_.spec.named:
+            raise DataError(
+                "Parts of a report that need rows need named columns, and the model was fitted to arrays; fit a frame."
+            )
+        text = report(self.model_, data, heading=title, question=question, federation=self._federation_)
+        path.write_text(text, encoding="utf-8")
+        return path

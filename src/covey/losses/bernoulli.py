@@ -68,7 +68,7 @@ class Bernoulli(Loss):
         return np.asarray(entr(y) + entr(1.0 - y))  # zero for classes
 
     def distribution(self, margin: Floats, y: Floats, weights: Floats, dispersion: float = 1.0) -> tuple[Floats, Floats]:
-        n, p = np.round(weights), self.mean(margin)
+        n, p = np.round(weights).astype(np.int64), self.mean(margin)
         successes = np.round(n * y)
         below = np.where(successes > 0, bdtr(np.maximum(successes - 1.0, 0.0), n, p), 0.0)
         return below, np.asarray(bdtr(successes, n, p))

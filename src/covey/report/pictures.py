@@ -14,7 +14,7 @@ from matplotlib.ticker import NullFormatter
 
 from covey._typing import Floats
 from covey.errors import DataError, SolverError, did_you_mean
-from covey.model.client_means import client_means
+from covey.model.client_means import ClientMeans, client_means
 from covey.model.means import estimates, grid_of
 from covey.model.model import Model
 from covey.model.new_rows import Observed
@@ -65,7 +65,11 @@ def percent(share: float) -> str:
 
 def shrinkage(model: Model, rows: Observed | None = None) -> Draw:
     """Each client's own mean and its personalised mean, relative to the mean by its cluster's model, against its rows."""
-    found = client_means(model, rows)
+    return shrinkage_of(client_means(model, rows), model)
+
+
+def shrinkage_of(found: ClientMeans, model: Model) -> Draw:
+    """The picture of :func:`shrinkage`, from the means."""
     client, cluster = words(model)
     above = cluster if model.hierarchy.n_clusters > 1 else "global"
     use = np.isfinite(found.alone) & (found.rows > 0)
