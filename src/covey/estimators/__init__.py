@@ -368,7 +368,7 @@ def load(path: str | Path) -> HierarchicalEstimator:
     estimator = _estimator_of(model.spec, unseen=extra.get("unseen", "parent"), **extra.get("positions", {}))
     if extra.get("features") is not None:
         estimator.feature_names_in_ = np.array(extra["features"], dtype=object)
-    site = {name: extra[name] for name in ("run", "sites", "without", "privacy") if name in extra}
+    site: dict[str, Any] = {name: extra[name] for name in ("run", "sites", "without", "privacy") if name in extra}
     estimator._federation_ = extra.get("federation") or site or None
     estimator.n_features_in_ = extra.get("n_features", len(model.terms))
     return estimator._adopt(model)
