@@ -23,6 +23,14 @@ def plan(
     ] = 1e-6,
     latency: Annotated[float, typer.Option(help="Seconds that a message takes, one way.")] = 0.05,
     bandwidth: Annotated[float, typer.Option(help="Megabytes per second of each connection.")] = 10.0,
+    rows_per_second: Annotated[float, typer.Option(help="Rows whose gradient a client computes in a second.")] = 1e6,
+    speeds: Annotated[
+        Path | None,
+        typer.Option(help="Table of clusters with other speeds: columns cluster, rows_per_second, latency, bandwidth."),
+    ] = None,
+    timeline: Annotated[
+        Path | None, typer.Option(help="Draw when each cluster computes, sends and waits in l2gd: .png, .pdf or .svg.")
+    ] = None,
     figure: Annotated[
         Path | None, typer.Option(help="Run all solvers here, and draw their gap against exchanges: .png, .pdf or .svg.")
     ] = None,
@@ -36,20 +44,28 @@ def plan(
     from dataclasses import asdict
 
     from covey.errors import DataError
+    from covey.fitting.planning import example_timelines, race
     from covey.fitting.planning import plan as plan_solvers
-    from covey.fitting.planning import race
     from covey.problem.problem import resolve
     from covey.problem.rows import read_rows
     from covey.tables.files import read_table
 
-    if figure is not None and (figure.suffix not in (".png", ".pdf", ".svg") or not figure.absolute().parent.is_dir()):
-        raise DataError(f"The figure {str(figure)!r} must end in .png, .pdf or .svg, and be in a folder that exists.")
+    for path in (figure, timeline):
+        if path is not None and (path.suffix not in (".png", ".pdf", ".svg") or not path.absolute().parent.is_dir()):
+            raise DataError(f"The figure {str(path)!r} must end in .png, .pdf or .svg, and be in a folder that exists.")
     draft = resolve(spec)
     with working("reading the table") as say:
         grouped, problem = read_rows(read_table(data, ids=[draft.spec.client, draft.spec.cluster]), draft)
         say("measuring the problem")
         network: dict[str, Any] = {"accuracy": accuracy, "latency": latency, "bandwidth": bandwidth}
-        found = plan_solvers(grouped, problem.spec, **network)
+        network["rows_per_second"] = rows_per_second
+        table = None if speeds is None else read_table(speeds, ids=["cluster"])
+        found = plan_solvers(grouped, problem.spec, **network, speeds=table)
+        if timeline is not None:
+            from covey.report.plots import timeline_figure
+
+            names = [str(label) for label in grouped.hierarchy.cluster_ids.to_list()]
+            timeline_figure(example_timelines(grouped, found, problem.spec.seed), names, timeline)
         if figure is not None:
             from covey.report.plots import race_figure
 
@@ -60,12 +76,14 @@ def plan(
     if as_json:
         solvers = [{name: _finite(value) for name, value in asdict(cost).items()} for cost in found.costs]
         about = {"cheapest": found.cheapest, "solvers": solvers, "figure": None if figure is None else str(figure)}
+        about["timeline"] = None if timeline is None else str(timeline)
         print_json({**network, **about})
         return
     screen = console()
     screen.print(str(found), markup=False)
-    if figure is not None:
-        screen.print(f"\nfigure {figure}", markup=False)
+    for path in (figure, timeline):
+        if path is not None:
+            screen.print(f"\nfigure {path}", markup=False)
 
 
 def _finite(value: Any) -> Any:

@@ -6,12 +6,14 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import polars as pl
 from narwhals.typing import IntoDataFrame
 
+from covey._typing import Floats
 from covey.errors import ConvergenceWarning, SolverError, listing
 from covey.fitting.fit import penalty_for
 from covey.losses import Loss, family_of
@@ -19,14 +21,19 @@ from covey.model.summary import counted
 from covey.nodes.network import InMemory
 from covey.objective.objective import Objective
 from covey.objective.theory import Constants
-from covey.problem.problem import Problem, Spec, resolve
+from covey.problem.problem import Problem, Spec, as_frame, resolve
 from covey.problem.rows import read_rows
 from covey.solvers import Fit, minimise
-from covey.solvers.costs import BANDWIDTH, LATENCY, Cost, check_network, costs
+from covey.solvers.clock import BANDWIDTH, LATENCY, MODES, ROWS_PER_SECOND, Mode, Speeds, Timeline, timeline_of
+from covey.solvers.costs import Cost, check_accuracy, costs, durations
+from covey.solvers.first_order import l2gd
+from covey.solvers.first_order.schedule import Schedule
+from covey.solvers.ledger import links
 from covey.solvers.registry import direct, find, first_order
 from covey.tables.rows import GroupedData
 
 RACE_ITERATIONS = 20_000
+_MOST_SHOWN = 300  # iterations in a figure of lock-step
 
 _COLUMNS = ("formula", "client", "cluster", "weights", "offset", "frequency", "trials", "na", "fit_intercept", "standardize")
 _SETTINGS = (*_COLUMNS, "gamma", "lam", "alpha", "reduction", "ridge")
@@ -39,13 +46,12 @@ class Plan:
     costs: tuple[Cost, ...]
     known: Constants
     accuracy: float
-    latency: float
-    bandwidth: float
+    speeds: Speeds
     shape: str
 
     @property
     def cheapest(self) -> str:
-        """The solver with the shortest time."""
+        """The solver with the shortest time, if clusters wait only at exchanges between clusters."""
         return min(self.costs, key=lambda cost: cost.seconds).solver
 
     @property
@@ -56,10 +62,12 @@ class Plan:
     def __str__(self) -> str:
         known = self.known
         width = max(12, *(len(cost.solver) + 1 for cost in self.costs))
-        head = f"{'':{width + 2}}{'iterations':>13}{'exchanges':>13}{'between':>13}{'bytes':>11}{'time':>11}"
+        counts_head = f"{'iterations':>13}{'exchanges':>13}{'between':>13}{'bytes':>11}"
+        head = f"{'':{width + 2}}{counts_head}{'time':>11}{'rounds':>11}{'lock-step':>11}"
         lines = [
             f"{self.shape}; squared distance to the minimiser down to {self.accuracy:g} of what it is at zero",
-            f"latency {1000 * self.latency:g} ms one way, bandwidth {self.bandwidth:g} MB/s",
+            f"latency {_range(1000 * self.speeds.latency)} ms one way, bandwidth {_range(self.speeds.bandwidth)} MB/s, "
+            f"{_range(self.speeds.rows_per_second)} rows per second",
             f"L = {known.L:.3g}, Ltilde = {known.L_row:.3g}, mu = {known.mu:.3g}, C1 = {known.C1:.3g}, C2 = {known.C2:.3g}"
             + (f" ({known.note})" if known.note else ""),
             head,
@@ -70,8 +78,14 @@ class Plan:
                 lines.append(f"{mark}{cost.solver:{width}}{'':>3}does not fit: {cost.note}")
                 continue
             counts = "".join(f"{large(number):>13}" for number in (cost.iterations, cost.within, cost.between))
-            lines.append(f"{mark}{cost.solver:{width}}{counts}{size(cost.bytes):>11}{duration(cost.seconds):>11}  {cost.note}")
+            modes = (cost.seconds, cost.rounds, cost.lock_step)
+            times = "".join(f"{duration(cost.seconds if mode is None else mode):>11}" for mode in modes)
+            lines.append(f"{mark}{cost.solver:{width}}{counts}{size(cost.bytes):>11}{times}  {cost.note}")
         lines.append("* shortest time; exchanges are those of the client with the most exchanges")
+        lines.append(
+            "time: clusters wait for each other at exchanges between clusters only; rounds: after every round; lock-step: "
+            "after every iteration"
+        )
         return "\n".join(lines)
 
 
@@ -83,6 +97,8 @@ def plan(
     accuracy: float = 1e-6,
     latency: float = LATENCY,
     bandwidth: float = BANDWIDTH,
+    rows_per_second: float = ROWS_PER_SECOND,
+    speeds: IntoDataFrame | None = None,
     **settings: Any,
 ) -> Plan:
     """Predict iterations, exchanges, bytes and time of each solver on a network; the fastest is marked.
@@ -104,6 +120,10 @@ def plan(
         Seconds that a message takes one way. The default is 0.05.
     bandwidth : float, optional
         Megabytes per second of each connection. The default is 10.
+    rows_per_second : float, optional
+        Rows whose gradient a client computes in a second. The default is a million.
+    speeds : data frame, optional
+        Clusters with other speeds: a column ``cluster`` with ids, and ``rows_per_second``, ``latency`` or ``bandwidth``.
     **settings
         Fields of :class:`Spec`, as for the estimators: gamma, lam, alpha, reduction, ridge, weights, ...
 
@@ -127,7 +147,7 @@ def plan(
         settings["family"] = family_of(family).name
     if spec is not None and settings:
         raise SolverError(f"Give spec, or family and settings, not both; leave out {next(iter(settings))}=.")
-    check_network(accuracy, latency, bandwidth)
+    check_accuracy(accuracy)
     problem = resolve(Spec(**settings) if spec is None else spec)
     if problem.has_bars:
         raise SolverError("A plan is for solvers that let every term vary; leave out the bars, and name client= and cluster=.")
@@ -135,10 +155,30 @@ def plan(
     if data is table:
         problem.loss.check(data.y, lambda row: f"row {row}")
     objective = _objective(data, problem)
-    found, constants = costs(objective, _direct(objective), accuracy=accuracy, latency=latency, bandwidth=bandwidth)
+    own = None
+    if speeds is not None:
+        own = pl.DataFrame({column.name: column.to_list() for column in as_frame(speeds).iter_columns()})
+    network = {"latency": latency, "bandwidth": bandwidth, "rows_per_second": rows_per_second}
+    fast = Speeds.of(data.hierarchy, own, **network)
+    found, constants = costs(objective, _direct(objective), accuracy=accuracy, speeds=fast)
     sizes = ((data.n_clients, "client"), (data.n_clusters, "cluster"), (data.n_terms, "coefficient"))
     shape = "{} in {}, {} each".format(*(counted(count, noun) for count, noun in sizes))
-    return Plan(tuple(found), constants, accuracy, latency, bandwidth, shape)
+    return Plan(tuple(found), constants, accuracy, fast, shape)
+
+
+def example_timelines(data: GroupedData, planned: Plan, seed: int = 0) -> dict[Mode, Timeline]:
+    """What each cluster does in ``l2gd``, until there have been about five exchanges, by mode of :mod:`covey.solvers.clock`.
+
+    Lock-step is left out if a figure could not show its single iterations.
+    """
+    tree, rows = data.hierarchy, data.rows_per_client
+    most = np.array([rows[first:last].max(initial=0) for first, last in pairwise(tree.cluster_ptr.tolist())])
+    lasts = durations(planned.speeds, links(tree.sizes, data.n_terms), most.astype(float))
+    chances = l2gd.recipe(planned.known).probabilities
+    iterations = int(np.clip(5 / (chances.p0 + (1 - chances.p0) * chances.p.max()), 20, 20_000))
+    schedule = Schedule(chances, seed, merge=True)
+    modes = [mode for mode in MODES if mode != "lock-step" or iterations <= _MOST_SHOWN]
+    return {mode: timeline_of(schedule, iterations, lasts, mode) for mode in modes}
 
 
 def race(
@@ -194,6 +234,12 @@ def _direct(objective: Objective) -> list[Fit]:
 
 def _history(fit: Fit) -> pl.DataFrame:
     return pl.DataFrame() if fit.history is None else fit.history.select("exchanges", "objective")
+
+
+def _range(values: Floats) -> str:
+    """The values of all clusters: one number, or the smallest and the largest."""
+    low, high = float(values.min()), float(values.max())
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
 
 
 _BYTES = (("B", 1.0), ("kB", 1e3), ("MB", 1e6), ("GB", 1e9), ("TB", 1e12))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from covey._typing import Floats
 from covey.reproduce.communication import exchanges_to_gap
 from covey.reproduce.radon import Shrinkage
+from covey.solvers.clock import Mode, Timeline
 from covey.solvers.registry import names
 
 _ALONE, _OWN, _CLUSTER = "#b0b0b0", "#1f6fb4", "#d1495b"
@@ -132,6 +133,47 @@ def race_figure(histories: Mapping[str, pl.DataFrame], path: Path, *, accuracy: 
         panel.set_ylabel(GAP_LABEL)
         figure.legend(loc="outside lower center", ncols=len(histories))
         return figure, exchanges_to_gap(exchanges, accuracy)
+
+    save_figure(draw, path)
+    return path
+
+
+_ACTIVITIES = {"computing": "#1f6fb4", "sending": "#e0a030", "waiting": "#dddddd"}
+_MOST_BARS = 30
+
+
+def timeline_figure(timelines: Mapping[Mode, Timeline], clusters: Sequence[str], path: Path) -> Path:
+    """Plot when each cluster computes, sends and waits, one panel for each mode, and save the figure.
+
+    Parameters
+    ----------
+    timelines : by mode
+    clusters : names of the clusters
+    path : a .png, .pdf or .svg file
+    """
+    shown = np.unique(np.linspace(0, len(clusters) - 1, min(len(clusters), _MOST_BARS)).round().astype(int)).tolist()
+    last = max(found.seconds for found in timelines.values())
+
+    def draw() -> tuple[Figure, str]:
+        figure = Figure(figsize=(9.5, 1.2 + len(timelines) * (0.8 + 0.16 * len(shown))), layout="constrained")
+        panels = np.atleast_1d(figure.subplots(len(timelines), 1, sharex=True))
+        for panel, (mode, found) in zip(panels, timelines.items(), strict=True):
+            parts = found.frame
+            for kind, colour in _ACTIVITIES.items():
+                for place, cluster in enumerate(shown):
+                    here = parts.filter(pl.col("kind") == kind, pl.col("cluster") == cluster)
+                    spans = list(zip(here["start"], here["end"] - here["start"], strict=True))
+                    panel.broken_barh(spans, (place - 0.4, 0.8), color=colour, label=kind if place == 0 else None)
+            panel.axvline(found.seconds, color="#d1495b", linewidth=1.2)
+            panel.set_title(f"{mode}: {found.seconds:.3g} s", loc="left", fontsize=10.5)
+            panel.set_yticks(range(len(shown)), [clusters[j] for j in shown], fontsize=8)
+            panel.set_ylim(len(shown) - 0.5, -0.5)
+            panel.set_xlim(0, 1.02 * last)
+        panels[-1].set_xlabel("seconds")
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=3)
+        more = "" if len(shown) == len(clusters) else f" ({len(shown)} of {len(clusters)} shown)"
+        return figure, f"What each cluster does{more}, by when clusters wait for each other"
 
     save_figure(draw, path)
     return path

@@ -1,8 +1,8 @@
 """The cost of each solver on a network, computed before anything is sent.
 
 For the randomised algorithms, iterations and exchanges are bounds of their theorems (arXiv:2204.13619), with constants measured
-on the data. The direct solvers are run in memory and counted. Time is the time of the links alone: an exchange within a cluster
-takes one message up and one down, an exchange between clusters takes two more.
+on the data. The direct solvers are run in memory and counted. Time is that of :mod:`.clock`: the rows that clients read, and
+messages. An exchange within a cluster takes one message up and one down, an exchange between clusters takes two more.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ from typing import Any
 
 import numpy as np
 
+from covey._typing import Floats
 from covey.errors import SolverError, number
 from covey.nodes.network import InMemory
 from covey.objective.objective import Objective
 from covey.objective.theory import Constants
 from covey.solvers import registry
+from covey.solvers.clock import MODES, Durations, Speeds, expected_seconds
 from covey.solvers.first_order import curvature
 from covey.solvers.first_order.loop import spacing
 from covey.solvers.first_order.schedule import Schedule
 from covey.solvers.ledger import Ledger, Links, links, quadratic_links, rates
 from covey.solvers.result import Fit
-
-LATENCY = 0.05
-BANDWIDTH = 10.0
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,10 @@ class Cost:
     within : exchanges of the client with the most exchanges
     between : exchanges between the clusters
     bytes : over all links, in both directions
-    seconds : time of the links
+    seconds : time if clusters wait only at exchanges between clusters
     note : where the numbers come from, or why the solver does not fit
+    rounds, lock_step : time if clusters wait for each other after every round, and after every iteration
+        (:mod:`covey.solvers.clock`); None if they are the same
     """
 
     solver: str
@@ -51,6 +52,8 @@ class Cost:
     bytes: float
     seconds: float
     note: str
+    rounds: float | None = None
+    lock_step: float | None = None
 
 
 @dataclass(frozen=True)
@@ -62,15 +65,27 @@ class Setting:
     objective, constants : the problem and its constants
     best : its minimiser
     accuracy : ``E|theta - theta_hat|^2`` has to fall to this share of ``|theta_hat|^2``, from zero
-    latency, bandwidth : seconds of a message in one direction, megabytes per second
+    speeds : how fast the clusters compute and send
     """
 
     objective: Objective
     constants: Constants
     best: Fit
     accuracy: float
-    latency: float
-    bandwidth: float
+    speeds: Speeds
+
+    @property
+    def latency(self) -> float:
+        """Seconds of a message in one direction, of the slowest cluster."""
+        return float(self.speeds.latency.max())
+
+    @property
+    def rows(self) -> Floats:
+        """The most rows that a client has in each cluster, ``(k,)``."""
+        tree, rows = self.objective.data.hierarchy, self.objective.data.rows_per_client
+        most, filled = np.zeros(tree.n_clusters), np.flatnonzero(tree.sizes)
+        most[filled] = np.maximum.reduceat(rows, tree.cluster_ptr[:-1][filled])
+        return most
 
     @property
     def distance(self) -> float:
@@ -87,12 +102,18 @@ class Setting:
         data, end = self.objective.data, trial.convergence
         network = quadratic_links(data.hierarchy.sizes, data.n_terms)
         spent = network.count(np.full(data.n_clusters, end.exchanges), end.exchanges)
-        return self._cost(end.solver, end.iterations, network, spent, "counted in memory")
+        # A row adds its products to a d x d matrix, and the matrix is solved.
+        work = self.speeds.work(data.n_terms * (self.rows + data.n_terms))
+        time = end.exchanges * self._whole(network, work)
+        return self._cost(end.solver, end.iterations, spent, "counted in memory", (time, time, time))
 
-    def bounded(self, solver: str, T: int, pace: float, schedule: Schedule, note: str) -> Cost:
+    def bounded(
+        self, solver: str, T: int, pace: float, schedule: Schedule, note: str, rows_per_step: float | None = None
+    ) -> Cost:
         """The cost of ``T`` iterations of a randomised algorithm whose distance shrinks by e in ``pace`` iterations.
 
-        It has the exchanges of the schedule and those of the checks, without which a run would not end.
+        It has the exchanges of the schedule and those of the checks, without which a run would not end. A local step reads
+        ``rows_per_step`` rows, by default all of a client.
         """
         data = self.objective.data
         network = links(data.hierarchy.sizes, data.n_terms)
@@ -102,33 +123,47 @@ class Setting:
         steady = min(T, 20 * every)
         checks = 1 + math.ceil(steady / every) + math.ceil(math.log(T / steady) / math.log(1.05))
         spent = network.count(within * T, between * T) + network.count(np.full(data.n_clusters, checks), checks)
-        return self._cost(solver, T, network, spent, note)
+        lasts = durations(self.speeds, network, self.rows, rows_per_step)
+        check = checks * self._whole(network, lasts.refresh)
+        times = tuple(expected_seconds(schedule, T, lasts, mode) + check for mode in MODES)
+        return self._cost(solver, T, spent, note, times)
 
     def exchanged(self, solver: str, T: int, more: int, note: str) -> Cost:
-        """The cost of ``T`` exchanges of the whole network: vectors, and ``more`` numbers up."""
+        """The cost of ``T`` exchanges of the whole network: vectors, and ``more`` numbers up, after a ``d x d`` solution."""
         data = self.objective.data
         network = replace(links(data.hierarchy.sizes, data.n_terms), up=data.n_terms + more, down=data.n_terms)
-        return self._cost(solver, T, network, network.count(np.full(data.n_clusters, T), T), note)
+        # The first exchange forms the clients' matrices; each one multiplies by them, or repeats a step of Newton's method.
+        first = self.speeds.work(data.n_terms * (self.rows + data.n_terms))
+        again = self.speeds.work(data.n_terms) if self.objective.loss.quadratic else first
+        time = self._whole(network, first) + (T - 1) * self._whole(network, again)
+        spent = network.count(np.full(data.n_clusters, T), T)
+        return self._cost(solver, T, spent, note, (time, time, time))
 
-    def _cost(self, solver: str, iterations: float, network: Links, spent: Ledger, note: str) -> Cost:
-        """The cost with the time of the client that waits longest, for its own exchanges and those of its cluster."""
-        transfer = 8 * (network.up + network.down) / (self.bandwidth * 1e6)
+    def _whole(self, network: Links, work: Floats) -> float:
+        """Seconds of an exchange of all clusters after some work, ``(k,)`` seconds."""
+        lasts = durations(self.speeds, network, self.rows)
+        return float((work + 2 * lasts.up).max() + (2 * lasts.down).max())
+
+    def _cost(self, solver: str, T: float, spent: Ledger, note: str, times: tuple[float, ...]) -> Cost:
+        lock_step, rounds, asynchronous = times
         within = np.max(spent.within).item()
-        seconds = float((within + spent.between) * (2 * self.latency + transfer))
-        return Cost(solver, iterations, within, float(spent.between), spent.bytes, seconds, note)
+        return Cost(solver, T, within, float(spent.between), spent.bytes, asynchronous, note, rounds, lock_step)
 
 
-def costs(
-    objective: Objective, trials: Sequence[Fit], *, accuracy: float, latency: float = LATENCY, bandwidth: float = BANDWIDTH
-) -> tuple[list[Cost], Constants]:
+def durations(speeds: Speeds, network: Links, rows: Floats, rows_per_step: float | None = None) -> Durations:
+    """Seconds of the parts of a run over some links; ``rows (k,)`` are the most rows of a client in each cluster."""
+    step = speeds.work(rows if rows_per_step is None else np.minimum(rows_per_step, rows))
+    return Durations(step, speeds.work(rows), speeds.message(network.up), speeds.message(network.down))
+
+
+def costs(objective: Objective, trials: Sequence[Fit], *, accuracy: float, speeds: Speeds) -> tuple[list[Cost], Constants]:
     """What every solver needs, from zero, for ``E|theta - theta_hat|^2 <= accuracy * |theta_hat|^2``, and the constants.
 
-    ``trials`` are fits of the direct solvers in memory. ``latency`` is in seconds for one direction, ``bandwidth`` in megabytes
-    per second.
+    ``trials`` are fits of the direct solvers in memory.
     """
     network = InMemory.of(objective.data, objective.loss, objective.penalty.gamma)
     constants = curvature.constants(network, objective.penalty, clusters=("client", "row"), relative=True)
-    setting = Setting(objective, constants, trials[0], accuracy, latency, bandwidth)
+    setting = Setting(objective, constants, trials[0], accuracy, speeds)
     rows = [setting.counted(fit) for fit in trials]
     for solver in map(registry.find, registry.first_order()):
         if solver.cost is None:
@@ -141,9 +176,7 @@ def costs(
     return rows, constants
 
 
-def check_network(accuracy: Any, latency: Any, bandwidth: Any) -> None:
-    """Refuse an accuracy, a latency or a bandwidth that is out of range."""
+def check_accuracy(accuracy: Any) -> None:
+    """Refuse an accuracy that is out of range."""
     if number("accuracy", accuracy, above=0.0) >= 1:
         raise SolverError(f"The 'accuracy' parameter must be a number below 1. Got {accuracy!r} instead.")
-    number("latency", latency, least=0.0)
-    number("bandwidth", bandwidth, above=0.0)

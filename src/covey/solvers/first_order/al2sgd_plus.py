@@ -303,7 +303,8 @@ def cost(setting: Setting) -> Cost:
     pace = Katyusha.of(setting.constants, best.smoothness, best.probabilities.rho)
     needed = pace.iterations(setting.accuracy, setting.distance, setting.gap)
     schedule = Schedule(best.probabilities, 0)
-    return setting.bounded("al2sgd_plus", needed, -1 / math.log(pace.contraction), schedule, "bound of its theorem")
+    pace_e = -1 / math.log(pace.contraction)
+    return setting.bounded("al2sgd_plus", needed, pace_e, schedule, "bound of its theorem", rows_per_step=2)
 
 
 # The solver

@@ -241,7 +241,8 @@ def cost(setting: Setting) -> Cost:
     p = found.probabilities.p0
     potential = (L[:, None] * best**2 + loss.gradient(data, best) ** 2 / (L[:, None] * p * p)).sum()
     pace = -1 / math.log(contraction(q, p))
-    T = max(1, math.ceil(pace * math.log(potential / (L.min() * setting.accuracy * setting.distance))))
+    ratio = potential / (L.min() * setting.accuracy * setting.distance)
+    T = max(1, math.ceil(pace * math.log(max(ratio, 1.0))))
     return setting.bounded("proxskip", T, pace, Schedule(found.probabilities, 0), "bound of its theorem")
 
 

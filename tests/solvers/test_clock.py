@@ -1,0 +1,133 @@
+"""The clock: random schedules and speeds, an event-by-event simulation, and the errors of a table of speeds."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from covey import plan
+from covey.datasets import simulate
+from covey.errors import DataError
+from covey.objective.theory import Probabilities, best_tau
+from covey.solvers.clock import MODES, Durations, Speeds, by_iteration, seconds, timeline, timeline_of
+from covey.solvers.first_order.schedule import Choices, Schedule, group
+
+times = st.floats(0.0, 10.0)
+
+
+def lists(values, k):
+    return st.lists(values, min_size=k, max_size=k)
+
+
+tables = st.integers(1, 6).flatmap(lambda k: st.tuples(*(lists(times, k) for _ in range(4)), lists(st.floats(0, 0.9), k)))
+
+
+def schedule_of(p0, p, rho, seed, merge):
+    p = np.array(p)
+    return Schedule(Probabilities(p0, p, best_tau(p0, p), rho), seed, merge)
+
+
+@settings(max_examples=200)
+@given(table=tables, p0=st.floats(0, 0.6), rho=st.sampled_from([0.0, 0.2]), seed=st.integers(0, 99), merge=st.booleans())
+def test_asynchronous_is_never_later(table, p0, rho, seed, merge):
+    """On any table of speeds, and for any schedule: neither than rounds nor than lock-step. The work is the same."""
+    *lasts, p = table
+    durations, schedule = Durations(*map(np.array, lasts)), schedule_of(p0, p, rho, seed, merge)
+    found = {mode: timeline_of(schedule, 40, durations, mode) for mode in MODES}
+    for mode in ("lock-step", "rounds"):
+        assert found["asynchronous"].seconds <= found[mode].seconds * (1 + 1e-12) + 1e-12
+    for mode, each in found.items():
+        assert seconds(schedule, 40, durations, mode) == pytest.approx(each.seconds)
+    for kind in ("computing", "sending"):
+        done = [getattr(each, kind).sum(axis=0) for each in found.values()]
+        np.testing.assert_allclose(done[0], done[2], rtol=1e-9, atol=1e-9)
+        np.testing.assert_allclose(done[1], done[2], rtol=1e-9, atol=1e-9)
+
+
+@settings(max_examples=200)
+@given(table=tables, p0=st.floats(0.05, 0.6), seed=st.integers(0, 99), merge=st.booleans())
+def test_with_one_schedule_for_all_clusters_rounds_are_never_later_than_lock_step(table, p0, seed, merge):
+    """If clusters exchange only all together (one_coin, proxskip), a round is a stretch of iterations of all clusters."""
+    *lasts, p = table
+    schedule = schedule_of(p0, np.zeros(len(p)), 0.1, seed, merge)
+    durations = Durations(*map(np.array, lasts))
+    slow, rounds, free = (timeline_of(schedule, 40, durations, mode).seconds for mode in MODES)
+    assert free <= rounds * (1 + 1e-12) + 1e-12
+    assert rounds <= slow * (1 + 1e-12) + 1e-12
+
+
+def test_rounds_can_be_later_than_lock_step():
+    """Cluster 1 exchanges first and cluster 0 last. Each round waits for another cluster's ten local steps."""
+    within = np.zeros((11, 2), dtype=bool)
+    within[0, 1] = within[10, 0] = within[10, 1] = True
+    choices = Choices(np.zeros(11, dtype=bool), within, np.zeros(11, dtype=bool))
+    durations = Durations(np.ones(2), np.zeros(2), np.zeros(2), np.zeros(2))
+    lock_step = timeline(by_iteration(choices, False), durations, barriers=True).seconds
+    rounds, free = (timeline(group(choices), durations, barriers=barriers).seconds for barriers in (True, False))
+    assert (lock_step, rounds, free) == (10, 19, 10)
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_it_is_the_run_written_out(merge):
+    """One iteration after the other, each cluster with its own clock; no rounds are used."""
+    rng = np.random.default_rng(4)
+    k, T = 4, 300
+    schedule = schedule_of(0.1, rng.uniform(0, 0.5, size=k), 0.05, 3, merge)
+    durations, choices = Durations(*rng.uniform(0.1, 2, size=(4, k))), schedule.choices(0, T)
+    now, current, in_run = np.zeros(k), np.zeros(k, dtype=bool), False
+    for t in range(T):
+        if choices.between[t]:
+            if not (merge and in_run):
+                now = (now + 2 * durations.up).max() + 2 * durations.down
+            current[:] = True
+        else:
+            for j in range(k):
+                if not choices.within[t, j]:
+                    now[j] += durations.step[j]
+                elif not (merge and current[j]):
+                    now[j] += durations.up[j] + durations.down[j]
+                current[j] = choices.within[t, j]
+        in_run = choices.between[t]
+        if choices.refresh[t]:
+            now = (now + durations.refresh + 2 * durations.up).max() + 2 * durations.down
+            current[:], in_run = False, False
+    found = timeline_of(schedule, T, durations, "asynchronous")
+    assert found.seconds == pytest.approx(now.max())
+    assert seconds(schedule, T, durations, "asynchronous") == pytest.approx(found.seconds)
+    parts = found.frame
+    for j in range(k):  # no two activities of a cluster overlap, and there are no gaps
+        own = parts.filter(pl.col("cluster") == j)
+        np.testing.assert_allclose(own["end"][:-1], own["start"][1:], atol=1e-9)
+    assert parts["end"].max() == pytest.approx(found.seconds)
+
+
+def test_a_slow_cluster_in_the_plan():
+    data = simulate(clusters=3, clients=4, rows=20, d=2, cluster_sd=0.4, client_sd=0.3, seed=4).data
+    slow = pl.DataFrame({"cluster": [1], "rows_per_second": [1e3], "latency": [0.5]})
+    fast, found = (plan(data, gamma=3.0, speeds=table) for table in (None, slow))
+    for before, after in zip(fast.costs, found.costs, strict=True):
+        assert after.seconds > before.seconds
+        assert after.seconds <= after.lock_step * (1 + 1e-9)
+    assert "latency 50 to 500 ms" in str(found)
+    assert "lock-step" in str(found)
+    assert set(found.frame.columns) >= {"seconds", "rounds", "lock_step"}
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"latency": [1.0]}, "no column 'cluster'"),
+        ({"cluster": [0], "speed": [1.0]}, "column 'speed'"),
+        ({"cluster": [7], "latency": [1.0]}, "cluster '7', which the data do not have"),
+        ({"cluster": [1, 1], "latency": [1.0, 2.0]}, "cluster '1' twice"),
+        ({"cluster": [1], "bandwidth": [0.0]}, r"bandwidth of cluster 1 must be a number above 0. Got 0.0"),
+        ({"cluster": [1], "latency": [None]}, r"latency of cluster 1 must be a number at least 0. Got None"),
+    ],
+)
+def test_mistakes_in_a_table_of_speeds(table, message):
+    tree = simulate(clusters=3, clients=2, rows=3, d=1, seed=1).data.hierarchy
+    with pytest.raises(DataError, match=message):
+        Speeds.of(tree, pl.DataFrame(table))
