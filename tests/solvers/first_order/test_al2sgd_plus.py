@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 
 from covey import Objective, Penalty
 from covey.datasets import simulate
-from covey.errors import ConvergenceWarning
+from covey.errors import ConvergenceWarning, CoveyError
 from covey.losses import Gaussian, loss_of
 from covey.nodes.network import InMemory
 from covey.objective.theory import (
@@ -21,11 +22,12 @@ from covey.objective.theory import (
     expected_smoothness,
     probabilities,
 )
-from covey.solvers import minimise
+from covey.solvers import minimise, reference
 from covey.solvers.first_order import al2sgd_plus, kernels
+from covey.solvers.first_order.al2sgd_plus import Katyusha, minibatched, recipe
 from covey.solvers.first_order.loop import run_rounds
 from covey.solvers.first_order.protocol import Centres, Pull
-from covey.solvers.first_order.schedule import Choices, group, streams
+from covey.solvers.first_order.schedule import Choices, Schedule, group, streams
 from tests.conftest import random_problem, seeds
 from tests.solvers.first_order.shared import (
     Clients,
@@ -169,3 +171,44 @@ def test_the_potential_shrinks_at_least_as_fast_as_declared():
         # From the potential at y: F(y) - F* <= a1 / (2 b1 b2) times the potential.
         far.append((objective.value(fit.theta) - best.convergence.objective) * 2 * pace.b1 * pace.b2 / pace.a1)
     assert np.mean(far) <= pace.contraction**T * pace.potential(start, gap0)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_the_second_moment_of_a_minibatch(batch):
+    """All tuples of rows: the mean is the full difference of gradients, its square at most that of the constant."""
+    data = simulate(clusters=2, clients=2, rows=5, d=2, seed=3).data
+    loss, penalty = Gaussian(ridge=0.1), Penalty.of(data.hierarchy)
+    known = minibatched(constants_of(Objective(data, loss, penalty)), batch)
+    rng = np.random.default_rng(batch)
+    theta, x = rng.normal(size=(2, 4, 2))
+    full = loss.gradient(data, theta) - loss.gradient(data, x)
+    for i in range(4):
+        X, away, m = data.X[data.client_ptr[i] : data.client_ptr[i + 1]], theta[i] - x[i], 5
+        rows = m * X * (X @ away)[:, None] + 0.1 * away  # the change of f_il, l = 1..m
+        means = np.array([rows[list(drawn)].mean(axis=0) for drawn in product(range(m), repeat=batch)])
+        np.testing.assert_allclose(means.mean(axis=0), full[i], atol=1e-12)
+        divergence = 0.5 * away @ full[i]
+        bound = 2 * known.L_row_j[data.hierarchy.parent[i]] * divergence
+        assert (means**2).sum(axis=1).mean() <= bound * (1 + 1e-12)
+
+
+@quietly
+@pytest.mark.parametrize("family", ["gaussian", "poisson"])
+def test_minibatches_are_the_algorithm_written_out(family, tmp_path):
+    """Also without compiled kernels; more rows allow a longer step; a saved run goes on to the same bits."""
+    data = simulate(family, clusters=2, clients=3, rows=8, d=2, seed=5).data
+    penalty, loss = Penalty.of(data.hierarchy, gamma=1.5), replace(loss_of(family), ridge=0.2)
+    known, start = constants_of(Objective(data, loss, penalty)), np.zeros((6, 2))
+    found = recipe(minibatched(known, 3))
+    pace = Katyusha.of(minibatched(known, 3), found.smoothness, found.probabilities.rho)
+    assert pace.eta > Katyusha.of(known, recipe(known).smoothness, recipe(known).probabilities.rho).eta
+    choices = Schedule(found.probabilities, 4).choices(0, 60)
+    slow = reference["al2sgd_plus"](Objective(data, loss, penalty), found.probabilities, choices, pace, start, 4, batch=3)
+    settings = {"solver": "al2sgd_plus", "batch": 3, "seed": 4, "tol": 0.0, "every": 20}
+    fast = minimise(data, loss, penalty, max_iter=60, **settings)
+    np.testing.assert_allclose(fast.theta, slow, rtol=0, atol=1e-9)
+    minimise(data, loss, penalty, max_iter=40, checkpoint=tmp_path / "run", **settings)
+    resumed = minimise(data, loss, penalty, max_iter=60, checkpoint=tmp_path / "run", **settings)
+    np.testing.assert_array_equal(resumed.theta, fast.theta)
+    with pytest.raises(CoveyError, match="'batch'"):
+        minimise(data, loss, penalty, solver="al2sgd_plus", batch=0)

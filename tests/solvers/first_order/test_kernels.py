@@ -83,7 +83,7 @@ def test_al2sgd_plus_move(family):
     y_out, z_out, sums = np.empty_like(y), np.empty_like(z), empty_digits(blocks, d)
     kernels.al2sgd_plus_move(
         0, blocks.count, *loss.operands(data), own, blocks.ptr, blocks.owner, problem.gamma, share, strength, force, exchanged,
-        start, steps, local, pace, wanted, x, gradient, y, z, y_out, z_out, sums,
+        start, steps, local, 1, pace, wanted, x, gradient, y, z, y_out, z_out, sums,
     )  # fmt: skip
     plain, parent, ends = replace(loss, ridge=0.0), data.hierarchy.parent, np.empty((n, d))
     for i, j in enumerate(parent):

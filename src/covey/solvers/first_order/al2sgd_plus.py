@@ -9,6 +9,10 @@ with ``tau_j``, without which it is biased; covey adds it (docs/explanation/erra
         + [xi_0 = 0, xi_j = 0]  1 / ((1 - p0)(1 - p_j)) ( grad f_il(theta_i) - grad f_il(x_i) )
     D(c) = (theta_i - c(theta)) - (x_i - c(x)),   row l uniform for each client and iteration
 
+With ``batch = b`` the last line is the mean over ``b`` rows, drawn with replacement. Then ``Ltilde / b + (1 - 1/b) L`` takes
+the place of ``Ltilde`` in the constants: the second moment of a mean of ``b`` independent terms is ``1/b`` that of one term
+plus ``1 - 1/b`` times the square of their expectation, which is at most ``2 L`` times the Bregman divergence of ``f_i``.
+
     theta = a1 z + a2 x + (1 - a1 - a2) y
     y+    = theta - eta g
     z+    = b1 z + (1 - b1) theta + b2 / eta (y+ - theta)
@@ -32,7 +36,7 @@ from typing import Annotated, Any, Unpack
 import numpy as np
 
 from covey._typing import Anything, Floats, Ints
-from covey.errors import SolverError, probability
+from covey.errors import SolverError, probability, whole
 from covey.kernels import accumulate_rows
 from covey.nodes.network import Message, Network, Node
 from covey.objective.objective import Objective, Penalty
@@ -43,13 +47,16 @@ from covey.solvers.first_order import kernels
 from covey.solvers.first_order.loop import Control, ControlOptions, Setup, prepare, run
 from covey.solvers.first_order.protocol import Centres, ClientBlocks, ClusterSums, Move, Pull, empty_digits, node_sums, summed
 from covey.solvers.first_order.schedule import Choices, PerCluster, Round, Schedule, streams, uniforms
+from covey.solvers.first_order.smoothness import Quantity
 from covey.solvers.registry import algorithm
 from covey.solvers.result import Fit
 from covey.threads import share
 
+_MOST_ROWS = 1 << 16  # in a minibatch
+
 
 def reference(
-    objective: Objective, chances: Probabilities, choices: Choices, pace: Katyusha, theta: Floats, seed: int
+    objective: Objective, chances: Probabilities, choices: Choices, pace: Katyusha, theta: Floats, seed: int, batch: int = 1
 ) -> Floats:
     """Run Algorithm 2 (async_al2sgd_plus) in plain numpy, with given random choices.
 
@@ -69,6 +76,8 @@ def reference(
         The coefficients to begin at.
     seed : int
         Determines the rows that the clients draw.
+    batch : int
+        The number of rows that a client draws in an iteration.
 
     Returns
     -------
@@ -95,9 +104,11 @@ def reference(
     for t in range(len(choices.between)):  # line 3
         theta = pace.a1 * z + pace.a2 * x + (1 - pace.a1 - pace.a2) * y  # line 4
         (tbar_j, tbar), (xbar_j, xbar) = objective.means(theta), objective.means(x)  # lines 7, 8, 15
-        drawn = data.client_ptr[:-1] + (uniforms(streams(seed, data.hierarchy), t, 1)[:, 0] * rows).astype(int)
-        one = data.rows(np.isin(np.arange(data.n_rows), drawn))
-        change = share * (single.gradient(one, theta) - single.gradient(one, x)) + loss.ridge * (theta - x)
+        change = loss.ridge * (theta - x)
+        for draw in uniforms(streams(seed, data.hierarchy), t * batch, batch).T:
+            drawn = data.client_ptr[:-1] + (draw * rows).astype(int)
+            one = data.rows(np.isin(np.arange(data.n_rows), drawn))
+            change = change + share * (single.gradient(one, theta) - single.gradient(one, x)) / batch
         g = loss.gradient(data, x)
         for i, j in enumerate(data.hierarchy.parent):  # the estimate of lines 9, 16 and 19
             to_all, to_own = (theta[i] - tbar) - (x[i] - xbar), (theta[i] - tbar_j[j]) - (x[i] - xbar_j[j])
@@ -183,13 +194,17 @@ class KatyushaBegin(Message[None], label="al2sgd_plus begin", reply=False):
     """Begin with all points at the clients' coefficients (line 2).
 
     ``local (k,)`` multiplies local steps, ``pace`` has the constants, ``total (k,)`` is each cluster's sum of ``gamma``. The
-    penalties' part of the gradient at the anchor follows with the anchor's centres.
+    penalties' part of the gradient at the anchor follows with the anchor's centres. A local step draws ``batch`` rows.
     """
 
     local: Annotated[Floats, Axes("k")]
     pace: Katyusha
     total: Annotated[Floats, Axes("k")]
     seed: int
+    batch: int = 1
+
+    def __post_init__(self) -> None:
+        whole("batch", self.batch, least=1, below=_MOST_ROWS)  # a site does not work without end
 
     def at(self, node: Node) -> None:
         node.data.need_rows("The solver 'al2sgd_plus' draws single rows, so it")
@@ -222,8 +237,8 @@ class KatyushaMove(Message[ClusterSums], label="al2sgd_plus move"):
             share(
                 kernels.al2sgd_plus_move, blocks.count, *clients.operands, rows, blocks.ptr, blocks.owner, node.gamma,
                 clients.share, move.pull.strength, move.pull.force, move.exchanged, move.start, move.steps, begin.local,
-                (pace.eta, pace.a1, pace.a2, pace.b1, pace.b2), move.wanted, points.x, points.gradient, before, points.z, y,
-                z, sums,
+                begin.batch, (pace.eta, pace.a1, pace.a2, pace.b1, pace.b2), move.wanted, points.x, points.gradient, before,
+                points.z, y, z, sums,
             )  # fmt: skip
         else:
             y, z, sums = numpy_move(node, clients, begin, points, rows, move)
@@ -252,13 +267,13 @@ def numpy_move(
                 g += node.gamma[part, None] * (move.pull.strength[j] * (theta - x) - move.pull.force[j])
             else:
                 g += local * ridge * (theta - x)
-                drawn = (uniforms(streams[part], int(move.start[j]) + s, 1)[:, 0] * rows).astype(np.int64)
-                row = (client_ptr[part] + drawn)[filled]
-                shift = offset[row] if len(offset) else 0.0
-                margins = (shift + np.einsum("ia,ia->i", X[row], at[filled]) for at in (theta, x))
-                here, there = (loss.slopes(margin, target[row]) for margin in margins)
-                size = (local * rows * scale[part])[filled] * (weights[row] if len(weights) else 1.0)
-                g[filled] += (size * (here - there))[:, None] * X[row]
+                for draw in uniforms(streams[part], (int(move.start[j]) + s) * begin.batch, begin.batch).T:
+                    row = (client_ptr[part] + (draw * rows).astype(np.int64))[filled]
+                    shift = offset[row] if len(offset) else 0.0
+                    margins = (shift + np.einsum("ia,ia->i", X[row], at[filled]) for at in (theta, x))
+                    here, there = (loss.slopes(margin, target[row]) for margin in margins)
+                    size = (local * rows * scale[part] / begin.batch)[filled] * (weights[row] if len(weights) else 1.0)
+                    g[filled] += (size * (here - there))[:, None] * X[row]
             y[part] = theta - pace.eta * g
             z[part] = pace.b1 * z[part] + (1.0 - pace.b1) * theta + pace.b2 / pace.eta * (y[part] - theta)
         if move.wanted[j]:
@@ -280,6 +295,12 @@ def next_pull(top: Centres, shares: Shares, means: Floats, now: Round, anchor: F
 
 
 # Theory
+
+
+def minibatched(constants: Constants, batch: int) -> Constants:
+    """The constants with the expected smoothness of a mean over ``batch`` rows in place of that of one row."""
+    rows = constants.of_rows / batch + (1 - 1 / batch) * constants.of_clients
+    return constants if batch == 1 else replace(constants, L_row=float(rows.max()), L_row_j=rows)
 
 
 def recipe(constants: Constants, *, p0: Any = None, p: Any = None, tau: Any = None, rho: Any = None) -> Recipe:
@@ -320,14 +341,15 @@ def al2sgd_plus(
     p: PerCluster | None = None,
     tau: PerCluster | None = None,
     rho: float | None = None,
+    batch: int = 1,
     mu: float | None = None,
     L_row: float | None = None,
     **options: Unpack[ControlOptions],
 ) -> Fit:
     """Minimise the objective by Async-AL2SGD+, Algorithm 2 (async_al2sgd_plus) of the paper.
 
-    It is accelerated and reduces the variance of its steps. A local step reads one row of each client, a refresh of the
-    anchor all rows. It converges to the minimiser at a linear rate.
+    It is accelerated and reduces the variance of its steps. A local step reads ``batch`` rows of each client, a refresh of
+    the anchor all rows. It converges to the minimiser at a linear rate.
 
     Parameters
     ----------
@@ -342,6 +364,8 @@ def al2sgd_plus(
         (async_al2sgd_plus_opt_conv_rate).
     rho : float, optional
         Probability of a refresh of the anchor; by default the probability of an exchange.
+    batch : int
+        Rows that each client draws for a local step, with replacement. More rows allow a longer step.
     mu, L_row : float, optional
         Strong convexity of the objective and smoothness of the losses of single rows; by default measured on the data.
     **options
@@ -362,7 +386,9 @@ def al2sgd_plus(
     >>> fit.convergence.converged, fit.theta.ravel().round(5).tolist()
     (True, [1.5, 3.0, 7.5])
     """
-    control, constants = prepare("al2sgd_plus", network, penalty, options, clusters=("row",), mu=mu, L_row=L_row)
+    quantities: tuple[Quantity, ...] = ("row",) if whole("batch", batch, least=1, below=_MOST_ROWS) == 1 else ("row", "client")
+    control, constants = prepare("al2sgd_plus", network, penalty, options, clusters=quantities, mu=mu, L_row=L_row)
+    constants = minibatched(constants, batch)
     best = recipe(constants, p0=p0, p=p, tau=tau, rho=rho)
     chances, top = best.probabilities, Centres.of(penalty)
     pace = Katyusha.of(constants, best.smoothness, chances.rho, best.step(eta))
@@ -370,8 +396,8 @@ def al2sgd_plus(
         "al2sgd_plus",
         constants,
         best,
-        identity={"eta": pace.eta, "steps": asdict(pace), "probabilities": asdict(chances)},
-        begin=KatyushaBegin(chances.local, pace, top.total, int(control.seed)),
+        identity={"eta": pace.eta, "batch": batch, "steps": asdict(pace), "probabilities": asdict(chances)},
+        begin=KatyushaBegin(chances.local, pace, top.total, int(control.seed), batch),
         move=KatyushaMove,
         next_pull=partial(next_pull, top, chances.shares(top.alpha)),
         merge=False,

@@ -323,8 +323,9 @@ def quadratic_steps(
 def al2sgd_plus_move(
     begin: int, end: int, family: int, X: Floats, target: Floats, weights: Floats, offset: Floats, scale: Floats, ridge: float,
     client_ptr: Ints, streams: Anything, blocks: Ints, owner: Ints, gamma: Floats, share: Floats, strength: Floats,
-    force: Floats, exchanged: Anything, start: Ints, steps: Ints, local: Floats, pace: tuple[float, float, float, float, float],
-    wanted: Anything, x: Floats, gradient: Floats, y: Floats, z: Floats, y_out: Floats, z_out: Floats, sums: Ints,
+    force: Floats, exchanged: Anything, start: Ints, steps: Ints, local: Floats, batch: int,
+    pace: tuple[float, float, float, float, float], wanted: Anything, x: Floats, gradient: Floats, y: Floats, z: Floats,
+    y_out: Floats, z_out: Floats, sums: Ints,
 ) -> None:  # fmt: skip
     """Move the clients; one thread moves a block of clients of one cluster. No bit depends on threads or blocks."""
     d = x.shape[1]
@@ -346,8 +347,8 @@ def al2sgd_plus_move(
                 else:
                     for a in range(d):
                         g[a] += local[j] * ridge * (theta[a] - x[i, a])
-                    if rows > 0:
-                        row = client_ptr[i] + draw_row(streams[i], start[j] + s, rows)
+                    for draw in range(batch if rows > 0 else 0):
+                        row = client_ptr[i] + draw_row(streams[i], (start[j] + s) * batch + draw, rows)
                         shift = offset[row] if len(offset) > 0 else 0.0
                         at_theta, at_x = shift, shift
                         for a in range(d):
@@ -355,7 +356,7 @@ def al2sgd_plus_move(
                             at_x += X[row, a] * x[i, a]
                         here = slope(family, at_theta, target[row], _power(family, at_theta))
                         there = slope(family, at_x, target[row], _power(family, at_x))
-                        size = local[j] * rows * scale[i] * (weights[row] if len(weights) > 0 else 1.0)
+                        size = local[j] * rows * scale[i] / batch * (weights[row] if len(weights) > 0 else 1.0)
                         for a in range(d):
                             g[a] += size * (here - there) * X[row, a]
                 for a in range(d):
