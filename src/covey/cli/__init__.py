@@ -30,6 +30,7 @@ from covey.cli import (
     shard,
     show,
     site,
+    sql,
     status,
     warm_up,
 )
@@ -62,7 +63,7 @@ def _stoppable(command: Callable[..., None]) -> Callable[..., None]:
 
 for _command in (
     fit.fit, predict.predict, show.show, plot.plot, report.report, shard.shard, plan.plan, demo.demo, reproduce.reproduce,
-    federate.federate, node.link, status.status, warm_up.warm_up,
+    federate.federate, node.link, status.status, warm_up.warm_up, sql.sql,
 ):  # fmt: skip
     app.command()(_stoppable(_command))
 

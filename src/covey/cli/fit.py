@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from covey.cli._options import FITTING, AnyTable, AsJson, TableName, console, from_settings, print_json, working
+from covey.cli.sql import Categories, categories_of
 
 
 @from_settings("formula", *FITTING, "baseline", seed="Seed of the split, of cross-validation and of random choices.")
@@ -21,7 +22,9 @@ def fit(
     ] = None,
     holdout: Annotated[float, typer.Option(help="Share of each client's rows for comparing models; 0 skips it.")] = 0.2,
     out: Annotated[Path | None, typer.Option(help="Folder for the model.")] = None,
-    sums: Annotated[bool, typer.Option("--sums/--no-sums", help="Save the clients' sums, which intervals need.")] = True,
+    sums: Annotated[bool, typer.Option("--sums", help="The table is the result of the query of covey sql.")] = False,
+    categories: Categories = None,
+    no_sums: Annotated[bool, typer.Option("--no-sums", help="Do not save the clients' sums, which intervals need.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Fit one model for each client, each cluster and all data together.
@@ -42,6 +45,7 @@ def fit(
     from covey.model.summary import describe
     from covey.nodes.lazy import as_lazy, read_lazy
     from covey.nodes.network import InMemory
+    from covey.nodes.queries import read_sums
     from covey.nodes.shards import Shards, is_shards
     from covey.problem.problem import resolve
     from covey.problem.rows import read_rows
@@ -60,12 +64,14 @@ def fit(
         else:
             rows = open_table(data, table, ids=[draft.spec.client, draft.spec.cluster], lazy=lazy)
             held = as_lazy(rows)
-            grouped, problem = read_rows(rows, draft) if held is None else read_lazy(held, draft)
+            if sums:
+                grouped, problem = read_sums(rows, draft, categories_of(categories))
+            else:
+                grouped, problem = read_rows(rows, draft) if held is None else read_lazy(held, draft)
             network = InMemory.of(grouped, problem.loss)
         comparison = None
-        if (
-            holdout and rows is not None and held is None and draft.spec.client is not None
-        ):  # without groups all models are the same
+        # Without groups all models are the same.
+        if holdout and rows is not None and held is None and not sums and draft.spec.client is not None:
             comparison = compare(grouped, problem, test=holdout, progress=lambda name: say(f"fitting {name}"))
         say("fitting all rows")
         model = fit_problem(
@@ -75,7 +81,7 @@ def fit(
             count=lambda done, todo: say(f"cross-validating penalties, {done} of {todo}"),
         )
         if out is not None:
-            save_model(model, out, sums=sums)
+            save_model(model, out, sums=not no_sums)
     if as_json:
         print_json({**_document(model, comparison), "out": None if out is None else str(out)})
         return

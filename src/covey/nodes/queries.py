@@ -1,0 +1,139 @@
+"""The sums of a linear fit as SQL, for a database that covey does not reach; and the result of such a query as rows.
+
+:func:`sql_queries` writes two statements. The first counts what would be a mistake. The second computes the sums by client that
+:mod:`covey.nodes.lazy` asks an engine for, and the means of the columns, which it subtracts. :func:`read_sums` takes the
+result.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from covey.errors import DataError, FormulaError
+from covey.nodes.lazy import Aggregate, check_pushed
+from covey.nodes.look import sum_tree
+from covey.problem.problem import Problem, Schema
+from covey.tables.design import Formula
+from covey.tables.pushdown import Dialect, Sql, TermColumn, columns_in, term_columns
+from covey.tables.rows import GroupedData
+from covey.tables.sums import rows_from_sums
+
+Categories = Mapping[str, Sequence[Any]]
+
+
+def complete(draft: Problem, categories: Categories) -> Problem:
+    """A draft with the categories of its columns; all other columns hold numbers."""
+    check_pushed(draft)
+    formula = draft.formula
+    if formula is None or formula.response is None:
+        raise DataError("The sums need a formula that names the response, such as 'y ~ x + (1 | county)'.")
+    if draft.spec.na == "drop" or draft.spec.standardize:
+        raise DataError("Leave out na='drop' and standardize=True: the database gives the sums of all rows as they are.")
+    names = formula.right.names
+    for name in (name for name in categories if name not in names):
+        raise DataError(f"The categories of {name!r} are given, but the formula has no such term; leave them out.")
+    wrapped = {name for factor in formula.right.factors for name in factor.names()[1]}
+    for name in sorted(wrapped - set(categories)):
+        raise DataError(f"The column {name!r} holds categories, which must be listed: --categories {name}=a,b,c.")
+    sorted_ = {name: sorted(values, key=lambda value: (str(type(value)), value)) for name, values in categories.items()}
+    problem = draft.agree(Schema(names, sorted_, None, draft.names_offset))
+    for text, *_ in problem.design.unlearned if isinstance(problem.design, Formula) else ():
+        raise FormulaError(f"{text} learns from rows, so it cannot be written as one statement; add a column with its values.")
+    return problem
+
+
+def aggregate_of_problem(problem: Problem, centre: Any = None) -> Aggregate:
+    """The sums of a problem; without ``centre`` it is zero."""
+    terms, formula, spec = term_columns(problem.design), problem.formula, problem.spec
+    if formula is None or formula.response is None:
+        raise DataError("The sums need a formula that names the response, such as 'y ~ x + (1 | county)'.")
+    plain: ast.expr = ast.Name(formula.response.strip("`"))
+    response = plain if formula.expression is None else sum_tree(formula.expression)
+    if problem.offset is not None or spec.offset is not None:
+        offset = sum_tree(problem.offset) if problem.offset is not None else ast.Name(spec.offset or "")
+        response = ast.BinOp(response, ast.Sub(), offset)
+    values = [term for term in terms if term.constant is None]
+    places = {term.name: at + 1 for at, term in enumerate(values)}
+    columns = [(0, term.constant) if term.constant is not None else (places[term.name], 1.0) for term in terms]
+    whole = (*values, TermColumn("response", response))
+    zero = np.zeros(len(whole)) if centre is None else centre
+    return Aggregate(tuple(each.name for each in whole), whole, zero, tuple(columns), spec.weights, spec.frequency)
+
+
+def sql_queries(problem: Problem, dialect: Dialect, table: str) -> tuple[str, str]:
+    """The statement that looks for mistakes, and the one that computes the sums.
+
+    >>> from covey.problem.problem import Spec, resolve
+    >>> problem = complete(resolve(Spec(formula="y ~ (1 | county)")), {})
+    >>> print(sql_queries(problem, "duckdb", "visits")[0])
+    SELECT
+      COUNT(*) AS "rows",
+      SUM(CASE WHEN "county" IS NULL THEN 1 ELSE 0 END) AS "missing county",
+      SUM(CASE WHEN "y" IS NULL THEN 1 ELSE 0 END) AS "missing y"
+    FROM "visits"
+    """
+    sql, found, spec = Sql(dialect), aggregate_of_problem(problem), problem.spec
+    q, source = sql.name, ".".join(sql.name(part) for part in table.split("."))
+    ids = [name for name in (spec.cluster, spec.client) if name is not None]
+    held = [name for value in found.values for name in columns_in(value.numeric)]
+    coded = [name for value in found.values for name, _ in value.codes]
+    used = dict.fromkeys([*ids, *coded, *held, *filter(None, (spec.weights, spec.frequency))])
+    counts = ["COUNT(*) AS " + q("rows")]
+    counts += [f"SUM(CASE WHEN {q(name)} IS NULL THEN 1 ELSE 0 END) AS {q('missing ' + name)}" for name in used]
+    look = "SELECT\n  " + ",\n  ".join(counts) + f"\nFROM {source}"
+
+    values = [sql.term(value) for value in found.values]
+    plain, z = spec.weights is None and spec.frequency is None, [f"z{at}" for at in range(len(values))]
+    times = "1e0" if spec.frequency is None else sql.column(spec.frequency)
+    weight = "1e0" if spec.weights is None else sql.column(spec.weights)
+    means = ",\n    ".join(f"AVG({value}) AS c{at}" for at, value in enumerate(values))
+    base = [*map(q, ids), *(f"{value} - c{at} AS z{at}" for at, value in enumerate(values))]
+    base += [f"c{at}" for at in range(len(values))]
+    asked, w = ["COUNT(*) AS " + q("rows")], "" if plain else "weight * "
+    if not plain:
+        base += [f"{times} AS times", f"{weight} AS one", f"{weight} * {times} AS weight"]
+        asked = [
+            "SUM(times) AS " + q("rows"),
+            "SUM(CASE WHEN one > 0 THEN times ELSE 0 END) AS counted",
+            "SUM(weight) AS weight",
+            "SUM(CASE WHEN one > 0 THEN times * LN(one) ELSE 0 END) AS logs",
+        ]
+    asked += [f"SUM({w}{name}) AS s{at}" for at, name in enumerate(z)]
+    asked += [f"SUM({w}{z[a]} * {z[b]}) AS s{a}_{b}" for a, b in found.pairs()]
+    asked += [f"MIN(c{at}) AS c{at}" for at in range(len(values))]
+    where = "" if spec.frequency is None else f"\n  WHERE {q(spec.frequency)} > 0"
+    keys = ", ".join(map(q, ids))
+    sums = f"WITH centres AS (\n  SELECT\n    {means}\n  FROM {source}\n),\ncentred AS (\n  SELECT\n    "
+    sums += ",\n    ".join(base) + f"\n  FROM {source} CROSS JOIN centres{where}\n)\nSELECT\n  "
+    sums += ",\n  ".join([*map(q, ids), *asked]) + "\nFROM centred" + (f"\nGROUP BY {keys}" if keys else "")
+    return look, sums
+
+
+def read_sums(sums: pl.DataFrame, draft: Problem, categories: Categories) -> tuple[GroupedData, Problem]:
+    """The result of the second statement of :func:`sql_queries` as rows with the same products, and the problem."""
+    problem = complete(draft, categories)
+    found, spec = aggregate_of_problem(problem), problem.spec
+    ids = [name for name in (spec.cluster, spec.client) if name is not None]
+    width = range(len(found.names))
+    wanted = [*ids, "rows", *(f"s{a}" for a in width), *(f"s{a}_{b}" for a, b in found.pairs()), *(f"c{a}" for a in width)]
+    wanted += [] if spec.weights is None and spec.frequency is None else ["counted", "weight", "logs"]
+    lost, more = [name for name in wanted if name not in sums.columns], [name for name in sums.columns if name not in wanted]
+    if lost or more:
+        which = f"has no column {lost[0]!r}" if lost else f"has a column {more[0]!r} too many"
+        raise DataError(f"The table of sums {which}; it must be the result of covey sql for this formula and its categories.")
+    numbers = sums.select(wanted[len(ids) :]).cast(pl.Float64).to_numpy()
+    if len(sums) == 0 or not np.isfinite(numbers).all():
+        raise DataError(
+            "The table of sums has no rows, or values that are missing or infinite; run the first query of covey sql."
+        )
+    centre = sums.select(f"c{a}" for a in width).cast(pl.Float64).to_numpy()
+    if not (centre == centre[0]).all():
+        raise DataError("The table of sums has several centres of one column; it must be the result of one query.")
+    products = aggregate_of_problem(problem, centre[0]).products(sums)
+    client, cluster = (None if name is None else sums[name] for name in (spec.client, spec.cluster))
+    return rows_from_sums(products, client, cluster, problem.terms, nested=bool(spec.nested)), problem
