@@ -99,7 +99,7 @@ def test_names_that_a_screen_reader_needs(light, report):
     assert all(after - before <= 1 for before, after in pairwise(levels))
 
 
-@pytest.mark.parametrize("page", ["index.html", "explanation/shrinkage.html", "tutorials/first-model.html"])
+@pytest.mark.parametrize("page", ["index.html", "gallery.html", "tutorials/first-model.html"])
 def test_pages_of_the_site(light, page):
     path = SITE / page
     if not path.exists():

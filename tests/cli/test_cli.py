@@ -115,6 +115,8 @@ def test_demo(tmp_path):
     out = tmp_path / "covey-demo"
     assert (out / "shrinkage.png").stat().st_size > 20_000
     assert (out / "model" / "model.json").exists()
+    assert done.stdout.splitlines()[-1].endswith("covey-demo/report.html")
+    assert "one pooled model" in (out / "report.html").read_text()
     lines = [line.split() for line in done.stdout.splitlines() if "│" in line]
     errors = {line[1]: float(line[3]) for line in lines[:4]}
     assert errors["hierarchical"] == min(errors.values())

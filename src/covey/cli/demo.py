@@ -12,9 +12,12 @@ import typer
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the figure, the model and the table.")] = Path("covey-demo"),
     seed: Annotated[int, typer.Option(help="Seed of the held-out split and of cross-validation.")] = 0,
+    show: Annotated[bool, typer.Option("--open", help="Open the report in a browser.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Fit a model of radon in homes by county and state, compare it with three others, and fit it across three sites.
+
+    Last, it writes a report of the model.
 
     [bold]Example[/bold]   covey demo --out covey-demo
     """
@@ -31,6 +34,7 @@ def demo(
     from covey.nodes.network import InMemory
     from covey.problem.problem import Spec, resolve
     from covey.problem.rows import read_rows
+    from covey.report.document import report
     from covey.report.plots import shrinkage_figure
     from covey.report.tables import comparison_table, shrinkage_table
     from covey.reproduce.radon import Shrinkage
@@ -65,8 +69,15 @@ def demo(
             rows="homes in the county",
             unit="log radon",
         )
+        say("writing the report")
+        page = out / "report.html"
+        page.write_text(report(model, homes, heading="Radon in homes of 470 counties", say=say), encoding="utf-8")
+    if show:
+        import webbrowser
+
+        webbrowser.open(page.absolute().as_uri())
     if as_json:
-        files = {"figure": str(figure), "model": str(out / "model"), "data": str(out / "homes.parquet")}
+        files = {"figure": str(figure), "model": str(out / "model"), "data": str(out / "homes.parquet"), "report": str(page)}
         federated = {"sites": list(across.outcome.roster), "difference": apart}
         federated["exchanges"] = [asdict(each) for each in across.outcome.exchanges]
         print_json({"held_out": asdict(comparison), "summary": Summary(model).to_json(), "federated": federated, **files})
@@ -85,3 +96,4 @@ def demo(
     screen.print(f"\nfigure {figure}\nmodel  {out / 'model'}\ndata   {out / 'homes.parquet'}", markup=False)
     command = "python -m covey" if Path(sys.argv[0]).stem == "__main__" else sys.argv[0]
     screen.print(f"\nNext:  {command} show {out / 'model'} --level client", markup=False)
+    screen.print(f"Report of the model, to open in a browser: {page}", markup=False)
