@@ -1,11 +1,14 @@
 """Wide clients: 3,000 clients of 20 rows in 20 groups, given penalties, against ten lines of numpy in the space of the rows.
 
-A client with fewer rows than terms needs only a matrix as large as its rows. covey builds one as large as its terms, so it
-loses where clients are wide. Both sides get arrays and give all coefficients; the answers must agree to 1e-9. Both use
-all cores.
+A client with fewer rows than terms needs only a matrix as large as its rows. Both sides get arrays and give all coefficients,
+with one thread each; the answers must agree to 1e-9.
 """
 
 from __future__ import annotations
+
+import os
+
+os.environ |= {"OPENBLAS_NUM_THREADS": "1", "COVEY_THREADS": "1"}  # before numpy starts its threads
 
 import numpy as np
 from _timing import alternate
@@ -34,7 +37,7 @@ def rows_solve(X: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 ratios = []
-for d in (10, 30, 100):
+for d in (10, 30, 100, 300, 1000):
     rng = np.random.default_rng(d)
     X = rng.standard_normal((GROUPS * CLIENTS, ROWS, d))
     y = X @ rng.standard_normal(d) / np.sqrt(d) + rng.standard_normal(X.shape[:2])
@@ -47,6 +50,6 @@ for d in (10, 30, 100):
     ours, theirs = alternate(lambda: minimise(data, Gaussian(), penalty), lambda: rows_solve(X, y), repeats=3)  # noqa: B023
     ratios.append(ours / theirs)
     print(
-        f"d = {d:3d}: covey {ours:.3f} s, numpy in row space {theirs:.3f} s, ratio {ratios[-1]:.2f}, same to {difference:.0e}"
+        f"d = {d:4d}: covey {ours:.3f} s, numpy in row space {theirs:.3f} s, ratio {ratios[-1]:.2f}, same to {difference:.0e}"
     )
-print("ratio covey / numpy, below 1 covey is faster: " + ", ".join(f"{value:.2f}" for value in ratios))
+print("ratio covey / numpy (target <= 1.2): " + ", ".join(f"{value:.2f}" for value in ratios))

@@ -26,7 +26,7 @@ VERSIONS = ("covey", "numpy", "scipy", "numba", "scikit-learn", "polars")
 TITLES = {
     "bench_components": "Mixed models: covey and eight other programs",
     "bench_shared": "Terms that do not vary: covey, lmer and glmmTMB",
-    "bench_wide": "Wide clients, where covey loses",
+    "bench_wide": "Wide clients and ten lines of numpy",
     "bench_newton": "29,490 logistic clients and one pooled scikit-learn fit",
     "bench_million": "A million clients: memory and growth",
     "bench_randomised": "The paper's randomised algorithms and a Python loop",

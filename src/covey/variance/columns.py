@@ -18,7 +18,8 @@ from covey.losses import loss_of
 from covey.nodes.network import Message, Network, Node, R
 from covey.records import Axes, Record, Reply
 from covey.solvers.direct.elimination import Quadratic, Spread
-from covey.solvers.direct.spaces import Hessians, LeadingHessians, by_cell, hessians, space_of
+from covey.solvers.direct.hessians import Hessians, LeadingHessians, WholeHessians, by_cell
+from covey.solvers.direct.spaces import hessians, linear_clients, space_of
 from covey.solvers.result import Fit
 from covey.tables.rows import GroupedData
 from covey.variance.components import Components, Learned, LevelComponents, Whole
@@ -203,22 +204,26 @@ def client_losses(node: Node, order: Ints | None = None, *, at_mode: bool = Fals
     return from_cache(node, "losses in order", (columns.basis, columns.origin, order), permute)
 
 
-def leading_losses(node: Node, order: TermOrder) -> tuple[Hessians, Quadratic]:
-    """As :func:`client_losses`, where most terms are shared: Hessians of the varying terms, and a Quadratic without ``C``."""
-    columns, d = working_columns(node), len(order.terms)
+def losses_in_space(node: Node, order: TermOrder) -> tuple[Hessians, Floats | None, tuple[Floats, Floats]]:
+    """Each client's loss about the origin, not with whole Hessians but in the space where it is cheapest to solve.
 
-    def compute() -> tuple[Hessians, Quadratic]:
-        H: Hessians
+    Returns the Hessians, the linear terms (None if the Hessians know them), and the constants and numbers of rows.
+    """
+    columns = working_columns(node)
+
+    def compute() -> tuple[Hessians, Floats | None, tuple[Floats, Floats]]:
+        rows = space_of(len(order.terms), order.width) == "rows"
         if not node.data.n_rows:  # there may be the sums of an earlier fit
             losses = client_losses(node, order.terms)
-            H = LeadingHessians.of_matrices(losses.C, node.data.hierarchy.cluster_ptr, order.width)
-            return H, replace(losses, C=np.empty((0, d, d)))
-        data = client_rows(node, order.terms)
-        here = node.loss.expand_rows(data, np.tile(columns.origin[order.terms], (data.n_clients, 1)))
-        H = hessians(data, node.loss, here, order.width)
-        return H, Quadratic(here.hessian, -here.gradient, here.value, data.rows_that_count)
+            aside, ptr = (losses.c, losses.n), node.data.hierarchy.cluster_ptr
+            return WholeHessians(losses.C) if rows else LeadingHessians.of_matrices(losses.C, ptr, order.width), losses.r, aside
+        data, origin = client_rows(node, order.terms), columns.origin[order.terms]
+        if rows:
+            return linear_clients(data, node.loss, origin, order.width), None, (np.zeros(data.n_clients), data.rows_that_count)
+        here = node.loss.expand_rows(data, np.tile(origin, (data.n_clients, 1)))
+        return hessians(data, node.loss, here, order.width), -here.gradient, (here.value, data.rows_that_count)
 
-    return from_cache(node, "leading losses", (columns.basis, columns.origin, *order.key), compute)
+    return from_cache(node, "losses in space", (columns.basis, columns.origin, *order.key), compute)
 
 
 def client_spread(node: Node, S: Floats, order: TermOrder) -> Spread:

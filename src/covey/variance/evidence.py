@@ -19,7 +19,8 @@ from covey.losses import loss_of
 from covey.nodes.network import Message, Node, Sizes
 from covey.records import Axes, Count, Reply
 from covey.solvers.direct.elimination import Quadratic, solve_columns
-from covey.solvers.direct.spaces import by_cell, leading_products, space_of
+from covey.solvers.direct.hessians import by_cell, leading_products
+from covey.solvers.direct.spaces import space_of
 from covey.tables.rows import GroupedData
 from covey.tree.hierarchy import segment_sum
 from covey.variance.columns import WorkingColumns, client_losses, client_rows, is_identity
@@ -150,7 +151,7 @@ class WeighEvidence(Message[Evidence], label="weigh evidence", phase="learn"):
         )
 
     def _needs_all(self, data: GroupedData) -> bool:
-        return space_of(data.n_terms, len(self.varying)) == "terms"
+        return space_of(data.n_terms, len(self.varying)) != "leading"
 
     def _whole(self, node: Node) -> tuple[Quadratic, GramRows, GramRows]:
         """The clients' losses with ``C (k, d, d)`` summed by cluster, and their ``X'X``, the second in the user's units."""

@@ -40,15 +40,15 @@ from covey.nodes.network import Message, Node, Sizes
 from covey.records import Axes
 from covey.solvers.direct import newton
 from covey.solvers.direct.elimination import (
-    Marginal,
+    ClientMarginal,
     Quadratic,
     Spread,
     absorb_leading,
     cluster_covariances,
     invert,
-    sensitivity,
 )
-from covey.solvers.direct.spaces import Hessians, expand, hessians
+from covey.solvers.direct.hessians import Hessians
+from covey.solvers.direct.spaces import expand, hessians
 from covey.solvers.direct.sweep import solve_top
 from covey.solvers.result import Convergence
 from covey.variance.columns import (
@@ -77,7 +77,7 @@ _LARGE = 3.0  # standard deviation of log-odds or log-means
 # The work of a node
 
 
-def node_curvature(node: newton.LocalProblem, at: newton.NewtonPoint) -> Marginal:
+def node_curvature(node: newton.LocalProblem, at: newton.NewtonPoint) -> ClientMarginal:
     """Each client's ``C_i`` at the mode, and the sums of log-determinants by cluster."""
     return node.hessians(at).curvature(node.spread, node.data.hierarchy.cluster_ptr)
 
@@ -90,12 +90,12 @@ def node_bends(node: newton.LocalProblem, at: newton.NewtonPoint, P: Floats) -> 
 
 
 def node_slopes(
-    node: newton.LocalProblem, at: newton.NewtonPoint, marginal: Marginal, g: Floats, P: Floats, y: Floats
+    node: newton.LocalProblem, at: newton.NewtonPoint, marginal: ClientMarginal, g: Floats, P: Floats, y: Floats
 ) -> tuple[Floats, Floats]:
     """The sums of ``bend`` and ``pull`` by cluster; ``y (k, d)`` is the clusters' solution of the second sweep."""
     tree, width = node.data.hierarchy, node.spread.width
     _, q = node.hessians(at).descend(g, node.spread, tree.parent, y)
-    bend, _ = sensitivity(marginal, width, tree.cluster_ptr, np.zeros_like(y), P)
+    bend, _ = marginal.sensitivity(width, tree.cluster_ptr, np.zeros_like(y), P)
     pull, moving = _pulls(at.u[:, :width], q[:, :width])
     return bend + tree.sum_up(moving), tree.sum_up(pull)
 
@@ -221,7 +221,7 @@ class FinishMode(Message[NonFiniteClients], label="finish at the mode", phase="l
 
 def _clients(node: Node, S: Floats, order: TermOrder) -> newton.LocalProblem:
     spread = from_cache(node, "spread", (S, *order.key), lambda: client_spread(node, S, order))
-    return newton.LocalProblem(client_rows(node, order.terms), node.loss, spread)
+    return newton.LocalProblem(client_rows(node, order.terms), node.loss, spread, node.cache)
 
 
 def _linear_problem(clients: newton.LocalProblem, centre: Floats) -> tuple[Hessians, Floats]:
@@ -234,7 +234,7 @@ def _linear_problem(clients: newton.LocalProblem, centre: Floats) -> tuple[Hessi
     return hessians(linear, gaussian, here, width), -here.gradient
 
 
-def _at_mode(node: Node, P: Floats) -> tuple[newton.LocalProblem, Marginal, Floats, Floats]:
+def _at_mode(node: Node, P: Floats) -> tuple[newton.LocalProblem, ClientMarginal, Floats, Floats]:
     """The clients, their curvature at the mode, their ``g_i``, and the sums of ``(I + H_i S_j)^-1 g_i`` by cluster."""
     mode = node.state(ModeState)
     clients, now = _clients(node, mode.S, mode.order), mode.state.now

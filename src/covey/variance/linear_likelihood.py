@@ -48,13 +48,14 @@ from covey.errors import SolverError
 from covey.nodes.network import Message, Node, Sizes
 from covey.records import Axes, Reply
 from covey.solvers.direct.elimination import (
+    ClientMarginal,
     Marginal,
     Quadratic,
     invert,
-    sensitivity,
     solve_symmetric,
 )
-from covey.solvers.direct.spaces import Hessians, WholeHessians, space_of
+from covey.solvers.direct.hessians import Hessians, WholeHessians
+from covey.solvers.direct.spaces import space_of
 from covey.solvers.result import Progress
 from covey.variance.columns import (
     LearningState,
@@ -67,7 +68,7 @@ from covey.variance.columns import (
     client_spread,
     from_cache,
     keep_results,
-    leading_losses,
+    losses_in_space,
     working_columns,
 )
 from covey.variance.components import Method
@@ -243,7 +244,7 @@ class IntegrateClients(Message["Integrated"], LearningState, label="integrate cl
         tree, parts = node.data.hierarchy, []
         for marginal in _integrated(node, self):
             seen = marginal.seen
-            if self.about_client_fits:
+            if self.about_client_fits and isinstance(marginal, Marginal):
                 fits, squares = _client_fits(node, self.order)
                 seen = replace(seen, c=tree.sum_up(0.5 * (squares + np.einsum("ia,ia->i", fits, marginal.r))))
             parts.append((seen.C, seen.r, seen.c, seen.n, marginal.log_determinants.sum()))
@@ -277,7 +278,7 @@ class LikelihoodSlope(Message[Slopes], label="slope of the likelihood", phase="l
         asked = node.state(IntegrateClients)
         width, ptr = asked.order.width, node.data.hierarchy.cluster_ptr
         points = zip(_integrated(node, asked), self.w, self.P, strict=True)
-        sums = [sensitivity(marginal, width, ptr, w, P) for marginal, w, P in points]
+        sums = [marginal.sensitivity(width, ptr, w, P) for marginal, w, P in points]
         bend, pull = (np.stack(part) for part in zip(*sums, strict=True))
         if asked.S.shape[1] == 1:  # one covariance for all clusters, so only the sum over clusters is needed
             bend, pull = bend.sum(axis=1, keepdims=True), pull.sum(axis=1, keepdims=True)
@@ -293,33 +294,32 @@ class FinishLinear(Message[NonFiniteClients], label="finish linear", phase="lear
     w: Annotated[Floats, Axes("k d")]
 
     def at(self, node: Node) -> NonFiniteClients:
-        (H, losses), origin = _losses(node, self.order), working_columns(node).origin
-        theta, _ = H.descend(losses.r, client_spread(node, self.S, self.order), node.data.hierarchy.parent, self.w)
+        (H, b, _), origin = _losses(node, self.order), working_columns(node).origin
+        theta, _ = H.descend(b, client_spread(node, self.S, self.order), node.data.hierarchy.parent, self.w)
         return keep_results(node, origin + theta[:, self.order.inverse], client_losses(node), origin)
 
 
-def _integrated(node: Node, asked: IntegrateClients) -> tuple[Marginal, ...]:
+def _integrated(node: Node, asked: IntegrateClients) -> tuple[ClientMarginal, ...]:
     """Each client's part of the likelihood, at each point."""
     now, order = working_columns(node), asked.order
 
-    def compute() -> tuple[Marginal, ...]:
-        (H, losses), ptr = (
-            _losses(node, order, whole=asked.about_client_fits, at_mode=asked.at_mode),
-            node.data.hierarchy.cluster_ptr,
-        )
-        spreads = [client_spread(node, S, order) for S in asked.S]
-        return tuple(H.marginalise(losses.r, spread, ptr, (losses.c, losses.n)) for spread in spreads)
+    def compute() -> tuple[ClientMarginal, ...]:
+        ptr, about = node.data.hierarchy.cluster_ptr, asked.about_client_fits
+        H, b, aside = _losses(node, order, whole=about, at_mode=asked.at_mode)
+        return tuple(H.marginalise(b, client_spread(node, S, order), ptr, aside) for S in asked.S)
 
     flags = np.array([asked.about_client_fits, asked.at_mode])
     return from_cache(node, "integrated", (asked.S, *order.key, now.basis, now.origin, flags), compute)
 
 
-def _losses(node: Node, order: TermOrder, *, whole: bool = False, at_mode: bool = False) -> tuple[Hessians, Quadratic]:
-    """The clients' losses about the origin in the working order: their Hessians, and a Quadratic of everything else."""
+def _losses(
+    node: Node, order: TermOrder, *, whole: bool = False, at_mode: bool = False
+) -> tuple[Hessians, Floats | None, tuple[Floats, Floats]]:
+    """The clients' losses about the origin in the working order: Hessians, linear terms, constants and numbers of rows."""
     if whole or at_mode or space_of(len(order.terms), order.width) == "terms":
         losses = client_losses(node, order.terms, at_mode=at_mode)
-        return WholeHessians(losses.C), losses
-    return leading_losses(node, order)
+        return WholeHessians(losses.C), losses.r, (losses.c, losses.n)
+    return losses_in_space(node, order)
 
 
 def _client_fits(node: Node, order: TermOrder) -> tuple[Floats, Floats]:

@@ -7,9 +7,10 @@ import pytest
 
 from covey import GroupedData
 from covey.losses import Bernoulli, Gamma, Gaussian, Poisson
-from covey.solvers.direct import kernels
+from covey.solvers.direct import kernels, row_space
 from covey.solvers.direct.elimination import Spread, absorb_leading, cluster_covariances, leading_width, sensitivity
-from covey.solvers.direct.spaces import LeadingHessians, WholeHessians, by_cell, expand, hessians, space_of
+from covey.solvers.direct.hessians import LeadingHessians, WholeHessians, by_cell
+from covey.solvers.direct.spaces import expand, hessians, linear_clients, space_of
 
 D = 11
 
@@ -110,3 +111,86 @@ def test_the_upper_level_is_solved_in_its_varying_terms(q):
     np.testing.assert_allclose(log_determinants, np.linalg.slogdet(K)[1], atol=1e-10)
     J = np.linalg.inv(np.eye(d) + S @ C)
     np.testing.assert_allclose(cluster_covariances(C, S, P0, q), J @ S + J @ P0 @ J.transpose(0, 2, 1), atol=1e-9)
+
+
+WIDE = 19  # terms of clients in row space; some clients have more rows, most have fewer
+SIZES = (3, 7, 1, 25, 2, 40, 4, 6, 19)
+
+
+def spread_of(kind, rng, n, q):
+    """Covariances of every form; one client is its parent, and with penalties one has no tie to it."""
+    if kind == "penalties":
+        gamma = rng.uniform(0.2, 3.0, size=n)
+        gamma[2], gamma[4] = 0.0, 1e12
+        return Spread.of_penalty(gamma, WIDE)
+    S = covariance(rng, WIDE, q, n if kind == "one each" else 1)
+    if kind == "diagonal":
+        S = S * np.eye(WIDE)
+    return Spread.of_covariances(S, n, q)
+
+
+@pytest.mark.parametrize("kind", ["penalties", "diagonal", "full", "one each"])
+@pytest.mark.parametrize("loss", [Gaussian(), Bernoulli(), Poisson("mean", ridge=0.3), Gamma()])
+def test_row_space_gives_what_whole_matrices_give(loss, kind):
+    data, rng = rows(WIDE, loss=loss, weights=kind != "full", sizes=SIZES), np.random.default_rng(1)
+    tree, n, q = data.hierarchy, data.n_clients, WIDE if kind == "penalties" else WIDE - 2
+    theta, spread, ptr = 0.1 * rng.normal(size=(n, WIDE)), spread_of(kind, rng, n, q), tree.cluster_ptr
+    here = expand(data, loss, theta, q)
+    assert space_of(WIDE, q) == "rows"
+    ours, whole = hessians(data, loss, here, q), WholeHessians(loss.hessian(data, theta))
+    b, aside = -loss.gradient(data, theta), (rng.normal(size=n), data.rows_that_count)
+    close = {"rtol": 1e-8, "atol": 1e-8}
+    seen, expected = ours.marginalise(b, spread, ptr, aside), whole.marginalise(b, spread, ptr, aside)
+    for one, other in zip(vars(seen.seen).values(), vars(expected.seen).values(), strict=True):
+        np.testing.assert_allclose(one, other, **close)
+    np.testing.assert_allclose(seen.log_determinants, expected.log_determinants, **close)
+    np.testing.assert_allclose(ours.lift(b, spread, ptr, aside), expected.seen.r, **close)
+    np.testing.assert_allclose(ours.leading(q), whole.leading(q), **close)
+    x, P = rng.normal(size=(tree.n_clusters, WIDE)), covariance(rng, WIDE, 3, tree.n_clusters)
+    for one, other in zip(ours.descend(b, spread, tree.parent, x), whole.descend(b, spread, tree.parent, x), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-7, atol=1e-7)
+    if kind != "penalties":
+        for one, other in zip(seen.sensitivity(q, ptr, x, P), expected.sensitivity(q, ptr, x, P), strict=True):
+            np.testing.assert_allclose(one, other, **close)
+        bends = [H.bend(data, loss, theta, spread, P) for H in (ours, whole)]
+        np.testing.assert_allclose(*bends, **close)
+
+
+@pytest.mark.parametrize("kind", ["penalties", "diagonal", "full", "one each"])
+@pytest.mark.parametrize("ridge", [0.0, 0.5])
+def test_a_linear_model_in_row_space_gives_what_its_normal_equations_give(kind, ridge, monkeypatch):
+    monkeypatch.setattr(row_space, "_PIECE", 20 * WIDE)  # several pieces
+    loss, rng = Gaussian(ridge=ridge), np.random.default_rng(2)
+    data = rows(WIDE, weights=kind != "full", sizes=SIZES)
+    tree, n, q = data.hierarchy, data.n_clients, WIDE if kind == "penalties" else WIDE - 2
+    spread, ptr, zero = spread_of(kind, rng, n, q), tree.cluster_ptr, np.zeros((n, WIDE))
+    ours, plain = linear_clients(data, loss, np.zeros(WIDE), q), loss.expand(data, zero)
+    whole, b = WholeHessians(plain.hessian), -plain.gradient
+    np.testing.assert_allclose(ours.linear_terms(), b, atol=1e-10)
+    seen = ours.marginalise(None, spread, ptr, (np.zeros(n), data.rows_that_count))
+    expected = whole.marginalise(b, spread, ptr, (plain.value, data.rows_that_count))
+    for one, other in zip(vars(seen.seen).values(), vars(expected.seen).values(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9)
+    x, P = rng.normal(size=(tree.n_clusters, WIDE)), covariance(rng, WIDE, WIDE, tree.n_clusters)
+    for one, other in zip(ours.descend(None, spread, tree.parent, x), whole.descend(b, spread, tree.parent, x), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-8, atol=1e-8)
+    if kind != "penalties":
+        for one, other in zip(seen.sensitivity(q, ptr, x, P), expected.sensitivity(q, ptr, x, P), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-8, atol=1e-8)
+    floor = whole.smallest_curvature(loss)
+    assert 0.0 <= ours.smallest_curvature(loss) <= max(floor, ridge) + 1e-12
+
+
+@pytest.mark.parametrize("gamma", [1e-14, 1e-6, 1.0, 1e8, 1e14])
+def test_row_space_loses_no_digits_at_the_limits(gamma):
+    data, rng = rows(WIDE, sizes=(5, 30, 8)), np.random.default_rng(3)
+    x = rng.normal(size=(1, WIDE))
+    spread, parent = Spread.of_penalty(np.full(3, gamma), WIDE), np.zeros(3, dtype=np.int64)
+    t, force = linear_clients(data, Gaussian(), np.zeros(WIDE), WIDE).descend(None, spread, parent, x)
+    for i in range(3):
+        # The ridge regression about x as a least-squares problem, whose condition is the root of that of normal equations.
+        part = slice(data.client_ptr[i], data.client_ptr[i + 1])
+        stacked = np.vstack([data.X[part], np.sqrt(gamma) * np.eye(WIDE)])
+        step = np.linalg.lstsq(stacked, np.append(data.y[part] - data.X[part] @ x[0], np.zeros(WIDE)), rcond=0.0)[0]
+        np.testing.assert_allclose(t[i] - x[0], step, rtol=1e-6, atol=1e-9 * np.abs(step).max() + 1e-15)
+        np.testing.assert_allclose(force[i], gamma * step, rtol=1e-6, atol=1e-9 * gamma * np.abs(step).max())

@@ -15,7 +15,7 @@ nearest to its parent. ``log|K|`` is what integrating the child out adds to twic
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, Protocol
 
 import numpy as np
 
@@ -27,6 +27,8 @@ from covey.solvers.direct import kernels
 from covey.tables.rows import GroupedData
 from covey.threads import block_count, share
 from covey.tree.hierarchy import segment_sum
+
+MANY = 16  # varying terms; from more on, matrices are solved by LAPACK, and clients in the space of their rows
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,20 @@ class Marginal(NamedTuple):
     C: Floats
     r: Floats
 
+    def sensitivity(self, width: int, ptr: Ints, x: Floats, P: Floats) -> tuple[Floats, Floats]:
+        """As the function :func:`sensitivity`."""
+        return sensitivity(self, width, ptr, x, P)
+
+
+class ClientMarginal(Protocol):
+    """What :class:`Marginal` and :class:`.RowMarginal` have in common."""
+
+    @property
+    def seen(self) -> Quadratic: ...
+    @property
+    def log_determinants(self) -> Floats: ...
+    def sensitivity(self, width: int, ptr: Ints, x: Floats, P: Floats) -> tuple[Floats, Floats]: ...
+
 
 def marginalise(children: Quadratic, spread: Spread, ptr: Ints) -> Marginal:
     """Eliminate, and keep the log-determinants and what :func:`sensitivity` needs."""
@@ -117,10 +133,12 @@ def _eliminated(children: Quadratic, spread: Spread, ptr: Ints, each_C: Floats, 
     blocks, d = Blocks.of(ptr), children.r.shape[1]
     C, r, c, n = np.zeros((blocks.count, d, d)), np.zeros((blocks.count, d)), children.c.copy(), children.n
     log_determinants = np.zeros(len(c))
-    share(
-        kernels.eliminate, blocks.count, children.C, children.r, spread.scale, spread.shape, spread.width, blocks.ptr, C, r, c,
-        log_determinants, each_C, each_r,
-    )  # fmt: skip
+    arrays = C, r, c, log_determinants, each_C, each_r
+    if spread.width > MANY:
+        _eliminate_wide(children, spread, blocks, *arrays)
+    else:
+        given = children.C, children.r, spread.scale, spread.shape, spread.width
+        share(kernels.eliminate, blocks.count, *given, blocks.ptr, *arrays)
     detached = np.flatnonzero(spread.detached)
     if len(detached):
         A, b = children.C[detached], children.r[detached]
@@ -132,10 +150,47 @@ def _eliminated(children: Quadratic, spread: Spread, ptr: Ints, each_C: Floats, 
     return seen, segment_sum(log_determinants, ptr)
 
 
+def _eliminate_wide(
+    children: Quadratic, spread: Spread, blocks: Blocks, C: Floats, r: Floats, c: Floats, volume: Floats, each_C: Floats,
+    each_r: Floats,
+) -> None:  # fmt: skip
+    """As :func:`kernels.eliminate`, by LAPACK: for matrices that are large enough."""
+    d, owner = children.r.shape[1], np.repeat(np.arange(blocks.count), np.diff(blocks.ptr))
+    for i in np.flatnonzero(~spread.detached).tolist():
+        A, b, K = children.C[i], children.r[i], _pivots(children.C[i], spread, i)
+        solved = np.linalg.solve(K, np.concatenate([A, b[:, None]], axis=1))
+        one_C, one_r = 0.5 * (solved[:, :d] + solved[:, :d].T), solved[:, d]
+        C[owner[i]] += one_C
+        r[owner[i]] += one_r
+        c[i] -= 0.5 * float(b @ _moved(spread, i, one_r))
+        if len(each_C):
+            each_C[i], each_r[i], volume[i] = one_C, one_r, np.linalg.slogdet(K)[1]
+
+
+def _pivots(A: Floats, spread: Spread, i: int) -> Floats:
+    """``I + A S`` of child ``i``."""
+    S = spread.shape[i if len(spread.shape) > 1 else 0] if len(spread.shape) else None
+    K: Floats = spread.scale[i] * (A if S is None else A @ S)
+    K[np.diag_indices(len(K))] += 1.0
+    return K
+
+
+def _moved(spread: Spread, i: int, force: Floats) -> Floats:
+    """``S`` of child ``i`` times a force on it."""
+    S = spread.shape[i if len(spread.shape) > 1 else 0] if len(spread.shape) else None
+    return np.asarray(spread.scale[i] * (force if S is None else S @ force))
+
+
 def descend(A: Floats, b: Floats, spread: Spread, parent: Ints, x: Floats) -> tuple[Floats, Floats]:
     """Each child's solution given its parent's ``x[parent]``, and the force ``r - C x`` that its parent exerts on it."""
     t, force = np.empty_like(b), np.empty_like(b)
-    share(kernels.descend, block_count(len(b)), A, b, spread.scale, spread.shape, spread.width, parent, x, t, force)
+    if spread.width > MANY:
+        for i in np.flatnonzero(~spread.detached).tolist():
+            # r - C x = K^-1 (b - A x): one right-hand side
+            force[i] = np.linalg.solve(_pivots(A[i], spread, i), b[i] - A[i] @ x[parent[i]])
+        t = x[parent] + spread.moved(force)
+    else:
+        share(kernels.descend, block_count(len(b)), A, b, spread.scale, spread.shape, spread.width, parent, x, t, force)
     detached = np.flatnonzero(spread.detached)
     if len(detached):
         at, A, b = x[parent[detached]], A[detached], b[detached]

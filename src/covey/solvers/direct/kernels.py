@@ -11,6 +11,8 @@ from covey.compiling import njit
 from covey.losses.kernels import FASTMATH
 from covey.threads import BLOCK
 
+_TILE = 128  # columns that fit into the fastest cache together
+
 
 @njit(inline="always", error_model="numpy")  # type: ignore[untyped-decorator]
 def _shape_of(shape: Floats, i: int, identity: Floats) -> Floats:
@@ -307,3 +309,134 @@ def leading_variances(
                     for c in range(p):
                         size += rest[a] * P[parent[i], a, c] * rest[c]
                 variance[row] = size
+
+
+# Clients in the space of their rows: client i has the rows ptr[i]:ptr[i + 1], and its matrix starts at place[i] of a flat array
+
+
+@njit(nogil=True, cache=True, fastmath=FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
+def factor_rows(begin: int, end: int, Y: Floats, ptr: Ints, scale: Floats, place: Ints, L: Floats, volume: Floats) -> None:
+    """Set ``L`` to the Cholesky factor of ``K_i = I + scale_i Y_i Y_i'``, ``(m, m)``, and ``volume`` to ``log|K_i|``."""
+    d = Y.shape[1]
+    for i in range(begin, end):
+        first, m = ptr[i], ptr[i + 1] - ptr[i]
+        K = L[place[i] : place[i] + m * m].reshape(m, m)
+        for a in range(m):
+            for b in range(0, a + 1, 4):  # four products at a time, so that row a is read less often
+                b1, b2, b3 = min(b + 1, a), min(b + 2, a), min(b + 3, a)
+                s0 = s1 = s2 = s3 = 0.0
+                for c in range(d):
+                    y = Y[first + a, c]
+                    s0 += y * Y[first + b, c]
+                    s1 += y * Y[first + b1, c]
+                    s2 += y * Y[first + b2, c]
+                    s3 += y * Y[first + b3, c]
+                K[a, b], K[a, b1], K[a, b2], K[a, b3] = scale[i] * s0, scale[i] * s1, scale[i] * s2, scale[i] * s3
+        total = 0.0
+        for a in range(m):
+            for b in range(a):
+                rest = K[a, b]
+                for c in range(b):
+                    rest -= K[a, c] * K[b, c]
+                K[a, b] = rest / K[b, b]
+            rest = 1.0 + K[a, a]
+            for c in range(a):
+                rest -= K[a, c] * K[a, c]
+            K[a, a] = math.sqrt(rest)
+            total += math.log(rest)
+        volume[i] = total
+
+
+@njit(nogil=True, cache=True, fastmath=FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
+def forward_rows(begin: int, end: int, L: Floats, place: Ints, ptr: Ints, X: Floats, G: Floats) -> None:
+    """Set ``G_i = L_i^-1 X_i``."""
+    d = X.shape[1]
+    for i in range(begin, end):
+        first, m = ptr[i], ptr[i + 1] - ptr[i]
+        K = L[place[i] : place[i] + m * m].reshape(m, m)
+        for left in range(0, d, _TILE):
+            right = min(left + _TILE, d)
+            for a in range(m):
+                for c in range(left, right):
+                    G[first + a, c] = X[first + a, c]
+                b = 0
+                while b + 4 <= a:
+                    l0, l1, l2, l3 = K[a, b], K[a, b + 1], K[a, b + 2], K[a, b + 3]
+                    for c in range(left, right):
+                        upper = l0 * G[first + b, c] + l1 * G[first + b + 1, c]
+                        G[first + a, c] -= upper + l2 * G[first + b + 2, c] + l3 * G[first + b + 3, c]
+                    b += 4
+                while b < a:
+                    factor = K[a, b]
+                    for c in range(left, right):
+                        G[first + a, c] -= factor * G[first + b, c]
+                    b += 1
+                inverse = 1.0 / K[a, a]
+                for c in range(left, right):
+                    G[first + a, c] *= inverse
+
+
+@njit(nogil=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
+def solve_rows(begin: int, end: int, L: Floats, place: Ints, ptr: Ints, v: Floats, back: bool) -> None:
+    """Replace ``v_i`` by ``L_i^-1 v_i``, and with ``back`` by ``K_i^-1 v_i``."""
+    for i in range(begin, end):
+        first, m = ptr[i], ptr[i + 1] - ptr[i]
+        K = L[place[i] : place[i] + m * m].reshape(m, m)
+        for a in range(m):
+            rest = v[first + a]
+            for b in range(a):
+                rest -= K[a, b] * v[first + b]
+            v[first + a] = rest / K[a, a]
+        if back:
+            for a in range(m - 1, -1, -1):
+                rest = v[first + a]
+                for b in range(a + 1, m):
+                    rest -= K[b, a] * v[first + b]
+                v[first + a] = rest / K[a, a]
+
+
+@njit(nogil=True, cache=True, fastmath=FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
+def margins_of_rows(begin: int, end: int, X: Floats, ptr: Ints, t: Floats, out: Floats) -> None:
+    """Set ``out[l] = x_l't_i`` for each row of client ``i``."""
+    for i in range(begin, end):
+        for row in range(ptr[i], ptr[i + 1]):
+            total = 0.0
+            for c in range(X.shape[1]):
+                total += X[row, c] * t[i, c]
+            out[row] = total
+
+
+@njit(nogil=True, cache=True, fastmath=FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
+def sums_of_rows(begin: int, end: int, X: Floats, ptr: Ints, v: Floats, out: Floats) -> None:
+    """Set ``out[i]`` to the sum of ``v[l] x_l`` over the rows of client ``i``."""
+    for i in range(begin, end):
+        out[i] = 0.0
+        for row in range(ptr[i], ptr[i + 1]):
+            for c in range(X.shape[1]):
+                out[i, c] += v[row] * X[row, c]
+
+
+@njit(nogil=True, cache=True, fastmath=FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
+def through_rows(begin: int, end: int, G: Floats, H: Floats, ptr: Ints, largest: int, out: Floats) -> None:
+    """Set ``out_i = (H_i G_i') G_i``, where no client has more than ``largest`` rows."""
+    d = G.shape[1]
+    for i in range(begin, end):
+        first, m = ptr[i], ptr[i + 1] - ptr[i]
+        part = np.empty(largest)
+        for a in range(m):
+            for b in range(0, m, 4):
+                b1, b2, b3 = min(b + 1, m - 1), min(b + 2, m - 1), min(b + 3, m - 1)
+                s0 = s1 = s2 = s3 = 0.0
+                for c in range(d):
+                    h = H[first + a, c]
+                    s0 += h * G[first + b, c]
+                    s1 += h * G[first + b1, c]
+                    s2 += h * G[first + b2, c]
+                    s3 += h * G[first + b3, c]
+                part[b], part[b1], part[b2], part[b3] = s0, s1, s2, s3
+            for c in range(d):
+                out[first + a, c] = 0.0
+            for b in range(m):
+                factor = part[b]
+                for c in range(d):
+                    out[first + a, c] += factor * G[first + b, c]

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from operator import add
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -35,8 +35,9 @@ from covey.nodes.network import Message, Network, Node
 from covey.objective.objective import Penalty
 from covey.records import Axes, Record, Reply
 from covey.solvers.direct.elimination import Quadratic, Spread
+from covey.solvers.direct.hessians import Hessians
 from covey.solvers.direct.james_stein import factor_of, shrunk
-from covey.solvers.direct.spaces import Hessians, expand, hessians, settled
+from covey.solvers.direct.spaces import expand, hessians, settled
 from covey.solvers.direct.sweep import one_sweep, solve_top
 from covey.solvers.registry import algorithm
 from covey.solvers.result import Checkpoint, Convergence, Fit, Progress, after, begin_at, certified_gap, direct_history
@@ -104,16 +105,16 @@ class LocalProblem:
     data: GroupedData
     loss: Loss
     spread: Spread
+    cache: dict[Any, Any] | None = None
 
     @classmethod
     def of(cls, node: Node) -> LocalProblem:
-        return cls(node.data, node.loss, Spread.of_penalty(node.gamma, node.data.n_terms))
+        return cls(node.data, node.loss, Spread.of_penalty(node.gamma, node.data.n_terms), node.cache)
 
     @property
     def aside(self) -> tuple[Floats, Floats]:
         """Zeros for the constants and row counts of a Quadratic, which a step does not need."""
-        nothing = np.zeros(self.data.n_clients)
-        return nothing, nothing
+        return (nothing := np.zeros(self.data.n_clients)), nothing
 
     def at(self, theta: Floats, u: Floats) -> NewtonPoint:
         """The point with coefficients ``theta (n, d)`` and forces ``u (n, d)``."""
@@ -122,7 +123,7 @@ class LocalProblem:
 
     def hessians(self, point: NewtonPoint) -> Hessians:
         """The Hessians of the clients at a point."""
-        return hessians(self.data, self.loss, point.here, self.spread.width)
+        return hessians(self.data, self.loss, point.here, self.spread.width, self.cache)
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ def node_start(node: LocalProblem, theta: Floats, u: Floats) -> tuple[NewtonStat
     """Begin at coefficients ``theta`` with a force ``u`` on each client: ``theta - w = S u``."""
     point, still = node.at(theta, u), np.zeros_like(theta)
     state = NewtonState(point, point, still, still)
-    return state, _report(node, state, node.loss.smallest_curvature(point.here.hessian))
+    return state, _report(node, state, node.hessians(point).smallest_curvature(node.loss))
 
 
 def node_move(node: LocalProblem, state: NewtonState, move: NewtonStep) -> tuple[NewtonState, NewtonReport]:

@@ -30,6 +30,8 @@ from covey.objective.objective import Penalty
 from covey.records import Axes, Reply
 from covey.solvers.direct.elimination import Quadratic, Spread, descend, eliminate, expanded, solve_symmetric
 from covey.solvers.direct.james_stein import Shrink, shrunk
+from covey.solvers.direct.row_space import RowSpace
+from covey.solvers.direct.spaces import linear_clients, space_of
 from covey.solvers.registry import algorithm
 from covey.solvers.result import Convergence, Fit, after, certified_gap, direct_history
 from covey.tables.rows import GroupedData
@@ -69,6 +71,10 @@ class SweepUp(Message[Quadratic], label="sweep up"):
 
     def at(self, node: Node) -> Quadratic:
         k, d = node.data.n_clusters, node.data.n_terms
+        if space_of(d, d) == "rows":
+            clients, data = _in_row_space(node, self.logs)
+            aside = np.zeros(data.n_clients), data.rows_that_count
+            return clients.eliminate(None, Spread.of_penalty(node.gamma, d), data.hierarchy.cluster_ptr, aside)
         total = Quadratic(np.zeros((k, d, d)), np.zeros((k, d)), np.zeros(k), np.zeros(k))
         for at, part, loss in _parts(node, self.logs):
             total += eliminate(_normal_equations(part, loss), Spread.of_penalty(node.gamma[at], d), part.hierarchy.cluster_ptr)
@@ -98,30 +104,52 @@ class SweepDown(Message[SweepReport], label="sweep down"):
     logs: bool = False
 
     def at(self, node: Node) -> SweepReport:
-        theta = np.empty((node.data.n_clients, node.data.n_terms))
+        d = node.data.n_terms
+        theta = np.empty((node.data.n_clients, d))
         report = SweepReport(0.0, 0.0, np.zeros_like(self.w), 0.0, np.inf)
         for at, part, loss in _parts(node, self.logs):
-            tree, clients = part.hierarchy, _normal_equations(part, loss)
-            spread = Spread.of_penalty(node.gamma[at], node.data.n_terms)
-            theta[at], force = descend(clients.C, clients.r, spread, tree.parent, self.w)
+            tree, spread = part.hierarchy, Spread.of_penalty(node.gamma[at], d)
+            if space_of(d, d) == "rows":  # then there is one part
+                clients, _ = _in_row_space(node, self.logs)
+                theta[at], force = clients.descend(None, spread, tree.parent, self.w)
+                b, mu = clients.linear_terms(), clients.smallest_curvature(loss)
+            else:
+                equations = _normal_equations(part, loss)
+                theta[at], force = descend(equations.C, equations.r, spread, tree.parent, self.w)
+                b, mu = equations.r, loss.smallest_curvature(equations.C)
             here = loss.expand(part, theta[at], order=1)
             value = here.value.sum() + 0.5 * (force * (theta[at] - tree.down(self.w))).sum()
             squared = ((here.gradient + force) ** 2).sum()
-            size, mu = float((clients.r**2).sum()), loss.smallest_curvature(clients.C)
-            report += SweepReport(float(value), float(squared), tree.sum_up(force), size, mu)
+            report += SweepReport(float(value), float(squared), tree.sum_up(force), float((b**2).sum()), mu)
         node.theta = theta
+        node.cache.pop("row space", None)
         return report
 
 
 def _parts(node: Node, logs: bool) -> Iterator[tuple[slice, GroupedData, Loss]]:
-    """The clients of a node, some at a time, so that a million clients need little memory."""
-    data, loss = node.data, node.loss
-    linear = loss.working_response(data) if logs else None
-    if linear is not None:
-        data, loss = linear, Gaussian(loss.reduction, loss.ridge)
-    for start in range(0, data.n_clients, _CHUNK):
-        stop = min(start + _CHUNK, data.n_clients)
+    """The clients of a node, some at a time, so that a million clients need little memory. Row space divides its own work."""
+    data, loss = _linear(node, logs)
+    step = data.n_clients if space_of(data.n_terms, data.n_terms) == "rows" else _CHUNK
+    for start in range(0, data.n_clients, step):
+        stop = min(start + step, data.n_clients)
         yield slice(start, stop), data.clients(start, stop), loss
+
+
+def _linear(node: Node, logs: bool) -> tuple[GroupedData, Loss]:
+    """The rows and the loss of a node; with ``logs``, of the linear problem near its loss."""
+    linear = node.loss.working_response(node.data) if logs else None
+    return (node.data, node.loss) if linear is None else (linear, Gaussian(node.loss.reduction, node.loss.ridge))
+
+
+def _in_row_space(node: Node, logs: bool) -> tuple[RowSpace, GroupedData]:
+    """The clients in row space, and their rows. They are kept from the way up to the way down."""
+    last = node.cache.get("row space")
+    if last is None or last[0] != logs:
+        data, loss = _linear(node, logs)
+        d = data.n_terms
+        last = node.cache["row space"] = logs, linear_clients(data, loss, np.zeros(d), d), data
+    clients: RowSpace = last[1]
+    return clients, last[2]
 
 
 def _normal_equations(data: GroupedData, loss: Loss) -> Quadratic:
