@@ -75,7 +75,7 @@ class _Progress(event.Listener):  # type: ignore[misc]
 
     def on_start(self, started: Any) -> None:
         compiled = started.data["dispatcher"]
-        if self.shown or not compiled.__module__.startswith("covey.") or not _is_terminal():
+        if self.shown or not str(compiled.__module__).startswith("covey.") or not _is_terminal():
             return
         _Progress.shown = True
         often = "once for this machine" if self.kept else "at each start, as NUMBA_CACHE_DIR names no folder to keep them"
