@@ -14,15 +14,7 @@ from covey.threads import BLOCK
 _TILE = 128  # columns that fit into the fastest cache together
 
 
-@njit(inline="always", error_model="numpy")  # type: ignore[untyped-decorator]
-def _shape_of(shape: Floats, i: int, identity: Floats) -> Floats:
-    if len(shape) == 0:
-        return identity
-    one: Floats = shape[i] if len(shape) > 1 else shape[0]
-    return one
-
-
-@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+@njit(forceinline=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def _absorb(A: Floats, b: Floats, scale: float, shape: Floats, q: int, measure: bool, M: Floats) -> float:
     """Solve ``(I + scale A shape) [C | r] = [A | b]`` by elimination with row pivots; leaves ``[C | r]`` in ``M[:, d:]``.
 
@@ -82,27 +74,32 @@ def eliminate(
 ) -> None:  # fmt: skip
     """Sum the ``(C, r)`` of children by block; store those of each child in ``each_C``, ``each_r``, unless these are empty."""
     d = b.shape[1]
+    # Named once: a choice between two arrays in the loop, or a second read of M, would cost a third of the time.
+    M, shapes, step = np.empty((d, 2 * d + 1)), shape if len(shape) else np.empty((1, 0, 0)), 1 if len(shape) > 1 else 0
     for block in range(begin, end):
-        M, identity = np.empty((d, 2 * d + 1)), np.empty((0, 0))
+        total_C, total_r = C[block], r[block]
         for i in range(blocks[block], blocks[block + 1]):
             if np.isinf(scale[i]):
                 continue
-            S = _shape_of(shape, i, identity)
-            volume[i] = _absorb(A[i], b[i], scale[i], S, q, len(each_C) > 0, M)
+            S, own, kept = shapes[i * step], b[i], c[i]
+            volume[i] = _absorb(A[i], own, scale[i], S, q, len(each_C) > 0, M)
             for a in range(d):
                 for e in range(d):
-                    C[block, a, e] += M[a, d + e]
+                    value = M[a, d + e]
+                    total_C[a, e] += value
                     if len(each_C):
-                        each_C[i, a, e] = M[a, d + e]
-                r[block, a] += M[a, 2 * d]
+                        each_C[i, a, e] = value
+                value = M[a, 2 * d]
+                total_r[a] += value
                 if len(each_r):
-                    each_r[i, a] = M[a, 2 * d]
-                moved = M[a, 2 * d]
+                    each_r[i, a] = value
+                moved = value
                 if len(S):
                     moved = 0.0
                     for e in range(q):
                         moved += S[a, e] * M[e, 2 * d]
-                c[i] -= 0.5 * scale[i] * b[i, a] * moved
+                kept -= 0.5 * scale[i] * own[a] * moved
+            c[i] = kept
 
 
 @njit(nogil=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
@@ -112,13 +109,13 @@ def descend(
 ) -> None:  # fmt: skip
     """Each child's solution ``t`` given its parent's ``x``, and the force on it."""
     m, d = b.shape
+    M, shapes, step = np.empty((d, 2 * d + 1)), shape if len(shape) else np.empty((1, 0, 0)), 1 if len(shape) > 1 else 0
     for block in range(begin, end):
-        M, identity = np.empty((d, 2 * d + 1)), np.empty((0, 0))
         for i in range(block * BLOCK, min((block + 1) * BLOCK, m)):
             j = parent[i]
             if np.isinf(scale[i]):
                 continue
-            S = _shape_of(shape, i, identity)
+            S = shapes[i * step]
             _absorb(A[i], b[i], scale[i], S, q, False, M)
             for a in range(d):
                 pull = M[a, 2 * d]
@@ -170,10 +167,11 @@ def sensitivity(
 def posterior(begin: int, end: int, A: Floats, scale: Floats, shape: Floats, parent: Ints, P: Floats, out: Floats) -> None:
     """``X + J P J'`` with ``X = (I + S A)^-1 S`` and ``J = I - X A``, for each child."""
     m, d = A.shape[:2]
+    M, S, J, zero = np.empty((d, 2 * d + 1)), np.empty((d, d)), np.empty((d, d)), np.zeros(d)
+    shapes, step = shape if len(shape) else np.eye(d).reshape(1, d, d), 1 if len(shape) > 1 else 0
     for block in range(begin, end):
-        M, S, J, zero, identity = np.empty((d, 2 * d + 1)), np.empty((d, d)), np.empty((d, d)), np.zeros(d), np.eye(d)
         for i in range(block * BLOCK, min((block + 1) * BLOCK, m)):
-            spread = _shape_of(shape, i, identity)
+            spread = shapes[i * step]
             for a in range(d):  # loops: an expression on whole arrays would take two seconds to compile
                 for c in range(d):
                     S[a, c] = scale[i] * spread[a, c]
