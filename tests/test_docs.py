@@ -92,7 +92,7 @@ def test_the_command_line_page_has_every_command_and_option():
     hooks = load(DOCS / "hooks" / "pages.py")
     assert hooks.COMMANDS in (DOCS / "reference" / "command-line.md").read_text()
     sections = dict(re.findall(r"^## covey (\S+)\n(.*?)(?=^## |\Z)", hooks.command_line(), re.M | re.S))
-    assert set(re.findall(r"^\W*([a-z]+) {2,}\S", help_of().split("Commands")[1], re.M)) == set(sections)
+    assert set(re.findall(r"^\W*([a-z-]+) {2,}\S", help_of().split("Commands")[1], re.M)) == set(sections)
     for name, section in sections.items():
         options = set(re.findall(r"^\W*(--[a-z][\w-]*)", help_of(name), re.M)) - {"--help"}
         assert options <= set(re.findall(r"`(--[a-z][\w-]*)`", section)), name

@@ -36,7 +36,7 @@ def test_lines_of_prose_are_short(page):
 
 
 def test_images_are_there_and_found_from_an_index_page():
-    images = re.findall(r"^\[\w+\]: (\S+\.png)$", README.read_text(), re.M)
+    images = re.findall(r"!\[[^]]*\]\((\S+\.png)\)", README.read_text())
     assert images
     for image in images:
         assert image.startswith(IMAGES)

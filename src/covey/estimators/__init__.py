@@ -134,8 +134,8 @@ class HierarchicalClassifier(HierarchicalEstimator, ClassifierMixin, BaseEstimat
         level : {"client", "cluster", "global"}
             The level of the model that predicts.
         expected : bool
-            Whether to take the mean over unknown groups. False gives probabilities at a random effect of zero, like
-            ``re.form = NA`` of lme4, and so does a model with given penalties.
+            Whether to take the mean over unknown groups. False sets their effects to zero, like
+            ``allow.new.levels = TRUE`` of lme4, and so does a model with given penalties.
 
         Returns
         -------

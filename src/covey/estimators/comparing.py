@@ -32,9 +32,10 @@ def compare(*models: HierarchicalEstimator) -> IntoDataFrame:
     -------
     data frame
         One row for each model, in order of the number of parameters: ``model``, ``parameters``, ``log_likelihood``, ``aic``,
-        ``bic``, ``statistic``, ``df`` and ``p_value``. The last three are missing in the first row, and where a model's terms
-        are not all in the next one, so that they are not nested. P-values are those of chi-squared. Where variances are tested
-        they are too large, because zero is on the boundary; :meth:`HierarchicalRegressor.likelihood_ratio` allows for that.
+        ``bic``, ``statistic``, ``df`` and ``p_value``. The last three are missing in the first row, and in the row of a model
+        that does not contain all terms of the model before it (not nested). P-values are those of chi-squared. Where variances
+        are tested they are too large, because zero is on the boundary; :meth:`HierarchicalRegressor.likelihood_ratio` allows
+        for that.
 
     Examples
     --------

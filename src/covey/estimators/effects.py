@@ -54,7 +54,7 @@ class EffectMethods(InferenceMethods):
             The rows, as for ``fit``.
         kind : {"response", "pearson", "deviance", "working", "scaled", "quantile"}
             The first four are those of lme4. ``"scaled"`` are Pearson residuals divided by the residual standard deviation.
-            ``"quantile"`` are standard normal for every family if the model is right; those of counts and classes have a
+            ``"quantile"`` are about standard normal for every family if the model is right; those of counts and classes have a
             random part, which ``random_state`` determines.
         level : {"client", "cluster", "global"}
             The level of the model that predicts, at a random effect of zero below it.
@@ -152,7 +152,7 @@ class EffectMethods(InferenceMethods):
         scale: Scale = "link",
         coverage: float = 0.95,
     ) -> IntoDataFrame:
-        """Estimate the mean response of each category by the global model (marginal means, ``emmeans`` of R).
+        """Estimate the mean linear predictor of each category, or the response, by the global model (``emmeans`` of R).
 
         Combinations of the other categories count equally. Numeric columns are at their mean over rows.
 
@@ -296,7 +296,7 @@ class EffectMethods(InferenceMethods):
     ) -> IntoDataFrame:
         """Compute profile-likelihood intervals of the standard deviations of clients, clusters and residual.
 
-        They are those of the likelihood of the fit. lme4 profiles the full likelihood also after REML; for its numbers, fit
+        A REML fit is profiled by its restricted likelihood. lme4 always profiles the full likelihood; to get its numbers, fit
         with ``penalty="ml"``.
 
         Parameters

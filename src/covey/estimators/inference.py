@@ -72,9 +72,9 @@ class InferenceMethods(EstimatorCore):
         Intervals of a linear model include the uncertainty of the variance components. For global coefficients they are those
         of a t distribution with Satterthwaite's degrees of freedom ``df``, as is ``p_value``, which tests the hypothesis that
         the coefficient is zero. Those of clients and clusters are between quantiles of the posterior, averaged over the
-        components, so the estimate need not be in their middle. Other families have Satterthwaite's degrees of freedom of the
-        linear model at the mode for global coefficients, and normal quantiles for clients and clusters. Standard errors always
-        take the components as known.
+        components, so the estimate need not be in their middle. In other families global coefficients use
+        Satterthwaite's degrees of freedom of the approximating linear model, and clients and clusters use normal quantiles.
+        Standard errors always take the components as known.
 
         Parameters
         ----------
@@ -140,7 +140,8 @@ class InferenceMethods(EstimatorCore):
         for the mean response of all clients of the row's cluster, and includes the variation between clusters if the cluster is
         unseen. With ``level="global"`` it is for the mean response of clients of all clusters. Interval ends are those of the
         linear predictor, transformed to the response. Intervals of a linear model include the uncertainty of the variance
-        components. Those of other families do not, and are too short with few groups.
+        components. Those of other families do so only for ``level="global"`` and for unseen clusters; the others are too short
+        with few groups.
 
         Parameters
         ----------

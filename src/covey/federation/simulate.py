@@ -77,14 +77,14 @@ def simulate_sites(
     table : dataframe (polars, pandas, pyarrow)
         All rows.
     spec : Spec
-        What is fitted; ``client`` is needed.
+        What is fitted. It must name the clients, by ``client`` or by bars in the formula.
     sites : int or str
         The number of sites, to which the clients are assigned in turn; or the column that names the site of each row.
     settings : RunSettings, optional
         Settings of the run: timeout and retries, masks, allow-list, differential privacy.
     minimum : int
-        The least number of clients of each cluster and each category at a site, not of combinations of these. A site with
-        fewer refuses the run, which then ends.
+        The least number of clients that a site must have in each cluster and in each category; a category within a cluster is
+        not checked. A site with fewer refuses the run, which then ends.
     models : Path, optional
         Folder in which each site writes the models of its clients.
     out : Path, optional

@@ -160,7 +160,7 @@ def check_pushed(problem: Problem) -> None:
     if not problem.loss.quadratic:
         raise DataError(f"The {spec.family} family needs the rows themselves, and a lazy table gives sums; {fix}.")
     if spec.learns == "cv":
-        raise DataError(f"penalty='cv' needs the rows themselves, and a lazy table gives sums; give gamma and lam, or {fix}.")
+        raise DataError("penalty='cv' needs a table in memory, and a lazy table gives sums; give gamma and lam, or learn them.")
     if spec.trials is not None:
         raise DataError("Numbers of trials are for a classifier; leave out trials=.")
 

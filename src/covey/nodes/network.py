@@ -205,11 +205,11 @@ class Network(ABC):
 
     @abstractmethod
     def send(self, message: Message[Any]) -> None:
-        """Send a message to the nodes that have clients in its cells."""
+        """Send a message to the nodes that have clients in the clusters that it concerns."""
 
     @abstractmethod
     def collect(self) -> list[Arrived]:
-        """Return the replies since the last call, in the order of the messages."""
+        """Return each message that was answered since the last call, with the sum of its replies, in order."""
 
     def ask(self, message: Message[R]) -> R:
         """Send one message and return the sum of the replies."""

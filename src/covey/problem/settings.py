@@ -109,10 +109,11 @@ class Spec:
         ``"auto"``, ``"sweep"`` (exact, Gaussian only), ``"newton"``, ``"apgd"``, or a randomised algorithm: ``"proxskip"``,
         ``"l2gd"``, ``"al2sgd_plus"``, ``"one_coin"``.
     options : mapping or None
-        Options of a randomised algorithm by name, such as ``{"p0": 0.1}``.
+        Options of the solver by name, such as ``{"p0": 0.1}`` for ``l2gd``.
     tol : float
         Newton stops when the gradient norm is below ``tol``. A randomised algorithm stops when the objective is certified to be
-        within ``tol`` (relative) of its minimum; so does ``apgd``, with an estimated gap unless the option ``mu`` is given.
+        within ``tol`` (relative) of its minimum. ``apgd`` does so if the option ``mu`` is given; otherwise its gap is
+        estimated.
     max_iter : int or None
         The largest number of iterations. None takes the solver's default.
     seed : int

@@ -51,8 +51,8 @@ def solve(
     penalty : Penalty
         ``gamma (n,)`` and ``lam (k,)``; the nodes must have the same ``gamma``.
     solver : str
-        Name of a solver. "auto" is the sweep for a quadratic loss and Newton for any other. If the clients are not in this
-        process and the matrices of all clusters are larger than 32 MB, it is ``apgd``.
+        Name of a solver. "auto" is the sweep for a quadratic loss and Newton for any other. It is ``apgd``
+        if the clients are in other processes, the matrices of all clusters together exceed 32 MB, and ``apgd`` can be used.
     start : Fit or (n, d) array, optional
         A fit to begin at, if all clients are in memory. The randomised algorithms also take coefficients.
     tol : float

@@ -390,10 +390,14 @@ def _vary_by(bars: Sequence[Bar], design: Formula) -> tuple[tuple[str, ...], str
     group, named = quoted(bars[0].group), [_terms_of_bar(bar, design) for bar in bars]
     counts = Counter(term for terms in named for term in terms)
     for term in (term for term in design.terms if counts[term] > 1):
-        raise FormulaError(f"{quoted(term)} varies by {group} in two bars; leave it out of one, with 0 for an intercept.")
+        raise FormulaError(
+            f"{quoted(term)} varies by {group} in two bars; leave it out of one (for an intercept, write 0 + there)."
+        )
     uncorrelated = all(bar.diagonal or len(terms) <= 1 for bar, terms in zip(bars, named, strict=True))
     if len(bars) > 1 and not uncorrelated:
-        raise FormulaError(f"The bars of {group} correlate some terms only, which is not supported; write one bar, | or ||.")
+        raise FormulaError(
+            f"The bars of {group} correlate some terms only; write one bar: | correlates all its terms, || none."
+        )
     return tuple(term for term in design.terms if counts[term]), "diagonal" if uncorrelated else "full"
 
 

@@ -152,8 +152,9 @@ class SetUp:
             for sites, found in [(roster, total)] if secure else [((site,), found) for site, found in sums.items()]:
                 tags = sum(len(joined[site].tags) for site in sites)
                 if tags != found.clients.sum():
-                    counted = f"it sent {tags:,} tags of clients, but counts {found.clients.sum():,} clients"
-                    raise SiteLost(dict.fromkeys(sites, f"{counted}; check its version of covey"))
+                    who = "the sites together" if secure else "it"
+                    counted = f"{who} sent {tags:,} tags of clients and counted {found.clients.sum():,} clients"
+                    raise SiteLost(dict.fromkeys(sites, f"{counted}; check the version of covey"))
             return joined, total
 
         message = {site: replace(agreed, salt=salts.get(site, "")) for site in roster} if secure else agreed
@@ -182,7 +183,7 @@ def check_profile(profile: Profile, draft: Problem, limits: Limits) -> None:
     if set(profile.ids) != {"client", "cluster", "response"} or not set(profile.kinds.values()) <= {"numbers", "categories"}:
         raise Misfit("it sent types of columns that covey does not know")
     if set(profile.kinds) != set(formula.right.names) or not profile.levels.keys() <= profile.kinds.keys():
-        raise Misfit(f"it sent other columns than the formula names, {listing(sorted(profile.kinds), 4)}")
+        raise Misfit(f"it sent the columns {listing(sorted(profile.kinds), 4)}, but the formula names others")
     named = {"clusters": profile.clusters, **{f"categories of {name!r}": each for name, each in profile.levels.items()}}
     for what, values in {**named, "classes": profile.classes or ()}.items():
         most = limits.clusters if what == "clusters" else limits.categories

@@ -9,9 +9,9 @@ proximal steps are inexact. This file extends their method to known clusters, fo
                      coordinator    v = the best w for these averages
                                     c = v + beta (v - v of the last exchange)
 
-Why this is an accelerated gradient method: the objective is the minimum over ``w`` of ``M(w) + Lambda(w)``. ``M`` is the sum of
-the Moreau envelopes of the ``f_i``, with gradient ``Gamma_j (w_j - tbar_j)`` at ``w = c``, and is 1-smooth in the norm
-``|w|^2 = sum Gamma_j |w_j|^2``. ``Lambda = min over wbar of sum lam_j/2 |w_j - wbar|^2``, and ``v`` is its proximal step.
+Why this is an accelerated gradient method: to minimise the objective is to minimise ``M(w) + Lambda(w)`` over ``w``. ``M`` is
+the sum of the Moreau envelopes of the ``f_i``, with gradient ``Gamma_j (w_j - tbar_j)`` at ``w = c``, and is 1-smooth in the
+norm ``|w|^2 = sum Gamma_j |w_j|^2``. ``Lambda = min over wbar of sum lam_j/2 |w_j - wbar|^2``, and ``v`` is its proximal step.
 With steps of Chambolle and Pock (2016, Algorithm 5), where ``q`` is the strong convexity of ``M`` in this norm,
 
     F(theta) - F_hat <= min( (1 + sqrt q) (1 - sqrt q)^T, 4 / (T + 1)^2 ) 1/2 |c_0 - w_hat|^2      after T exchanges

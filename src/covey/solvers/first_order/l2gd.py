@@ -9,7 +9,7 @@
 
 :func:`reference` is this algorithm in plain numpy. :func:`l2gd` runs it over a network. It takes all local steps between two
 exchanges in one call of a kernel. For a quadratic loss the kernel has a closed form in the eigenbasis of each client's Hessian:
-s steps multiply the distance to the client's own minimiser by the product of ``1 - step * eigenvalue``.
+along an eigenvector, each step multiplies the difference from the client's own minimiser by ``1 - step * eigenvalue``.
 
 Rate and largest step are those of Theorem 3.5 (conv_rate), the probabilities those of Corollary 3.6 (opt_conv_rate).
 """

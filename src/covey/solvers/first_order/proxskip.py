@@ -14,9 +14,10 @@ Each client has its own step, ``eta_i = 1 / L_i`` for its own smoothness ``L_i``
 ``|theta|^2 = sum_i L_i |theta_i|^2``, in which the sum of the ``f_i`` is 1-smooth and the proximal step is the one above. So
 its theorem holds: if every ``f_i`` is ``mu_i``-strongly convex, the potential ``sum_i |theta_i - theta_hat_i|^2 / eta_i + eta_i
 / p^2 |h_i - grad f_i(theta_hat_i)|^2`` shrinks on average by ``1 - min(q, p^2)`` in each iteration, with ``q = min_i eta_i
-mu_i``. The best ``p`` is ``sqrt(q)``: iterations grow with ``1 / q``, exchanges only with its root. Here ``p`` uses the strong
-convexity of the whole objective in this norm, which is at least ``q``: a client with few rows often has ``mu_i = 0``. A loss
-without a bound on its curvature, and a given ``eta``, have the same step for all clients.
+mu_i``. The best ``p`` is ``sqrt(q)``: iterations grow with ``1 / q``, exchanges only with its root. A client with few rows
+often has ``mu_i = 0``, and then the theorem gives no rate. So the default ``p`` uses the strong convexity of the whole
+objective in this norm, which is a heuristic. A loss without a bound on its curvature, and a given ``eta``, have the same step
+for all clients.
 """
 
 from __future__ import annotations
