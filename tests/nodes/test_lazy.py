@@ -88,6 +88,28 @@ def test_every_formula(at):
     assert_equal(memory, covey.fit(engines(table)["duckdb"], FORMULAS[at]))
 
 
+def test_a_table_without_clients():
+    table, spec = table_of(9, 200, 10), Spec(formula="y ~ year + zone")
+    for lazy in engines(table).values():
+        assert_equal(covey.fit(table, spec), covey.fit(lazy, spec))
+
+
+@pytest.mark.parametrize("names", [("rows", "usable", "weight"), ("one", "times", "rows"), ("z0", "s0", "counted")])
+def test_columns_may_have_the_names_of_sums(names):
+    table = table_of(10, 300, 10).rename(dict(zip(("client", "zone", "w"), names, strict=True)))
+    spec = Spec(formula=f"y ~ {names[1]} + year + (1 | {names[0]})", weights=names[2], frequency="f")
+    for lazy in engines(table).values():
+        assert_equal(covey.fit(table, spec), covey.fit(lazy, spec))
+
+
+@pytest.mark.filterwarnings("ignore::covey.ConvergenceWarning")  # few iterations
+@pytest.mark.parametrize("solver", ["proxskip", "l2gd", "one_coin"])
+def test_solvers_that_draw_no_rows_take_a_lazy_table(solver):
+    table = table_of(11, 120, 4).with_columns(year=(pl.col("year") - 2010) / 10)
+    spec = Spec(formula="y ~ year", client="client", gamma=1.0, reduction="mean", solver=solver, max_iter=50)
+    assert_equal(covey.fit(table, spec), covey.fit(table.lazy(), spec))
+
+
 def test_any_partition_into_files(tmp_path):
     """A client's rows may be in several files, in any order."""
     table, folder = table_of(1, 600, 20), tmp_path / "rows"
@@ -164,7 +186,12 @@ MISTAKES = [
     (lambda table: table, {"formula": "y ~ bs(income, df=4) + (1 | client)"}, ["bs(income, df=4)", "covey shard"]),
     (lambda table: table, {"formula": "y ~ I(income % 2) + (1 | client)"}, ["income % 2", "covey shard"]),
     (lambda table: table, {"formula": "zone ~ income", "family": "bernoulli"}, ["bernoulli", "covey shard"]),
-    (lambda table: table, {"formula": "y ~ income", "penalty": "cv"}, ["cv", "covey shard"]),
+    (lambda table: table, {"formula": "y ~ income", "penalty": "cv"}, ["cv", "in memory", "gamma and lam"]),
+    (
+        lambda table: table,
+        {"formula": "y ~ income", "gamma": 1.0, "frequency": "f", "standardize": True},
+        ["standardize=True", "frequency=", "in memory"],
+    ),
     (lambda table: table, {"formula": None, "gamma": 1.0}, ["formula", "y"]),
     (
         lambda table: table,

@@ -44,6 +44,7 @@ def fit(
     from covey.model.files import check_target, save_model
     from covey.model.summary import describe
     from covey.nodes.lazy import as_lazy, read_lazy
+    from covey.nodes.look import collected
     from covey.nodes.network import InMemory
     from covey.nodes.queries import read_sums
     from covey.nodes.shards import Shards, is_shards
@@ -65,7 +66,8 @@ def fit(
             rows = open_table(data, table, ids=[draft.spec.client, draft.spec.cluster], lazy=lazy)
             held = as_lazy(rows)
             if sums:
-                grouped, problem = read_sums(rows, draft, categories_of(categories))
+                result = rows if held is None else collected(held)  # Spark writes a folder of files
+                grouped, problem = read_sums(result, draft, categories_of(categories))
             else:
                 grouped, problem = read_rows(rows, draft) if held is None else read_lazy(held, draft)
             network = InMemory.of(grouped, problem.loss)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
 import typer
@@ -9,7 +10,8 @@ import typer
 from covey.cli._options import from_settings
 
 Categories = Annotated[
-    list[str] | None, typer.Option("--categories", help="Categories of a column, as in zone=east,north; may be repeated.")
+    list[str] | None,
+    typer.Option("--categories", help="Categories of a column, as in zone=east,north or floor=1,2; may be repeated."),
 ]
 
 
@@ -39,14 +41,28 @@ def sql(
     print(f"-- Sums by client: the input of covey fit --sums.\n{sums};")
 
 
-def categories_of(given: list[str] | None) -> dict[str, list[str]]:
-    """The categories that options name."""
+def categories_of(given: list[str] | None) -> dict[str, list[Any]]:
+    """The categories that options name: numbers or truth values if all of them can be read so, else text.
+
+    >>> categories_of(["floor=1,2,10", "zone=a,1", "zip=01,02", "seen=true,false", "code='1','2'"])
+    {'floor': [1, 2, 10], 'zone': ['a', '1'], 'zip': ['01', '02'], 'seen': [True, False], 'code': ['1', '2']}
+    """
     from covey.errors import DataError
 
-    found: dict[str, list[str]] = {}
+    found: dict[str, list[Any]] = {}
     for text in given or ():
         name, equals, values = text.partition("=")
         if not (name and equals and values):
             raise DataError(f"The option --categories must be column=a,b,c. Got {text!r} instead.")
-        found[name] = values.split(",")
+        found[name] = _read(values.split(","))
     return found
+
+
+def _read(values: list[str]) -> list[Any]:
+    if all(re.fullmatch(r"-?(0|[1-9]\d*)", value) for value in values):
+        return [int(value) for value in values]
+    if all(re.fullmatch(r"-?(0|[1-9]\d*)(\.\d+)?", value) for value in values):
+        return [float(value) for value in values]
+    if all(value.lower() in ("true", "false") for value in values):
+        return [value.lower() == "true" for value in values]
+    return [value[1:-1] if re.fullmatch("'.*'", value) else value for value in values]

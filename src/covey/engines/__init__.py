@@ -1,1 +1,1 @@
-"""Engines that hold tables or run nodes: DuckDB and Ray. The core imports none of them."""
+"""Engines that hold tables: DuckDB. The core imports none of them."""

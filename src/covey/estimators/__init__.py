@@ -308,10 +308,10 @@ def fit(table: IntoFrame | str | Path, spec: Spec | str) -> HierarchicalEstimato
     ----------
     table : data frame, lazy table, str or Path
         The rows: a frame of pandas, polars or pyarrow, or the path of a file that :func:`covey.read_table` reads. A linear
-        model also takes a lazy table (a polars ``LazyFrame``, a DuckDB relation, a table of Spark or Ibis), or a folder or
-        pattern of Parquet files, such as ``"rows/*.parquet"``. The engine that holds the table then computes sums by client
-        in two queries, and only these sums are read. Every model takes a folder of shards that ``covey shard`` wrote, whose
-        rows are mapped from disk.
+        model also takes a lazy table (a polars ``LazyFrame``, a DuckDB relation; others go through narwhals and are not
+        tested), or a folder or pattern of Parquet files, such as ``"rows/*.parquet"``. The engine that holds the table then
+        computes sums by client in two queries, and only these sums are read. Every model takes a folder of shards that
+        ``covey shard`` wrote, whose rows are mapped from disk.
     spec : Spec or str
         The specification, or only its formula, such as ``"y ~ x + (1 | state/county)"``.
 

@@ -1,6 +1,6 @@
 """Tables that an engine holds: a linear fit from two queries, whatever the number of rows.
 
-:func:`read_lazy` takes a lazy table of Polars, DuckDB, Spark, Ibis or any other library that narwhals reads lazily. The first
+:func:`read_lazy` takes a lazy table of Polars or DuckDB. Other lazy tables go through narwhals and are not tested. The first
 query looks at the table (:mod:`covey.nodes.look`). The second is one aggregate by client: sums of products of centred columns.
 Only these sums reach this process. They become rows with the same products (:mod:`covey.tables.sums`), so the fit itself is
 that of a table in memory.
@@ -19,7 +19,7 @@ import polars as pl
 
 from covey._typing import Floats
 from covey.errors import DataError, FormulaError
-from covey.nodes.look import Lazy, LazyRows, Look, collected
+from covey.nodes.look import Lazy, LazyRows, Look, collected, own
 from covey.problem.problem import Problem, Schema
 from covey.problem.rows import columns_of
 from covey.tables.design import Formula
@@ -71,26 +71,26 @@ class Aggregate:
         times = one if self.frequency is None else _ENGINE.column(self.frequency)
         weight = one if self.weights is None else _ENGINE.column(self.weights)
         plain = self.weights is None and self.frequency is None
-        z = [f"z{at}" for at in range(len(self.names))]
+        z = [own(f"z{at}") for at in range(len(self.names))]
         base = [nw.col(name) for name in ids]
         for name, value, centre in zip(z, self.values, self.centre.tolist(), strict=True):
             base.append((_ENGINE.term(value) - centre if centre else _ENGINE.term(value)).alias(name))
-        asked = [nw.len().cast(nw.Float64()).alias("rows")]
+        asked = [nw.len().cast(nw.Float64()).alias(own("rows"))]
         if not plain:
-            base += [times.alias("times"), weight.alias("one"), (weight * times).alias("weight")]
-            there = nw.col("one") > 0
+            base += [times.alias(own("times")), weight.alias(own("one")), (weight * times).alias(own("weight"))]
+            there = nw.col(own("one")) > 0
             asked = [
-                nw.col("times").sum().alias("rows"),
-                nw.when(there).then(nw.col("times")).otherwise(nw.lit(0.0)).sum().alias("counted"),
-                nw.col("weight").sum(),
-                (nw.when(there).then(nw.col("one")).otherwise(one).log() * nw.col("times")).sum().alias("logs"),
+                nw.col(own("times")).sum().alias(own("rows")),
+                nw.when(there).then(nw.col(own("times"))).otherwise(nw.lit(0.0)).sum().alias(own("counted")),
+                nw.col(own("weight")).sum(),
+                (nw.when(there).then(nw.col(own("one"))).otherwise(one).log() * nw.col(own("times"))).sum().alias(own("logs")),
             ]
-        w = None if plain else nw.col("weight")
+        w = None if plain else nw.col(own("weight"))
         for a, name in enumerate(z):
-            asked.append((nw.col(name) if w is None else w * nw.col(name)).sum().alias(f"s{a}"))
+            asked.append((nw.col(name) if w is None else w * nw.col(name)).sum().alias(own(f"s{a}")))
         for a, b in self.pairs():
             both = nw.col(z[a]) * nw.col(z[b])
-            asked.append((both if w is None else w * both).sum().alias(f"s{a}_{b}"))
+            asked.append((both if w is None else w * both).sum().alias(own(f"s{a}_{b}")))
         rows = table.select(*base)
         return rows.group_by(*ids).agg(*asked) if ids else rows.select(*asked)
 
@@ -99,10 +99,10 @@ class Aggregate:
         q = 1 + len(self.names)
 
         def column(name: str) -> Floats:
-            return found[name].cast(pl.Float64).fill_null(0.0).to_numpy()
+            return found[own(name)].cast(pl.Float64).fill_null(0.0).to_numpy()
 
         rows = column("rows")
-        plain = "weight" not in found.columns
+        plain = self.weights is None and self.frequency is None
         counted, weight, logs = (rows, rows, np.zeros(len(rows))) if plain else map(column, ("counted", "weight", "logs"))
         gram = np.empty((len(found), q, q))
         gram[:, 0, 0] = weight
@@ -133,7 +133,7 @@ def read_lazy(table: Lazy, problem: Problem) -> tuple[GroupedData, Problem]:
     >>> homes = as_lazy(load_radon().lazy())
     >>> data, problem = read_lazy(homes, resolve(Spec(formula="log_radon ~ floor + (1 | state/county)")))
     >>> data.n_clients, int(data.rows_per_client.sum()), data.terms
-    (470, 12777, ('Intercept', 'floor'))
+    (470, 11929, ('Intercept', 'floor'))
     """
     check_pushed(problem)
     rows = LazyRows(table, problem)
@@ -161,6 +161,11 @@ def check_pushed(problem: Problem) -> None:
         raise DataError(f"The {spec.family} family needs the rows themselves, and a lazy table gives sums; {fix}.")
     if spec.learns == "cv":
         raise DataError("penalty='cv' needs a table in memory, and a lazy table gives sums; give gamma and lam, or learn them.")
+    if spec.standardize and spec.frequency is not None and problem.draft:
+        raise DataError(
+            "standardize=True together with frequency= needs a table in memory, and a lazy table gives sums; leave one of them "
+            "out, or pass a data frame."
+        )
     if spec.trials is not None:
         raise DataError("Numbers of trials are for a classifier; leave out trials=.")
 
@@ -183,7 +188,7 @@ def _agreed(look: Look, problem: Problem) -> tuple[Formula, Problem]:
         mean, variance, low, high = look.statistics(pushed(call.argument))
         if call.name == "scale" and not low < high:
             raise DataError(f"{text} needs at least 2 different values of {ast.unparse(call.argument)}; leave it out.")
-        n = float(look.found["usable"].sum())
+        n = float(look.found[own("usable")].sum())
         state[text] = (n, mean, variance * n, 0.0)[: call.size]
     agreed = replace(agreed, state=state)
     return agreed, replace(problem, agreed_design=agreed)

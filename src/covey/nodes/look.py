@@ -27,7 +27,14 @@ from covey.tables.values import Dropped
 
 Lazy = nw.LazyFrame[Any]
 _ENGINE = Engine()
-_ROWS = "rows"
+
+
+def own(name: str) -> str:
+    """The name of a column of covey's own in a query; the table may have a column that is called ``name``."""
+    return f"covey_{name}"
+
+
+_ROWS, _USABLE = own("rows"), own("usable")
 
 
 def collected(query: Lazy) -> pl.DataFrame:
@@ -175,7 +182,7 @@ class LazyRows:
     def mistakes(self) -> list[_Mistake]:
         """What must not occur in any row, in the order in which it is reported."""
         spec, found = self.problem.spec, list[_Mistake]()
-        for name, what in zip(self.ids, ("cluster", "client")[-len(self.ids) :], strict=True):
+        for name, what in zip(self.ids, ("cluster", "client")[2 - len(self.ids) :], strict=True):
             found.append(
                 _Mistake(self.missing(name), f"have no {what} id in column {name!r}; fill the column or leave the rows out")
             )
@@ -209,19 +216,23 @@ class LazyRows:
         drop = spec.na == "drop"
         complete = [~self.missing(name) for name in self.used] if drop else []
         counts = complete if spec.frequency is None else [*complete, nw.col(spec.frequency) > 0]
-        asked = [nw.len().alias(_ROWS), (total(_all(counts)) if counts else nw.len()).alias("usable")]
+        asked = [nw.len().alias(_ROWS), (total(_all(counts)) if counts else nw.len()).alias(_USABLE)]
         for at, mistake in enumerate(mistakes):
             where = [mistake.condition] if mistake.everywhere else [mistake.condition, *counts]
-            asked.append(total(_all(where)).alias(f"mistake {at}"))
+            asked.append(total(_all(where)).alias(own(f"mistake_{at}")))
         if drop:
-            asked += [total(self.missing(name)).alias(f"missing {name}") for name in self.used]
-            asked.append(total(_all(complete)).alias("complete"))
+            asked += [total(self.missing(name)).alias(own(f"missing_{name}")) for name in self.used]
+            asked.append(total(_all(complete)).alias(own("complete")))
         if spec.weights is not None:
-            asked.append(_if(counts, _ENGINE.column(spec.weights)).sum().alias("weight"))
+            asked.append(_if(counts, _ENGINE.column(spec.weights)).sum().alias(own("weight")))
         for at, tree in enumerate([*self.parts, self.response]):
             value = _if(counts, _ENGINE.value(tree))
-            asked += [value.mean().alias(f"mean {at}"), value.min().alias(f"low {at}"), value.max().alias(f"high {at}")]
-            asked.append(value.var(ddof=0).alias(f"variance {at}"))
+            asked += [
+                value.mean().alias(own(f"mean_{at}")),
+                value.min().alias(own(f"low_{at}")),
+                value.max().alias(own(f"high_{at}")),
+            ]
+            asked.append(value.var(ddof=0).alias(own(f"variance_{at}")))
         table = self.table
         query = table.group_by(*self.categorical).agg(*asked) if self.categorical else table.select(*asked)
         found = Look(self, collected(query))
@@ -258,18 +269,18 @@ class Look:
         if not self.found[_ROWS].sum():
             raise DataError("The table has no rows; covey needs at least one.")
         for at, mistake in enumerate(mistakes):
-            count = int(self.found[f"mistake {at}"].sum())
+            count = int(self.found[own(f"mistake_{at}")].sum())
             if count:
                 n = f"{count:,} rows" if count > 1 else "1 row"
                 where = self.rows.example(mistake.condition) if not mistake.everywhere else ""
                 text = mistake.text.replace("have ", "has ", 1) if count == 1 else mistake.text
                 raise DataError(f"{n}{where} {text}.")
-        if not self.found["usable"].sum():
+        if not self.found[_USABLE].sum():
             if self.dropped is not None and self.dropped.rows == self.dropped.of:
                 worst = max(self.dropped.columns.items(), key=lambda each: each[1])
                 raise DataError(f"Every row has a missing value ({worst[0]!r} in {worst[1]} rows), so na='drop' leaves no row.")
             raise DataError("Every frequency is 0; at least one row must count.")
-        if "weight" in self.found.columns and not self.found["weight"].sum():
+        if self.rows.problem.spec.weights is not None and not self.found[own("weight")].sum():
             raise DataError("All weights are zero; give at least one row a positive weight.")
 
     @property
@@ -278,12 +289,12 @@ class Look:
         if self.rows.problem.spec.na != "drop":
             return None
         rows, used = int(self.found[_ROWS].sum()), self.rows.used
-        columns = {name: int(self.found[f"missing {name}"].sum()) for name in sorted(used)}
-        return Dropped(rows - int(self.found["complete"].sum()), rows, columns)
+        columns = {name: int(self.found[own(f"missing_{name}")].sum()) for name in sorted(used)}
+        return Dropped(rows - int(self.found[own("complete")].sum()), rows, columns)
 
     def frame(self) -> pl.DataFrame:
         """A small table with the same types and categories, from which a draft is completed."""
-        known = self.found.filter(pl.col("usable") > 0)
+        known = self.found.filter(pl.col(_USABLE) > 0)
         numbers = {name: pl.Series([1.0] * len(known)) for name in self.rows.schema if name not in self.rows.categorical}
         return pl.DataFrame(
             {name: known[name] if name in self.rows.categorical else numbers[name] for name in self.rows.schema}
@@ -302,15 +313,16 @@ class Look:
 
     def statistics(self, tree: ast.expr, codes: Floats | None = None) -> tuple[float, float, float, float]:
         """Mean, variance, smallest and largest value of an expression, times a code for each combination of categories."""
-        known = self.found.filter(pl.col("usable") > 0)
-        n, code = known["usable"].to_numpy().astype(np.float64), np.ones(len(known)) if codes is None else codes
+        known = self.found.filter(pl.col(_USABLE) > 0)
+        n, code = known[_USABLE].to_numpy().astype(np.float64), np.ones(len(known)) if codes is None else codes
         if isinstance(tree, ast.Constant):
             value = np.full(len(known), float(tree.value))  # type: ignore[arg-type]
             mean, variance, low, high = value, 0.0 * value, value, value
         else:
             at = [ast.dump(each) for each in [*self.rows.parts, self.rows.response]].index(ast.dump(tree))
             mean, variance, low, high = (
-                known[f"{what} {at}"].cast(pl.Float64).fill_null(0.0).to_numpy() for what in ("mean", "variance", "low", "high")
+                known[own(f"{what}_{at}")].cast(pl.Float64).fill_null(0.0).to_numpy()
+                for what in ("mean", "variance", "low", "high")
             )
         whole = float(n @ (code * mean) / n.sum())
         spread = float(n @ (code**2 * variance + (code * mean - whole) ** 2) / n.sum())
@@ -319,7 +331,7 @@ class Look:
 
     def codes(self, column: TermColumn) -> Floats:
         """The product of a term's codes, for each combination of categories."""
-        known = self.found.filter(pl.col("usable") > 0)
+        known = self.found.filter(pl.col(_USABLE) > 0)
         whole = np.ones(len(known))
         for name, codes in column.codes:
             code = dict(codes)

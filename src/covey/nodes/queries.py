@@ -1,8 +1,8 @@
 """The sums of a linear fit as SQL, for a database that covey does not reach; and the result of such a query as rows.
 
 :func:`sql_queries` writes two statements. The first counts what would be a mistake. The second computes the sums by client that
-:mod:`covey.nodes.lazy` asks an engine for, and the means of the columns, which it subtracts. :func:`read_sums` takes the
-result.
+:mod:`covey.nodes.lazy` asks an engine for, the means of the columns, which it subtracts, and the number of rows that cannot be
+summed. :func:`read_sums` takes the result.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import polars as pl
 
 from covey.errors import DataError, FormulaError
 from covey.nodes.lazy import Aggregate, check_pushed
-from covey.nodes.look import sum_tree
+from covey.nodes.look import own, sum_tree
 from covey.problem.problem import Problem, Schema
 from covey.tables.design import Formula
 from covey.tables.pushdown import Dialect, Sql, TermColumn, columns_in, term_columns
@@ -88,30 +88,50 @@ def sql_queries(problem: Problem, dialect: Dialect, table: str) -> tuple[str, st
     look = "SELECT\n  " + ",\n  ".join(counts) + f"\nFROM {source}"
 
     values = [sql.term(value) for value in found.values]
-    plain, z = spec.weights is None and spec.frequency is None, [f"z{at}" for at in range(len(values))]
+    every, plain = range(len(values)), spec.weights is None and spec.frequency is None
+    z, c = [own(f"z{at}") for at in every], [own(f"c{at}") for at in every]
     times = "1e0" if spec.frequency is None else sql.column(spec.frequency)
     weight = "1e0" if spec.weights is None else sql.column(spec.weights)
-    means = ",\n    ".join(f"AVG({value}) AS c{at}" for at, value in enumerate(values))
-    base = [*map(q, ids), *(f"{value} - c{at} AS z{at}" for at, value in enumerate(values))]
-    base += [f"c{at}" for at in range(len(values))]
-    asked, w = ["COUNT(*) AS " + q("rows")], "" if plain else "weight * "
+    means = ",\n    ".join(f"AVG({value}) AS {centre}" for value, centre in zip(values, c, strict=True))
+    wrong = " OR ".join(_wrong(problem, sql, ids, coded, values))
+    base = [*map(q, ids), f"CASE WHEN {wrong} THEN 1 ELSE 0 END AS {own('bad')}"]
+    base += [f"{value} - {own('centres')}.{c[at]} AS {z[at]}" for at, value in enumerate(values)]
+    base += [f"{own('centres')}.{name}" for name in c]
+    asked, w = [f"COUNT(*) AS {own('rows')}"], "" if plain else f"{own('weight')} * "
     if not plain:
-        base += [f"{times} AS times", f"{weight} AS one", f"{weight} * {times} AS weight"]
+        n, one = own("times"), own("one")
+        base += [f"{times} AS {n}", f"{weight} AS {one}", f"{weight} * {times} AS {own('weight')}"]
         asked = [
-            "SUM(times) AS " + q("rows"),
-            "SUM(CASE WHEN one > 0 THEN times ELSE 0 END) AS counted",
-            "SUM(weight) AS weight",
-            "SUM(CASE WHEN one > 0 THEN times * LN(one) ELSE 0 END) AS logs",
+            f"SUM({n}) AS {own('rows')}",
+            f"SUM(CASE WHEN {one} > 0 THEN {n} ELSE 0 END) AS {own('counted')}",
+            f"SUM({own('weight')}) AS {own('weight')}",
+            f"SUM(CASE WHEN {one} > 0 THEN {n} * LN({one}) ELSE 0 END) AS {own('logs')}",
         ]
-    asked += [f"SUM({w}{name}) AS s{at}" for at, name in enumerate(z)]
-    asked += [f"SUM({w}{z[a]} * {z[b]}) AS s{a}_{b}" for a, b in found.pairs()]
-    asked += [f"MIN(c{at}) AS c{at}" for at in range(len(values))]
-    where = "" if spec.frequency is None else f"\n  WHERE {q(spec.frequency)} > 0"
+    asked = [f"SUM({own('bad')}) AS {own('bad')}", *asked]
+    asked += [f"SUM({w}{name}) AS {own(f's{at}')}" for at, name in enumerate(z)]
+    asked += [f"SUM({w}{z[a]} * {z[b]}) AS {own(f's{a}_{b}')}" for a, b in found.pairs()]
+    asked += [f"MIN({name}) AS {name}" for name in c]
+    # A row of frequency 0 does not count; one whose frequency is missing or negative is counted as bad.
+    where = "" if spec.frequency is None else f"\n  WHERE COALESCE({times}, -1e0) <> 0"
     keys = ", ".join(map(q, ids))
-    sums = f"WITH centres AS (\n  SELECT\n    {means}\n  FROM {source}\n),\ncentred AS (\n  SELECT\n    "
-    sums += ",\n    ".join(base) + f"\n  FROM {source} CROSS JOIN centres{where}\n)\nSELECT\n  "
-    sums += ",\n  ".join([*map(q, ids), *asked]) + "\nFROM centred" + (f"\nGROUP BY {keys}" if keys else "")
+    sums = f"WITH {own('centres')} AS (\n  SELECT\n    {means}\n  FROM {source}{where}\n),\n{own('centred')} AS (\n  SELECT\n"
+    sums += "    " + ",\n    ".join(base) + f"\n  FROM {source} CROSS JOIN {own('centres')}{where}\n)\nSELECT\n  "
+    sums += ",\n  ".join([*map(q, ids), *asked]) + f"\nFROM {own('centred')}" + (f"\nGROUP BY {keys}" if keys else "")
     return look, sums
+
+
+def _wrong(problem: Problem, sql: Sql, ids: Sequence[str], coded: Sequence[str], values: Sequence[str]) -> list[str]:
+    """Conditions on a row that cannot be summed: a sum leaves out null, so that it would go unnoticed."""
+    spec, levels = problem.spec, problem.design.levels if isinstance(problem.design, Formula) else {}
+    found = [f"{each} IS NULL" for each in dict.fromkeys([*map(sql.name, ids), *values])]
+    for name in dict.fromkeys([*coded, *levels]):
+        known = ", ".join(map(sql.literal, levels[name]))
+        found.append(f"{sql.name(name)} IS NULL OR {sql.name(name)} NOT IN ({known})")
+    for name in filter(None, (spec.weights, spec.frequency)):
+        found.append(f"{sql.column(name)} IS NULL OR {sql.column(name)} < 0")
+    if spec.frequency is not None:
+        found.append(f"{sql.column(spec.frequency)} <> FLOOR({sql.column(spec.frequency)})")
+    return found
 
 
 def read_sums(sums: pl.DataFrame, draft: Problem, categories: Categories) -> tuple[GroupedData, Problem]:
@@ -120,18 +140,30 @@ def read_sums(sums: pl.DataFrame, draft: Problem, categories: Categories) -> tup
     found, spec = aggregate_of_problem(problem), problem.spec
     ids = [name for name in (spec.cluster, spec.client) if name is not None]
     width = range(len(found.names))
-    wanted = [*ids, "rows", *(f"s{a}" for a in width), *(f"s{a}_{b}" for a, b in found.pairs()), *(f"c{a}" for a in width)]
-    wanted += [] if spec.weights is None and spec.frequency is None else ["counted", "weight", "logs"]
+    mine = ["bad", "rows", *(f"s{a}" for a in width), *(f"s{a}_{b}" for a, b in found.pairs()), *(f"c{a}" for a in width)]
+    mine += [] if spec.weights is None and spec.frequency is None else ["counted", "weight", "logs"]
+    wanted = [*ids, *map(own, mine)]
     lost, more = [name for name in wanted if name not in sums.columns], [name for name in sums.columns if name not in wanted]
     if lost or more:
         which = f"has no column {lost[0]!r}" if lost else f"has a column {more[0]!r} too many"
         raise DataError(f"The table of sums {which}; it must be the result of covey sql for this formula and its categories.")
+    bad = sums.filter(pl.col(own("bad")) != 0)
+    if len(bad):
+        n = int(bad[own("bad")].sum())
+        clients = [] if spec.client is None else bad[spec.client].drop_nulls().to_list()
+        where = f" (such as of client {clients[0]!r})" if clients else ""
+        rows = "1 row" if n == 1 else f"{n:,} rows"
+        what = "a missing value, an expression such as log(0) without a value, a category that is not listed in --categories"
+        raise DataError(
+            f"{rows}{where} cannot be summed: each has {what}, a negative weight, or a frequency that is no whole number >= 0. "
+            "Correct these rows or leave them out, and run the query again."
+        )
     numbers = sums.select(wanted[len(ids) :]).cast(pl.Float64).to_numpy()
     if len(sums) == 0 or not np.isfinite(numbers).all():
         raise DataError(
             "The table of sums has no rows, or values that are missing or infinite; run the first query of covey sql."
         )
-    centre = sums.select(f"c{a}" for a in width).cast(pl.Float64).to_numpy()
+    centre = sums.select(own(f"c{a}") for a in width).cast(pl.Float64).to_numpy()
     if not (centre == centre[0]).all():
         raise DataError("The table of sums has several centres of one column; it must be the result of one query.")
     products = aggregate_of_problem(problem, centre[0]).products(sums)

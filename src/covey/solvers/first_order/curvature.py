@@ -90,6 +90,11 @@ def constants(
     sizes = dict(zip(wanted, largest(network, wanted), strict=True))
     own = largest_by_cluster(network, {name: sizes[name] for name in clusters if name in sizes})
     most = sizes["client"] if L is None else L
+    if "row" in clusters and sizes.get("row") == np.inf and np.isfinite(most):
+        raise DataError(
+            "The solver 'al2sgd_plus' draws single rows, so it needs the rows of the table, and only sums of them are here; "
+            "use shards (covey shard) or another solver."
+        )
     q = relative_curvature(network, penalty, FLOOR * most) if relative and loss.bounded and bound > 0 else 0.0
     if elsewhere:
         network.ask(RestoreCoefficients())

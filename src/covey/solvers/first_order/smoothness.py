@@ -149,8 +149,9 @@ def _size(node: Node, name: str) -> Floats:
 
 
 def _largest_row(node: Node, rows: Floats, least: float) -> Floats:
-    """The largest number of each client's rows; ``least`` if it has none."""
-    node.data.need_rows("The solver 'al2sgd_plus' draws single rows, so it")
+    """The largest number of each client's rows; ``least`` if it has none, infinite if only sums of its rows are here."""
+    if node.data.sums is not None:  # nothing is known about single rows
+        return np.full(node.data.n_clients, np.inf)
     ptr, most = node.data.client_ptr, np.full(node.data.n_clients, least)
     filled = np.flatnonzero(np.diff(ptr))
     if len(filled):
