@@ -73,7 +73,7 @@ class Sharded:
     With ``forgets`` every node loses its cache after each request, as if another process served the next.
     """
 
-    nodes: list[Node]
+    held: list[Node]
     places: list[np.ndarray]  # positions of the clients of each node
     tree: Hierarchy
     listens: bool = False
@@ -91,22 +91,25 @@ class Sharded:
 
     @property
     def terms(self):
-        return self.nodes[0].data.terms
+        return self.held[0].data.terms
 
     @property
     def loss(self):
-        return self.nodes[0].loss
+        return self.held[0].loss
 
     def clients(self):
         return None
 
+    def nodes(self):
+        return []  # the clients are in other processes
+
     def ask(self, request):
-        replies = [request.at(node) for node in self.nodes]
+        replies = [request.at(node) for node in self.held]
         self.exchanges += 1
         if self.listens:
             self.asked.append((request, replies))
         if self.forgets:
-            for node in self.nodes:
+            for node in self.held:
                 node.cache.clear()
         total = replies[0]
         for reply in replies[1:]:
@@ -115,7 +118,7 @@ class Sharded:
 
     def gathered(self, name="theta"):
         """Collect an array of all clients from the nodes, in the order of the clients."""
-        parts = [getattr(node, name) for node in self.nodes]
+        parts = [getattr(node, name) for node in self.held]
         whole = np.empty((sum(map(len, self.places)), *parts[0].shape[1:]))
         whole[np.concatenate(self.places)] = np.concatenate(parts)
         return whole

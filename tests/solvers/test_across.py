@@ -49,7 +49,7 @@ class Sharded(Network):
 
     def __init__(self, data, loss, penalty, owner, forget=0.0):
         self.members = [np.flatnonzero(owner == name) for name in np.unique(owner)]
-        self.nodes = [Node(shard(data, mine), loss, penalty.gamma[mine]) for mine in self.members]
+        self.held = [Node(shard(data, mine), loss, penalty.gamma[mine]) for mine in self.members]
         tree = data.hierarchy
         self._tree = replace(tree, client_ids=pl.Series(range(data.n_clients)))
         self._loss, self._terms, self.replies, self.arrived = loss, data.terms, [], []
@@ -61,7 +61,7 @@ class Sharded(Network):
 
     def send(self, message):
         total = None
-        for node in self.nodes:
+        for node in self.held:
             reply = decode(encode(message)).at(node)
             self.replies.append((node, reply))
             if self.rng.random() < self.forget:
@@ -76,7 +76,7 @@ class Sharded(Network):
 
     def theta(self):
         theta = np.empty((self.tree.n_clients, len(self.terms)))
-        for mine, node in zip(self.members, self.nodes, strict=True):
+        for mine, node in zip(self.members, self.held, strict=True):
             theta[mine] = node.theta
         return theta
 
@@ -205,7 +205,7 @@ def test_no_reply_has_a_row_for_each_client(solver, family, options):
     owner, penalty = (data.hierarchy.client_ids.to_numpy() >= 11) * 1, Penalty.of(data.hierarchy)
     network = Sharded(data, loss_of(family), penalty, owner)
     solve(network, penalty, solver=solver, tol=1e-2, max_iter=100, options=options)
-    assert {node.data.n_clients for node in network.nodes} == {11, 13}
+    assert {node.data.n_clients for node in network.held} == {11, 13}
     seen = 0
     for node, reply in network.replies:
         for array in arrays(reply):
@@ -223,7 +223,7 @@ def test_constants_are_those_of_all_clients_together(seed, family, ridge):
     across = constants(network, penalty)
     for part in fields(known):
         np.testing.assert_array_equal(getattr(known, part.name), getattr(across, part.name), err_msg=part.name)
-    assert all(node.theta is None or not node.theta.any() for node in network.nodes)
+    assert all(node.theta is None or not node.theta.any() for node in network.held)
 
 
 @settings(max_examples=30, deadline=None)

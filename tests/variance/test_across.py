@@ -134,7 +134,7 @@ def test_columns_far_from_zero_and_a_tiny_residual():
     np.testing.assert_allclose(found.wbar, fit.wbar, rtol=1e-7)
     np.testing.assert_allclose(network.gathered(), fit.theta, rtol=1e-6)
     np.testing.assert_allclose(known.components.client.covariance, learned.components.client.covariance, rtol=1e-6)
-    own = [node_learned(node, known.components, known.covariance) for node in network.nodes]
+    own = [node_learned(node, known.components, known.covariance) for node in network.held]
     np.testing.assert_allclose(sum(each.units.C.sum(axis=0) for each in own), learned.units.C.sum(axis=0), rtol=1e-10)
 
     rng = np.random.default_rng(0)
@@ -182,7 +182,7 @@ def test_intervals_at_a_node_are_those_of_one_node_with_all_clients(family):
             operator.coefficient_intervals("cluster", 0.9), whole.coefficient_intervals("cluster", 0.9), strict=True
         ):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
-    for node, mine in zip(network.nodes, network.places, strict=True):
+    for node, mine in zip(network.held, network.places, strict=True):
         here = node_learned(node, across.components, across.covariance, across.whole)
         own = Posterior(replace(here, satterthwaite=across.satterthwaite, draws=across.draws))
         if linear:
@@ -213,7 +213,7 @@ def test_replies_contain_no_array_per_client(case):
         likelihood_ratios(known, estimate(network, shape, reml=reml, surveyed=known)[1], shape, reml=reml)
         kinds = {}
         for request, replies in network.asked:
-            for node, reply in zip(network.nodes, replies, strict=True):
+            for node, reply in zip(network.held, replies, strict=True):
                 arrays = [leaf for leaf in leaves(reply) if isinstance(leaf, np.ndarray)]
                 assert node.data.n_clients not in {size for array in arrays for size in array.shape}
                 assert node.data.n_rows not in {size for array in arrays for size in array.shape}
@@ -230,7 +230,7 @@ def test_messages_replies_and_states_can_be_encoded_and_decoded(family):
     estimate(network, Shape((0,), (0,)))
     for message in [each for request, replies in network.asked for each in (request, *replies)]:
         assert encode(decode(encode(message))) == encode(message)
-    for node in network.nodes:
+    for node in network.held:
         assert encode(decode(encode(node.snapshot()))) == encode(node.snapshot())
 
 
