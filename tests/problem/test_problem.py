@@ -75,7 +75,7 @@ def test_the_stored_length_of_text_is_ignored():
 def test_every_setting_is_declared_once():
     for estimator in (HierarchicalRegressor, HierarchicalClassifier):
         own = set(declared()) - {"family", "nested", "seed"}
-        assert set(estimator().get_params()) == own | {"loss", "unseen", "random_state"}
+        assert set(estimator().get_params()) == own | {"loss", "unseen", "random_state", "threads"}
         for name in own:
             assert f"{name}" in estimator.__doc__
             assert estimator().get_params()[name] == declared()[name].default

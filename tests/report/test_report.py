@@ -79,6 +79,8 @@ def test_penalties_are_learned_without_the_test_rows(homes, monkeypatch):
     """Changing the held-out responses changes nothing in what is fitted."""
     from dataclasses import replace
 
+    from covey.model.model import Fitted
+
     spec = Spec(client="county", cluster="state", formula="log_radon ~ floor")
     data, problem = read_rows(homes, resolve(spec))
     marked = replace(data, y=np.arange(data.n_rows, dtype=float))
@@ -86,11 +88,12 @@ def test_penalties_are_learned_without_the_test_rows(homes, monkeypatch):
     spoilt = data.y.copy()
     spoilt[held] += 100.0
     fits = []
-    keep = comparison.learn
-    monkeypatch.setattr(comparison, "learn", lambda *given: fits.append(keep(*given)) or fits[-1])
+    keep, alone = comparison.learn, comparison.single_cluster
+    monkeypatch.setattr(comparison, "learn", lambda *given: fits.append(keep(*given).fit) or Fitted(fits[-1]))
+    monkeypatch.setattr(comparison, "single_cluster", lambda *given, **how: fits.append(alone(*given, **how)) or fits[-1])
     first, second = (comparison.compare(d, problem) for d in (data, replace(data, y=spoilt)))
     for before, after in zip(fits[:4], fits[4:], strict=True):
-        np.testing.assert_array_equal(before.fit.theta, after.fit.theta)
+        np.testing.assert_array_equal(before.theta, after.theta)
     assert second.errors["hierarchical"] > 10 * first.errors["hierarchical"]
 
 

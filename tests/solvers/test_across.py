@@ -220,7 +220,7 @@ def test_constants_are_those_of_all_clients_together(seed, family, ridge):
     data, loss, penalty = problem(seed, family, weighted=True, ridge=ridge)
     known = constants_of(Objective(data, loss, penalty))
     network = Sharded(data, loss, penalty, np.random.default_rng(seed).integers(0, 4, size=data.n_clients), forget=0.3)
-    across = constants(network, penalty)
+    across = constants(network, penalty, clusters=("client", "row"))
     for part in fields(known):
         np.testing.assert_array_equal(getattr(known, part.name), getattr(across, part.name), err_msg=part.name)
     assert all(node.theta is None or not node.theta.any() for node in network.held)

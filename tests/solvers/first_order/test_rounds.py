@@ -182,7 +182,7 @@ def test_a_non_finite_iterate_stops_and_keeps_the_last_good_checkpoint(tmp_path)
     with pytest.warns(ConvergenceWarning, match=r"the step eta = 50 is above .* = 1 / \(2 calL\)"):  # noqa: SIM117
         with pytest.raises(SolverError, match=r"The iterate of client \d is no longer finite by iteration [\d,]+; give a"):
             minimise(data, Gaussian(), penalty, solver="l2gd", eta=50.0, every=50, max_iter=100_000, checkpoint=path)
-    assert np.isfinite(decode(path.read_bytes()).node.theta).all()
+    assert np.isfinite(decode(path.read_bytes()).nodes[0].theta).all()
     with (
         pytest.warns(ConvergenceWarning, match="eta"),
         pytest.raises(SolverError, match=r"Iteration \d+ is kept in .*run\.npz"),
