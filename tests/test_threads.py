@@ -54,6 +54,23 @@ def test_a_mistake_in_any_thread_is_raised(always_share):
         share(fail, 64)
 
 
+def test_after_an_interrupt_of_the_caller_no_thread_writes_any_more(always_share):
+    caller, written = threading.current_thread(), []
+
+    def interrupted(begin, end):
+        if threading.current_thread() is caller and begin > 10:
+            raise KeyboardInterrupt
+        time.sleep(2e-3)
+        written.append(begin)
+
+    with use_threads(3):
+        with pytest.raises(KeyboardInterrupt):
+            share(interrupted, 400)
+        count = len(written)
+        time.sleep(0.05)
+    assert len(written) == count < 100
+
+
 def test_shared_work_may_share_work_itself(always_share):
     seen = []
 

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -86,11 +87,19 @@ def share(kernel: Callable[..., Any], blocks: int, *arguments: Any) -> None:
                 return
             kernel(first, min(first + size, blocks), *arguments)
 
-    helpers = [_pool().submit(work) for _ in range(most - 1)]
-    work()
-    for helper in helpers:
-        if not helper.cancel():
-            helper.result()
+    helpers = list[Future[None]]()
+    try:
+        for _ in range(most - 1):
+            helpers.append(_pool().submit(work))
+        work()
+    finally:
+        # After a mistake or Ctrl-C in the caller nobody takes another piece, and nobody still writes to its arrays.
+        with lock:
+            deque(pieces, maxlen=0)
+        started = [helper for helper in helpers if not helper.cancel()]
+        wait(started)
+    for helper in started:
+        helper.result()
 
 
 def block_count(clients: int) -> int:

@@ -17,7 +17,7 @@ from covey.federation.site.approval import Approvals
 from covey.federation.site.audit import AuditLog
 from covey.federation.site.file import SiteFile
 from covey.federation.site.policy import Policy, solver_of
-from covey.federation.site.release import COMBINED, weak_sums
+from covey.federation.site.release import COMBINED, Released, weak_sums
 from covey.federation.site.site import Site
 from covey.federation.wire.codec import Envelope, Refusal
 from covey.federation.wire.messages import Abandon
@@ -139,6 +139,22 @@ def test_two_runs_that_differ_by_a_few_clients_are_refused(tmp_path):
     kept = (tmp_path / "released.json").read_text()
     assert '"c7"' not in kept
     run(without, tmp_path / "elsewhere")
+
+
+def test_two_starts_of_one_run_are_compared_too(tmp_path):
+    """The table may change between them; every start is kept, so that a later one is compared with all."""
+    frame, policy, released = patients(), Policy(minimum=5), Released(tmp_path)
+    asked = resolve(spec(formula="y ~ x"))
+
+    def start(rows):
+        released.admit("run", read_rows(rows, asked)[0], policy)
+
+    half = frame.filter(~pl.col("client").is_in([f"c{i}" for i in range(20)]))
+    for rows in (frame, frame, half, frame):
+        start(rows)
+    for rows in (frame, half):
+        with pytest.raises(FederationError, match="by fewer than 5"):
+            start(rows.filter(pl.col("client") != "c27"))
 
 
 def test_runs_are_compared_by_clients_whose_ids_are_nested_in_clusters(tmp_path):

@@ -103,6 +103,7 @@ def test_mistakes_on_shards(tmp_path):
     folder = lay_out(table.lazy(), tmp_path / "shards", "client", 3)
     cases = [
         (Spec(formula="y ~ x", client="cluster", gamma=1.0), ["'client'", "'cluster'"]),
+        (Spec(formula="y ~ x"), ["'client'", "no clients"]),
         (Spec(formula="y ~ nothing + (1 | client)"), ["'nothing'"]),
         (Spec(formula="y ~ bs(x, df=4) + (1 | client)"), ["bs(x, df=4)", "lower_bound"]),
         (Spec(formula="y ~ x", client="client", penalty="cv"), ["cv", "shards"]),
@@ -134,6 +135,47 @@ def test_the_command_line(tmp_path):
     memory, shards = (inside("fit", data, *command, "--holdout", "0", cwd=tmp_path) for data in ("rows.parquet", "shards"))
     assert shards.stdout.splitlines()[:3] == memory.stdout.splitlines()[:3]
     assert shards.stdout.splitlines()[-3:] == memory.stdout.splitlines()[-3:]
+
+
+def test_shards_of_a_table_that_has_changed_are_refused(tmp_path):
+    table, arguments = counts_of(4, 60), ("shard", "rows", "shards", "--client", "client", "--shards", "2")
+    (tmp_path / "rows").mkdir()
+    table.write_parquet(tmp_path / "rows" / "a.parquet")
+    inside(*arguments, cwd=tmp_path)
+    inside(*arguments, cwd=tmp_path)
+    fewer = inside(*arguments[:-1], "3", cwd=tmp_path, check=False)
+    assert (fewer.returncode, "'shards' has 2 shards, not 3" in fewer.stderr) == (2, True)
+    table.write_parquet(tmp_path / "rows" / "b.parquet")
+    more = inside(*arguments, cwd=tmp_path, check=False)
+    assert (more.returncode, "'shards' has shards of another table" in more.stderr) == (2, True)
+    assert "another folder" in more.stderr
+    with pytest.raises(CoveyError, match="another table"):  # nothing says where this table is from
+        lay_out(table.lazy(), tmp_path / "shards", "client")
+
+
+def test_a_column_with_the_name_of_the_key(tmp_path):
+    table = counts_of(4).with_columns(shard=pl.col("x") ** 2, shard_=pl.lit(1.0))
+    folder = lay_out(table.lazy(), tmp_path / "shards", "client", 3)
+    spec = Spec(formula="y ~ shard", client="client", gamma=2.0)
+    assert len(parts_of(folder)) == 3
+    assert_equal(covey.fit(table, spec), covey.fit(folder, spec), 1e-10)
+
+
+def test_rows_that_are_left_out_have_no_categories_classes_or_clusters(tmp_path):
+    left_out = {"zone": pl.lit("nowhere"), "yes": pl.lit("maybe"), "cluster": pl.lit(99), "x": pl.lit(None), "w": pl.lit(1.0)}
+    table = counts_of(4)
+    some = table.head(20).with_columns(**left_out).cast(dict(table.schema))
+    nan = some.with_columns(x=pl.lit(float("nan")), client=pl.lit(77).cast(table.schema["client"]))
+    table = pl.concat([table, some, nan])
+    folder = lay_out(table.lazy(), tmp_path / "shards", "client", 3)
+    for formula in ("yes ~ zone + x", "yes ~ zone + scale(x)"):
+        family = {"family": "bernoulli", "client": "client", "cluster": "cluster", "gamma": 2.0, "lam": 1.0, "na": "drop"}
+        memory, shards = (covey.fit(each, Spec(formula=formula, **family)) for each in (table, folder))
+        assert shards.model_.hierarchy.cluster_ids.to_list() == memory.model_.hierarchy.cluster_ids.to_list()
+        assert_equal(memory, shards, 1e-10)
+    empty = lay_out(some.lazy(), tmp_path / "empty", "client", 3)
+    with pytest.raises(CoveyError, match="leaves no row"):
+        covey.fit(empty, Spec(formula="yes ~ x", **family))
 
 
 def test_one_node_or_several_nodes_are_the_same_model():

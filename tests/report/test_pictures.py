@@ -7,6 +7,7 @@ import sys
 from dataclasses import asdict
 
 import matplotlib as mpl
+import matplotlib.pyplot as plt
 import numpy as np
 import polars as pl
 import pytest
@@ -16,6 +17,7 @@ import covey
 from covey import CoveyError, HierarchicalClassifier, Spec
 from covey.model.client_means import client_means
 from covey.report.pictures import plural
+from covey.report.style import draw_on
 from tests.cli.shell import inside
 
 mpl.use("Agg")
@@ -72,7 +74,9 @@ def test_titles_state_numbers_of_the_model(radon, classes):
     states = radon.random_effects("cluster").filter(term="Intercept").sort("deviation")
     apart = (states["deviation"].abs() > 1.959964 * states["conditional_variance"].sqrt()).sum()
     text = title(radon.plot.caterpillar(axes(), level="cluster"))
-    assert f"{apart} of 9 states" in text
+    assert text.startswith(
+        f"The intercept differs from that of the global model by more than its interval in {apart} of 9 states"
+    )
     assert text.endswith(f"the highest is {states['cluster'][-1]}, the lowest {states['cluster'][0]}")
     change = radon.global_coef_[1]
     falls = np.mean(radon.coef_[:, 1] < 0)
@@ -181,3 +185,32 @@ def test_the_shell_draws(radon, homes, tmp_path):
         done = inside("plot", "model", *words, cwd=tmp_path, check=False)
         assert done.returncode == 2
         assert fact in done.stderr
+
+
+def test_dollar_signs_in_names_are_text(homes):
+    """matplotlib reads text between two of them as a formula, and fails if it is none."""
+    table = homes.filter(pl.col("state").is_in(homes["state"].unique().sort()[:2].implode()))
+    table = table.rename({"floor": "$floor_{$"}).with_columns(county="$" + pl.col("county") + "_^$")
+    model = covey.fit(table, "log_radon ~ `$floor_{$` + (1 | county)")
+    for ax in (None, axes()):
+        for drawn in (
+            model.plot.caterpillar(ax),
+            model.plot.effect("$floor_{$", None if ax is None else axes(), at={"$floor_{$": [0, 1]}),
+            model.plot.residuals(table, None if ax is None else axes(), kind="group"),
+        ):
+            drawn.get_figure().canvas.draw()
+            plt.close("all")
+    assert "_^$" in title(model.plot.caterpillar(axes()))
+
+
+def test_numbers_on_axes_of_the_caller_stay_formulas():
+    ax = axes()
+    ax.set_yscale("log")
+
+    def draw(ax, theme):
+        ax.plot([1, 2], [1e-3, 1e5])
+        return "a $ and a $"
+
+    draw_on(ax, draw)
+    ax.get_figure().canvas.draw()
+    assert all(label.get_parse_math() for label in ax.get_yticklabels())

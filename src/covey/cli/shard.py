@@ -12,7 +12,7 @@ from covey.cli._options import working
 
 def shard(
     data: Annotated[str, typer.Argument(help="The table: a Parquet file, a folder of them, or a pattern 'rows/*.parquet'.")],
-    out: Annotated[Path, typer.Argument(help="Folder for the shards; it must not exist yet.")],
+    out: Annotated[Path, typer.Argument(help="Folder for the shards: a new one, or one with the shards of this table.")],
     client: Annotated[str, typer.Option(help="Column with the ids of the clients.")],
     shards: Annotated[int | None, typer.Option(help="Number of shards; by default one for every two million rows.")] = None,
 ) -> None:
@@ -28,5 +28,5 @@ def shard(
     from covey.tables.files import scan_table
 
     with working("writing shards"):
-        folder = lay_out(scan_table(data), out, client, shards)
+        folder = lay_out(scan_table(data), out, client, shards, source=data)
     print(f"{len(parts_of(folder)):,} shards by {client} in {folder}", file=sys.stderr)

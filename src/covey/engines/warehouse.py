@@ -26,7 +26,7 @@ def open_table(
     Parameters
     ----------
     path : a file for :func:`covey.read_table`; a pattern or folder of Parquet files; or a DuckDB database
-    table : the name of a table or view of the database
+    table : the name of a table or view of the database, such as ``visits``, or ``raw.visits`` in a schema ``raw``
     ids, text : columns of a text file, as in :func:`covey.read_table`
     lazy : whether to leave a single Parquet file on disk too
 
@@ -50,12 +50,21 @@ def _relation(path: Path, table: str | None) -> Any:
 
     try:
         connection = duckdb.connect(str(path), read_only=True)
+        listed = connection.sql("SELECT table_schema, table_name FROM information_schema.tables ORDER BY 1, 2").fetchall()
     except duckdb.Error as problem:
-        raise DataError(f"The database {str(path)!r} cannot be opened: {str(problem).splitlines()[0].rstrip('.')}.") from None
-    names = [name for (name,) in connection.sql("SELECT table_name FROM information_schema.tables ORDER BY 1").fetchall()]
+        raise DataError(f"The database {str(path)!r} cannot be opened: {_first_line(problem)}.") from None
+    places = {name if schema == "main" else f"{schema}.{name}": (schema, name) for schema, name in listed}
+    names = list(places)
     if table is None:
         raise DataError(f"Name a table of {str(path)!r} with --table; it has {', '.join(names[:8]) or 'none'}.")
-    if table not in names:
+    place = places.get(table) or places.get(table.removeprefix("main."))
+    if place is None:
         raise DataError(f"The database {str(path)!r} has no table {table!r}; {did_you_mean(table, names)}")
-    quoted = table.replace('"', '""')
-    return connection.sql(f'SELECT * FROM "{quoted}"')
+    try:
+        return connection.sql("SELECT * FROM " + ".".join('"' + part.replace('"', '""') + '"' for part in place))
+    except duckdb.Error as problem:  # such as a view of a file that is gone
+        raise DataError(f"The table {table!r} of {str(path)!r} cannot be read: {_first_line(problem)}.") from None
+
+
+def _first_line(problem: Exception) -> str:
+    return str(problem).splitlines()[0].rstrip(".")

@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -38,28 +39,30 @@ _ARRAYS = ("X", "y", "weights", "offset")
 Say = Callable[[str], None]
 
 
-def lay_out(table: pl.LazyFrame, folder: str | Path, client: str, shards: int | None = None) -> Path:
+def lay_out(
+    table: pl.LazyFrame, folder: str | Path, client: str, shards: int | None = None, *, source: str | Path | None = None
+) -> Path:
     """Partition a table into shards by a hash of the client, in a stream.
 
     Parameters
     ----------
     table : the table
-    folder : where the shards are written; must not exist, or be empty
+    folder : where the shards are written; must not exist, or be empty, or have the shards of this table
     client : the column of clients
     shards : their number; by default one for every two million rows
+    source : the file, folder or pattern that the table was scanned from; without it no shards count as those of this table
 
     Returns
     -------
-    The folder. If it has the shards of this column already, nothing is done.
+    The folder. If it has the shards of these files by this column already, nothing is done.
     """
     folder, names = Path(folder), table.collect_schema().names()
     if client not in names:
         raise unknown_column(client, names)
+    facts = None if source is None else _fingerprint(table, source)
     if (folder / MANIFEST).is_file():
-        found = manifest_of(folder)
-        if found["client"] == client:
-            return folder
-        raise DataError(f"{str(folder)!r} has shards by {found['client']!r}, not by {client!r}; give another folder.")
+        _check_same(folder, client, shards, facts)
+        return folder
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise DataError(f"{str(folder)!r} exists and has no shards of covey; give a new folder.")
     if shards is not None and shards < 1:
@@ -69,23 +72,55 @@ def lay_out(table: pl.LazyFrame, folder: str | Path, client: str, shards: int | 
         if shards is None:
             rows = int(table.select(pl.len()).collect(engine="streaming").item())
             shards = max(1, -(-rows // _ROWS_OF_A_SHARD))
-        key = (pl.col(client).hash(seed=20) % shards).alias("shard")
-        target = pl.PartitionBy(folder, key=key, include_key=False)
+        key = "shard"
+        while key in names:  # the files leave out the column with the name of the key
+            key += "_"
+        by_hash = (pl.col(client).hash(seed=20) % shards).alias(key)
+        target = pl.PartitionBy(folder, key=by_hash, include_key=False)
         table.sink_parquet(target, mkdir=True, engine="streaming")
     except (pl.exceptions.PolarsError, OSError) as problem:
         shutil.rmtree(folder, ignore_errors=True)
-        reason = str(problem).strip().splitlines()[0].rstrip(".")
-        raise DataError(f"The shards cannot be written to {str(folder)!r}: {reason}.") from None
+        raise DataError(f"The shards cannot be written to {str(folder)!r}: {_first_line(problem)}.") from None
     # The manifest is written last: a folder without it is not complete.
-    (folder / MANIFEST).write_text(json.dumps({"format": _FORMAT, "client": client, "shards": shards}) + "\n")
+    manifest = {"format": _FORMAT, "client": client, "shards": shards, "key": key, "table": facts}
+    (folder / MANIFEST).write_text(json.dumps(manifest) + "\n")
     return folder
+
+
+def _fingerprint(table: pl.LazyFrame, source: str | Path) -> dict[str, Any]:
+    """What tells whether a table is the one of some shards: its files with sizes and times, its columns and number of rows."""
+    path = Path(source)
+    matching = [path] if path.is_file() else map(Path, glob(str(path), recursive=True))
+    try:
+        files = sorted(path.rglob("*.parquet") if path.is_dir() else matching)
+        facts = [[str(each.resolve()), each.stat().st_size, each.stat().st_mtime_ns] for each in files]
+        rows = int(table.select(pl.len()).collect(engine="streaming").item())
+    except (pl.exceptions.PolarsError, OSError) as problem:
+        raise DataError(f"The files {str(source)!r} cannot be read: {_first_line(problem)}.") from None
+    return {"files": facts, "columns": [[name, str(kind)] for name, kind in table.collect_schema().items()], "rows": rows}
+
+
+def _first_line(problem: Exception) -> str:
+    return str(problem).strip().splitlines()[0].rstrip(".")
+
+
+def _check_same(folder: Path, client: str, shards: int | None, table: dict[str, Any] | None) -> None:
+    """Refuse a folder whose shards are not those that are asked for."""
+    found, fix = manifest_of(folder), "give another folder, or remove this one first"
+    if found["client"] != client:
+        raise DataError(f"{str(folder)!r} has shards by {found['client']!r}, not by {client!r}; {fix}.")
+    if shards not in (None, found["shards"]):
+        raise DataError(f"{str(folder)!r} has {found['shards']} shards, not {shards}; {fix}.")
+    if table is None or found["table"] != table:
+        raise DataError(f"{str(folder)!r} has shards of another table, or of these files before they changed; {fix}.")
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
     """The manifest of a folder of shards."""
     try:
         found = json.loads((folder / MANIFEST).read_text())
-        if found["format"] == _FORMAT and isinstance(found["client"], str):
+        kinds = {"client": str, "key": str, "shards": int, "table": dict | None}
+        if found["format"] == _FORMAT and all(isinstance(found[name], kind) for name, kind in kinds.items()):
             return dict(found)
     except (OSError, ValueError, KeyError, TypeError):
         pass
@@ -99,8 +134,9 @@ def is_shards(path: Any) -> bool:
 
 def parts_of(folder: Path) -> list[Path]:
     """The folders of the shards that have rows, in order."""
-    found = [each for each in folder.glob("shard=*") if each.is_dir()]
-    return sorted(found, key=lambda each: int(each.name.partition("=")[2]))
+    start = f"{manifest_of(folder)['key']}="
+    found = [each for each in folder.iterdir() if each.name.startswith(start) and each.is_dir()]
+    return sorted(found, key=lambda each: int(each.name.removeprefix(start)))
 
 
 def column_names(folder: str | Path) -> list[str]:
@@ -142,7 +178,11 @@ class Shards(Network):
         """
         folder, say = Path(folder), say or (lambda _: None)
         client, parts = manifest_of(folder)["client"], parts_of(Path(folder))
-        if draft.spec.client not in (client, None):
+        if draft.spec.client is None:
+            raise DataError(
+                f"The shards are by {client!r} and the model has no clients; add client={client!r} or a term (1 | {client})."
+            )
+        if draft.spec.client != client:
             raise DataError(f"The shards are by {client!r} and the clients are {draft.spec.client!r}; write them again.")
         if not parts:
             raise DataError("The table has no rows; covey needs at least one.")
@@ -237,6 +277,9 @@ def agree(folder: Path, parts: Sequence[Path], draft: Problem) -> tuple[Problem,
     for name in used_columns(draft):
         if name not in schema and name != formula.response:
             raise unknown_column(name, schema.names())
+    table = _counted(table, draft)
+    if spec.na == "drop" and table.head(1).collect(engine="streaming").is_empty():
+        raise DataError("Every row has a missing value, so na='drop' leaves no row.")
     wrapped = {name for factor in formula.right.factors for name in factor.names()[1]}
     held = [
         name for name in formula.right.names if name in wrapped or not (schema[name].is_numeric() or schema[name] == pl.Boolean)
@@ -251,6 +294,18 @@ def agree(folder: Path, parts: Sequence[Path], draft: Problem) -> tuple[Problem,
     if spec.cluster is None:
         return problem, pl.Series(["all"])
     return problem, as_labels(_distinct(table, spec.cluster).drop_nulls(), "cluster").unique().sort()
+
+
+def _counted(table: pl.LazyFrame, problem: Problem) -> pl.LazyFrame:
+    """The rows that count, as :func:`usable_rows` chooses them, so that no category is only in rows that are left out."""
+    schema, spec = table.collect_schema(), problem.spec
+    names = [name for name in used_columns(problem) if name in schema]
+    if spec.na == "drop":
+        table = table.filter(pl.col(name).is_not_null() for name in names)
+        table = table.filter(pl.col(name).is_not_nan() for name in names if schema[name].is_float())
+    if spec.frequency in names and schema[spec.frequency].is_numeric():
+        table = table.filter(pl.col(spec.frequency) != 0)
+    return table
 
 
 def _distinct(table: pl.LazyFrame, name: str) -> pl.Series:
@@ -277,8 +332,9 @@ def _frames(parts: Sequence[Path], problem: Problem) -> Iterator[Any]:
     from covey.problem.rows import Arrays, usable_rows
 
     for part in parts:
-        frame = nw.from_native(pl.read_parquet(part / "*.parquet"), eager_only=True)
-        yield usable_rows(frame, problem, Arrays())[0]
+        rows = _counted(pl.scan_parquet(part / "*.parquet"), problem).collect()
+        if len(rows):
+            yield usable_rows(nw.from_native(rows, eager_only=True), problem, Arrays())[0]
 
 
 def _learned(problem: Problem, parts: Sequence[Path]) -> Problem:

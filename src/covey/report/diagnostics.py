@@ -199,6 +199,7 @@ def convergence(model: Model) -> Draw:
         if np.isfinite(gap).any():
             ax.plot(step, np.maximum(gap, 1e-300), color=theme.cluster, linestyle="--", label="certified gap of the objective")
         ax.set_yscale("log")
+        ax.yaxis.set_major_formatter("{x:g}")
         ax.set_xlabel("iteration")
         ax.set_ylabel("distance from the minimum (log scale)")
         ax.legend(loc="best")
@@ -238,6 +239,7 @@ def exchanges(run: Sequence[Mapping[str, Any]]) -> Draw:
         ax.set_yticks(place, [f"{label} ({times[label]}x)" for label in labels])
         ax.invert_yaxis()
         ax.set_xscale("log")
+        ax.xaxis.set_major_formatter("{x:,.0f}")
         ax.set_xlabel("bytes, all sites together (log scale)")
         ax.set_ylabel("message, and how often")
         ax.legend(loc="best")

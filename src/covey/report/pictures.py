@@ -181,9 +181,10 @@ def caterpillar(model: Model, level: Level = "client", term: str | None = None, 
         ax.set_xlabel(f"{term}: deviation from the {above}, with {percent(coverage)} intervals")
         ax.set_ylabel(noun)
         ax.legend(loc="lower right")
+        what = "The intercept" if term == "Intercept" else f"The coefficient of {term}"
         return (
-            f"In {term}, {apart:,} of {many(len(value), noun)} "
-            f"differ from the {above} by more than their interval; the highest is {names[-1]}, the lowest {names[0]}"
+            f"{what} differs from that of the {above} by more than its interval in {apart:,} of {many(len(value), noun)}; "
+            f"the highest is {names[-1]}, the lowest {names[0]}"
         )
 
     return draw

@@ -166,7 +166,7 @@ def timeline_figure(timelines: Mapping[Mode, Timeline], clusters: Sequence[str],
                     panel.broken_barh(spans, (place - 0.4, 0.8), color=colour, label=kind if place == 0 else None)
             panel.axvline(found.seconds, color="#d1495b", linewidth=1.2)
             panel.set_title(f"{mode}: {found.seconds:.3g} s", loc="left", fontsize=10.5)
-            panel.set_yticks(range(len(shown)), [clusters[j] for j in shown], fontsize=8)
+            panel.set_yticks(range(len(shown)), [clusters[j] for j in shown], fontsize=8, parse_math=False)
             panel.set_ylim(len(shown) - 0.5, -0.5)
             panel.set_xlim(0, 1.02 * last)
         panels[-1].set_xlabel("seconds")

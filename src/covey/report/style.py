@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
+from matplotlib.ticker import FixedFormatter, FuncFormatter
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -78,11 +79,17 @@ def figure_of(draw: Draw, *, dark: bool = False, size: tuple[float, float] = (8.
 
 
 def _titled(ax: Axes, draw: Draw, theme: Theme) -> Axes:
-    title, figure = draw(ax, theme), ax.get_figure(root=True)
+    with mpl.rc_context({"text.parse_math": False}):  # a dollar sign in the name of a column or client is no formula
+        title, figure = draw(ax, theme), ax.get_figure(root=True)
+    for axis in (ax.xaxis, ax.yaxis):  # texts that the axes had before
+        axis.label.set_parse_math(False)
+        named = isinstance(axis.get_major_formatter(), FixedFormatter | FuncFormatter)
+        for label in axis.get_ticklabels():
+            label.set_parse_math(not named)  # matplotlib writes numbers as formulas
     if figure is None:  # axes that were removed from their figure
-        ax.set_title(title, loc="left")
+        ax.set_title(title, loc="left", parse_math=False)
         return ax
     figure.draw_without_rendering()  # labels determine how wide the axes are
     width = figure.get_figwidth() * ax.get_position().width
-    ax.set_title("\n".join(wrap(title, max(24, int(10.4 * width)), break_on_hyphens=False)), loc="left")
+    ax.set_title("\n".join(wrap(title, max(24, int(10.4 * width)), break_on_hyphens=False)), loc="left", parse_math=False)
     return ax

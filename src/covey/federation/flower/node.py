@@ -67,17 +67,36 @@ class Link:
     key: ec.EllipticCurvePrivateKey | None = None
 
 
+class _Stop:
+    """Whether a signal asked the node to end.
+
+    Python runs a signal's handler between two steps of the main thread, which may hold the lock of a ``threading.Event`` at
+    that moment and would then wait for itself. So the handler only assigns an attribute, at which :meth:`wait` looks.
+    """
+
+    asked = False
+
+    def ask(self, *_: object) -> None:
+        self.asked = True
+
+    def wait(self, seconds: float) -> None:
+        """Sleep this long, or until the node is asked to end."""
+        until = time.monotonic() + seconds
+        while not self.asked and (left := until - time.monotonic()) > 0:
+            time.sleep(min(left, POLL))
+
+
 def serve(link: Link, answer: Answer) -> None:
     """Answer messages of the link until SIGTERM or SIGINT."""
-    stop = threading.Event()
+    stop = _Stop()
     for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, lambda *_: stop.set())
-    while not stop.is_set():
+        signal.signal(each, stop.ask)
+    while not stop.asked:
         try:
             with _connected(link, stop) as fleet:
                 say(f"connected to {link.address}")
                 last = 0.0
-                while fleet.alive and not stop.is_set():
+                while fleet.alive and not stop.asked:
                     if fleet.answer_next(answer):
                         last = time.monotonic()
                     else:
@@ -96,7 +115,7 @@ def say(what: str) -> None:
 class _Fleet:
     """One connection to the link, as one node."""
 
-    def __init__(self, client: FleetHttpClient, node: Node, stop: threading.Event) -> None:
+    def __init__(self, client: FleetHttpClient, node: Node, stop: _Stop) -> None:
         self._client, self._node, self._stop = client, node, stop
         self.alive = True
 
@@ -130,12 +149,12 @@ class _Fleet:
             try:
                 found = method(request)
             except httpx.TransportError as problem:
-                if self._stop.is_set():
+                if self._stop.asked:
                     raise
                 if not away:
                     say(f"no connection to the link ({type(problem).__name__}); trying again")
             except httpx.HTTPStatusError as problem:
-                if problem.response.status_code not in (502, 503, 504) or self._stop.is_set():
+                if problem.response.status_code not in (502, 503, 504) or self._stop.asked:
                     raise
             else:
                 if away:
@@ -192,7 +211,7 @@ def _reply(message: Message, answer: Answer, content: Callable[[], Message]) -> 
 
 
 @contextmanager
-def _connected(link: Link, stop: threading.Event) -> Iterator[_Fleet]:
+def _connected(link: Link, stop: _Stop) -> Iterator[_Fleet]:
     """Sign in at the link, send heartbeats beside the work, and sign out at the end."""
     private, public = generate_key_pairs() if link.key is None else (link.key, link.key.public_key())
     public_bytes, plain = public_key_to_bytes(public), link.certificate is None

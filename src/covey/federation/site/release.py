@@ -103,19 +103,22 @@ class Released:
         self._file = Document(path, {"key": secrets.token_hex(32), "runs": {}})
 
     def admit(self, run: str, data: GroupedData, policy: Policy) -> None:
-        """Refuse a run with a set of clients that differs from one of an earlier run by fewer than the minimum."""
+        """Refuse a run with a set of clients that differs from one of an earlier run by fewer than the minimum.
+
+        An earlier start of this run counts too: between two starts of a run its table may have changed.
+        """
         kept, tree = self._file.read(), data.hierarchy
         used = np.ones(data.n_clients) if data.weights is None else np.add.reduceat(data.weights, data.client_ptr[:-1])
         ids = zip(tree.identities.tolist(), data.rows_per_client.tolist(), tree.parent.tolist(), used.tolist(), strict=True)
         now = {keyed_hash((client, rows), kept["key"])[:16]: cell for client, rows, cell, weight in ids if weight > 0}
-        for name, before in kept["runs"].items() if policy.minimum > 1 else ():
-            apart = _least_difference(now, before)
-            if name != run and 0 < apart < policy.minimum:
+        for before in kept["runs"].values() if policy.minimum > 1 else ():
+            if 0 < _least_difference(now, before) < policy.minimum:
                 why = f"Clients of a cell or of the run differ from those of an earlier run by fewer than {policy.minimum}"
                 raise refusal("minimum", f"{why}, so that both together would show these few", "lower the number")
         if now in kept["runs"].values():
             return
-        kept["runs"][run] = now
+        starts = sum(name == run or name.startswith(f"{run}, start ") for name in kept["runs"])
+        kept["runs"][f"{run}, start {starts + 1}" if starts else run] = now
         self._file.write(kept)
 
 
