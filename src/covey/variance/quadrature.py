@@ -54,9 +54,9 @@ from covey.variance.upper import UpperPosterior
 # quick check. The others are for a careful one, which follows if the result looks bad: integrands are then far from normal. The
 # second is for clusters, which need fewer nodes than clients, because they have more rows.
 _NODES = {1: (7, 15, 41), 2: (5, 7, 15)}
-_DRAWS = 128, 256, 1024
+_DRAWS = 24, 256, 1024
 _BATCHES, _POOL = 8, 4093  # batches for the jackknife; the pool that the draws of a client are from
-_FEW = 40  # clusters; fewer are not sampled
+_FEW = 8  # clusters; fewer are not sampled
 _SHARES = 0.2, 0.7  # the largest share of the fit's work: if one direction varies at each level, and otherwise
 _PER_EXCHANGE = 1.5  # the work of an exchange of the fit, in evaluations of all rows' losses
 _FARTHEST = 1e9  # a sum of log-integrals this far from the mode's contributes nothing
