@@ -299,7 +299,7 @@ def _search(page: Page, model: Model, means: ClientMeans | None) -> None:
         kept = len(document["rows"])
         page.paragraphs(f"The search has the {kept:,} of {n:,} {plural(client)} with the most rows; covey show has all.")
     page.search(f"Find a {client}", document)
-    if learned is not None and learned.has_sums and learned.components.client.terms:
+    if learned is not None and learned.has_sums and len(model.reliability()):  # a variance of zero has no reliability
         page.figure(pictures.reliability(model))
     if means is not None:
         page.figure(pictures.shrinkage_of(means, model))
