@@ -107,6 +107,10 @@ def test_numbers_as_categories_and_a_folder_of_sums(tmp_path):
     assert covey.load(tmp_path / "model").predict(table) == pytest.approx(memory.predict(table), rel=1e-8)
 
 
+def without_evaluations(said):
+    return [line for line in said.splitlines() if not line.endswith("evaluations")]
+
+
 def test_the_command_line(tmp_path):
     visits, formula = table_of(2, 400, 12), "y ~ zone + year + (1 | cluster/client)"
     visits.write_parquet(tmp_path / "visits.parquet")
@@ -117,7 +121,9 @@ def test_the_command_line(tmp_path):
     connection.from_arrow(visits.to_arrow()).create("visits")
     connection.sql(query).pl().write_parquet(tmp_path / "sums.parquet")
     memory = inside("fit", "visits.parquet", formula, "--holdout", "0", cwd=tmp_path).stdout
-    assert inside("fit", "--sums", "sums.parquet", formula, *categories, cwd=tmp_path).stdout == memory
+    summed = inside("fit", "--sums", "sums.parquet", formula, *categories, cwd=tmp_path).stdout
+    # The engine's sums differ in the last bits, and with them the number of evaluations.
+    assert without_evaluations(summed) == without_evaluations(memory)
     other = inside("fit", "--sums", "sums.parquet", "y ~ year + (1 | cluster/client)", cwd=tmp_path, check=False)
     assert (other.returncode, "too many" in other.stderr) == (2, True)
     spark = inside("sql", formula, "--dialect", "spark", *categories, cwd=tmp_path).stdout
