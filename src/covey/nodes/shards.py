@@ -363,7 +363,7 @@ def _read(part: Path, problem: Problem, clusters: pl.Series) -> GroupedData | No
     if spec.na == "drop" and not len(table.select(names).fill_nan(None).drop_nulls().head(1).collect()):
         return None
     try:
-        return read_part(table.select(names).collect(), problem, clusters)
+        return read_part(table.select(names).collect(), problem, clusters, weighed=False)
     except DataError as mistake:
         raise DataError(f"{str(mistake).rstrip('.')} (the row is in {part.name}).") from None
 

@@ -16,13 +16,7 @@ from covey.losses import Loss
 from covey.problem.problem import Classes, Problem, Schema, as_frame
 from covey.problem.settings import COLUMNS
 from covey.problem.settings import Spec as Spec
-from covey.tables.design import (
-    Frame,
-    column,
-    inspect,
-    numeric,
-    response,
-)
+from covey.tables.design import Formula, Frame, column, inspect, numeric, response
 from covey.tables.rows import GroupedData
 from covey.tables.scaling import Scale, moments
 from covey.tables.values import Dropped, choose_rows, missing, take
@@ -100,7 +94,7 @@ def read_rows(
     frame, y = rows if columns is None else None, given.y
     draft.check_offset(given.offset)
     if frame is not None:
-        given, y = _from_columns(frame, draft, given), _response(frame, draft, y)
+        given, y = from_columns(frame, draft, given), response_of(frame, draft, y)
     names, categories = (tuple(columns or ()), {}) if frame is None else columns_of(frame, draft)
     shares = shares_of(y, given.trials, given.weights, draft)
     outcome, classes = encode_response(y, draft.loss) if shares is None else (shares[0], _SUCCESS)
@@ -130,14 +124,24 @@ def read_rows(
     return scale.rows(data), problem.scaled(scale)
 
 
-def read_part(table: Any, problem: Problem, clusters: pl.Series) -> GroupedData:
-    """The rows of a part of a table, coded as an agreed problem says, under the clusters of all parts."""
+def read_part(
+    table: Any, problem: Problem, clusters: pl.Series, *, weighed: bool = True, learning: bool = False
+) -> GroupedData:
+    """The rows of a part of a table, coded as an agreed problem says, under the clusters of all parts.
+
+    If ``weighed``, some row must have a positive weight. With ``learning`` the columns are those whose squares are added up for
+    functions that are not yet agreed.
+    """
     frame, _, numbers, dropped = usable_rows(as_frame(table), problem, Arrays())
-    given, y = _from_columns(frame, problem, Arrays()), _response(frame, problem, None)
+    given, y = from_columns(frame, problem), response_of(frame, problem)
     shares = shares_of(y, given.trials, given.weights, problem)
     known = None if problem.classes is None else problem.classes.array
+    blocks, terms = problem.design.blocks(frame), problem.terms
+    if learning and isinstance(problem.design, Formula):
+        columns = problem.design.learning_columns(frame)
+        blocks, terms = list(columns.values()), tuple(columns)
     data = GroupedData.from_blocks(
-        problem.design.blocks(frame),
+        blocks,
         len(frame),
         encode_known(y, known) if shares is None else shares[0],
         given.client,
@@ -145,16 +149,18 @@ def read_part(table: Any, problem: Problem, clusters: pl.Series) -> GroupedData:
         weights=given.weights if shares is None else shares[1],
         offset=given.offset,
         frequency=given.frequency,
-        terms=problem.terms,
+        terms=terms,
         nested=bool(problem.spec.nested),
         checks=(problem.loss.check_values, problem.loss.check_grouped) if shares is None else (),
         numbers=numbers,
-        weighed=False,
+        weighed=weighed,
     )
     problem.loss.check_offset(data.offset)
     tree = data.hierarchy
-    sizes = np.zeros(len(clusters), dtype=np.int64)
-    sizes[lookup(tree.cluster_ids, clusters, "cluster")] = tree.sizes
+    place, sizes = lookup(tree.cluster_ids, clusters, "cluster"), np.zeros(len(clusters), dtype=np.int64)
+    if (place < 0).any():
+        raise DataError("The table has a cluster that it did not have before; put the old table back, or start again.")
+    sizes[place] = tree.sizes
     whole = replace(tree, cluster_ptr=np.concatenate([[0], np.cumsum(sizes)]), cluster_ids=clusters)
     return replace(data, hierarchy=whole, dropped=dropped)
 
@@ -246,15 +252,16 @@ def encode_known(y: Any, classes: Anything | None) -> Any:
     return (values == classes[1]).astype(np.float64)
 
 
-def _from_columns(frame: Frame, draft: Problem, given: Arrays) -> Arrays:
+def from_columns(frame: Frame, draft: Problem, given: Arrays | None = None) -> Arrays:
     """Ids, weights and offset: as given, or from the columns that the settings name."""
     read = {"client": column, "cluster": column, "weights": numeric, "frequency": numeric, "trials": numeric}
+    given = Arrays() if given is None else given
     named = {what: getattr(draft.spec, what) for what in read if getattr(given, what) is None}
     found: dict[str, Any] = {what: read[what](frame, name) for what, name in named.items() if name is not None}
     return replace(given, **found, offset=draft.offset_of(frame) if given.offset is None else given.offset)
 
 
-def _response(frame: Frame, draft: Problem, y: Any) -> Any:
+def response_of(frame: Frame, draft: Problem, y: Any = None) -> Any:
     """The response: as given, or from the formula; if both have one they must be equal."""
     formula = draft.formula
     if formula is None or formula.response is None:

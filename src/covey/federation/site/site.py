@@ -39,7 +39,7 @@ from covey.federation.site.masks import Peers, check_peers, join_masked_run, mas
 from covey.federation.site.policy import ANY, Policy, check_model_folder, refusal
 from covey.federation.site.release import NUMBER, Released, WeakSum, weak_sums
 from covey.federation.site.state import RunStore, SiteRun, locked
-from covey.federation.site.table import check_design, check_shared, grouped, joined, profile_of, rows_digest, totals
+from covey.federation.site.table import check_design, check_shared, joined, profile_of, rows_digest, totals
 from covey.federation.wire.codec import SAME_VERSION, Envelope, Refusal, printable_texts
 from covey.federation.wire.messages import (
     Abandon,
@@ -61,7 +61,7 @@ from covey.model.model import Fitted, Model, assemble
 from covey.nodes.network import Batch, Message, Node, SetGamma, Standardise
 from covey.objective.objective import Penalty
 from covey.problem.problem import Problem, Spec, as_frame
-from covey.problem.rows import Arrays, read_rows, usable_rows
+from covey.problem.rows import Arrays, read_part, read_rows, usable_rows
 from covey.records import decode, encode
 from covey.solvers.registry import load_all
 from covey.solvers.result import Convergence, Fit
@@ -266,10 +266,10 @@ class Site:
         table = self.read(problem.spec)
         used, *_ = usable_rows(as_frame(table), problem, Arrays())
         check_shared(used, problem.spec, design.levels, self.policy.minimum)  # a coordinator may have asked less in its hello
-        data = grouped(table, problem, agreed.cluster_ids())
+        data = read_part(table, problem, agreed.cluster_ids())
         self._check_sums(weak_sums(data, self.policy.minimum, 1.0 if private else self.policy.share), private=private)
         if design.unlearned:
-            first_sums = grouped(table, problem, agreed.cluster_ids(), learning=True)
+            first_sums = read_part(table, problem, agreed.cluster_ids(), learning=True)
             self._check_sums(weak_sums(first_sums, self.policy.minimum, self.policy.share, combined=False), private=False)
         if not private:  # noise hides a difference of a few clients
             self._released.admit(asked.run, data, self.policy)
@@ -336,7 +336,7 @@ class Site:
             raise FederationError("This site has not joined the run; start a new run.")
         if name not in self._nodes:
             problem = Problem.from_json(run.agreed.problem)
-            data = grouped(self.read(problem.spec), problem, run.agreed.cluster_ids())
+            data = read_part(self.read(problem.spec), problem, run.agreed.cluster_ids())
             if rows_digest(data) != run.rows:
                 raise FederationError("The table has changed since the run began; put it back, or start a new run.")
             node = self._new_node(data, problem)

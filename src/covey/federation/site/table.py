@@ -1,4 +1,4 @@
-"""A site's table: its profile, its rows as the sites agreed to code them, and the first sums over them."""
+"""A site's table: its profile, and the first sums over its rows."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ import polars as pl
 
 from covey._typing import Anything
 from covey._version import __version__
-from covey.errors import DataError, FederationError, FormulaError
+from covey.errors import DataError, FederationError
 from covey.exact import Exact, segment_sum
 from covey.federation.site.policy import refusal
 from covey.federation.wire.codec import client_tags, ids_to_json, in_order
 from covey.federation.wire.messages import Joined, Profile, SiteTotals, check_knots, formula_of
 from covey.problem.problem import Problem, Spec, as_frame
-from covey.problem.rows import Arrays, encode_known, series_values, shares_of, usable_rows
+from covey.problem.rows import Arrays, columns_of, from_columns, response_of, series_values, shares_of, usable_rows
 from covey.records import digest
-from covey.tables.design import Formula, column, inspect, numeric, response
+from covey.tables.design import Formula, column
 from covey.tables.rows import GroupedData
 from covey.tables.scaling import moments
-from covey.tree.hierarchy import Hierarchy, as_labels, encode, is_missing, kind, lookup
+from covey.tables.values import missing
+from covey.tree.hierarchy import as_labels, encode, kind
 
 
 def profile_of(table: Any, draft: Problem, key: str = "", minimum: int = 1, *, private: bool = False) -> Profile:
@@ -31,50 +32,42 @@ def profile_of(table: Any, draft: Problem, key: str = "", minimum: int = 1, *, p
     A cluster or category that fewer than ``minimum`` clients have is refused, and such a class is not sent. A private run does
     not send the categories and classes that occur, since they reveal something about rows.
     """
-    frame, spec, (formula, lhs) = as_frame(table), draft.spec, formula_of(draft)
+    frame, spec, (formula, _) = as_frame(table), draft.spec, formula_of(draft)
     if len(frame) == 0:
         raise DataError("The table has no rows; start the node with a table that has some.")
     check_knots(formula.right, private=private)
     frame, *_ = usable_rows(frame, draft, Arrays())
-    columns, levels = inspect(formula.right, frame)
-    if lhs in columns:
-        raise FormulaError(f"The response {lhs!r} is also on the right of '~'; leave it out there.")
-    y = series_values(response(formula, frame))
-    trials = numeric(frame, spec.trials) if spec.trials else None
-    shares = shares_of(y, trials, None, draft)
-    classes = _classes_of(y) if draft.loss.two_classes and shares is None else None
-    clusters, _ = encode(column(frame, spec.cluster), "cluster") if spec.cluster else (pl.Series(["all"]), None)
-    client = as_labels(column(frame, spec.client), "client") if spec.client else pl.Series(["all"])
+    columns, levels = columns_of(frame, draft)
+    given, y = from_columns(frame, draft), series_values(response_of(frame, draft))
+    counts = shares_of(y, given.trials, given.weights, draft) is not None
+    clusters = pl.Series(["all"]) if given.cluster is None else encode(given.cluster, "cluster")[0]
+    client = pl.Series(["all"]) if given.client is None else as_labels(given.client, "client")
     kinds = {name: "categories" if name in levels else "numbers" for name in columns}
     # Booleans count as numbers.
     text = y.dtype.kind not in "biuf" and any(isinstance(value, str) for value in y.tolist())
     ids = {"client": kind(client), "cluster": kind(clusters), "response": "text" if text else "numbers"}
-    for name in filter(None, (spec.weights, spec.frequency)):
-        numeric(frame, name)
-    draft.offset_of(frame)
     check_shared(frame, spec, [*filter(None, (spec.cluster, *levels))], minimum)
-    if classes is not None and spec.client is not None:
-        pairs = _who(frame, spec)
-        classes = tuple(value for value in classes if pairs.filter(pl.Series(y == value)).n_unique() >= minimum)
-    if shares is not None:
-        classes = (0, 1)  # failures and successes, whether or not both occur here
+    classes: tuple[Any, ...] | None = (0, 1) if counts else None  # failures and successes, whether or not both occur here
+    if draft.loss.two_classes and not counts:
+        who = None if spec.client is None else _who(frame, spec)
+        several = [value for value in _classes_of(y) if who is None or who.filter(pl.Series(y == value)).n_unique() >= minimum]
+        classes = tuple(several)
     sent = {} if private else {name: tuple(values) for name, values in levels.items()}
     ids_of_clusters = tuple(ids_to_json(clusters))
     return Profile(__version__, kinds, ids, sent, ids_of_clusters, None if private else classes, key)
 
 
-def _classes_of(y: Anything) -> tuple[Any, ...]:
+def _classes_of(y: Anything) -> list[Any]:
     """The classes of a binary response."""
-    missing = np.array([is_missing(value) for value in y.tolist()])
-    if missing.any():
-        raise DataError(f"The response is missing (NaN) in row {int(missing.argmax())}; fill the value or leave the row out.")
-    distinct = set(y.tolist())
+    absent, distinct = missing(y), set(y.tolist())
+    if absent.any():
+        raise DataError(f"The response is missing (NaN) in row {int(absent.argmax())}; fill the value or leave the row out.")
     if not all(isinstance(value, str | int | float) for value in distinct):
         raise FederationError("Classes of a response across sites are text, numbers or booleans; convert the column.")
     if len(distinct) > 2:
         many = f"The response has {len(distinct)} classes here, where the bernoulli family has two"
         raise FederationError(f"{many}; merge classes, or choose another --family.")
-    return tuple(in_order(distinct))
+    return in_order(distinct)
 
 
 def check_shared(table: Any, spec: Spec, names: Iterable[str], minimum: int) -> None:
@@ -103,47 +96,6 @@ def check_design(problem: Problem, *, private: bool = False) -> Formula:
         raise FederationError(f"The design that was agreed on is not that of the formula {text!r}; start a new run.")
     check_knots(formula.right, private=private)
     return design
-
-
-def grouped(table: Any, problem: Problem, clusters: pl.Series, *, learning: bool = False) -> GroupedData:
-    """A site's rows, coded as all sites agreed, under the clusters of all sites.
-
-    With ``learning`` the columns are those whose squares are added up for functions that are not yet agreed.
-    """
-    spec, (formula, _) = problem.spec, formula_of(problem)
-    frame, _, numbers, dropped = usable_rows(as_frame(table), problem, Arrays())
-    client = column(frame, spec.client) if spec.client else None
-    cluster = column(frame, spec.cluster) if spec.cluster else None
-    y, trials = response(formula, frame), numeric(frame, spec.trials) if spec.trials else None
-    shares = shares_of(y, trials, None, problem)
-    blocks, terms = problem.design.blocks(frame), problem.terms
-    if learning and isinstance(problem.design, Formula):
-        columns = problem.design.learning_columns(frame)
-        blocks, terms = list(columns.values()), tuple(columns)
-    data = GroupedData.from_blocks(
-        blocks,
-        len(frame),
-        encode_known(y, None if problem.classes is None else problem.classes.array) if shares is None else shares[0],
-        client,
-        cluster,
-        weights=(numeric(frame, spec.weights) if spec.weights else None) if shares is None else shares[1],
-        offset=problem.offset_of(frame),
-        frequency=numeric(frame, spec.frequency) if spec.frequency else None,
-        terms=terms,
-        nested=bool(spec.nested),
-        checks=(problem.loss.check_values, problem.loss.check_grouped) if shares is None else (),
-        numbers=numbers,
-    )
-    problem.loss.check_offset(data.offset)
-    tree = data.hierarchy
-    place = lookup(tree.cluster_ids, clusters, "cluster")
-    if (place < 0).any():
-        new = "The table has a cluster that it did not have when the run began"
-        raise FederationError(f"{new}; put the old table back, or start a new run.")
-    sizes = np.zeros(len(clusters), dtype=np.int64)
-    sizes[place] = tree.sizes
-    whole = Hierarchy(np.concatenate([[0], np.cumsum(sizes)]), tree.client_ids, clusters, tree.nested)
-    return replace(data, hierarchy=whole, dropped=dropped)
 
 
 def rows_digest(data: GroupedData) -> str:
