@@ -143,6 +143,14 @@ FIT = ("fit", "homes.csv", "log_radon ~ floor", "--client", "county", "--cluster
         ((*FIT, "--family", "binomial"), "The 'family' parameter must be one of 'bernoulli', 'gamma', 'gaussian', 'poisson'."),
         ((*FIT, "--family", "bernoulli"), "Only binary classification is supported."),
         ((*FIT, "--baseline", "pooled"), "The 'baseline' parameter must be one of"),
+        (
+            (*FIT, "--solver", "proxskip", "--option", "participation=0.5"),
+            "no option 'participation': its proximal step needs the coefficients of every client",
+        ),
+        (
+            (*FIT, "--gamma", "10", "--solver", "l2gd", "--option", "participation=available"),
+            "participation='available' is not possible: the theorem needs clusters that are drawn independently",
+        ),
         ((*FIT, "--out", "precious"), "'precious' exists and is not a covey model"),
         ((*FIT, "--holdout", "1.5"), "The share of rows held out must be between 0 and 1"),
         (("fit", "--frobnicate"), "No such option"),

@@ -50,6 +50,7 @@ class Constants:
     alpha : (k,) mixing weight of each cluster; 1 if there is only one cluster
     single : (k,) clusters of one client, which is its own average, so that they need no exchange within; None if there are none
     L_j, L_row_j : (k,) ``L`` and ``L_row`` of the clients of each cluster; None if only the largest are known
+    weights : (k,) weight of each cluster in the global average; None if not measured
     q : strong convexity of the objective if the unit of each client's curvature is its own smoothness; 0 if not measured
     note : how ``L`` and ``mu`` were measured; empty if they are bounds that hold everywhere
     proved : whether ``mu`` is a bound that holds everywhere
@@ -66,6 +67,7 @@ class Constants:
     L_j: Floats | None = None
     L_row_j: Floats | None = None
     q: float = 0.0
+    weights: Floats | None = None
 
     @property
     def of_clients(self) -> Floats:
@@ -119,6 +121,13 @@ def mixing(penalty: Penalty) -> Floats:
     return np.ones(1) if len(penalty.lam) == 1 else penalty.alpha
 
 
+def alpha_weights(penalty: Penalty) -> Floats:
+    """Return the weight of each cluster in the global average, ``(k,)``: its part of ``sum_j alpha_j Gamma_j``."""
+    weights = mixing(penalty) * penalty.cluster_gamma
+    weights = weights if weights.any() else np.ones_like(weights)
+    return np.asarray(weights / weights.sum())
+
+
 # Probabilities
 
 
@@ -137,18 +146,20 @@ class Shares(NamedTuple):
 class Probabilities:
     """Probabilities of exchanges: ``p0`` between clusters, ``p (k,)`` within each cluster, ``rho`` for a new anchor.
 
-    ``tau (k,)`` is the share of ``psi_j`` in a step between clusters.
+    ``tau (k,)`` is the share of ``psi_j`` in a step between clusters. ``present (k,)`` is the probability that a cluster takes
+    part in an exchange between clusters; None if all always do.
     """
 
     p0: float
     p: Floats
     tau: Floats
     rho: float = 0.0
+    present: Floats | None = None
 
     def shares(self, alpha: Floats) -> Shares:
         """Return the strength of each kind of step, before multiplication by ``eta``."""
-        chance = (1 - self.p0) * self.p
-        whole, cluster = (part / self.p0 if self.p0 > 0 else 0 * part for part in (alpha, self.tau * (1 - alpha)))
+        chance, p0 = (1 - self.p0) * self.p, self.reached
+        whole, cluster = (np.where(p0 > 0, part / np.where(p0 > 0, p0, 1.0), 0.0) for part in (alpha, self.tau * (1 - alpha)))
         return Shares(whole, cluster, (1 - self.tau) * (1 - alpha) / np.where(chance > 0, chance, 1.0))
 
     @property
@@ -156,20 +167,40 @@ class Probabilities:
         """Factor of a local step, ``1 / ((1 - p0)(1 - p_j))``, ``(k,)``."""
         return 1.0 / ((1.0 - self.p0) * (1.0 - self.p))
 
+    @property
+    def reached(self) -> Floats:
+        """Probability that a cluster takes part in an exchange between clusters in an iteration, ``(k,)``."""
+        return self.p0 * (np.ones_like(self.p) if self.present is None else self.present)
 
-def best_tau(p0: float, p: Floats) -> Floats:
-    """Return ``p0 / (p0 + 2 (1 - p0) p_j)``, which has the least variance of steps on ``psi_j``: Proposition 3.3 (opt_tau)."""
-    share = p0 + 2 * (1 - p0) * p
-    return np.where(share > 0, p0 / np.where(share > 0, share, 1.0), 0.0)
 
+def best_tau(p0: float, p: Floats, present: Floats | float = 1.0) -> Floats:
+    """Return ``p0 / (p0 + 2 (1 - p0) p_j)``, which has the least variance of steps on ``psi_j``: Proposition 3.3 (opt_tau).
 
-def psi_variance(p0: float, p: Floats, tau: Floats) -> Floats:
-    """Return ``2 tau^2 / p0 + (1 - tau)^2 / ((1 - p0) p_j)``, the weight of ``psi_j`` in the variance of a step.
-
-    At ``best_tau`` it is ``2 / (p0 + 2 (1 - p0) p_j)``. It is infinite if part of ``psi_j`` belongs to an exchange with
-    probability 0.
+    If a cluster takes part with probability ``present``, the first two ``p0`` are ``p0 present_j``.
     """
-    return _ratio(2 * tau**2, np.full_like(p, p0)) + _ratio((1 - tau) ** 2, (1 - p0) * p)
+    reached = p0 * present
+    share = reached + 2 * (1 - p0) * p
+    return np.where(share > 0, reached / np.where(share > 0, share, 1.0), 0.0)
+
+
+def psi_variance(p0: float, p: Floats, tau: Floats, present: Floats | float = 1.0) -> Floats:
+    """Return ``2 tau^2 / (p0 present_j) + (1 - tau)^2 / ((1 - p0) p_j)``, the weight of ``psi_j`` in the variance of a step.
+
+    At ``best_tau`` it is ``2 / (p0 present_j + 2 (1 - p0) p_j)``. It is infinite if part of ``psi_j`` belongs to an exchange
+    with probability 0.
+    """
+    return _ratio(2 * tau**2, np.zeros_like(p) + p0 * present) + _ratio((1 - tau) ** 2, (1 - p0) * p)
+
+
+def sampled_smoothness(known: Constants, present: Floats | None) -> float:
+    """Return ``C1``, the expected smoothness of steps on ``phi`` if clusters take part with probability ``present (k,)``.
+
+    It is ``max_j alpha_j gamma_j / present_j * (1 + 2 max_l omega_l (1 / present_l - 1))``, where ``omega_l`` is the weight of
+    a cluster in the global average (docs/explanation/algorithms.md, "Partial participation").
+    """
+    if present is None or known.weights is None:
+        return known.C1
+    return float((known.alpha * known.gamma / present).max()) * (1 + 2 * float((known.weights * (1 / present - 1)).max()))
 
 
 def best_probabilities(C1: float, C2: float, L: float) -> tuple[float, float]:
@@ -185,29 +216,33 @@ def best_probabilities(C1: float, C2: float, L: float) -> tuple[float, float]:
     return 2 * C1 / (2 * C1 + L), 0.0
 
 
-def best_schedules(known: Constants, L: npt.ArrayLike) -> tuple[float, Floats]:
+def best_schedules(known: Constants, L: npt.ArrayLike, present: Floats | None = None) -> tuple[float, Floats]:
     """Return the ``p0`` and ``p (k,)`` with the least ``calL``, with the smallest such ``p_j``; ``L`` may differ by cluster.
 
     ``calL`` is at most some number ``x`` if ``p0 >= 2 C1 / x``, ``2 (1 - alpha_j) gamma_j / (p0 + 2 (1 - p0) p_j) <= x`` and
     ``L_j / ((1 - p0)(1 - p_j)) <= x`` for every cluster. Such a ``p_j`` exists if ``x`` is at least ``C1 + L_j + max(C1,
     (1 - alpha_j) gamma_j)``. So the least ``calL`` is the largest of these sums, at ``p0 = 2 C1 / calL``. If all ``L_j`` are
-    equal, it is that of Corollary 3.6 (opt_conv_rate).
+    equal, it is that of Corollary 3.6 (opt_conv_rate). With partial participation ``p0`` in the second condition is ``p0
+    present_j``, and the sums are ``(2 - present_j) C1 + L_j + max(present_j C1, (1 - alpha_j) gamma_j)``.
 
     >>> known = Constants(1.0, 1.0, 0.1, np.array([0.1, 1.0, 10.0]), np.full(3, 0.1))
     >>> p0, p = best_schedules(known, 1.0)
     >>> round(p0, 3), p.round(3).tolist()
     (0.182, [0.0, 0.0, 0.889])
     """
-    calL = known.C1 + float((np.asarray(L) + np.maximum(known.pull, known.C1)).max())
-    p0 = 2 * known.C1 / calL
-    return p0, own_schedules(known, L, p0)
+    C1, q = sampled_smoothness(known, present), 1.0 if present is None else present
+    calL = C1 + float((np.asarray(L) + (1 - q) * C1 + np.maximum(known.pull, q * C1)).max())
+    p0 = 2 * C1 / calL
+    return p0, own_schedules(known, L, p0, present)
 
 
-def own_schedules(known: Constants, L: npt.ArrayLike, p0: float) -> Floats:
+def own_schedules(known: Constants, L: npt.ArrayLike, p0: float, present: Floats | None = None) -> Floats:
     """Return the smallest ``p_j`` with the least ``calL`` for a given ``p0``, ``(k,)``; see :func:`best_schedules`."""
-    across = 2 * known.C1 / p0 if known.C1 > 0 else 0.0
-    calL = max(across, float((known.pull + np.asarray(L)).max()) / (1 - p0 / 2), float(np.max(L)) / (1 - p0))
-    return np.maximum((2 * known.pull / calL - p0) / (2 * (1 - p0)), 0.0)
+    C1, q = sampled_smoothness(known, present), 1.0 if present is None else present
+    across = 2 * C1 / p0 if C1 > 0 else 0.0
+    inside = (known.pull + np.asarray(L)) / (1 - p0 * (1 - q / 2))
+    calL = max(across, float(inside.max()), float(np.max(L)) / (1 - p0))
+    return np.maximum((2 * known.pull / calL - p0 * q) / (2 * (1 - p0)), 0.0)
 
 
 def probabilities(
@@ -218,15 +253,17 @@ def probabilities(
     p: npt.ArrayLike | None = None,
     tau: npt.ArrayLike | None = None,
     rho: float = 0.0,
+    participation: npt.ArrayLike | None = None,
 ) -> Probabilities:
     """Return the given probabilities, by default the best ones; raise an error if steps would be biased.
 
     ``L`` is the smoothness of the losses, one number or ``(k,)``. By default each cluster has its own ``p_j``
     (:func:`best_schedules`). ``p="common"`` is the paper's common value.
     """
-    ours = best_probabilities(known.C1, known.C2, float(np.max(L)))
     k = len(known.gamma)
-    best = best_schedules(known, L)[0] if p is None else ours[0]
+    present = None if participation is None else _participation(participation, k)
+    ours = best_probabilities(sampled_smoothness(known, present), known.C2, float(np.max(L)))
+    best = best_schedules(known, L, present)[0] if p is None else ours[0]
     chance = probability("p0", best if p0 is None else p0)
     if known.C1 > 0 and chance == 0:
         raise SolverError(
@@ -236,8 +273,9 @@ def probabilities(
         raise SolverError(f"The 'p' parameter must be a number, one number for each cluster, or 'common'. Got {p!r} instead.")
     given = ours[1] if isinstance(p, str) else p
     rare = given is None and chance < 1
-    within = own_schedules(known, L, chance) if rare else _per_cluster("p", ours[1] if given is None else given, k)
-    share = best_tau(chance, within) if tau is None else _per_cluster("tau", tau, k)
+    within = own_schedules(known, L, chance, present) if rare else _per_cluster("p", ours[1] if given is None else given, k)
+    part: Any = 1.0 if present is None else present
+    share = best_tau(chance, within, part) if tau is None else _per_cluster("tau", tau, k)
     if chance == 1 or (within == 1).any():
         raise SolverError("With a probability of 1 no client takes a step on its data; give p0 < 1 and p < 1.")
     lost = np.isinf(psi_variance(chance, within, share)) & (known.pull > 0)
@@ -247,7 +285,23 @@ def probabilities(
             f"tau = {share[j]:g} leaves part of the pull to cluster number {j} to an exchange that never happens (p0 = "
             f"{chance:g}, p = {within[j]:g}), so the steps would be biased; leave tau out, or change the probabilities."
         )
-    return Probabilities(chance, within, share, rho)
+    return Probabilities(chance, within, share, rho, present)
+
+
+def _participation(value: npt.ArrayLike, k: int) -> Floats | None:
+    """The probability of each cluster to take part, ``(k,)``; None if all are 1."""
+    if isinstance(value, str):
+        raise SolverError(
+            f"participation={value!r} is not possible: the theorem needs clusters that are drawn independently of the data and "
+            "of the run, and which clusters answer in time is not; give one probability, or one for each cluster."
+        )
+    present = _per_cluster("participation", value, k)
+    if not (present > 0).all():
+        j = int((present == 0).argmax())
+        raise SolverError(
+            f"With participation = 0 cluster number {j} would never learn from the others; give a number above 0."
+        )
+    return None if (present == 1).all() else present
 
 
 def _per_cluster(name: str, value: Any, k: int) -> Floats:
@@ -266,9 +320,11 @@ def expected_smoothness(known: Constants, chances: Probabilities, L: npt.ArrayLi
 
     ``L`` is one number, or one for each cluster: the losses of different clusters are separate terms in both lemmas.
     """
-    across = 2 * known.C1 / chances.p0 if known.C1 > 0 else 0.0
-    pull = known.pull
-    within = np.where(pull > 0, pull * np.where(pull > 0, psi_variance(chances.p0, chances.p, chances.tau), 0.0), 0.0)
+    C1, pull = sampled_smoothness(known, chances.present), known.pull
+    across = 2 * C1 / chances.p0 if C1 > 0 else 0.0
+    present: Any = 1.0 if chances.present is None else chances.present
+    weight = psi_variance(chances.p0, chances.p, chances.tau, present)
+    within = np.where(pull > 0, pull * np.where(pull > 0, weight, 0.0), 0.0)
     return float(max(across, within.max(), (np.asarray(L) * chances.local).max()))
 
 
@@ -280,8 +336,15 @@ def noise(objective: Objective, theta: Floats, chances: Probabilities) -> float:
     phi = ((alpha * penalty.gamma)[:, None] * (theta - tbar)) ** 2
     psi = (((1 - alpha) * penalty.gamma)[:, None] * (theta - tree.down(tbar_j))) ** 2
     f = objective.loss.gradient(objective.data, theta) ** 2
+    present = np.ones(tree.n_clusters) if chances.present is None else chances.present
+    if phi.any() and chances.present is not None:
+        # A client sees the average of those present; the others' averages add their share of the variance.
+        omega = alpha_weights(penalty)
+        apart = ((theta[:, None] - tbar_j[None]) ** 2).sum(axis=2) * (omega**2 * (1 / present - 1))
+        apart[np.arange(len(theta)), tree.parent] = 0.0
+        phi = (phi.sum(axis=1) + (alpha * penalty.gamma) ** 2 * apart.sum(axis=1)) / present[tree.parent]
     across = 2 * phi.sum() / chances.p0 if phi.any() else 0.0
-    weight = psi_variance(chances.p0, chances.p, chances.tau)[tree.parent]
+    weight = psi_variance(chances.p0, chances.p, chances.tau, present)[tree.parent]
     within = np.where(psi.sum(axis=1) > 0, np.where(np.isinf(weight), 0.0, weight) * psi.sum(axis=1), 0.0)
     return float(across + within.sum() + (chances.local[tree.parent] * f.sum(axis=1)).sum())
 

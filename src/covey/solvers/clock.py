@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 import polars as pl
 
-from covey._typing import Floats, Ints
+from covey._typing import Anything, Floats, Ints
 from covey.errors import DataError, SolverError, listing, number, one_of
 from covey.solvers.first_order.schedule import Choices, Rounds, Schedule, group
 from covey.tree.hierarchy import Hierarchy
@@ -178,30 +178,33 @@ class Timeline:
 
 def timeline(rounds: Rounds, durations: Durations, *, barriers: bool) -> Timeline:
     """The phases of some rounds; with ``barriers`` all clusters wait for each other after every round."""
-    everybody = (rounds.between > 0) | rounds.refresh
+    together = rounds.together
     phases: list[tuple[Floats, Floats, Floats]] = []
     now = np.zeros(rounds.steps.shape[1])
 
-    def add(computing: Floats, sending: Floats, wait: bool) -> None:
+    def add(computing: Floats, sending: Floats, waits: Anything) -> None:
         nonlocal now
         now = now + computing + sending
-        waiting = now.max() - now if wait else np.zeros_like(now)
+        waiting = np.where(waits, now.max(where=waits, initial=0.0) - now, 0.0)
         now = now + waiting
         phases.append((computing, sending, waiting))
 
-    for r, all_clusters in enumerate(everybody.tolist()):
+    all_clusters = np.full(len(now), barriers)
+    for r, here in enumerate(together):
         computing = rounds.steps[r] * durations.step
-        if all_clusters:
+        if here.any():
             # Two messages up: from clients to servers, from servers to the centre. Then two down.
-            add(computing + rounds.refresh[r] * durations.refresh, 2 * durations.up, wait=True)
-            add(np.zeros_like(now), 2 * durations.down, wait=barriers)
+            add(computing + rounds.refresh[r] * durations.refresh, np.where(here, 2 * durations.up, 0.0), here | all_clusters)
+            add(np.zeros_like(now), np.where(here, 2 * durations.down, 0.0), all_clusters)
         else:
-            add(computing, np.where(rounds.within[r] > 0, durations.up + durations.down, 0.0), wait=barriers)
+            add(computing, np.where(rounds.within[r] > 0, durations.up + durations.down, 0.0), all_clusters)
     return Timeline(*(np.array(part) for part in zip(*phases, strict=True)))
 
 
 def total_seconds(rounds: Rounds, durations: Durations, *, barriers: bool) -> float:
     """``timeline(...).seconds`` without the timeline: sums over the rounds between two exchanges of all clusters."""
+    if rounds.present is not None:  # no exchange makes all clusters wait
+        return timeline(rounds, durations, barriers=barriers).seconds
     everybody = (rounds.between > 0) | rounds.refresh
     alone = np.where(rounds.within > 0, durations.up + durations.down, 0.0)
     busy = rounds.steps * durations.step + np.where(everybody[:, None], 2 * durations.up, alone)
@@ -230,7 +233,7 @@ def by_iteration(choices: Choices, merge: bool) -> Rounds:
     start, once = np.broadcast_to(first[:, None], (len(first), k)), ~extra
     parts = (local[first] & once[:, None], between[first] & once, within[first] & once[:, None])
     steps, exchanged, inside = (part.astype(np.int64) for part in parts)
-    return Rounds(start, steps, exchanged, inside, extra)
+    return Rounds(start, steps, exchanged, inside, extra, None if choices.present is None else choices.present[first])
 
 
 def timeline_of(schedule: Schedule, iterations: int, durations: Durations, mode: Mode) -> Timeline:

@@ -76,8 +76,11 @@ class Links:
             return 0
         return k * (k - 1) if self.direct else k
 
-    def count(self, within: Any, between: float, *, votes: float = 0) -> Ledger:
-        """Exchanges as a ledger; ``votes`` is the number of votes, in each of which a server sends one bit to each other."""
+    def count(self, within: Any, between: float, *, votes: float = 0, used: float | None = None) -> Ledger:
+        """Exchanges as a ledger; ``votes`` is the number of votes, in each of which a server sends one bit to each other.
+
+        ``used`` is how often a link between clusters was used, if not all were used in every exchange.
+        """
         floats = _FLOAT * (self.up + self.down)
         each_way = floats / 2 if self.direct else floats
         ballots = self.pairs * votes / 8 if self.direct else 0
@@ -85,14 +88,15 @@ class Links:
             within,
             between if self.pairs else 0 * between,
             float(floats * (within * self.clients).sum()),
-            float(each_way * between * self.pairs + ballots),
+            float(each_way * (between * self.pairs if used is None or not self.pairs else used) + ballots),
         )
 
     def of(self, rounds: Rounds, iterations: int) -> Ledger:
         """The cost of some rounds."""
-        everybody = (rounds.between > 0) | rounds.refresh
-        within = ((rounds.within > 0) | everybody[:, None]).sum(axis=0)
-        return self.count(within, int(everybody.sum()), votes=iterations)
+        together = rounds.together
+        within, size = ((rounds.within > 0) | together).sum(axis=0), together.sum(axis=1)
+        used = None if rounds.present is None else float((size * (size - 1) if self.direct else size).sum())
+        return self.count(within, int(((rounds.between > 0) | rounds.refresh).sum()), votes=iterations, used=used)
 
     @property
     def check(self) -> Ledger:
@@ -127,7 +131,8 @@ def rates(schedule: Schedule) -> tuple[Floats, float]:
         between, within = p0 * (1 - p0), (1 - p0) * p * (1 - p0) * (1 - p)
     else:
         between, within = p0, (1 - p0) * p
-    return within + between + chances.rho, between + chances.rho
+    reached = between if chances.present is None else chances.reached
+    return within + reached + chances.rho, between + chances.rho
 
 
 def expected(schedule: Schedule, iterations: int) -> Ledger:

@@ -42,6 +42,7 @@ class Algorithm:
     reference : the algorithm in plain numpy, for tests and readers
     cost : computes its ``Cost`` in a ``Setting`` (:mod:`covey.solvers.costs`); a direct solver is run instead
     variants : options of the variants that a race shows besides the default, by name
+    refuses : options of other solvers that no theory allows for this one, each with the reason
     """
 
     name: str
@@ -53,6 +54,7 @@ class Algorithm:
     reference: Callable[..., Any] | None = None
     cost: Callable[..., Any] | None = None
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    refuses: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -133,6 +135,8 @@ def check_options(solver: str, options: Mapping[str, Any] | None) -> None:
 
 def unknown_option(solver: str, name: str) -> SolverError:
     """The error for an option that a solver does not have."""
+    if solver != "auto" and name in find(solver).refuses:
+        return SolverError(f"The solver {solver!r} has no option {name!r}: {find(solver).refuses[name]}")
     options, taken = ((), ()) if solver == "auto" else (sorted(find(solver).options), find(solver).parameters)
     near, takes = nearest(name, taken), f"it takes {listing(options, 20)}." if options else "it takes no options."
     return SolverError(f"The solver {solver!r} has no option {name!r}; {takes if near is None else f'did you mean {near!r}?'}")

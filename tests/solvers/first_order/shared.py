@@ -40,12 +40,18 @@ def constants_of(objective, **given):
 
 def outcomes(drawn, k):
     """Every outcome of one iteration's random choices, with its probability."""
-    if drawn.p0 > 0:
-        yield drawn.p0, Choices(np.array([True]), np.zeros((1, k), dtype=bool), np.array([False]))
+    none = np.zeros((1, k), dtype=bool)
+    if drawn.p0 > 0 and drawn.present is None:
+        yield drawn.p0, Choices(np.array([True]), none, np.array([False]))
+    elif drawn.p0 > 0:
+        for here in product([False, True], repeat=k):
+            chance = drawn.p0 * np.prod(np.where(here, drawn.present, 1 - drawn.present))
+            yield chance, Choices(np.array([True]), none, np.array([False]), np.array([here]))
     for exchange in product([False, True], repeat=k):
         chance = np.prod(np.where(exchange, drawn.p, 1 - drawn.p))
         if chance > 0:
-            yield (1 - drawn.p0) * chance, Choices(np.array([False]), np.array([exchange]), np.array([False]))
+            present = None if drawn.present is None else np.ones((1, k), dtype=bool)
+            yield (1 - drawn.p0) * chance, Choices(np.array([False]), np.array([exchange]), np.array([False]), present)
 
 
 def some_probabilities(k, rng, p0=0.3):
@@ -67,7 +73,9 @@ def begun(data, loss, penalty, drawn, rate, start, closed=None):
 def l2gd_rounds(network, penalty, drawn, rate, rounds):
     """Run some rounds of Algorithm 1 from where the network is."""
     top, (_, gamma) = Centres.of(penalty), equal_within(network.tree, penalty)
-    setup = SimpleNamespace(move=L2gdMove, next_pull=partial(next_pull, top, drawn.shares(top.alpha), rate, gamma))
+    setup = SimpleNamespace(
+        move=L2gdMove, next_pull=partial(next_pull, top, drawn.shares(top.alpha), rate, gamma, drawn.present)
+    )
     no_anchor = np.zeros((1, 1))
     assert run_rounds(network, setup, top, rounds, no_anchor)[1] is None
 
@@ -76,7 +84,8 @@ def follow(problem, drawn, eta, start, seed, times):
     """The iterates of one run at some times."""
     data, penalty, loss = problem.data, problem.penalty, Gaussian()
     network = begun(data, loss, penalty, drawn, StepSizes(eta), start)
-    schedule, t, path = Schedule(drawn, seed, equal_within(data.hierarchy, penalty)[0]), 0, []
+    merge = drawn.present is None and equal_within(data.hierarchy, penalty)[0]
+    schedule, t, path = Schedule(drawn, seed, merge), 0, []
     for until in times:
         if until > t:
             l2gd_rounds(network, penalty, drawn, StepSizes(eta), schedule.rounds(t, until))

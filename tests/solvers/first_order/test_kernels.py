@@ -139,7 +139,8 @@ def test_group(seed, merge):
     most = 2 * T + 1
     start, steps, inside = (np.zeros((most, k), dtype=np.int64) for _ in range(3))
     across, anchors = np.zeros(most, dtype=np.int64), np.zeros(most, dtype=bool)
-    used = kernels.group(between, within, refresh, merge, start, steps, across, inside, anchors)
+    everybody, there = np.ones_like(within), np.ones((len(start), within.shape[1]), dtype=np.bool_)
+    used = kernels.group(between, within, refresh, everybody, merge, start, steps, across, inside, anchors, there)
     for j in range(k):
         steps_of_cluster = []
         for r in range(used):

@@ -171,6 +171,24 @@ def test_switching_steps_arrive_where_a_constant_step_stalls(solver):
 
 
 @quietly
+def test_clusters_with_schedules_of_their_own_exchange_less():
+    """Runs of equal length with gamma_j from 0.1 to 10: all exchanges of clusters together fall by at least 30%."""
+    data = simulate(clusters=10, clients=4, rows=10, d=3, client_sd=0.5, seed=0).data
+    gamma = np.geomspace(0.1, 10, 10)[data.hierarchy.parent]
+    penalty, loss = Penalty.of(data.hierarchy, gamma=gamma, alpha=0.05), Gaussian("mean")
+    best, objective, spent = minimise(data, loss, penalty).theta, Objective(data, loss, penalty), {}
+    known, T = constants_of(objective), 5000
+    for p in (None, "common"):
+        fits = [minimise(data, loss, penalty, solver="l2gd", p=p, seed=seed, max_iter=T, tol=0.0) for seed in range(3)]
+        spent[p] = np.mean([fit.ledger.within.sum() for fit in fits])
+        theory = recipe(known, p=p)
+        noises = {"sigma2": noise(objective, best, theory.probabilities), "start": float((best**2).sum())}
+        bound = distance_bound(T, eta=theory.largest_step, mu=known.mu, **noises)
+        assert np.mean([((fit.theta - best) ** 2).sum() for fit in fits]) <= bound
+    assert spent[None] <= 0.7 * spent["common"]
+
+
+@quietly
 def test_merged_steps_use_the_step_size_of_their_iteration():
     """Switching steps and merged exchanges: the same as the algorithm written out, one iteration at a time."""
     data = simulate(clusters=2, clients=3, rows=6, d=2, seed=1).data

@@ -337,7 +337,7 @@ def _ended(here: Iterate, progress: NewtonProgress, tol: float) -> tuple[NewtonP
     return replace(progress, top=top), account, runaway
 
 
-@algorithm(place=2)
+@algorithm(place=2, refuses={"participation": "a Newton step needs the sums of every cluster; use solver='l2gd'."})
 def newton(
     network: Network,
     penalty: Penalty,

@@ -157,7 +157,9 @@ def _normal_equations(data: GroupedData, loss: Loss) -> Quadratic:
     return expanded(data, loss, np.zeros((data.n_clients, data.n_terms)))
 
 
-@algorithm(place=1, quadratic=True)
+@algorithm(
+    place=1, quadratic=True, refuses={"participation": "its one exchange needs the sums of every cluster; use solver='l2gd'."}
+)
 def sweep(
     network: Network, penalty: Penalty, centre: Floats | None = None, *, tol: float = 1e-8, james_stein: bool = False
 ) -> Fit:

@@ -331,7 +331,14 @@ def cost(setting: Setting) -> Cost:
 # The solver
 
 
-@algorithm(place=5, first_order=True, shared=Control, reference=reference, cost=cost)
+@algorithm(
+    place=5,
+    first_order=True,
+    shared=Control,
+    reference=reference,
+    cost=cost,
+    refuses={"participation": "its anchor needs the full gradient of every cluster; use solver='l2gd'."},
+)
 def al2sgd_plus(
     network: Network,
     penalty: Penalty,

@@ -328,7 +328,10 @@ def cost(setting: Setting) -> Cost:
 # The solver
 
 
-@algorithm(place=6, first_order=True, reference=reference, cost=cost)
+_WHOLE = "its momentum needs every cluster in every exchange: errors of random parts would add up; use solver='l2gd'."
+
+
+@algorithm(place=6, first_order=True, reference=reference, cost=cost, refuses={"participation": _WHOLE})
 def apgd(
     network: Network,
     penalty: Penalty,

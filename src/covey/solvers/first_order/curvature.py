@@ -34,7 +34,7 @@ from covey.errors import ConvergenceWarning, DataError, SolverError, number
 from covey.exact import Exact, segment_sum, total
 from covey.nodes.network import Message, Network, Node
 from covey.objective.objective import Penalty
-from covey.objective.theory import Constants, largest_gamma, mixing
+from covey.objective.theory import Constants, alpha_weights, largest_gamma, mixing
 from covey.records import Axes, Record, Reply
 from covey.solvers.direct.elimination import Quadratic, Spread, descend, marginalise
 from covey.solvers.direct.newton import NewtonState, newton
@@ -105,7 +105,8 @@ def constants(
     proved = mu is None and (loss.quadratic or loss.ridge > 0)
     gamma, alpha, single = largest_gamma(network.tree, penalty), mixing(penalty), network.tree.sizes == 1
     of_clients, of_rows = (None if own.get(name) is None else factor * own[name] for name in ("client", "row"))
-    result = Constants(L, L_row, bound, gamma, alpha, "; ".join(notes), proved, single, of_clients, of_rows, q)
+    why, weights = "; ".join(notes), alpha_weights(penalty)
+    result = Constants(L, L_row, bound, gamma, alpha, why, proved, single, of_clients, of_rows, q, weights)
     most = result.L + result.gamma_max
     if mu is not None and mu > most:
         raise SolverError(f"mu = {mu:g} is too large: the curvature of the objective is at most {most:.3g}; leave mu out.")

@@ -47,23 +47,27 @@ def draw_row(stream: int, t: int, rows: int) -> int:
 
 
 @njit  # type: ignore[untyped-decorator]
-def _everybody(t: int, since: Ints, pending: Ints, place: Ints, start: Ints, steps: Ints) -> int:
-    """Add a round of all clusters before iteration ``t``; returns its row."""
+def _together(t: int, present: Anything, since: Ints, pending: Ints, place: Ints, start: Ints, steps: Ints) -> int:
+    """Add a round of the clusters that are present before iteration ``t``; returns its row."""
     row = int(place.max())
     for j in range(len(place)):
-        start[row, j] = since[j] if pending[j] else t
-        steps[row, j] = pending[j]
-    pending[:], place[:] = 0, row + 1
+        if present[j]:
+            start[row, j] = since[j] if pending[j] else t
+            steps[row, j] = pending[j]
+            pending[j], place[j] = 0, row + 1
+        elif place[j] == row:
+            place[j] = row + 1
     return row
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def group(
-    xi0: Anything, xi: Anything, xi_anchor: Anything, merge: bool, start: Ints, steps: Ints, between: Ints, within: Ints,
-    refresh: Anything,
+    xi0: Anything, xi: Anything, xi_anchor: Anything, present: Anything, merge: bool, start: Ints, steps: Ints, between: Ints,
+    within: Ints, refresh: Anything, takes_part: Anything,
 ) -> int:  # fmt: skip
     """Fill the rounds of some random choices; returns the number of rounds."""
     T, k = xi.shape
+    everybody = np.ones(k, dtype=np.bool_)
     since, pending = np.zeros(k, dtype=np.int64), np.zeros(k, dtype=np.int64)
     place = np.zeros(k, dtype=np.int64)  # the round of each cluster's next exchange
     current = np.zeros(k, dtype=np.bool_)  # no local step since the cluster's last exchange: its average is up to date
@@ -72,8 +76,8 @@ def group(
         if xi0[t] and merge and in_run:
             between[place[0] - 1] += 1
         elif xi0[t]:
-            row = _everybody(t, since, pending, place, start, steps)
-            between[row], current[:] = 1, True
+            row = _together(t, present[t], since, pending, place, start, steps)
+            between[row], takes_part[row], current[:] = 1, present[t], True
         else:
             for j in range(k):
                 if not xi[t, j]:
@@ -85,13 +89,15 @@ def group(
                     within[place[j] - 1, j] += 1
                 else:
                     row = place[j]
+                    while between[row] > 0:  # an exchange in which the cluster did not take part
+                        row += 1
                     start[row, j], steps[row, j], within[row, j] = (since[j] if pending[j] else t), pending[j], 1
                     pending[j], place[j], current[j] = 0, row + 1, True
         in_run = xi0[t]
         if xi_anchor[t]:
-            row = _everybody(t + 1, since, pending, place, start, steps)
+            row = _together(t + 1, everybody, since, pending, place, start, steps)
             refresh[row], current[:], in_run = True, False, False
-    last: int = _everybody(T, since, pending, place, start, steps)
+    last: int = _together(T, everybody, since, pending, place, start, steps)
     return last + 1
 
 

@@ -11,6 +11,9 @@
 exchanges in one call of a kernel. For a quadratic loss the kernel has a closed form in the eigenbasis of each client's Hessian:
 along an eigenvector, each step multiplies the difference from the client's own minimiser by ``1 - step * eigenvalue``.
 
+With partial participation each cluster takes part in an exchange between clusters with a probability of its own. Those that do
+use the averages of those present, weighted so that the step is unbiased, and the others do nothing in that iteration.
+
 Rate and largest step are those of Theorem 3.5 (conv_rate), the probabilities those of Corollary 3.6 (opt_conv_rate).
 """
 
@@ -25,7 +28,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Unpack
 import numpy as np
 
 from covey._typing import Anything, Floats, Ints
-from covey.errors import one_of
+from covey.errors import SolverError, one_of
 from covey.kernels import accumulate_rows
 from covey.nodes.network import Message, Network, Node
 from covey.objective import theory
@@ -77,15 +80,22 @@ def reference(
     >>> reference(objective, chances, choices, lambda t: 1 / (t + 10), np.zeros((3, 1))).ravel().round(1).tolist()
     [1.5, 3.0, 7.5]
     """
-    gamma, alpha = objective.penalty.gamma, mixing(objective.penalty)
+    gamma, alpha, omega = objective.penalty.gamma, mixing(objective.penalty), theory.alpha_weights(objective.penalty)
     p0, p, tau = chances.p0, chances.p, chances.tau
+    q = np.ones(len(p)) if chances.present is None else chances.present
     for t in range(len(choices.between)):  # line 2
-        tbar_j, tbar = objective.means(theta)  # lines 5, 6 and 12
-        gradient, step = objective.loss.gradient(objective.data, theta), np.empty_like(theta)
+        tbar_j = objective.means(theta)[0]  # lines 5, 6 and 12
+        gradient, step = objective.loss.gradient(objective.data, theta), np.zeros_like(theta)
+        present = np.ones(len(p), dtype=bool) if choices.present is None else choices.present[t]
         for i, j in enumerate(objective.data.hierarchy.parent):
-            if choices.between[t]:  # line 4: xi_0 = 1
-                both = alpha[j] * (theta[i] - tbar) + tau[j] * (1 - alpha[j]) * (theta[i] - tbar_j[j])
-                step[i] = gamma[i] / p0 * both  # line 7
+            if choices.between[t] and present[j]:  # line 4: xi_0 = 1
+                away = omega[j] * (theta[i] - tbar_j[j])  # theta_i - tbar, from the averages of those present
+                for other in np.flatnonzero(present):
+                    away = away + (other != j) * omega[other] / q[other] * (theta[i] - tbar_j[other])
+                both = alpha[j] * away + tau[j] * (1 - alpha[j]) * (theta[i] - tbar_j[j])
+                step[i] = gamma[i] / (p0 * q[j]) * both  # line 7
+            elif choices.between[t]:
+                continue
             elif choices.within[t, j]:  # line 11: xi_j = 1
                 share = (1 - tau[j]) * (1 - alpha[j]) / ((1 - p0) * p[j])
                 step[i] = gamma[i] * share * (theta[i] - tbar_j[j])  # line 13
@@ -220,11 +230,23 @@ def _ranks(node: Node) -> Ints:
 # The coordinator
 
 
-def next_pull(top: Centres, shares: Shares, rate: StepSizes, gamma: Floats, means: Floats, now: Round, anchor: Floats) -> Pull:
+def next_pull(
+    top: Centres,
+    shares: Shares,
+    rate: StepSizes,
+    gamma: Floats,
+    present: Floats | None,
+    means: Floats,
+    now: Round,
+    anchor: Floats,
+) -> Pull:
     """All steps towards averages after the exchange of a round, combined: first those between clusters, then those within.
 
-    ``gamma (k,)`` is the penalty of each cluster's clients. It matters only if several steps follow one exchange.
+    ``gamma (k,)`` is the penalty of each cluster's clients. It matters only if several steps follow one exchange. ``present
+    (k,)`` is the probability that a cluster takes part; None if all do.
     """
+    if now.between and present is not None:
+        return _partial_pull(top, shares, rate.at(now.start + now.steps), present, means, now.takes_part)
     pull, t = Pull.none(*means.shape), now.start + now.steps
     for i in range(now.between):  # line 7
         eta = rate.at(t + i)
@@ -236,6 +258,20 @@ def next_pull(top: Centres, shares: Shares, rate: StepSizes, gamma: Floats, mean
         strength = np.where(now.within > i, rate.at(t + now.between + i) * shares.within, 0.0)
         pull = pull.then(strength, strength[:, None] * means, gamma)
     return pull
+
+
+def _partial_pull(top: Centres, shares: Shares, eta: Floats, present: Floats, means: Floats, here: Anything) -> Pull:
+    """The step between the clusters that are ``here (k,)``, which is unbiased: each is as often present as ``present`` says.
+
+    A cluster knows its own average. The others' averages get the weight ``omega_l / present_l``, so that ``strength theta -
+    force`` is on average ``theta - tbar`` for a cluster that is here.
+    """
+    inverse = np.where(here, top.weights / present, 0.0)
+    known = inverse.sum() - inverse + top.weights
+    centre = (inverse[:, None] * means).sum(axis=0) - (inverse - top.weights)[:, None] * means
+    strength = eta * (shares.whole * known + shares.cluster)
+    force = (eta * shares.whole)[:, None] * centre + (eta * shares.cluster)[:, None] * means
+    return Pull(np.where(here, strength, 0.0), np.where(here[:, None], force, 0.0))
 
 
 Steps = Literal["constant", "switching"]
@@ -259,16 +295,25 @@ def l2gd_setup(
     slow = "steps that shrink like 1/t are slow at the end: raise max_iter, or use solver='al2sgd_plus'"
     equal, gamma = equal_within(network.tree, penalty)
     top, chances = Centres.of(penalty), recipe.probabilities
+    if chances.present is not None and switching:
+        raise SolverError(
+            "participation below 1 needs steps='constant': clusters that do not take part do not count the iterations, and "
+            "steps='switching' depends on their number; give a smaller eta instead."
+        )
     closed = network.loss.quadratic and network.loss.compiled and network.ask(CountBasis()).number <= _LARGEST_BASIS
     return Setup(
         name,
         constants,
         recipe,
-        identity={"eta": rate.eta, "steps": [steps, rate.mu], "probabilities": asdict(chances)},
+        identity={
+            "eta": rate.eta,
+            "steps": [steps, rate.mu],
+            "probabilities": {name: value for name, value in asdict(chances).items() if value is not None},
+        },
         begin=L2gdBegin(chances.local, rate, top.total, closed),
         move=L2gdMove,
-        next_pull=partial(next_pull, top, chances.shares(top.alpha), rate, gamma),
-        merge=equal,
+        next_pull=partial(next_pull, top, chances.shares(top.alpha), rate, gamma, chances.present),
+        merge=equal and chances.present is None,
         pace=1 / (rate.eta * constants.mu),
         needed=needed,
         advice=slow if switching else stalls,
@@ -285,9 +330,9 @@ def equal_within(tree: Hierarchy, penalty: Penalty) -> tuple[bool, Floats]:
 # Theory
 
 
-def recipe(constants: Constants, *, p0: Any = None, p: Any = None, tau: Any = None) -> Recipe:
+def recipe(constants: Constants, *, p0: Any = None, p: Any = None, tau: Any = None, participation: Any = None) -> Recipe:
     """Probabilities by Corollary 3.6 (opt_conv_rate), ``p_j`` as rare as its ``calL`` allows, and the step of Theorem 3.5."""
-    chances = theory.probabilities(constants, constants.of_clients, p0=p0, p=p, tau=tau)
+    chances = theory.probabilities(constants, constants.of_clients, p0=p0, p=p, tau=tau, participation=participation)
     smoothness = theory.expected_smoothness(constants, chances, constants.of_clients)
     return Recipe(chances, smoothness, 1 / (2 * smoothness), "1 / (2 calL)")
 
@@ -326,6 +371,7 @@ def l2gd(
     p0: float | None = None,
     p: PerCluster | None = None,
     tau: PerCluster | None = None,
+    participation: PerCluster | None = None,
     mu: float | None = None,
     L: float | None = None,
     **options: Unpack[ControlOptions],
@@ -353,6 +399,9 @@ def l2gd(
     tau : float or (k,) array, optional
         Share of the step towards the cluster average that an exchange between clusters takes; by default that of
         Proposition 3.3 (opt_tau).
+    participation : float or (k,) array, optional
+        Probability that a cluster takes part in an exchange between clusters, drawn for each cluster and exchange; by default
+        1. Steps are unbiased, and shorter by theory. Only for ``steps="constant"``.
     mu, L : float, optional
         Strong convexity of the objective and smoothness of the clients' losses; by default measured on the data.
     **options
@@ -374,5 +423,6 @@ def l2gd(
     (True, 6.75)
     """
     control, constants = prepare("l2gd", network, penalty, options, clusters=("client",), mu=mu, L=L)
-    setup = l2gd_setup("l2gd", network, penalty, constants, recipe(constants, p0=p0, p=p, tau=tau), eta, steps)
+    best = recipe(constants, p0=p0, p=p, tau=tau, participation=participation)
+    setup = l2gd_setup("l2gd", network, penalty, constants, best, eta, steps)
     return run(network, penalty, setup, control)

@@ -111,7 +111,13 @@ def noise(objective: Objective, theta: Floats, p: float) -> float:
 # The solver
 
 
-@algorithm(place=4, first_order=True, shared=Control, reference=reference, cost=cost)
+_WHOLE = (
+    "one random choice for all clusters is what this variant is. Use solver='l2gd', which has the option, and is this variant "
+    "with p=0 and tau=1."
+)
+
+
+@algorithm(place=4, first_order=True, shared=Control, reference=reference, cost=cost, refuses={"participation": _WHOLE})
 def one_coin(
     network: Network,
     penalty: Penalty,

@@ -21,7 +21,7 @@ from covey._typing import Anything, Bools, Floats, Ints
 from covey.exact import DIGITS, WIDE_DIGITS, Exact, from_digits, segment_sum, total
 from covey.nodes.network import Blocks, Message, Node
 from covey.objective.objective import Penalty
-from covey.objective.theory import mixing
+from covey.objective.theory import alpha_weights, mixing
 from covey.records import Axes, Record, Reply
 from covey.solvers.first_order import kernels
 from covey.solvers.first_order.schedule import Round
@@ -202,10 +202,7 @@ class Centres:
 
     @classmethod
     def of(cls, penalty: Penalty) -> Centres:
-        alpha = mixing(penalty)
-        weights = alpha * penalty.cluster_gamma
-        weights = weights if weights.any() else np.ones_like(weights)
-        return cls(alpha, np.where(penalty.cluster_gamma > 0, penalty.cluster_gamma, 1.0), weights / weights.sum())
+        return cls(mixing(penalty), np.where(penalty.cluster_gamma > 0, penalty.cluster_gamma, 1.0), alpha_weights(penalty))
 
     def whole(self, means: Floats) -> Floats:
         """The global average, summed in order, because a BLAS product may depend on the number of threads."""

@@ -250,7 +250,13 @@ def cost(setting: Setting) -> Cost:
 # The solver
 
 
-@algorithm(place=7, first_order=True, shared=Control, reference=reference, cost=cost)
+_WHOLE = (
+    "its proximal step needs the coefficients of every client, and theorems for a random part of the clients are for one model "
+    "of all clients, not for this penalty; use solver='l2gd'."
+)
+
+
+@algorithm(place=7, first_order=True, shared=Control, reference=reference, cost=cost, refuses={"participation": _WHOLE})
 def proxskip(
     network: Network,
     penalty: Penalty,

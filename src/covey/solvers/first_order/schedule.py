@@ -6,6 +6,9 @@ Algorithms 1 (async_l2gd) and 2 (async_al2sgd_plus) of the paper (arXiv:2204.136
     xi_j = 1   otherwise, for each cluster: an exchange within it, with probability p_j; xi_j = 0 is a local step
     xi'  = 1   Algorithm 2 only: a refresh of the anchor, with probability rho
 
+With partial participation each cluster also draws whether it takes part in an exchange between clusters. If it does not, it
+does nothing in that iteration, and waits for nobody.
+
 The choices of an iteration depend on the seed and the number of the iteration only. So a run can be repeated, or stopped
 anywhere and resumed.
 
@@ -43,12 +46,14 @@ _TOGETHER = 1 << 16  # random numbers drawn at a time
 class Choices:
     """Random choices of consecutive iterations, as booleans.
 
-    ``between (T,)`` is xi_0, ``within (T, k)`` is xi_j and matters where xi_0 = 0, ``refresh (T,)`` is xi'.
+    ``between (T,)`` is xi_0, ``within (T, k)`` is xi_j and matters where xi_0 = 0, ``refresh (T,)`` is xi'. ``present (T, k)``
+    says who takes part where xi_0 = 1; None if all do.
     """
 
     between: Anything
     within: Anything
     refresh: Anything
+    present: Anything | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,7 @@ class Round:
     between : number of iterations with ``xi_0 = 1`` after the local steps; 0 if the exchange is within clusters
     within : (k,) number of iterations with ``xi_j = 1`` after those
     refresh : whether the exchange is for a new anchor instead
+    takes_part : (k,) which clusters exchange
     """
 
     start: Ints
@@ -68,25 +74,32 @@ class Round:
     between: int
     within: Ints
     refresh: bool
-
-    @property
-    def takes_part(self) -> Anything:
-        """Which clusters exchange; ``(k,)``."""
-        return (self.within > 0) | (self.between > 0) | self.refresh
+    takes_part: Anything
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """Consecutive rounds as arrays with one row for each round. The last round has local steps only, and no exchange."""
+    """Consecutive rounds as arrays with one row for each round. The last round has local steps only, and no exchange.
+
+    ``present (rounds, k)`` says which clusters take part in an exchange between clusters; None if all do.
+    """
 
     start: Ints
     steps: Ints
     between: Ints
     within: Ints
     refresh: Anything
+    present: Anything | None = None
+
+    @property
+    def together(self) -> Anything:
+        """Which clusters take part in an exchange between clusters, ``(rounds, k)``."""
+        everybody = np.broadcast_to(((self.between > 0) | self.refresh)[:, None], self.steps.shape)
+        return everybody if self.present is None else everybody & (self.present | self.refresh[:, None])
 
     def __iter__(self) -> Iterator[Round]:
-        for row in zip(self.start, self.steps, self.between.tolist(), self.within, self.refresh.tolist(), strict=True):
+        between, refresh, part = self.between.tolist(), self.refresh.tolist(), (self.within > 0) | self.together
+        for row in zip(self.start, self.steps, between, self.within, refresh, part, strict=True):
             yield Round(*row)
 
 
@@ -118,6 +131,8 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.vote not in VOTES:
             raise one_of("vote", self.vote, VOTES)
+        if self.merge and self.probabilities.present is not None:
+            raise ValueError("steps for which other clusters are present cannot share an exchange")
 
     def choices(self, start: int, stop: int) -> Choices:
         """The choices of iterations ``start`` to ``stop - 1``."""
@@ -130,9 +145,19 @@ class Schedule:
         drawn = np.concatenate([np.random.Generator(source).random((size, width)) for source in sources])
         drawn = drawn[start - first * size : stop - first * size]
         within, refresh = drawn[:, :k] < p, drawn[:, k] < self.probabilities.rho
-        if self.vote == "central":
-            return Choices(drawn[:, k + 1] < p0, within, refresh)
-        return Choices(majority(drawn[:, k + 1 :] < server_probability(p0, k)), within, refresh)
+        votes = drawn[:, k + 1] < p0 if self.vote == "central" else majority(drawn[:, k + 1 :] < server_probability(p0, k))
+        return Choices(votes, within, refresh, self._present(start, stop))
+
+    def _present(self, start: int, stop: int) -> Anything | None:
+        """Which clusters would take part in an exchange of each iteration, from random numbers of their own."""
+        chance = self.probabilities.present
+        if chance is None:
+            return None
+        size = max(1, min(1024, _TOGETHER // len(chance)))
+        first, last = start // size, -(-stop // size)
+        sources = [np.random.Philox(key=self.seed, counter=[0, 0, 1, block]) for block in range(first, last)]
+        drawn = np.concatenate([np.random.Generator(source).random((size, len(chance))) for source in sources])
+        return drawn[start - first * size : stop - first * size] < chance
 
     def rounds(self, start: int, stop: int) -> Rounds:
         """Iterations ``start`` to ``stop - 1`` as rounds. Local steps that reach ``stop`` continue in the next call."""
@@ -144,10 +169,13 @@ def group(choices: Choices, start: int = 0, merge: bool = False) -> Rounds:
     T, k = choices.within.shape
     most = 2 * T + 1
     first, steps, within = (np.zeros((most, k), dtype=np.int64) for _ in range(3))
-    between, refresh = np.zeros(most, dtype=np.int64), np.zeros(most, dtype=np.bool_)
-    used = kernels.group(choices.between, choices.within, choices.refresh, merge, first, steps, between, within, refresh)
+    between, refresh, present = np.zeros(most, dtype=np.int64), np.zeros(most, dtype=np.bool_), choices.present
+    here, there = np.ones((T, k), dtype=np.bool_) if present is None else present, np.ones((most, k), dtype=np.bool_)
+    operands = choices.between, choices.within, choices.refresh, here, merge
+    used = kernels.group(*operands, first, steps, between, within, refresh, there)
     first += start
-    return Rounds(first[:used], steps[:used], between[:used], within[:used], refresh[:used])
+    rounds = first[:used], steps[:used], between[:used], within[:used], refresh[:used]
+    return Rounds(*rounds, None if present is None else there[:used])
 
 
 def server_probability(p0: float, k: int) -> float:
