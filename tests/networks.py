@@ -74,7 +74,7 @@ class Sharded:
     """
 
     held: list[Node]
-    places: list[np.ndarray]  # positions of the clients of each node
+    owned: list[np.ndarray]  # positions of the clients of each node
     tree: Hierarchy
     listens: bool = False
     forgets: bool = False
@@ -100,8 +100,9 @@ class Sharded:
     def clients(self):
         return None
 
-    def nodes(self):
-        return []  # the clients are in other processes
+    @property
+    def places(self):
+        return []  # the nodes have other owners
 
     def ask(self, request):
         replies = [request.at(node) for node in self.held]
@@ -119,8 +120,8 @@ class Sharded:
     def gathered(self, name="theta"):
         """Collect an array of all clients from the nodes, in the order of the clients."""
         parts = [getattr(node, name) for node in self.held]
-        whole = np.empty((sum(map(len, self.places)), *parts[0].shape[1:]))
-        whole[np.concatenate(self.places)] = np.concatenate(parts)
+        whole = np.empty((sum(map(len, self.owned)), *parts[0].shape[1:]))
+        whole[np.concatenate(self.owned)] = np.concatenate(parts)
         return whole
 
 

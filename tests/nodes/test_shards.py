@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 
 import numpy as np
 import polars as pl
@@ -14,7 +15,7 @@ import covey
 from covey import CoveyError, Spec
 from covey.fitting.fit import fit
 from covey.nodes.network import InMemory
-from covey.nodes.shards import Shards, lay_out, parts_of
+from covey.nodes.shards import Shards, lay_out, open_shards, parts_of
 from covey.problem.problem import resolve
 from covey.problem.rows import read_rows
 from tests.cli.shell import inside
@@ -71,16 +72,13 @@ def test_every_model(tmp_path, at):
 
 def test_a_shard_is_mapped_and_no_copy_of_rows_stays(tmp_path):
     folder = lay_out(counts_of(1).lazy(), tmp_path / "shards", "client", 4)
-    network, problem = Shards.open(folder, resolve(MODELS[6]))
-    fit(network, problem)
-    for node in network.parts:
-        assert isinstance(node.data.X, np.memmap)
-        kept = [each for entry in node.cache.values() for each in (entry if isinstance(entry, tuple) else (entry,))]
-        assert not [each for each in kept if getattr(each, "X", None) is not None]
+    with open_shards(folder, resolve(MODELS[6])) as (network, problem):
+        fit(network, problem)
+        for node in (shard.node for shard in network.holder.shards):
+            assert isinstance(node.data.X, np.memmap)
+            kept = [each for entry in node.cache.values() for each in (entry if isinstance(entry, tuple) else (entry,))]
+            assert not [each for each in kept if getattr(each, "X", None) is not None]
     assert (tmp_path / "shards").exists()
-    scratch = network.scratch
-    del network, node
-    scratch.cleanup()
     assert not [each for each in folder.iterdir() if each.name.startswith(".covey")]
 
 
@@ -121,6 +119,27 @@ def test_mistakes_on_shards(tmp_path):
     one = lay_out(table.with_columns(yes=pl.lit("yes")).lazy(), tmp_path / "one", "client", 3)
     with pytest.raises(CoveyError, match="one class only"):
         covey.fit(one, MODELS[3])
+
+
+def test_mistakes_about_engines(tmp_path):
+    table, spec = counts_of(3, 60), MODELS[4]
+    folder = lay_out(table.lazy(), tmp_path / "shards", "client", 2)
+    cases = [
+        (table, {"engine": "ray"}, "needs a folder of shards"),
+        ("rows.parquet", {"engine": "ray"}, "'rows.parquet' is not"),
+        (folder, {"engine": "spark"}, "must be one of 'ray'"),
+        (folder, {"address": "auto"}, "add engine='ray'"),
+    ]
+    for rows, engine, fact in cases:
+        with pytest.raises(CoveyError, match=fact):
+            covey.fit(rows, spec, **engine)
+
+
+@pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed")
+def test_without_ray_the_sentence_says_how_to_install_it(tmp_path):
+    folder = lay_out(counts_of(3, 60).lazy(), tmp_path / "shards", "client", 2)
+    with pytest.raises(CoveyError, match=r"needs the package ray; .*pip install '\.\[ray\]'"):
+        covey.fit(folder, MODELS[4], engine="ray")
 
 
 def test_the_command_line(tmp_path):

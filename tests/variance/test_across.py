@@ -182,7 +182,7 @@ def test_intervals_at_a_node_are_those_of_one_node_with_all_clients(family):
             operator.coefficient_intervals("cluster", 0.9), whole.coefficient_intervals("cluster", 0.9), strict=True
         ):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
-    for node, mine in zip(network.held, network.places, strict=True):
+    for node, mine in zip(network.held, network.owned, strict=True):
         here = node_learned(node, across.components, across.covariance, across.whole)
         own = Posterior(replace(here, satterthwaite=across.satterthwaite, draws=across.draws))
         if linear:

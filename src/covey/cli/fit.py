@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +25,8 @@ def fit(
     out: Annotated[Path | None, typer.Option(help="Folder for the model.")] = None,
     sums: Annotated[bool, typer.Option("--sums", help="The table is the result of the query of covey sql.")] = False,
     categories: Categories = None,
+    engine: Annotated[str | None, typer.Option(help="ray: read each shard in an actor of a Ray cluster.")] = None,
+    address: Annotated[str | None, typer.Option(help="Address of the Ray cluster: auto, or ray://head:10001.")] = None,
     no_sums: Annotated[bool, typer.Option("--no-sums", help="Do not save the clients' sums, which intervals need.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -47,7 +50,7 @@ def fit(
     from covey.nodes.look import collected
     from covey.nodes.network import InMemory
     from covey.nodes.queries import read_sums
-    from covey.nodes.shards import Shards, is_shards
+    from covey.nodes.shards import check_engine, is_shards, open_shards
     from covey.problem.problem import resolve
     from covey.problem.rows import read_rows
 
@@ -57,10 +60,11 @@ def fit(
         spec = replace(spec, options={**(spec.options or {}), "checkpoint": str(checkpoint)})
     draft = resolve(spec)
     check_solver(draft.spec)
-    with working("reading the table") as say:
+    check_engine(data, engine, address)
+    with working("reading the table") as say, ExitStack() as stack:
         network: Any = None
         if is_shards(data):
-            network, problem = Shards.open(data, draft, say=say)
+            network, problem = stack.enter_context(open_shards(data, draft, engine=engine, address=address, say=say))
             rows = None
         else:
             rows = open_table(data, table, ids=[draft.spec.client, draft.spec.cluster], lazy=lazy)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from inspect import cleandoc
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from narwhals.typing import IntoFrame
@@ -18,7 +18,7 @@ from covey.estimators.core import SETTINGS, EstimatorCore
 from covey.losses import family_of
 from covey.model.files import load_model
 from covey.model.model import Model
-from covey.nodes.shards import Shards, column_names, is_shards
+from covey.nodes.shards import check_engine, column_names, is_shards, open_shards
 from covey.problem.problem import Spec, resolve
 from covey.problem.rows import two_values
 from covey.tables.files import is_pattern, read_table, scan_table
@@ -301,7 +301,9 @@ for _estimator in _ESTIMATORS.values():  # the parameters are documented once, i
     _estimator.__doc__ = f"{_summary}{_parameters}\n\nExamples\n{_examples}"
 
 
-def fit(table: IntoFrame | str | Path, spec: Spec | str) -> HierarchicalEstimator:
+def fit(
+    table: IntoFrame | str | Path, spec: Spec | str, *, engine: Literal["ray"] | None = None, address: str | None = None
+) -> HierarchicalEstimator:
     """Fit the model that a specification describes.
 
     Parameters
@@ -314,6 +316,11 @@ def fit(table: IntoFrame | str | Path, spec: Spec | str) -> HierarchicalEstimato
         ``covey shard`` wrote, whose rows are mapped from disk.
     spec : Spec or str
         The specification, or only its formula, such as ``"y ~ x + (1 | state/county)"``.
+    engine : {None, "ray"}
+        Where the shards are read: in this process, or each in an actor of a Ray cluster, whose machines share the folder.
+    address : str, optional
+        Address of the Ray cluster, such as ``"auto"`` or ``"ray://head:10001"``. The default is the cluster that this process
+        is connected to, or the one in ``RAY_ADDRESS``, or else a new one on this machine.
 
     Returns
     -------
@@ -332,9 +339,10 @@ def fit(table: IntoFrame | str | Path, spec: Spec | str) -> HierarchicalEstimato
     HierarchicalRegressor(client='county', cluster='state', formula='log_radon ~ floor', gamma=6.0, lam=4.0, random_state=0)
     """
     draft = resolve(Spec(formula=spec) if isinstance(spec, str) else spec)
+    check_engine(table, engine, address)
     if isinstance(table, str | Path) and is_shards(table):
-        network, problem = Shards.open(table, draft)
-        return _estimator_of(draft.spec)._fit_network(network, problem, column_names(table))
+        with open_shards(table, draft, engine=engine, address=address) as (network, problem):
+            return _estimator_of(draft.spec)._fit_network(network, problem, column_names(table))
     if isinstance(table, str | Path):
         several = is_pattern(table)
         table = scan_table(table) if several else read_table(table, ids=[draft.spec.client, draft.spec.cluster])

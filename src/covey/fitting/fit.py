@@ -24,9 +24,10 @@ from covey._typing import Floats
 from covey.errors import CoveyError, DataError, FormulaError, PenaltyError, SolverError, listing, warn
 from covey.fitting.plain import plain_regression
 from covey.fitting.selection import Count, fit_baseline, search
-from covey.model.batches import Batches
+from covey.model.batches import Batches, TakeRows
 from covey.model.model import Elsewhere, Fitted, Model, assemble
 from covey.nodes.network import Network, SetGamma
+from covey.nodes.requests import PutGamma, joined
 from covey.objective.objective import Penalty, PenaltyLike
 from covey.problem.problem import Problem, Spec
 from covey.solvers import Progress, solve
@@ -80,15 +81,14 @@ def fit(
     [0.941, -0.712]
     """
     fitted = _with_sanity_check(learn(network, problem, progress=progress, count=count))
-    nodes, rows = network.nodes(), np.zeros(network.tree.n_clients, dtype=np.int64)
-    if not nodes:
+    places = network.places
+    if not places:
         return model_without_clients(problem, fitted, network.tree, elsewhere)
-    batches, dropped = Batches.from_table(None), None
-    for node, places in nodes:
-        rows[places] = node.data.rows_per_client
-        dropped = node.data.dropped if dropped is None else dropped + node.data.dropped
-        batches = batches if fitted.learned is None else batches.joined(Batches.of(node.data).moved(places))
-    kept = None if fitted.learned is None else batches
+    batches, dropped, held = Batches.from_table(None), None, network.every(TakeRows(hashes=fitted.learned is not None))
+    for each, at in zip(held, places, strict=True):
+        dropped = each.dropped if dropped is None else dropped + each.dropped
+        batches = batches.joined(each.batches.moved(at))
+    rows, kept = joined([each.rows for each in held], places), None if fitted.learned is None else batches
     return assemble(problem, fitted, network.tree, rows, dropped=dropped, batches=kept)
 
 
@@ -96,7 +96,7 @@ def learn(network: Network, problem: Problem, *, progress: Progress | None = Non
     """Return coefficients and penalties; those of clients only if the clients are in this process."""
     spec, node = problem.spec, network.clients()
     check_solver(spec)
-    if not network.nodes():
+    if not network.places:
         check_elsewhere(spec)
     elif node is None:
         _check_several(spec)
@@ -189,10 +189,9 @@ def penalty_for(network: Network, problem: Problem, *, progress: Progress | None
         gamma, lam = _isotropic(network, problem, progress)
         network.ask(ForgetCovariances())
     gamma = 1.0 if gamma is None else gamma
-    if network.nodes():
+    if network.places:
         penalty = Penalty.of(tree, gamma=gamma, lam=lam, alpha=spec.alpha)
-        for each, places in network.nodes():
-            each.gamma = penalty.gamma if node is not None else penalty.gamma[places]
+        network.each([PutGamma(penalty.gamma if node is not None else penalty.gamma[at]) for at in network.places])
         return penalty
     by_cluster = _gamma_by_cluster(gamma, tree)
     penalty = Penalty.of(tree, gamma=by_cluster[tree.parent], lam=lam, alpha=spec.alpha)
@@ -302,7 +301,7 @@ def shape_of(tree: Hierarchy, terms: Sequence[str], spec: Spec, vary: Vary, zero
 
 def _refuse_one_client(network: Network, problem: Problem) -> None:
     """Raise an error if variation between clients is asked for; without named clients the fit is a plain regression."""
-    if not network.nodes():
+    if not network.places:
         raise _only_one("client", "")
     only = network.tree.client_ids[0]
     if only != "all" or problem.has_bars or problem.spec.penalty in ("reml", "ml"):

@@ -15,14 +15,17 @@ import polars as pl
 
 from covey._typing import Ints
 from covey.kernels import hash_rows
+from covey.nodes.network import Node, Request
+from covey.records import Record
 from covey.tables.rows import GroupedData
+from covey.tables.values import Dropped
 from covey.threads import share
 
 Codes = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
-class Batches:
+class Batches(Record):
     """Hashes ``code (m,)`` of the rows of clients at the places ``client (m,)``, one for each client of each batch."""
 
     client: Ints
@@ -69,6 +72,26 @@ class Batches:
     def holds(self, other: Batches) -> bool:
         """Whether every client of another batch has a batch with the same rows here."""
         return bool(len(other.client)) and set(_pairs(other)) <= set(_pairs(self))
+
+
+@dataclass(frozen=True)
+class HeldRows(Record):
+    """What a model remembers of the rows of a node: their numbers ``(n,)``, what was dropped, and their hashes."""
+
+    rows: Ints
+    dropped: Dropped | None
+    batches: Batches
+
+
+@dataclass(frozen=True)
+class TakeRows(Request[HeldRows]):
+    """Return what a model remembers of the rows; ``hashes`` says whether to compute their hashes."""
+
+    hashes: bool
+
+    def at(self, node: Node) -> HeldRows:
+        batches = Batches.of(node.data) if self.hashes else Batches.from_table(None)
+        return HeldRows(node.data.rows_per_client, node.data.dropped, batches)
 
 
 def _pairs(batches: Batches) -> Iterator[tuple[int, int]]:

@@ -138,6 +138,17 @@ class Message(Record, Generic[R]):
         raise NotImplementedError
 
 
+class Request(Record, Generic[R]):
+    """What the owner of all nodes asks of each node by itself, such as the coefficients of its clients.
+
+    Replies are not added. A site, whose owner is somebody else, answers no requests.
+    """
+
+    def at(self, node: Node) -> R:
+        """Carry out the request on a node and return the reply."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class Batch(Message[Any], label="batch"):
     """Several messages sent as one. The reply is the reply to the last message."""
@@ -226,10 +237,18 @@ class Network(ABC):
         """Return the node that holds all clients, or None if there are several nodes, or they are not in this process."""
         return None
 
-    def nodes(self) -> Sequence[tuple[Node, Ints]]:
-        """Return the nodes in this process, each with the positions of its clients in the tree; none if they are elsewhere."""
-        node = self.clients()
-        return [] if node is None else [(node, np.arange(node.data.n_clients))]
+    @property
+    def places(self) -> Sequence[Ints]:
+        """For each node that answers requests, the positions of its clients; empty if others own the nodes."""
+        return []
+
+    def each(self, requests: Sequence[Request[R]]) -> list[R]:
+        """Send each node its request, and return the replies in the order of the nodes."""
+        raise SolverError("The nodes of this network answer no requests about their clients.")
+
+    def every(self, request: Request[R]) -> list[R]:
+        """Send all nodes the same request."""
+        return self.each([request] * len(self.places))
 
 
 @dataclass
@@ -295,6 +314,13 @@ class InMemory(Network):
 
     def clients(self) -> Node:
         return self.node
+
+    @property
+    def places(self) -> Sequence[Ints]:
+        return [np.arange(self.node.data.n_clients)]
+
+    def each(self, requests: Sequence[Request[R]]) -> list[R]:
+        return [request.at(self.node) for request in requests]
 
 
 @dataclass(frozen=True)

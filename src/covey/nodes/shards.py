@@ -1,9 +1,9 @@
-"""Nodes on disk: the rows of a table in shards, each with all rows of its clients. Every family and every solver can use them.
+"""The rows of a table in shards, each with all rows of its clients. Every family and every solver can use them.
 
-:func:`lay_out` partitions a table into shards of Parquet files by a hash of the client, once, in a stream. :meth:`Shards.open`
-codes the rows of each shard as the problem says and writes them to arrays on disk. Each shard is then a node whose rows are
-mapped from these arrays: a message reads them, and the system takes their memory back when it needs it. Only the coefficients
-and sums of clients stay in memory.
+:func:`lay_out` partitions a table into shards of Parquet files by a hash of the client, once, in a stream. :func:`open_shards`
+makes a node of each shard (:mod:`covey.nodes.shard`). A :class:`Holder` has the shards: :class:`Here` in this process, one
+after the other, or actors on a cluster, all at once (:mod:`covey.engines.ray`). Replies are added in the order of the shards,
+so that the same shards give the same bits with any holder.
 """
 
 from __future__ import annotations
@@ -11,9 +11,14 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass, field
+from functools import reduce
 from glob import glob
+from importlib import import_module
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +26,24 @@ import narwhals as nw
 import numpy as np
 import polars as pl
 
-from covey._typing import Floats, Ints
-from covey.errors import DataError, unknown_column
+from covey._typing import Anything, Ints
+from covey.errors import CoveyError, DataError, one_of, unknown_column
 from covey.losses import Loss
-from covey.nodes.network import Arrived, Message, Network, Node
+from covey.nodes.network import Arrived, Message, Network, Node, R, Request
+from covey.nodes.shard import FindSums, FindValues, OpenedRows, OpenRows, ScaleRows, Shard, from_bytes, packed, to_bytes
 from covey.problem.problem import Classes, Problem, Schema
-from covey.problem.rows import columns_of, encode_response, read_part, used_columns
+from covey.problem.rows import columns_of, encode_response, used_columns
+from covey.records import Record
 from covey.tables.formula import ParsedFormula
 from covey.tables.rows import GroupedData, group_ids
-from covey.tables.scaling import Scale, moments
+from covey.tables.scaling import Scale
 from covey.tree.hierarchy import Hierarchy, as_labels
 
 MANIFEST = "shards.json"
 _FORMAT = 1
 _ROWS_OF_A_SHARD = 2_000_000
-_ARRAYS = ("X", "y", "weights", "offset")
+ENGINES = ("ray",)
+"""Modules of ``covey.engines`` that hold shards elsewhere."""
 Say = Callable[[str], None]
 
 
@@ -144,85 +152,124 @@ def column_names(folder: str | Path) -> list[str]:
     return pl.scan_parquet(parts_of(Path(folder))[0] / "*.parquet").collect_schema().names()
 
 
+class Holder(ABC):
+    """Where the shards of a network are held."""
+
+    @property
+    @abstractmethod
+    def count(self) -> int:
+        """The number of shards."""
+
+    @abstractmethod
+    def ask(self, asked: Mapping[int, Record]) -> Iterator[Any]:
+        """Ask shards, given by their numbers, and yield their replies in the same order."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what the shards use."""
+
+
+@dataclass
+class Here(Holder):
+    """Shards in this process, which are asked one after the other."""
+
+    shards: tuple[Shard, ...]
+    scratch: tempfile.TemporaryDirectory[str] | None = None
+
+    @classmethod
+    def at(cls, folder: Path) -> Here:
+        """The shards of a folder; their arrays are in a hidden folder there."""
+        scratch = tempfile.TemporaryDirectory(prefix=".covey-", dir=folder, ignore_cleanup_errors=True)
+        return cls(tuple(Shard(part, Path(scratch.name)) for part in parts_of(folder)), scratch)
+
+    @property
+    def count(self) -> int:
+        return len(self.shards)
+
+    def ask(self, asked: Mapping[int, Record]) -> Iterator[Any]:
+        for at, record in asked.items():
+            yield self.shards[at].answer(record)
+
+    def close(self) -> None:
+        if self.scratch is not None:
+            self.scratch.cleanup()
+
+
 @dataclass
 class Shards(Network):
-    """A network with a node for each shard. Build it with :meth:`open`.
+    """A network with a node for each shard. Build it with :func:`open_shards`.
 
     Attributes
     ----------
-    parts : the nodes, in order; replies are added in this order, so that the same shards give the same bits
+    holder : who has the shards
+    parts : the numbers of the shards that have rows; replies are added in this order
     whole : all clients, in the order of a table in memory
-    places : for each node, the positions of its clients in ``whole``
+    where : for each of these shards, the positions of its clients in ``whole``
+    occupied : (shards, k) which clusters have clients in each of them
     """
 
-    parts: tuple[Node, ...]
+    holder: Holder
+    parts: tuple[int, ...]
     whole: Hierarchy
-    places: tuple[Ints, ...]
-    scratch: tempfile.TemporaryDirectory[str] | None = None
-    say: Say | None = None
+    where: tuple[Ints, ...]
+    occupied: Anything
+    names: tuple[str, ...]
+    family: Loss
     _arrived: list[Arrived] = field(default_factory=list)
 
     @classmethod
-    def open(cls, folder: str | Path, draft: Problem, *, say: Say | None = None) -> tuple[Shards, Problem]:
-        """Read shards as a draft says, and complete the draft.
-
-        Parameters
-        ----------
-        folder : the shards, from :func:`lay_out`
-        draft : the problem, from :func:`resolve`
-        say : called with a line about the current step
-
-        Returns
-        -------
-        The network and the problem.
-        """
-        folder, say = Path(folder), say or (lambda _: None)
-        client, parts = manifest_of(folder)["client"], parts_of(Path(folder))
-        if draft.spec.client is None:
-            raise DataError(
-                f"The shards are by {client!r} and the model has no clients; add client={client!r} or a term (1 | {client})."
-            )
-        if draft.spec.client != client:
-            raise DataError(f"The shards are by {client!r} and the clients are {draft.spec.client!r}; write them again.")
-        if not parts:
-            raise DataError("The table has no rows; covey needs at least one.")
+    def open(cls, holder: Holder, folder: Path, draft: Problem, say: Say) -> tuple[Shards, Problem]:
+        """Open the rows of all shards as a draft says, and complete the draft."""
         say("looking at the shards")
-        problem, clusters = agree(folder, parts, draft)
-        scratch = tempfile.TemporaryDirectory(prefix=".covey-", dir=folder, ignore_cleanup_errors=True)
-        stored, total, rows = list[_Stored](), None, 0
-        for at, part in enumerate(parts):
-            say(f"reading shard {at + 1} of {len(parts)}")
-            data = _read(part, problem, clusters)
-            if data is None:
-                continue
-            if problem.spec.standardize:
-                found = moments(data.X)
-                total, rows = found if total is None else total + found, rows + data.n_rows
-            stored.append(_Stored.write(Path(scratch.name) / str(at), data))
-        if not stored:
+        problem, clusters = agree(folder, holder, draft)
+        opened: dict[int, OpenedRows] = {}
+        for at, found in enumerate(_all(holder, OpenRows(packed(problem), to_bytes(clusters)))):
+            say(f"reading shard {at + 1} of {holder.count}")
+            if found is not None:
+                opened[at] = found
+        if not opened:
             raise DataError("Every row has a missing value, so na='drop' leaves no row.")
-        if total is not None:
-            scale = Scale.of(total, rows, problem.terms)
+        if problem.spec.standardize:
+            total = reduce(add, [each.moments for each in opened.values() if each.moments is not None])
+            scale = Scale.of(total, sum(each.rows for each in opened.values()), problem.terms)
             problem = problem.scaled(scale)
-            stored = [each.rewritten(scale) for each in stored]
-        network = cls.of([each.mapped() for each in stored], problem.loss)
-        _check_whole(network, problem)
-        network.scratch, network.say = scratch, say
-        return network, problem
+            list(holder.ask(dict.fromkeys(opened, ScaleRows(scale))))
+        _check_whole(opened.values(), problem)
+        ids = [from_bytes(each.clients) for each in opened.values()]
+        sizes = np.array([each.sizes for each in opened.values()])
+        nested = bool(problem.spec.nested) and problem.spec.cluster is not None
+        return cls._of(holder, tuple(opened), ids, sizes, clusters, nested, problem.terms, problem.loss), problem
 
     @classmethod
     def of(cls, parts: Sequence[GroupedData], loss: Loss) -> Shards:
         """A network of grouped rows, each part with all rows of its clients and with the clusters of all parts."""
+        nodes = [Node(part, loss, np.ones(part.n_clients)) for part in parts]
         trees = [part.hierarchy for part in parts]
-        ids = pl.concat([tree.client_ids for tree in trees])
-        cluster = pl.concat([tree.cluster_of_client for tree in trees])
-        order, _, whole = group_ids(ids, cluster, len(ids), trees[0].nested)
-        place = np.arange(len(ids))
+        ids, sizes = [tree.client_ids for tree in trees], np.array([tree.sizes for tree in trees])
+        holder = Here(tuple(Shard(Path(), Path(), node) for node in nodes))
+        places = tuple(range(len(parts)))
+        return cls._of(holder, places, ids, sizes, trees[0].cluster_ids, trees[0].nested, parts[0].terms, loss)
+
+    @classmethod
+    def _of(
+        cls,
+        holder: Holder,
+        parts: tuple[int, ...],
+        ids: Sequence[pl.Series],
+        sizes: Ints,
+        clusters: pl.Series,
+        nested: bool,
+        terms: tuple[str, ...],
+        loss: Loss,
+    ) -> Shards:
+        clients = pl.concat(ids)
+        parent = np.concatenate([np.repeat(np.arange(len(clusters)), each) for each in sizes])
+        order, _, whole = group_ids(clients, clusters.gather(parent), len(clients), nested)
+        place = np.arange(len(clients))
         if order is not None:
-            place[order] = np.arange(len(ids))
-        ends = np.cumsum([tree.n_clients for tree in trees])[:-1]
-        nodes = tuple(Node(part, loss, np.ones(part.n_clients)) for part in parts)
-        return cls(nodes, whole, tuple(np.split(place, ends)))
+            place[order] = np.arange(len(clients))
+        where = tuple(np.split(place, np.cumsum(sizes.sum(axis=1))[:-1]))
+        return cls(holder, parts, whole, where, sizes > 0, terms, loss)
 
     @property
     def tree(self) -> Hierarchy:
@@ -230,11 +277,11 @@ class Shards(Network):
 
     @property
     def terms(self) -> tuple[str, ...]:
-        return self.parts[0].data.terms
+        return self.names
 
     @property
     def loss(self) -> Loss:
-        return self.parts[0].loss
+        return self.family
 
     def send(self, message: Message[Any]) -> None:
         self._arrived.append(Arrived(message, self.ask(message)))
@@ -245,71 +292,124 @@ class Shards(Network):
 
     def ask(self, message: Message[Any]) -> Any:
         total, cells = None, message.cells
-        for node in self.parts:
-            if cells is not None and not (node.data.hierarchy.sizes[cells] > 0).any():
-                continue
-            reply = message.at(node)
-            _release(node)
+        asked = {at: message for at, j in zip(self.parts, self.occupied, strict=True) if cells is None or j[cells].any()}
+        for reply in self.holder.ask(asked):
             total = reply if total is None else total + reply
         return total
 
-    def nodes(self) -> Sequence[tuple[Node, Ints]]:
-        return list(zip(self.parts, self.places, strict=True))
+    @property
+    def places(self) -> Sequence[Ints]:
+        return self.where
+
+    def each(self, requests: Sequence[Request[R]]) -> list[R]:
+        return list(self.holder.ask(dict(zip(self.parts, requests, strict=True))))
 
 
-def _release(node: Node) -> None:
-    """Forget copies of rows. Sums of clients are small and stay."""
-    for name, entry in list(node.cache.items()):
-        if any(isinstance(each, GroupedData) for each in (entry if isinstance(entry, tuple) else (entry,))):
-            del node.cache[name]
+@contextmanager
+def open_shards(
+    folder: str | Path, draft: Problem, *, engine: str | None = None, address: str | None = None, say: Say | None = None
+) -> Iterator[tuple[Shards, Problem]]:
+    """Read shards as a draft says, complete the draft, and release the shards after the context.
+
+    Parameters
+    ----------
+    folder : the shards, from :func:`lay_out`
+    draft : the problem, from :func:`resolve`
+    engine : None for shards in this process, or one of ``ENGINES``
+    address : address of the cluster of the engine
+    say : called with a line about the current step
+
+    Returns
+    -------
+    The network and the problem.
+    """
+    check_engine(folder, engine, address)
+    folder = Path(folder)
+    _check_client(folder, draft)
+    held: AbstractContextManager[Holder]
+    if engine is None:
+        held = closing(Here.at(folder))
+    else:  # loaded by its name, so that the core depends on no engine
+        held = import_module(f"covey.engines.{engine}").actors(folder, draft, address)
+    with held as holder:
+        yield Shards.open(holder, folder, draft, say or (lambda _: None))
 
 
-# From files to arrays
+def check_engine(table: Any, engine: str | None, address: str | None) -> None:
+    """Refuse an unknown engine, one for a table that is not in shards, and an address without an engine."""
+    if engine is None and address is not None:
+        raise CoveyError(f"The address {address!r} is that of an engine's cluster; add engine='ray', or leave it out.")
+    if engine is not None and engine not in ENGINES:
+        raise one_of("engine", engine, ENGINES)
+    if engine is not None and not is_shards(table):
+        what = repr(str(table)) if isinstance(table, str | Path) else "the table"
+        raise DataError(f"engine={engine!r} needs a folder of shards, which {what} is not; write one with covey shard.")
 
 
-def agree(folder: Path, parts: Sequence[Path], draft: Problem) -> tuple[Problem, pl.Series]:
+def _all(holder: Holder, asked: Record) -> Iterator[Any]:
+    """The replies of all shards."""
+    return holder.ask(dict.fromkeys(range(holder.count), asked))
+
+
+# From files to nodes
+
+
+def _check_client(folder: Path, draft: Problem) -> None:
+    """Refuse shards that are not by the clients of a draft, or have no rows."""
+    client = manifest_of(folder)["client"]
+    if draft.spec.client is None:
+        raise DataError(
+            f"The shards are by {client!r} and the model has no clients; add client={client!r} or a term (1 | {client})."
+        )
+    if draft.spec.client != client:
+        raise DataError(f"The shards are by {client!r} and the clients are {draft.spec.client!r}; write them again.")
+    if not parts_of(folder):
+        raise DataError("The table has no rows; covey needs at least one.")
+
+
+def agree(folder: Path, holder: Holder, draft: Problem) -> tuple[Problem, pl.Series]:
     """Complete a draft from all shards: categories, classes, what functions such as ``scale(x)`` learn, and the clusters."""
     spec, formula = draft.spec, draft.formula
     if formula is None or formula.response is None:
         raise DataError("Shards need a formula that names the response, such as 'y ~ x + (1 | county)'.")
-    table = pl.scan_parquet([part / "*.parquet" for part in parts])
-    schema = table.collect_schema()
+    schema = pl.scan_parquet(parts_of(folder)[0] / "*.parquet").collect_schema()
     for name in used_columns(draft):
         if name not in schema and name != formula.response:
             raise unknown_column(name, schema.names())
-    table = _counted(table, draft)
-    if spec.na == "drop" and table.head(1).collect(engine="streaming").is_empty():
-        raise DataError("Every row has a missing value, so na='drop' leaves no row.")
     wrapped = {name for factor in formula.right.factors for name in factor.names()[1]}
     held = [
         name for name in formula.right.names if name in wrapped or not (schema[name].is_numeric() or schema[name] == pl.Boolean)
     ]
-    values = {name: _distinct(table, name) for name in held}
-    length = max([1, *(len(each) for each in values.values())])
-    small = {name: _padded(values[name], length) if name in values else pl.Series([1.0] * length) for name in schema.names()}
-    names, categories = columns_of(nw.from_native(pl.DataFrame(small), eager_only=True), draft)
-    classes = Classes.of(_classes(table, formula, draft)) if draft.loss.two_classes else None
-    problem = draft.agree(Schema(names, categories, classes, draft.names_offset))
-    problem = _learned(problem, parts)
+    response = _response_with_classes(formula, draft, schema)
+    names = tuple(dict.fromkeys(filter(None, (*held, response, spec.cluster))))
+    found = list(_all(holder, FindValues(packed(draft), names)))
+    if spec.na == "drop" and not any(each.usable for each in found):
+        raise DataError("Every row has a missing value, so na='drop' leaves no row.")
+    values = {name: pl.concat([from_bytes(each.values[name]) for each in found]).unique() for name in names}
+    length = max([1, *(len(values[name]) for name in held)])
+    small = {name: _padded(values[name], length) if name in held else pl.Series([1.0] * length) for name in schema.names()}
+    columns, categories = columns_of(nw.from_native(pl.DataFrame(small), eager_only=True), draft)
+    classes = None
+    if draft.loss.two_classes:
+        found_classes: Any = np.array([0, 1])
+        if response is not None:
+            present = values[response].drop_nulls() if spec.na == "drop" else values[response]
+            found_classes = encode_response(present, draft.loss)[1]
+        classes = Classes.of(found_classes)
+    problem = _learned(draft.agree(Schema(columns, categories, classes, draft.names_offset)), holder)
     if spec.cluster is None:
         return problem, pl.Series(["all"])
-    return problem, as_labels(_distinct(table, spec.cluster).drop_nulls(), "cluster").unique().sort()
+    return problem, as_labels(values[spec.cluster].drop_nulls(), "cluster").unique().sort()
 
 
-def _counted(table: pl.LazyFrame, problem: Problem) -> pl.LazyFrame:
-    """The rows that count, as :func:`usable_rows` chooses them, so that no category is only in rows that are left out."""
-    schema, spec = table.collect_schema(), problem.spec
-    names = [name for name in used_columns(problem) if name in schema]
-    if spec.na == "drop":
-        table = table.filter(pl.col(name).is_not_null() for name in names)
-        table = table.filter(pl.col(name).is_not_nan() for name in names if schema[name].is_float())
-    if spec.frequency in names and schema[spec.frequency].is_numeric():
-        table = table.filter(pl.col(spec.frequency) != 0)
-    return table
-
-
-def _distinct(table: pl.LazyFrame, name: str) -> pl.Series:
-    return table.select(pl.col(name).unique()).collect(engine="streaming")[name]
+def _response_with_classes(formula: ParsedFormula, draft: Problem, schema: pl.Schema) -> str | None:
+    """The column of the response, if it has two classes that must be found."""
+    if not draft.loss.two_classes or formula.counts or draft.spec.trials is not None:
+        return None
+    name = (formula.response or "").strip("`")
+    if name not in schema:
+        raise unknown_column(name, schema.names())
+    return name
 
 
 def _padded(values: pl.Series, length: int) -> pl.Series:
@@ -317,27 +417,7 @@ def _padded(values: pl.Series, length: int) -> pl.Series:
     return values.gather(np.minimum(np.arange(length), len(values) - 1))
 
 
-def _classes(table: pl.LazyFrame, formula: ParsedFormula, draft: Problem) -> Any:
-    """The two classes of the response."""
-    if formula.counts or draft.spec.trials is not None:
-        return np.array([0, 1])
-    name = (formula.response or "").strip("`")
-    if name not in table.collect_schema():
-        raise unknown_column(name, table.collect_schema().names())
-    values = _distinct(table, name)
-    return encode_response(values.drop_nulls() if draft.spec.na == "drop" else values, draft.loss)[1]
-
-
-def _frames(parts: Sequence[Path], problem: Problem) -> Iterator[Any]:
-    from covey.problem.rows import Arrays, usable_rows
-
-    for part in parts:
-        rows = _counted(pl.scan_parquet(part / "*.parquet"), problem).collect()
-        if len(rows):
-            yield usable_rows(nw.from_native(rows, eager_only=True), problem, Arrays())[0]
-
-
-def _learned(problem: Problem, parts: Sequence[Path]) -> Problem:
+def _learned(problem: Problem, holder: Holder) -> Problem:
     """The problem after all that its functions learn from the rows of all shards."""
     design: Any = problem.design
     for _, _, call in getattr(design, "unlearned", ()):
@@ -345,62 +425,16 @@ def _learned(problem: Problem, parts: Sequence[Path]) -> Problem:
             raise DataError(f"{call.text} takes its knots from all rows at once; write {call.example()}.")
     while problem.learning:
         total = None
-        for frame in _frames(parts, problem):
-            found = problem.design.sums(frame)  # type: ignore[union-attr]
-            total = found if total is None else total + found
+        for found in _all(holder, FindSums(packed(problem))):
+            total = found if total is None else total if found is None else total + found
         if total is None:
             break
         problem = problem.learn(total)
     return problem
 
 
-def _read(part: Path, problem: Problem, clusters: pl.Series) -> GroupedData | None:
-    """The rows of one shard; None if all are left out."""
-    spec = problem.spec
-    table = pl.scan_parquet(part / "*.parquet")
-    schema = table.collect_schema().names()
-    names = [name for name in dict.fromkeys([*used_columns(problem), *problem.design.columns]) if name in schema]
-    if spec.na == "drop" and not len(table.select(names).fill_nan(None).drop_nulls().head(1).collect()):
-        return None
-    try:
-        return read_part(table.select(names).collect(), problem, clusters, weighed=False)
-    except DataError as mistake:
-        raise DataError(f"{str(mistake).rstrip('.')} (the row is in {part.name}).") from None
-
-
-def _check_whole(network: Shards, problem: Problem) -> None:
+def _check_whole(opened: Iterable[OpenedRows], problem: Problem) -> None:
     """Refuse what only all shards together show: responses that do not determine a model."""
-    problem.loss.check_total(sum(float(node.data.y.sum()) for node in network.parts))
-    weights = [node.data.weights for node in network.parts]
-    if all(each is not None and not each.any() for each in weights):
+    problem.loss.check_total(sum(each.y for each in opened))
+    if not any(each.weighty for each in opened):
         raise DataError("All weights are zero; give at least one row a positive weight.")
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """Grouped rows with their large arrays in files."""
-
-    folder: Path
-    data: GroupedData
-
-    @classmethod
-    def write(cls, folder: Path, data: GroupedData) -> _Stored:
-        folder.mkdir()
-        empty: dict[str, Any] = {}
-        for name in _ARRAYS:
-            array: Floats | None = getattr(data, name)
-            if array is not None:
-                np.save(folder / f"{name}.npy", array)
-            empty[name] = None if array is None else array[:0]
-        return cls(folder, replace(data, **empty))
-
-    def mapped(self) -> GroupedData:
-        """The rows, mapped from the files."""
-        there = [name for name in _ARRAYS if getattr(self.data, name) is not None]
-        return replace(self.data, **{name: np.load(self.folder / f"{name}.npy", mmap_mode="r") for name in there})
-
-    def rewritten(self, scale: Scale) -> _Stored:
-        """The same rows, standardised."""
-        np.save(self.folder / "X.new.npy", scale.rows(self.mapped()).X)
-        (self.folder / "X.new.npy").replace(self.folder / "X.npy")
-        return self

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,13 +21,13 @@ from typing import Any, TypeVar
 import numpy as np
 import polars as pl
 
-from covey._typing import Anything, Floats, Ints
+from covey._typing import Floats
 from covey.errors import SolverError
-from covey.nodes.network import Network, Node, Snapshot
+from covey.nodes.network import Network, Snapshot
+from covey.nodes.requests import DigestRows, PutCoefficients, PutSnapshot, TakeSnapshot, coefficients_of
 from covey.objective.objective import Penalty
 from covey.records import Record, RecordError, decode, digest, encode
 from covey.solvers.ledger import Ledger, quadratic_links
-from covey.tables.rows import GroupedData
 
 Progress = Callable[[int, float, float], None]
 """Called during a run with the iteration, the objective and the gradient norm."""
@@ -86,17 +86,6 @@ class Fit:
         return cls(coefficients_of(network), w, wbar, end, history, ledger)
 
 
-def coefficients_of(network: Network) -> Floats:
-    """The coefficients of all clients, ``(n, d)``; ``(0, d)`` if they are in other processes."""
-    nodes, d = network.nodes(), len(network.terms)
-    if len(nodes) == 1:
-        return nodes[0][0].coefficients()
-    theta = np.empty((network.tree.n_clients if nodes else 0, d))
-    for node, places in nodes:
-        theta[places] = node.coefficients()
-    return theta
-
-
 HISTORY = {
     "iteration": pl.Int64,
     "objective": pl.Float64,
@@ -150,12 +139,10 @@ def certified_gap(gradient_norm: float, mu: float) -> float | None:
     return gradient_norm**2 / (2 * mu) if mu > 0 else None
 
 
-def nodes_of(network: Network, parameter: str) -> Sequence[tuple[Node, Ints]]:
-    """The nodes of all clients, with their places; an error that names the ``parameter`` if they are elsewhere."""
-    nodes = network.nodes()
-    if not nodes:
+def _need_places(network: Network, parameter: str) -> None:
+    """Raise an error that names the ``parameter`` if the nodes have other owners."""
+    if not network.places:
         raise SolverError(f"The {parameter!r} parameter needs all clients in memory; leave it out across a network.")
-    return nodes
 
 
 def begin_at(network: Network, start: Fit | Floats | None) -> None:
@@ -163,7 +150,7 @@ def begin_at(network: Network, start: Fit | Floats | None) -> None:
     given = start.theta if isinstance(start, Fit) else start
     if given is None or (isinstance(start, Fit) and len(given) == 0):
         return
-    nodes = nodes_of(network, "start")
+    _need_places(network, "start")
     shape = (network.tree.n_clients, len(network.terms))
     want = f"The 'start' parameter must hold {shape[0]} x {shape[1]} finite numbers, a row for each client."
     try:
@@ -176,8 +163,8 @@ def begin_at(network: Network, start: Fit | Floats | None) -> None:
     if len(lost):
         client = network.tree.identity(int(lost[0]))
         raise SolverError(f"{want} Client {client!r} has {theta[lost[0]].tolist()} instead.")
-    for node, places in nodes:
-        node.theta = theta if len(nodes) == 1 else theta[places]
+    places = network.places
+    network.each([PutCoefficients(theta if len(places) == 1 else theta[at]) for at in places])
 
 
 FORMAT = 2
@@ -196,33 +183,33 @@ class SavedRun(Record):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The file of a run and the nodes of its clients. Without a path nothing is saved."""
+    """The file of a run and the network whose nodes are saved. Without a path nothing is saved."""
 
     path: Path | None
-    nodes: tuple[Node, ...]
+    network: Network
     identity: dict[str, str]
 
     @classmethod
     def at(cls, path: str | Path | None, identity: dict[str, Any], network: Network, penalty: Penalty) -> Checkpoint:
         """The checkpoint of a run, to be called before its first step; ``identity`` holds the settings of its solver."""
         if path is None:
-            return cls(None, (), {})
-        nodes = tuple(node for node, _ in nodes_of(network, "checkpoint"))
+            return cls(None, network, {})
+        _need_places(network, "checkpoint")
         if not isinstance(path, str | Path):
             raise SolverError(f"The 'checkpoint' parameter must be the path of a file. Got {path!r} instead.")
         target = Path(path)
         if target.is_dir() or not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
             raise SolverError(f"The checkpoint {str(path)!r} must be a file in a folder that exists and can be written to.")
         loss = network.loss
-        rows = [part for node in nodes for part in _rows_of(node.data)]
+        rows = network.every(DigestRows())
         parts = {
             **identity,
             "loss": [loss.name, loss.reduction, loss.ridge],
-            "data": digest(*rows),
+            "data": rows,
             "penalties": digest(penalty.gamma, penalty.lam),
-            "start": digest(*(node.coefficients() for node in nodes)),
+            "start": digest(coefficients_of(network)),
         }
-        return cls(target, nodes, {"format": str(FORMAT), **{name: _digest_of(value) for name, value in parts.items()}})
+        return cls(target, network, {"format": str(FORMAT), **{name: _digest_of(value) for name, value in parts.items()}})
 
     def write(self, progress: Record) -> None:
         """Write the progress of a run in place of the last one."""
@@ -231,7 +218,7 @@ class Checkpoint:
         fresh = self.path.with_name(self.path.name + ".part")
         try:
             with fresh.open("wb") as file:
-                file.write(encode(SavedRun(self.identity, progress, tuple(node.snapshot() for node in self.nodes))))
+                file.write(encode(SavedRun(self.identity, progress, tuple(self.network.every(TakeSnapshot())))))
                 file.flush()
                 os.fsync(file.fileno())
             fresh.replace(self.path)
@@ -263,13 +250,8 @@ class Checkpoint:
         run = self.read()
         if run is None or not isinstance(run.progress, kind) or not wanted(run.progress):
             return None
-        for node, saved in zip(self.nodes, run.nodes, strict=True):
-            node.restore(saved)
+        self.network.each([PutSnapshot(saved) for saved in run.nodes])
         return run.progress
-
-
-def _rows_of(data: GroupedData) -> tuple[Anything | None, ...]:
-    return data.X, data.y, data.weights, data.offset, data.client_ptr, data.hierarchy.cluster_ptr
 
 
 def _digest_of(value: Any) -> str:

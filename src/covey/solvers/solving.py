@@ -99,7 +99,7 @@ def _automatic(network: Network, penalty: Penalty, james_stein: bool) -> registr
     """The first direct solver that fits the loss; ``apgd`` if clients are elsewhere and the matrices would be too large."""
     d, k = len(network.terms), network.tree.n_clusters
     tied = bool(((penalty.gamma > 0) & (penalty.gamma < np.inf)).all()) and not james_stein
-    if not network.nodes() and tied and 8 * k * d * (d + 1) // 2 > LARGEST_MATRICES:
+    if not network.places and tied and 8 * k * d * (d + 1) // 2 > LARGEST_MATRICES:
         return registry.find("apgd")
     direct = [registry.find(name) for name in registry.direct()]
     return next(each for each in direct if network.loss.quadratic or not each.quadratic)

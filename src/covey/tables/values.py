@@ -18,6 +18,7 @@ import polars as pl
 
 from covey._typing import Anything, Floats, Ints
 from covey.errors import DataError
+from covey.records import Record
 from covey.tree.hierarchy import is_missing
 
 _NUMBERS = (Real, Decimal, np.bool_)
@@ -84,7 +85,7 @@ def missing(values: Any) -> Anything:
 
 
 @dataclass(frozen=True)
-class Dropped:
+class Dropped(Record):
     """How many rows ``na="drop"`` left out, and the missing values of each column; a row may lack several."""
 
     rows: int

@@ -8,14 +8,15 @@ Several processes may serve a node in turn, so a cached value is used only if it
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Annotated, TypeVar
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 
 from covey._typing import Anything, Floats, Ints
 from covey.losses import loss_of
 from covey.nodes.network import Message, Network, Node, R
+from covey.nodes.requests import TakeState, joined
 from covey.records import Axes, Record, Reply
 from covey.solvers.direct.elimination import Quadratic, Spread
 from covey.solvers.direct.hessians import Hessians, LeadingHessians, WholeHessians, by_cell
@@ -280,20 +281,17 @@ def sum_log_weights(data: GroupedData) -> float:
 
 
 def gathered_learned(network: Network, components: Components, covariance: Floats) -> Learned:
-    """Join the estimates with the sums of the clients of all nodes in this process, in the order of the tree."""
-    nodes, tree, d = network.nodes(), network.tree, len(network.terms)
-    if len(nodes) == 1:
-        return node_learned(nodes[0][0], components, covariance)
-    units = Quadratic(np.zeros((tree.n_clients, d, d)), np.zeros((tree.n_clients, d)), *np.zeros((2, tree.n_clients)))
-    log_weights = 0.0
-    for node, places in nodes:
-        kept = node.state(ClientSums)
-        for name, values in vars(units).items():
-            values[places] = getattr(kept.units, name)
-        log_weights += kept.log_weights
-    one, columns = nodes[0][0].state(ClientSums), working_columns(nodes[0][0])
-    basis = None if is_identity(columns.basis) else columns.basis
-    return Learned(components, network.terms, tree, covariance, units, one.origin, log_weights, None, basis)
+    """Join the estimates with the sums of the clients of all nodes, in the order of the tree."""
+    node, places = network.clients(), network.places
+    if node is not None:
+        return node_learned(node, components, covariance)
+    kept: Any = network.every(TakeState(ClientSums.__name__))
+    names = [part.name for part in fields(Quadratic)]
+    units = Quadratic(*(joined([getattr(each.units, name) for each in kept], places) for name in names))
+    log_weights = float(sum(each.log_weights for each in kept))
+    columns = network.every(TakeState(WorkingColumns.__name__))[0]
+    basis = None if not isinstance(columns, WorkingColumns) or is_identity(columns.basis) else columns.basis
+    return Learned(components, network.terms, network.tree, covariance, units, kept[0].origin, log_weights, None, basis)
 
 
 def node_learned(node: Node, components: Components, covariance: Floats, whole: Whole | None = None) -> Learned:

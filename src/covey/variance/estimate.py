@@ -26,8 +26,9 @@ from scipy import special
 from covey._typing import Floats
 from covey.errors import ConvergenceWarning, DataError, SolverError, warn
 from covey.nodes.network import Network
+from covey.nodes.requests import coefficients_of
 from covey.solvers.direct.elimination import Quadratic, cluster_covariances
-from covey.solvers.result import Convergence, Fit, Progress, coefficients_of
+from covey.solvers.result import Convergence, Fit, Progress
 from covey.variance.approximation import Approximation
 from covey.variance.columns import Survey, gathered_learned, uncentred
 from covey.variance.components import Components, Learned, LevelComponents, LikelihoodRatio, Whole
@@ -101,7 +102,7 @@ def estimate(
         warn(learned.components.notes[-1])
     if not all(np.isfinite(values).all() for values in (fit.w, fit.wbar, learned.covariance)):
         raise DataError(NOT_FINITE)
-    if not network.nodes():
+    if not network.places:
         return fit, learned
     here = gathered_learned(network, learned.components, learned.covariance)
     return replace(fit, theta=coefficients_of(network)), replace(here, satterthwaite=satterthwaite, draws=draws)
@@ -109,7 +110,7 @@ def estimate(
 
 def _uncertainty(criterion: Criterion, best: Optimum) -> tuple[Satterthwaite | None, Draws | None]:
     """The uncertainty of the components, if it cannot be computed on demand from the sums that the model keeps."""
-    if not isinstance(criterion, LinearCriterion) or not (not criterion.network.network.nodes() or criterion.about_client_fits):
+    if not isinstance(criterion, LinearCriterion) or not (not criterion.network.network.places or criterion.about_client_fits):
         return None, None
     return uncertainty_at(criterion, best.x)
 

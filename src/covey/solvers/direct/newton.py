@@ -31,7 +31,7 @@ import numpy as np
 from covey._typing import Anything, Floats
 from covey.errors import SolverError, listing, warn
 from covey.losses import Expansion, Loss
-from covey.nodes.network import Message, Network, Node
+from covey.nodes.network import Message, Network, Node, Request
 from covey.objective.objective import Penalty
 from covey.records import Axes, Record, Reply
 from covey.solvers.direct.elimination import Quadratic, Spread
@@ -93,6 +93,16 @@ class NewtonReport(Reply):
     slope: float
     gradient_squared: Annotated[float, Axes("", "square")]
     mu: float = field(metadata={"least": True})
+
+
+@dataclass(frozen=True)
+class ReportAgain(Request[NewtonReport]):
+    """Report on the point of a run that continues."""
+
+    mu: float
+
+    def at(self, node: Node) -> NewtonReport:
+        return _report(LocalProblem.of(node), node.state(NewtonState), self.mu)
 
 
 # The node
@@ -436,7 +446,7 @@ def _resumed(saved: Checkpoint) -> tuple[NewtonReport, NewtonProgress] | None:
     progress = saved.resume(NewtonProgress)
     if progress is None:
         return None
-    return reduce(add, (_report(LocalProblem.of(node), node.state(NewtonState), progress.mu) for node in saved.nodes)), progress
+    return reduce(add, saved.network.every(ReportAgain(progress.mu))), progress
 
 
 def _begin(network: Network, penalty: Penalty, start: Fit | None, centre: Floats | None) -> tuple[NewtonReport, NewtonProgress]:
