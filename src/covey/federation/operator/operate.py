@@ -15,7 +15,7 @@ from covey.federation.operator.exchanges import Exchanges, SiteLost, Unusable, r
 from covey.federation.operator.journal import Exchange, ForeignJournal, Halted, Journal
 from covey.federation.operator.report import report
 from covey.federation.operator.settings import RunSettings, expected_sites, spec_of
-from covey.federation.privacy.differential import fit_privately, privacy_statement, with_privacy_message
+from covey.federation.privacy.differential import fit_privately, privacy_statement
 from covey.federation.wire.codec import Envelope, printable
 from covey.federation.wire.messages import AskReady, Deliver, Ready, SiteTotals
 from covey.federation.wire.transport import Transport, wait_for_sites
@@ -144,8 +144,7 @@ def _fit(federation: Federation) -> Model:
     stated = _privacy_of_run(federation)
     if private is None or stated is None:
         return fit(federation, problem, elsewhere=elsewhere)
-    fitted = with_privacy_message(fit_privately(federation, problem.spec, private), stated)
-    return model_without_clients(problem, fitted, federation.tree, elsewhere)
+    return model_without_clients(problem, fit_privately(federation, problem.spec, private, stated), federation.tree, elsewhere)
 
 
 def _dropped(problem: Problem, totals: SiteTotals) -> Dropped | None:

@@ -36,11 +36,9 @@ most the factor ``exp(epsilon)``, up to a probability ``delta``. This holds agai
 of each node, against the other sites, and against everybody who gets the model. Every node adds all the noise by itself, so
 nothing depends on the honesty of other nodes, with masks or without.
 
-Epsilon does not cover what is sent without noise: that a client takes part, in which cluster and at which site (as a number of
-clients and as tags of ids), and which columns there are. The operator lists categories and classes, since those that occur
-reveal something about rows. Sums of columns, numbers of rows, values and gradients are not sent. The model of a client stays at
-its node and has no noise: it is for those who may see the client's rows. The costs of several runs on the same rows add up; a
-site counts them in its ``privacy.json`` (:mod:`covey.federation.site.policy`).
+Epsilon does not cover that a client takes part, in which cluster and at which site, nor the model of a client, which stays at
+its node: ``docs/explanation/differential-privacy.md`` has the whole list. The costs of several runs on the same rows add up; a
+site counts them in its ``privacy.json`` (:mod:`covey.federation.site.budget`).
 """
 
 from __future__ import annotations
@@ -67,6 +65,7 @@ from covey.records import Axes, Reply
 from covey.solvers.direct.elimination import Quadratic, Spread, descend, marginalise
 from covey.solvers.direct.newton import LocalProblem
 from covey.solvers.direct.sweep import solve_top
+from covey.solvers.first_order.apgd import proximal_newton
 from covey.solvers.ledger import Links
 from covey.solvers.registry import first_order
 from covey.solvers.result import Convergence, Fit
@@ -75,7 +74,7 @@ DELTA = 1e-6
 CLIP = 1.0
 _UP = 1 + 1e-9  # noise for an epsilon is rounded up, so that its epsilon is not above the target
 _UNITS = 2.0**36  # units of a sum in one clip
-_STEPS, _HALVINGS = 100, 60  # limits of a client's Newton iterations
+_LAST = 1e-6  # the largest relative change of a client's coefficients in its last Newton step
 _ROOT = float(np.sqrt(2.0))
 
 Draw = Callable[[int], Floats]
@@ -129,40 +128,16 @@ class PlaceClients(Message[None], label="place clients", phase="finish"):
 
 
 def node_settle(node: Node, w: Floats) -> Floats:
-    """Move each client to its best under its cluster's ``w`` by damped Newton; returns the Hessians there ``(n, d, d)``."""
-    clients, tree = LocalProblem.of(node), node.data.hierarchy
-    target, still = tree.down(w), np.zeros_like(w)
-    theta = _near(node, w) if node.theta is None else node.theta
+    """Move each client to its best under its cluster's ``w``; returns the Hessians there ``(n, d, d)``."""
+    tree = node.data.hierarchy
+    if node.theta is None:
+        node.theta = _near(node, w)
+    theta, *_ = proximal_newton(node, w, np.zeros(tree.n_clients))  # until values of the objective do not fall any more
     here = node.loss.expand(node.data, theta)
-    for _ in range(_STEPS):
-        residual = here.gradient + node.gamma[:, None] * (theta - target)
-        step, _force = descend(here.hessian, -residual, clients.spread, tree.parent, still)
-        length = _lengths(node, theta, target, step, -np.einsum("ia,ia->i", residual, step))
-        moved = length[:, None] * step
-        theta = theta + moved
-        here = node.loss.expand(node.data, theta)
-        if (np.abs(moved) <= 1e-12 * (1.0 + np.abs(theta))).all():
-            break
-    node.theta = theta
-    return here.hessian
-
-
-def _lengths(node: Node, theta: Floats, target: Floats, step: Floats, decrease: Floats) -> Floats:
-    """Step length of each client: halved until its own objective falls."""
-
-    def value(at: Floats) -> Floats:
-        with np.errstate(over="ignore", invalid="ignore"):
-            tied = 0.5 * node.gamma * ((at - target) ** 2).sum(axis=1)
-            return np.asarray(node.loss.value(node.data, at) + tied)
-
-    length, now = np.ones(len(theta)), value(theta)
-    slack = 1e-14 * (1.0 + np.abs(now))
-    for _ in range(_HALVINGS):
-        fell = value(theta + length[:, None] * step) <= now - 1e-4 * length * decrease + slack
-        if fell.all():
-            break
-        length = np.where(fell, length, 0.5 * length)
-    return np.where(fell, length, 0.0)
+    residual = here.gradient + node.gamma[:, None] * (theta - tree.down(w))
+    step, _force = descend(here.hessian, -residual, LocalProblem.of(node).spread, tree.parent, np.zeros_like(w))
+    node.theta = theta + np.where(np.abs(step) <= _LAST * (1.0 + np.abs(theta)), step, 0.0)  # twice as many digits
+    return node.loss.expand(node.data, node.theta).hessian
 
 
 def _near(node: Node, w: Floats) -> Floats:
@@ -376,11 +351,15 @@ def check_delta(delta: float, clients: int) -> None:
         raise SolverError(f"{why}; give one well below 1/{clients}.")
 
 
-def fit_privately(network: Network, spec: Spec, privacy: Privacy) -> Fitted:
-    """Private sweeps with the penalties of the specification."""
+def fit_privately(network: Network, spec: Spec, privacy: Privacy, stated: Mapping[str, Any]) -> Fitted:
+    """Private sweeps with the penalties of the specification; the message of their convergence states the privacy."""
     penalty = Penalty.of(network.tree, gamma=1.0 if spec.gamma is None else spec.gamma, lam=spec.lam, alpha=spec.alpha)
     network.ask(SetGamma(cluster_gammas(network, penalty)))
-    return Fitted(private_across(network, penalty, privacy), penalty)
+    fit, many = private_across(network, penalty, privacy), counted(stated["releases"], "release")
+    bound = f"(epsilon, delta) = ({stated['epsilon']:.4g}, {stated['delta']:.4g}) for every client"
+    how = f"clip {stated['clip']:.4g}, noise {stated['noise']:.4g}, {many}"
+    end = replace(fit.convergence, message=f"{fit.convergence.message}; differential privacy: {bound}, {how}")
+    return Fitted(replace(fit, convergence=end), penalty)
 
 
 def privacy_statement(privacy: Privacy, delta: float, starts: int = 1) -> dict[str, Any]:
@@ -388,12 +367,3 @@ def privacy_statement(privacy: Privacy, delta: float, starts: int = 1) -> dict[s
     releases = starts * privacy.rounds
     cost = spent([(privacy.noise, releases)], delta)
     return {"epsilon": cost, "delta": delta, "clip": privacy.clip, "noise": privacy.noise, "releases": releases}
-
-
-def with_privacy_message(fitted: Fitted, stated: Mapping[str, Any]) -> Fitted:
-    """A fit whose convergence message states its privacy."""
-    many = counted(stated["releases"], "release")
-    bound = f"(epsilon, delta) = ({stated['epsilon']:.4g}, {stated['delta']:.4g}) for every client"
-    end, how = fitted.fit.convergence, f"clip {stated['clip']:.4g}, noise {stated['noise']:.4g}, {many}"
-    end = replace(end, message=f"{end.message}; differential privacy: {bound}, {how}")
-    return replace(fitted, fit=replace(fitted.fit, convergence=end))

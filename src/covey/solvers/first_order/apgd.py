@@ -125,7 +125,7 @@ class ProximalStep(Message["ProximalReply"], label="proximal step"):
             theta, value = _quadratic_step(node, self.centre)
             error = np.zeros(1)
         else:
-            theta, value, error = _newton_steps(node, self.centre, self.accuracy * node.gamma / self.total.sum())
+            theta, value, error = proximal_newton(node, self.centre, self.accuracy * node.gamma / self.total.sum())
         node.theta = theta
         average = segment_sum(shares(node, self.total)[:, None] * theta, node.data.hierarchy.cluster_ptr)
         return ProximalReply(average, total(value), total(node.loss.perfect(node.data)), total(error))
@@ -187,7 +187,7 @@ def _quadratic_step(node: Node, centre: Floats) -> tuple[Floats, Floats]:
     return theta, value + prox.value
 
 
-def _newton_steps(node: Node, centre: Floats, limit: Floats) -> tuple[Floats, Floats, Floats]:
+def proximal_newton(node: Node, centre: Floats, limit: Floats) -> tuple[Floats, Floats, Floats]:
     """As :func:`_quadratic_step` for any loss, by damped Newton from the last coefficients; also the errors ``(n,)``.
 
     A client stops when its error is below its ``limit (n,)``, or when the rest is rounding. So its result does not depend on
