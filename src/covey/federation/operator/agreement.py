@@ -265,21 +265,13 @@ def check_spread(profiles: Mapping[str, Profile]) -> None:
         raise FederationError(f"{many} are at one site only, {why}; choose groups that sites share, or leave out --secure.")
 
 
-def _sites_with_same_tag(tags: Mapping[str, Anything]) -> list[tuple[str, str]]:
-    """Pairs of sites that have the same tag, one pair for each such tag."""
-    sites = list(tags)
-    owner = np.repeat(np.arange(len(sites)), [len(tags[site]) for site in sites])
-    rows = np.concatenate([tags[site] for site in sites])
-    order = np.lexsort(rows.T)
-    same = np.flatnonzero((rows[order[1:]] == rows[order[:-1]]).all(axis=1))
-    return [(sites[owner[order[at]]], sites[owner[order[at + 1]]]) for at in same.tolist()]
-
-
 def check_tags(tags: Mapping[str, Anything]) -> None:
     """Refuse a client that two sites have."""
-    same = _sites_with_same_tag(tags)
-    if same:
-        one, two = sorted(same[0])
+    sites, rows = list(tags), np.concatenate(list(tags.values()))
+    owner, order = np.repeat(np.arange(len(sites)), [len(found) for found in tags.values()]), np.lexsort(rows.T)
+    same = np.flatnonzero((rows[order[1:]] == rows[order[:-1]]).all(axis=1))
+    if len(same):
+        one, two = sorted(sites[owner[order[at]]] for at in (same[0], same[0] + 1))
         both = len({tuple(tag) for tag in tags[one].tolist()} & {tuple(tag) for tag in tags[two].tolist()})
         many = f"{both} clients" if both > 1 else "A client"
         what = f"{many} with the same id at sites {one!r} and {two!r}, but a client belongs to one site"
@@ -288,10 +280,8 @@ def check_tags(tags: Mapping[str, Anything]) -> None:
 
 def _check_kinds(profiles: Mapping[str, Profile]) -> None:
     """Refuse a site whose columns, ids or response have another type than those of most sites."""
-    words = {"client": "ids of clients are", "cluster": "ids of clusters are", "response": "response is"}
-    compared = {
-        text: {site: profile.ids.get(name, "missing") for site, profile in profiles.items()} for name, text in words.items()
-    }
+    texts = {"client": "ids of clients are", "cluster": "ids of clusters are", "response": "response is"}
+    compared = {text: {site: each.ids[name] for site, each in profiles.items()} for name, text in texts.items()}
     for name in sorted({name for profile in profiles.values() for name in profile.kinds}):
         compared[f"column {name!r} holds"] = {site: profile.kinds.get(name, "missing") for site, profile in profiles.items()}
     for what, kinds in compared.items():
