@@ -17,7 +17,7 @@ from covey.federation.operator.report import report
 from covey.federation.operator.settings import RunSettings, expected_sites, spec_of
 from covey.federation.privacy.differential import fit_privately, privacy_statement
 from covey.federation.wire.codec import Envelope, printable
-from covey.federation.wire.messages import AskReady, Deliver, Ready, SiteTotals
+from covey.federation.wire.messages import AskReady, Deliver, Ready
 from covey.federation.wire.transport import Transport, wait_for_sites
 from covey.fitting.fit import fit, model_without_clients
 from covey.model.files import check_target, learned_to_json, save_model
@@ -140,19 +140,14 @@ def _fit_with_sites_left(federation: Federation, on_loss: OnLoss, without: dict[
 def _fit(federation: Federation) -> Model:
     federation.open()
     problem, totals, private = federation.agreement.problem, federation.agreement.totals, federation.settings.private
-    elsewhere = Elsewhere(federation.exchanges.roster, totals.clients, totals.rows, _dropped(problem, totals))
-    stated = _privacy_of_run(federation)
+    dropped, stated = None, _privacy_of_run(federation)
+    if totals.dropped is not None:
+        rows, of, *counts = totals.dropped.tolist()
+        dropped = Dropped(rows, of, dict(zip(used_columns(problem), counts, strict=False)))
+    elsewhere = Elsewhere(federation.exchanges.roster, totals.clients, totals.rows, dropped)
     if private is None or stated is None:
         return fit(federation, problem, elsewhere=elsewhere)
     return model_without_clients(problem, fit_privately(federation, problem.spec, private, stated), federation.tree, elsewhere)
-
-
-def _dropped(problem: Problem, totals: SiteTotals) -> Dropped | None:
-    """What the sites dropped, over all of them."""
-    if totals.dropped is None:
-        return None
-    rows, of, *counts = totals.dropped.tolist()
-    return Dropped(rows, of, dict(zip(used_columns(problem), counts, strict=False)))
 
 
 def _privacy_of_run(federation: Federation) -> dict[str, Any] | None:

@@ -75,23 +75,19 @@ class Members:
         if pairs is None:
             needed = "no tags of clusters and clients, which the operator's list needs"
             raise FederationError(f"Site {site!r} sent {needed}; install the same covey there.")
-        found = {tuple(pair) for pair in pairs.tolist()}
-        unknown = len(found - self._tags(site, salt))
-        if not unknown:
-            return
-        for other in self.sites:
-            claimed = len(found & self._tags(other, salt))
-            if other != site and claimed:
+        tags = {other: self._tags(other, salt) for other in dict.fromkeys((site, *self.sites))}
+        unknown = {tuple(pair) for pair in pairs.tolist()} - tags[site]
+        for other in tags if unknown else ():
+            if claimed := len(unknown & tags[other]):
                 whose = f"{claimed} of the clients that the operator's list gives to site {other!r}"
                 raise FederationError(f"Site {site!r} claims {whose}; correct its client column, or the list.")
-        where = "that are not in the operator's list, or are there in another cluster"
-        raise FederationError(f"Site {site!r} has {unknown} clients {where}; correct its columns, or the list.")
+        if unknown:
+            where = "that are not in the operator's list, or are there in another cluster"
+            raise FederationError(f"Site {site!r} has {len(unknown)} clients {where}; correct its columns, or the list.")
 
     def _tags(self, site: str, salt: str) -> set[Any]:
         """Tags of the listed pairs of cluster and client, as the site itself computes them."""
-        if site not in self.clients:
-            return set()
-        part = self.clients[site]
+        part = self.clients.get(site, pl.DataFrame({"cluster": [], "client": []}))
         pairs = zip(ids_to_json(part["cluster"]), part["client"].to_list(), strict=True)
         return {tuple(tag) for tag in client_tags(pairs, salt).tolist()}
 
@@ -141,12 +137,16 @@ class RunSettings:
         for name in ("pause", "wait"):
             number(f"setting {name!r}, in seconds,", given[name], least=0)
         private, delta = privacy_of(given, str(given.get("family", "gaussian")))
+        categories = _mapping(given, "categories", '{"zone": ["a", "b"]}', list)
+        for name, values in categories.items():
+            if len({repr(value) for value in values}) < len(values):
+                raise FederationError(f"The 'categories' of column {name!r} have a value twice; list each value once.")
         return cls(
             timeout=given["timeout"],
             retries=whole("setting 'retries'", given["retries"]),
             pause=given["pause"],
             secure=given.get("secure", False),
-            categories=_categories_of(given),
+            categories=categories,
             members=Members.read(given.get("members")),
             private=private,
             delta=delta,
@@ -166,7 +166,7 @@ class RunSettings:
         factors = [] if draft.formula is None else draft.formula.factors
         words = [[each.expression] if each.kind == "lookup" else re.findall(r"[^\W\d]\w*", each.expression) for each in factors]
         columns = [name for found in words for name in found]
-        for name in self.categories or {}:
+        for name in self.categories or ():
             if name not in columns:
                 meant = did_you_mean(name, columns)
                 raise FederationError(f"The column {name!r} of 'categories' is not in the formula; {meant}")
@@ -192,15 +192,6 @@ def _mapping(settings: Mapping[str, Any], name: str, example: str, kind: Any) ->
     if not (isinstance(found, Mapping) and all(isinstance(value, kind) for value in found.values())):
         raise FederationError(f"The setting {name!r} must be given as in {example}. Got {text[:80]!r} instead.")
     return dict(found)
-
-
-def _categories_of(settings: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The allowed categories by column."""
-    found = _mapping(settings, "categories", '{"zone": ["a", "b"]}', list)
-    for name, values in found.items():
-        if len({repr(value) for value in values}) < len(values):
-            raise FederationError(f"The 'categories' of column {name!r} have a value twice; list each value once.")
-    return found or None
 
 
 def expected_sites(wanted: str | int | None, members: Members) -> tuple[str, ...] | int:
