@@ -23,6 +23,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
+from covey._typing import Ints
 from covey.errors import FederationError
 from covey.exact import Exact
 from covey.federation.operator.journal import Entry, Exchange, Halted, Journal
@@ -104,10 +105,8 @@ class Exchanges:
         sites = self.roster if sites is None else sites
         by_site = message if isinstance(message, Mapping) else dict.fromkeys(sites, message)
         # Sites that had the same exchange before this one get the same bytes.
-        after = {site: (id(by_site[site]), self._last.get(site, -1)) for site in sites}
-        run, bodies = self.journal.head["run"], {after[site]: by_site[site] for site in sites}
-        encoded = {key: encode(Envelope(run, self.epoch, self._sent, bodies[key], after=key[1])) for key in bodies}
-        messages = {site: encoded[after[site]] for site in sites}
+        encoded: dict[tuple[int, int], bytes] = {}
+        messages = {site: self._encoded(by_site[site], self._last.get(site, -1), encoded) for site in sites}
         entry = self.journal.next()
         if entry is None:
             entry = self._carry_out(by_site[sites[0]], phase, messages, gather)
@@ -122,21 +121,26 @@ class Exchanges:
         self.made.append(entry.exchange)
         return decode(entry.total)
 
+    def _encoded(self, body: Message[Any], after: int, encoded: dict[tuple[int, int], bytes]) -> bytes:
+        if (id(body), after) not in encoded:
+            envelope = Envelope(self.journal.head["run"], self.epoch, self._sent, body, after=after)
+            encoded[id(body), after] = encode(envelope)
+        return encoded[id(body), after]
+
     def _carry_out(self, message: Message[Any], phase: Phase | None, messages: dict[str, bytes], gather: Gather) -> Entry:
         """One exchange over the transport, with as many attempts as the settings allow."""
         declared = message.messages[-1] if isinstance(message, Batch) else message
-        waiting, replies, sites = dict(messages), dict[str, Any](), f"{len(messages)} of {len(self.roster)} sites"
-        start, down, up = time.perf_counter(), 0, 0
+        waiting, replies = dict(messages), dict[str, Any]()
+        problems: dict[str, Unusable] = {}
+        start, traffic = time.perf_counter(), np.zeros(2, dtype=np.int64)
         attempt, patience = 0, time.monotonic() + self.settings.patience
-        while waiting and attempt <= self.settings.retries:
+        while True:
             if attempt:
                 time.sleep(self.settings.pause)
             again = f", again to {len(waiting)}" if attempt else ""
+            sites = f"{len(messages)} of {len(self.roster)} sites"
             self.say(f"message {len(self.made) + 1} ({declared.label}) to {sites}{again}")
-            came = self.transport.exchange(waiting, self.settings.timeout)
-            down += sum(map(len, waiting.values()))
-            up += sum(len(each) for site in waiting if isinstance(each := came.get(site), bytes))
-            found = {site: read_reply(sent, came.get(site), self.settings.limits) for site, sent in waiting.items()}
+            found = self._send(waiting, traffic)
             replies |= {site: reply.body for site, reply in found.items() if isinstance(reply, Envelope)}
             problems = {site: reply for site, reply in found.items() if isinstance(reply, Unusable)}
             waiting = {site: messages[site] for site in problems}
@@ -145,14 +149,25 @@ class Exchanges:
                     raise Halted(f"Site {site!r}: {problem.why}")
             if waiting and all(problem.waits for problem in problems.values()) and time.monotonic() < patience:
                 time.sleep(_ASK_OWNER_AGAIN)
-            else:
-                attempt += 1
+                continue
+            attempt += 1
+            if not waiting or attempt > self.settings.retries:
+                break
         if waiting:
             raise SiteLost({site: problems[site].why for site in sorted(waiting)})
         seconds = time.perf_counter() - start
         total = gather({site: replies[site] for site in sorted(replies)})
+        down, up = traffic.tolist()
         about = Exchange(declared.label, phase or declared.phase, len(messages), down, up, seconds)
         return Entry(_digest(messages), encode(total), about)
+
+    def _send(self, messages: Mapping[str, bytes], traffic: Ints) -> dict[str, Envelope | Unusable]:
+        """Send messages and read the replies; ``traffic`` counts the bytes down and up."""
+        came = self.transport.exchange(messages, self.settings.timeout)
+        for site, message in messages.items():
+            reply = came.get(site)
+            traffic += np.array([len(message), len(reply) if isinstance(reply, bytes) else 0])
+        return {site: read_reply(message, came.get(site), self.settings.limits) for site, message in messages.items()}
 
     def abandon(self) -> None:
         """Tell all sites that the run has stopped for good; nothing depends on whether they hear it."""
