@@ -230,14 +230,14 @@ def test_100_000_clusters_take_seconds():
     names = tuple(f"c{at}" for at in range(n))
     ids = {"client": "text", "cluster": "text", "response": "numbers"}
     profile = Profile("1", {"x": "numbers", "z": "categories"}, ids, {"z": ("z0", "z1")}, names, None)
-    start = time.perf_counter()
+    start = time.process_time()
     check_profile(profile, resolve(spec()), Limits())
     check_spread({"a": profile, "b": profile})
     found = SiteTotals(np.ones(n, dtype=np.int64), np.ones(n, dtype=np.int64), Exact.zeros())
     check_record(found, SiteTotals, {"k": n, "d": 2})
     _check_announced("a", Agree({}, names, "text", ("a",), {}, ""), profile, found)
     assert _is_psd(np.tile(np.eye(3), (n, 1, 1)))
-    assert time.perf_counter() - start < 3.0
+    assert time.process_time() - start < 3.0
 
 
 def test_a_run_with_many_clusters_is_not_quadratic():
@@ -245,10 +245,10 @@ def test_a_run_with_many_clusters_is_not_quadratic():
     frame = pl.DataFrame({"client": np.arange(2 * k), "cluster": np.arange(2 * k) % k, "x": np.arange(2.0 * k) % 7})
     frame = frame.with_columns(y=pl.col("x") + 1.0)
     sites = sites_of({"s0": frame[:k], "s1": frame[k:]})
-    start = time.perf_counter()
+    start = time.process_time()
     outcome = fit(sites, spec(formula="y ~ x"))
     assert outcome.model.w.shape == (k, 2)
-    assert time.perf_counter() - start < 10.0
+    assert time.process_time() - start < 10.0
 
 
 # The schema itself

@@ -133,6 +133,11 @@ class Message(Record, Generic[R]):
         """Lengths of the axes of the reply (:class:`~covey.records.Axes`) that are not numbers of clusters or terms."""
         return {}
 
+    @property
+    def parts(self) -> tuple[Message[Any], ...]:
+        """The messages that are sent as this one."""
+        return (self,)
+
     def at(self, node: Node) -> R:
         """Carry out the message on a node and return the reply."""
         raise NotImplementedError
@@ -158,6 +163,10 @@ class Batch(Message[Any], label="batch"):
     def __post_init__(self) -> None:
         if not isinstance(self.messages, tuple):
             raise TypeError("a batch holds a tuple of messages")
+
+    @property
+    def parts(self) -> tuple[Message[Any], ...]:
+        return self.messages
 
     def at(self, node: Node) -> Any:
         reply = None

@@ -16,7 +16,7 @@ from covey.federation.privacy.differential import DELTA, PlaceClients, ReleaseSu
 from covey.federation.site.state import Document
 from covey.federation.wire.codec import SAME_VERSION
 from covey.federation.wire.messages import Privacy
-from covey.nodes.network import Batch, Message, SetGamma
+from covey.nodes.network import Message, SetGamma
 
 
 @dataclass
@@ -88,14 +88,11 @@ class Budget:
 
 def check_private_message(message: Message[Any], privacy: Privacy | None) -> bool:
     """Refuse messages that a private run does not need; return whether this one asks for sums with noise."""
-    if privacy is None or isinstance(message, SetGamma | PlaceClients):
-        return False
-    if isinstance(message, Batch):
-        released = [check_private_message(part, privacy) for part in message.messages]  # checks every part
-        return any(released)
-    if not isinstance(message, ReleaseSums):
-        raise FederationError(f"This run is private: a site does not answer {message.label!r} in it{SAME_VERSION}.")
-    if (message.noise, message.clip) != (privacy.noise, privacy.clip):
-        asked, agreed = (f"noise {each.noise:g} and clip {each.clip:g}" for each in (message, privacy))
-        raise FederationError(f"The message asks for {asked}, but the sites agreed on {agreed}; start a new run.")
-    return True
+    asking = [part for part in message.parts if not isinstance(part, SetGamma | PlaceClients)] if privacy is not None else []
+    for part in asking:
+        if not isinstance(part, ReleaseSums):
+            raise FederationError(f"This run is private: a site does not answer {part.label!r} in it{SAME_VERSION}.")
+        if privacy is not None and (part.noise, part.clip) != (privacy.noise, privacy.clip):
+            asked, agreed = (f"noise {each.noise:g} and clip {each.clip:g}" for each in (part, privacy))
+            raise FederationError(f"The message asks for {asked}, but the sites agreed on {agreed}; start a new run.")
+    return bool(asking)

@@ -18,7 +18,7 @@ from covey.errors import CoveyError, FederationError, FormulaError, ModelError, 
 from covey.exact import Exact
 from covey.federation.wire.messages import formula_of
 from covey.model.files import check_target
-from covey.nodes.network import Batch, Message
+from covey.nodes.network import Message
 from covey.problem.problem import Problem
 from covey.problem.settings import COLUMNS, LEVELS
 from covey.records import Record, names
@@ -120,7 +120,7 @@ class Policy:
         """Refuse messages of solvers that are not allowed, and more messages than are allowed."""
         if self.messages is not None and exchange >= self.messages:
             raise refusal("messages", f"This site answers {self.messages} messages of a run", "raise the number")
-        for part in message.messages if isinstance(message, Batch) else (message,):
+        for part in message.parts:
             if (solver := solver_of(type(part))) is not None:
                 self._check_all("solvers", f"This site does not answer {part.label!r}, a message of", [solver])
 

@@ -146,7 +146,7 @@ class Site:
         """One line of the audit log about a message and its reply."""
         about: dict[str, Any] = {"kind": "unreadable", "operator": fingerprint(operator), "in": came, "out": left}
         if isinstance(asked, Envelope):
-            parts = asked.body.messages if isinstance(asked.body, Batch) else (asked.body,)
+            parts = asked.body.parts if isinstance(asked.body, Message) else (asked.body,)
             about["kind"] = ", ".join(getattr(part, "label", "unknown") for part in parts)
             about |= {"run": asked.run[:40], "epoch": asked.epoch, "exchange": asked.exchange}
             if asked.run in self._nodes:
@@ -394,8 +394,7 @@ def _site_model(node: Node, problem: Problem, delivered: Deliver) -> Model:
 
 def _check_message(body: Any) -> None:
     """Refuse everything but messages: nothing else may reach the rows."""
-    parts = body.messages if isinstance(body, Batch) else (body,)
-    for part in parts:
+    for part in body.parts if isinstance(body, Message) else (body,):
         if not isinstance(part, Message) or isinstance(part, Batch) or (isinstance(part, SiteMessage) and part is not body):
             raise FederationError(f"A site does not answer {type(part).__name__!r}: it is not a message{SAME_VERSION}.")
 
@@ -403,7 +402,7 @@ def _check_message(body: Any) -> None:
 def _check_set_once(body: Any, node: Node, problem: Problem) -> None:
     """Refuse to change penalties or scales during a run: sums at many penalties would say much about few clients."""
     held, scaled = node.find(SetGamma), node.find(Scale) is not None or not problem.spec.standardize
-    for part in body.messages if isinstance(body, Batch) else (body,):
+    for part in body.parts:
         if isinstance(part, SetGamma) and held is not None and not np.array_equal(part.gamma, held.gamma):
             raise FederationError("The penalties of a run cannot change after its first message with them; start a new run.")
         if isinstance(part, Standardise):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, ForwardRef, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -20,7 +20,7 @@ from covey._typing import Anything, Floats
 from covey.errors import FederationError, whole
 from covey.exact import LIMBS, WIDE, Exact
 from covey.kernels import TOO_LARGE
-from covey.nodes.network import Batch, Message, Node, Sizes
+from covey.nodes.network import Message, Node, Sizes
 from covey.records import Axes, Record
 
 _LARGEST = 2**53  # of a count: floating-point numbers hold all whole numbers below
@@ -63,7 +63,7 @@ class Limits:
 
 def check_reply(message: Message[Any], reply: Any, sizes: Sizes) -> None:
     """Raise :class:`Misfit` if a reply does not fit its message; ``sizes`` has ``k``, ``d`` and those of earlier messages."""
-    last = message.messages[-1] if isinstance(message, Batch) else message
+    last = message.parts[-1]
     kind: Any = type(last)
     _check(reply, _reply_type(kind) if last.reply else None, "its reply", sizes)
 
@@ -74,7 +74,7 @@ def merged_sizes(message: Message[Any], sizes: Sizes) -> dict[str, Any]:
     ``terms`` is the number of terms, ``order`` that of the working order of the likelihood, which may leave some out.
     """
     found = dict(sizes)
-    for part in message.messages if isinstance(message, Batch) else (message,):
+    for part in message.parts:
         found |= {"points": (), "d": "terms", **part.sizes}
         if hasattr(part, "order"):
             found["order"] = found["d"] = len(part.order.terms)
@@ -86,14 +86,9 @@ def check_message(message: Message[Any], node: Node) -> None:
 
     Values may be anything, such as infinite penalties.
     """
-    kept = [len(state.order.terms) for state in node.states.values() if hasattr(state, "order")]
-    sizes: dict[str, Any] = {
-        "k": node.data.n_clusters,
-        "terms": node.data.n_terms,
-        "order": kept[-1] if kept else 0,
-        "loose": True,
-    }
-    for part in message.messages if isinstance(message, Batch) else (message,):
+    kept = [0, *(len(state.order.terms) for state in node.states.values() if hasattr(state, "order"))]
+    sizes: dict[str, Any] = {"k": node.data.n_clusters, "terms": node.data.n_terms, "order": kept[-1], "loose": True}
+    for part in message.parts:
         try:
             order = getattr(part, "order", None)
             if order is not None:
@@ -203,11 +198,8 @@ def _check_array(value: Any, dtype: Any, name: str, sizes: Sizes, axes: Axes | N
 def _check_exact(value: Any, name: str, sizes: Sizes, axes: Axes) -> None:
     """Exact sums. One that is not a number says so itself, and its solver explains it."""
     _require(type(value) is Exact, name, f"a {type(value).__name__} in place of exact sums")
-    for part, dtype, more in ((value.size, np.int64, ()), (value.limbs, np.uint64, ("limbs",))):
-        found = replace(axes, sizes=" ".join([axes.sizes, *more]), kind="")
-        limbs = part.shape[-1] if more and isinstance(part, np.ndarray) and part.shape else 0
-        _require(not more or limbs in (LIMBS, WIDE), name, "sums of another form")
-        _check_array(part, dtype, name, {**sizes, "limbs": limbs}, found)
+    _check_array(value.size, np.int64, name, sizes, Axes(axes.sizes))
+    _check_array(value.limbs, np.uint64, name, sizes, Axes(f"{axes.sizes} {LIMBS}|{WIDE}"))
     _require(bool(((value.size >= 0) & (value.size <= TOO_LARGE)).all()), name, "sums of a wrong size")
     if axes.kind:
         _check_kind(np.where(value.finite, value.floats(), 0.0), name, axes.kind)
@@ -230,8 +222,8 @@ def _lengths(axes: Iterable[Any], sizes: Sizes) -> Iterable[Any]:
             yield int(axis)
         elif axis == "n":
             yield None
-        elif axis == "1|k":
-            yield 1, sizes["k"]
+        elif "|" in axis:
+            yield tuple(_lengths(axis.split("|"), sizes))
         else:
             found = sizes[axis]
             yield from _lengths(found if isinstance(found, tuple) else (found,), sizes)
@@ -248,10 +240,9 @@ def _check_kind(value: Anything, name: str, kind: str) -> None:
     if kind == "psd":
         _require(_is_psd(value), name, "a matrix that is not positive semi-definite, so it is no sum over rows")
     if kind == "covariance":  # with another matrix one client could be made to dominate the sums
-        sd = np.sqrt(np.maximum(np.einsum("...aa->...a", value), 0.0))
-        units = np.where(sd > 0, sd, 1.0)
-        fits = (np.einsum("...aa->...a", value) >= 0).all()
-        fits = fits and _is_psd(value / (units[..., :, None] * units[..., None, :]), _NO_TOLERANCE)
+        variances = np.einsum("...aa->...a", value)
+        units = np.sqrt(np.where(variances > 0, variances, 1.0))
+        fits = (variances >= 0).all() and _is_psd(value / (units[..., :, None] * units[..., None, :]), _NO_TOLERANCE)
         _require(bool(fits), name, "a matrix that is no covariance")
 
 
