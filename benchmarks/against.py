@@ -1,9 +1,10 @@
-"""This checkout against another one, alternating in one run: newton, components, one_coin and a million clients.
+"""This checkout against another one, alternating in one run: newton, REML, Laplace, one_coin and a million clients.
 
     python benchmarks/against.py OTHER_CHECKOUT [--python OTHER_PYTHON]
 
 Each checkout has a process of its own, which draws the same rows, warms its kernels and then fits on command. The public
-estimators are timed, so that both may be of any edition. Prints the largest ratio of this checkout's time to the other's last.
+estimators are timed, so that both may be of any edition. ``components`` is REML with 3 varying terms and a variance for each,
+``wide`` the same with 20. Prints the largest ratio of this checkout's time to the other's last.
 """
 
 from __future__ import annotations
@@ -39,6 +40,24 @@ def components():
     return lambda: model.fit(drawn.X, drawn.y, client=drawn.client, cluster=drawn.cluster)
 
 
+def wide():
+    rng = np.random.default_rng(20)
+    client = np.repeat(np.arange(3000), 20)
+    X, sds = rng.standard_normal((60_000, 20)), np.linspace(0.2, 0.8, 20)
+    w = sds * rng.standard_normal((20, 20))
+    theta = w.repeat(150, axis=0) + sds[::-1] * rng.standard_normal((3000, 20))
+    y = (X * theta[client]).sum(axis=1) + rng.standard_normal(60_000)
+    model = HierarchicalRegressor(fit_intercept=False, tests=False)
+    return lambda: model.fit(X, y, client=client, cluster=client // 150)
+
+
+def laplace():
+    drawn = simulate("bernoulli", clusters=50, clients=100, rows=20, d=2, wbar=[0.5, -0.5], cluster_sd=0.4, client_sd=0.6,
+                     seed=0)
+    model = HierarchicalClassifier(fit_intercept=False, tests=False)
+    return lambda: model.fit(drawn.X, drawn.y, client=drawn.client, cluster=drawn.cluster)
+
+
 def one_coin():
     drawn = simulate(clusters=20, clients=20, rows=10, d=20, seed=0)
     options = {"p": 0.1, "eta": 1e-4, "mu": 1e-3, "every": 50_000}
@@ -58,7 +77,7 @@ def million():
 for line in sys.stdin:
     word = line.strip()
     if word != "go":
-        work = {"newton": newton, "components": components, "one_coin": one_coin, "million": million}[word]()
+        work = globals()[word]()
         work()
         print("warm", flush=True)
         continue
@@ -90,7 +109,7 @@ def main() -> None:
         if process.stdout is None or process.stdout.readline().strip() != "ready":
             raise SystemExit("A checkout cannot be imported.")
     worst = 0.0
-    for name in ("newton", "components", "one_coin", "million"):
+    for name in ("newton", "components", "wide", "laplace", "one_coin", "million"):
         for process in both:
             asked(process, name)
         times = [[float(asked(process, "go")) for process in both] for _ in range(REPEATS)]

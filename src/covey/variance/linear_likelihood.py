@@ -37,6 +37,7 @@ Several points that do not depend on each other, such as those of a Hessian by d
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -55,6 +56,7 @@ from covey.solvers.direct.elimination import (
     solve_symmetric,
 )
 from covey.solvers.direct.hessians import Hessians, WholeHessians
+from covey.solvers.direct.lanes import StackedMarginal
 from covey.solvers.direct.spaces import space_of
 from covey.solvers.result import Progress
 from covey.variance.columns import (
@@ -300,13 +302,21 @@ class FinishLinear(Message[NonFiniteClients], label="finish linear", phase="lear
 
 
 def _integrated(node: Node, asked: IntegrateClients) -> tuple[ClientMarginal, ...]:
-    """Each client's part of the likelihood, at each point."""
+    """Each client's part of the likelihood, at each point; points with the same covariance of clients share it."""
     now, order = working_columns(node), asked.order
 
     def compute() -> tuple[ClientMarginal, ...]:
         ptr, about = node.data.hierarchy.cluster_ptr, asked.about_client_fits
         H, b, aside = _losses(node, order, whole=about, at_mode=asked.at_mode)
-        return tuple(H.marginalise(b, client_spread(node, S, order), ptr, aside) for S in asked.S)
+        keys = [S.tobytes() for S in asked.S]
+        most = keys.index(Counter(keys).most_common(1)[0][0])
+        base, found = asked.S[most], dict[bytes, ClientMarginal]()
+        for key, S in zip([keys[most], *keys], [base, *asked.S], strict=True):
+            if key not in found:
+                near = found.get(keys[most])
+                other = near.changed(base[0], S[0], ptr) if isinstance(near, StackedMarginal) and len(S) == 1 else None
+                found[key] = other or H.marginalise(b, client_spread(node, S, order), ptr, aside)
+        return tuple(found[key] for key in keys)
 
     flags = np.array([asked.about_client_fits, asked.at_mode])
     return from_cache(node, "integrated", (asked.S, *order.key, now.basis, now.origin, flags), compute)

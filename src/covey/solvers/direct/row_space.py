@@ -23,8 +23,8 @@ import numpy as np
 
 from covey._typing import Floats, Ints
 from covey.losses import Loss
-from covey.solvers.direct import kernels
-from covey.solvers.direct.elimination import Quadratic, Spread
+from covey.solvers.direct import kernels, lanes
+from covey.solvers.direct.elimination import ClientMarginal, Quadratic, Spread
 from covey.solvers.direct.hessians import Hessians
 from covey.tables.rows import GroupedData
 from covey.threads import block_count, share
@@ -195,7 +195,18 @@ class RowSpace(Hessians):
         parts = [self._sums(piece, self.z[self.ptr[piece.start] : self.ptr[piece.stop]]) for piece in self.pieces()]
         return np.concatenate(parts)
 
-    def marginalise(self, b: Floats | None, spread: Spread, ptr: Ints, aside: tuple[Floats, Floats]) -> RowMarginal:
+    def marginalise(self, b: Floats | None, spread: Spread, ptr: Ints, aside: tuple[Floats, Floats]) -> ClientMarginal:
+        d = self.R.shape[1]
+        if b is not None or d > lanes.WIDEST or self.n * d > 2 * len(self.R) or spread.detached.any():
+            return self._summed(b, spread, ptr, aside)
+        whole = slice(0, self.n)
+        R, row_ptr = self.rows_of(whole)
+        Y = _scaled(R, row_ptr, whole, spread)
+        if (spread.scale != 1.0).any():
+            Y = Y * np.sqrt(np.repeat(spread.scale, self.counts))[:, None]
+        return lanes.StackedMarginal.of_rows(R, Y, self.z, row_ptr, ptr, aside[0] + self.left, aside[1])
+
+    def _summed(self, b: Floats | None, spread: Spread, ptr: Ints, aside: tuple[Floats, Floats]) -> RowMarginal:
         """Eliminate the clients ``ptr[j]:ptr[j + 1]`` of each parent; without ``b``, the linear terms are ``R'z``."""
         k, d = len(ptr) - 1, self.R.shape[1]
         C, r, logs = np.zeros((k, d, d)), np.zeros((k, d)), np.empty(self.n)
@@ -229,7 +240,7 @@ class RowSpace(Hessians):
         return RowMarginal(nothing, segment_sum(logs, ptr), self, spread, None)
 
     def eliminate(self, b: Floats | None, spread: Spread, ptr: Ints, aside: tuple[Floats, Floats]) -> Quadratic:
-        return self.marginalise(b, spread, ptr, aside).seen
+        return self._summed(b, spread, ptr, aside).seen
 
     def lift(self, b: Floats, spread: Spread, ptr: Ints, aside: tuple[Floats, Floats]) -> Floats:
         zero = np.zeros((1, b.shape[1]))
