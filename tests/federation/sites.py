@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
+from queue import Empty, Queue
 
 import numpy as np
 import polars as pl
@@ -14,7 +17,7 @@ from covey.federation.site.policy import Policy
 from covey.federation.site.site import Site
 from covey.federation.wire.codec import Envelope, Refusal
 from covey.federation.wire.messages import SiteMessage
-from covey.federation.wire.transport import InProcess
+from covey.federation.wire.transport import InProcess, Transport
 from covey.nodes.network import Message
 from covey.problem.problem import Spec, resolve
 from tests.fits import fit_table
@@ -115,13 +118,14 @@ def assert_same(outcome, sites, model, atol=1e-10):
         np.testing.assert_allclose(found[client], theta, rtol=0, atol=atol)
 
 
-class FaultyTransport:
+class FaultyTransport(InProcess):
     """A transport with faults: ``fault(site, message, reply)`` may return another reply, or a Failure.
 
     It keeps all messages and replies.
     """
 
     def __init__(self, sites: dict[str, Site], fault: Callable | None = None) -> None:
+        super().__init__(sites)
         self.inner, self.fault = InProcess(sites), fault
         self.messages: list[tuple[str, bytes]] = []
         self.replies: list[tuple[str, object]] = []
@@ -139,3 +143,33 @@ class FaultyTransport:
             self.replies.append((site, reply))
             came[site] = reply
         return came
+
+
+class Threaded(Transport):
+    """A thread for each site, which answers its messages one after the other; ``delay`` is in seconds by site."""
+
+    def __init__(self, sites: dict[str, Site], delay: dict[str, float] | None = None) -> None:
+        self.inner, self.delay = InProcess(sites), delay or {}
+        self.came: Queue = Queue()
+        self.asked: dict[str, int] = {}  # by site, the number of its last message
+        self.threads = {name: ThreadPoolExecutor(1) for name in sites}
+
+    def sites(self):
+        return self.inner.sites()
+
+    def push(self, messages, timeout):
+        for site, message in messages.items():
+            self.asked[site] = self.asked.get(site, 0) + 1
+            self.threads[site].submit(self._answer, site, message, self.asked[site])
+
+    def _answer(self, site, message, number):
+        time.sleep(self.delay.get(site, 0.0))
+        reply = self.inner.exchange({site: message}, 0.0)[site]
+        self.came.put((site, number, reply))
+
+    def pull(self, wait):
+        try:
+            site, number, reply = self.came.get(timeout=wait)
+        except Empty:
+            return {}
+        return {site: reply} if number == self.asked[site] else {}

@@ -19,7 +19,7 @@ from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, TypeV
 
 import numpy as np
 
-from covey._typing import Anything, Floats, Ints
+from covey._typing import Anything, Bools, Floats, Ints
 from covey.errors import SolverError
 from covey.losses import Loss
 from covey.records import Axes, Record
@@ -225,17 +225,24 @@ class Network(ABC):
 
     @abstractmethod
     def send(self, message: Message[Any]) -> None:
-        """Send a message to the nodes that have clients in the clusters that it concerns."""
+        """Send a message to the nodes that have clients in the clusters that it concerns, without waiting for their replies."""
 
     @abstractmethod
     def collect(self) -> list[Arrived]:
-        """Return each message that was answered since the last call, with the sum of its replies, in order."""
+        """Wait until a message is answered, and return those that are; none, if none is under way."""
 
     def ask(self, message: Message[R]) -> R:
-        """Send one message and return the sum of the replies."""
+        """Send one message, wait for all replies and return their sum. No other message may be under way."""
         self.send(message)
         reply: R = self.collect()[-1].reply
         return reply
+
+    def lanes(self) -> Bools | None:
+        """Sets of clusters that share no node, as rows of booleans ``(lanes, k)``; None if all are one set.
+
+        A message to one lane does not wait for the replies of the others.
+        """
+        return None
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:

@@ -18,7 +18,7 @@ from flwr.serverapp import Grid
 
 from covey.errors import FederationError, listing
 from covey.federation.privacy.signing import public_text, sign, signed_by_operator
-from covey.federation.wire.transport import Failure
+from covey.federation.wire.transport import Failure, Transport
 
 ASK, WHO = "train.covey", "query.covey"  # Flower's types of our messages: for the site, for its node
 RECORD = "covey"  # name of our record in a Flower message
@@ -40,7 +40,7 @@ _REASONS = {  # by Flower's code of the error
 }
 
 
-class FlowerTransport:
+class FlowerTransport(Transport):
     """The sites connected to a link, reached through the Grid of a running ServerApp.
 
     Parameters
@@ -57,20 +57,42 @@ class FlowerTransport:
     def __init__(self, grid: Grid, *, named: bool = True, key: EllipticCurvePrivateKey | None = None) -> None:
         self._grid, self._named, self._key = grid, named, key
         self._names: dict[int, str] = {}  # names that nodes gave themselves, by node id
+        self._waiting: dict[str, tuple[str, float, float]] = {}  # by site: id of its message, deadline and time to reply
+        self._failed: dict[str, Failure] = {}
 
     def sites(self) -> tuple[str, ...]:
         return tuple(sorted(self._nodes()))
 
-    def exchange(self, messages: Mapping[str, bytes], timeout: float) -> dict[str, bytes | Failure]:
-        nodes = self._nodes()
-        replies: dict[str, bytes | Failure] = {name: Failure(_AWAY) for name in messages}
-        records = {name: ConfigRecord(self._record(name, messages[name])) for name in messages if name in nodes}
-        carried = {
-            name: Message(RecordDict({RECORD: record}), dst_node_id=nodes[name], message_type=ASK, ttl=timeout + _MARGIN)
-            for name, record in records.items()
-        }
-        answers = self._carry(carried, timeout)
-        return replies | {name: _read(reply, timeout) for name, reply in answers.items()}
+    def push(self, messages: Mapping[str, bytes], timeout: float) -> None:
+        nodes, deadline = self._nodes(), time.monotonic() + timeout
+        for name, message in messages.items():
+            self._waiting.pop(name, None)
+            if name not in nodes:
+                self._failed[name] = Failure(_AWAY)
+                continue
+            content = RecordDict({RECORD: ConfigRecord(self._record(name, message))})
+            carried = Message(content, dst_node_id=nodes[name], message_type=ASK, ttl=timeout + _MARGIN)
+            self._failed.pop(name, None)
+            self._waiting[name] = self._push(carried), deadline, timeout
+
+    def pull(self, wait: float) -> dict[str, bytes | Failure]:
+        until = time.monotonic() + wait
+        while True:
+            came = dict[str, bytes | Failure](self._failed)
+            self._failed.clear()
+            sent = {each: name for name, (each, *_) in self._waiting.items() if each}
+            for reply in self._grid.pull_messages([*sent]) if sent else ():
+                name = sent.get(reply.metadata.reply_to_message_id)
+                if name is not None:
+                    came[name] = _read(reply)
+            now = time.monotonic()
+            for name, (each, deadline, timeout) in self._waiting.items():
+                if name not in came and (not each or now >= deadline):
+                    came[name] = Failure(f"it did not answer within {timeout:g} seconds")
+            self._waiting = {name: each for name, each in self._waiting.items() if name not in came}
+            if came or now >= until:
+                return came
+            time.sleep(min(_PAUSE, until - now))
 
     def about(self) -> dict[str, dict[str, Any]]:
         """What each node that is connected says of itself, by the name of its site."""
@@ -115,12 +137,14 @@ class FlowerTransport:
                 self._names[int(node)] = str(reply.content.config_records[RECORD]["site"])
         return {node: self._names[node] for node in nodes if node in self._names}
 
+    def _push(self, message: Message) -> str:
+        """The id of a message that was pushed; "" if the link refuses it. A push of several would be refused as a whole."""
+        return next(iter(self._grid.push_messages([message])), None) or ""
+
     def _carry(self, messages: Mapping[str, Message], timeout: float) -> dict[str, Message | None]:
         """Push all, pull until all have a reply or time is up; None for those that have none."""
         deadline = time.monotonic() + timeout
-        # One push each: a single push of everything is refused as a whole if it is too large.
-        pushed = {name: [*self._grid.push_messages([message])] for name, message in messages.items()}
-        waiting = {ids[0]: name for name, ids in pushed.items() if ids and ids[0]}
+        waiting = {each: name for name, message in messages.items() if (each := self._push(message))}
         replies: dict[str, Message | None] = dict.fromkeys(messages)
         while waiting:
             for reply in self._grid.pull_messages([*waiting]):
@@ -140,9 +164,7 @@ def _by_name(names: Mapping[int, str]) -> dict[str, int]:
     return {name: node for node, name in names.items()}
 
 
-def _read(reply: Message | None, timeout: float) -> bytes | Failure:
-    if reply is None:
-        return Failure(f"it did not answer within {timeout:g} seconds")
+def _read(reply: Message) -> bytes | Failure:
     if reply.has_error():
         return Failure(_REASONS.get(reply.error.code, f"Flower reports error {reply.error.code}"))
     record = reply.content.config_records.get(RECORD, ConfigRecord())

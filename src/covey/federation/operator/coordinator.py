@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
+
+from covey._typing import Bools
 from covey.federation.operator.agreement import Agreement, SetUp
-from covey.federation.operator.exchanges import Exchanges, Gather, SiteLost, total_of
+from covey.federation.operator.exchanges import Exchanges, Gather, SiteLost, UnderWay, total_of
 from covey.federation.operator.journal import Entry
 from covey.federation.operator.settings import RunSettings
 from covey.federation.wire.messages import Deliver
@@ -17,12 +20,13 @@ from covey.nodes.network import Arrived, Batch, Message, Network, Phase, Standar
 from covey.problem.problem import Problem
 from covey.tree.hierarchy import Hierarchy
 
+R = TypeVar("R")
+
 
 class Federation(Network):
     """The sites of one run as a network.
 
-    A transport waits for the replies of all sites. So :meth:`send` only puts a message into a queue, and :meth:`collect`
-    carries out the queue, one exchange after the other, each with the sites that have clients of the message's cells. A message
+    A message goes to the sites that have clients of its cells, at once if none of them has another message to answer. A message
     without a reply travels with the next message that has one.
 
     Parameters
@@ -40,7 +44,8 @@ class Federation(Network):
         self.exchanges, self.draft, self.settings = exchanges, draft, settings
         self.agreement: Agreement
         self._setup = SetUp(exchanges, draft, settings)
-        self._queue: list[Message[Any]] = []
+        self._arrived: list[Arrived] = []
+        self._under_way: list[tuple[UnderWay, Message[Any]]] = []
         self._held: tuple[Message[Any], ...] = ()  # messages without a reply, for the next exchange
         self._phase: Phase | None = None
         self._sizes: dict[str, Any] = {}  # lengths of the axes of replies
@@ -58,11 +63,51 @@ class Federation(Network):
         return self.draft.loss
 
     def send(self, message: Message[Any]) -> None:
-        self._queue.append(message)
+        if not message.reply:
+            self._held = (*self._held, message)
+            self._arrived.append(Arrived(message, None))
+            return
+        sites, held = self._concerned(message), self._held
+        while any(not each.messages.keys().isdisjoint(sites) for each, _ in self._under_way):
+            self._wait()
+        self._held = ()
+        together = Batch((*held, message)) if held else message
+        begun = self.exchanges.begin(together, self._total(together), sites=sites, phase=self._phase)
+        self._under_way.append((begun, message))
 
     def collect(self) -> list[Arrived]:
-        queue, self._queue = self._queue, []
-        return [Arrived(message, self._carry_out(message)) for message in queue]
+        if not self._arrived:
+            self._wait()
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def ask(self, message: Message[R]) -> R:
+        self.send(message)
+        while self._under_way:
+            self._wait()
+        reply: R = self.collect()[-1].reply
+        return reply
+
+    def lanes(self) -> Bools | None:
+        """Clusters whose sites have no other cluster; with masks a sum needs all sites, so that all clusters are one lane."""
+        if self.settings.secure:
+            return None
+        clusters, profiles = self.agreement.agreed.clusters, self._setup.profiles
+        lane_of = list(range(len(clusters)))  # the least cluster that is joined to each
+        here = {cluster: at for at, cluster in enumerate(clusters)}
+        for site in self.exchanges.roster:
+            joined = {lane_of[here[cluster]] for cluster in profiles[site].clusters}
+            lane_of = [min(joined) if lane in joined else lane for lane in lane_of]
+        lanes = np.unique(lane_of)
+        return None if len(lanes) == 1 else np.array([np.array(lane_of) == lane for lane in lanes])
+
+    def _wait(self) -> None:
+        """Wait until some messages are answered, if some are under way."""
+        if any(each.entry is None for each, _ in self._under_way):
+            self.exchanges.ended()
+        done = [each for each in self._under_way if each[0].entry is not None]
+        self._under_way = [each for each in self._under_way if each[0].entry is None]
+        self._arrived += [Arrived(message, each.total()) for each, message in done]
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
@@ -74,7 +119,7 @@ class Federation(Network):
 
     def open(self) -> None:
         """Let all sites of the roster agree on the problem; this starts a new epoch of the run."""
-        self._queue, self._held = [], ()
+        self._under_way, self._arrived, self._held = [], [], ()
         self.agreement = self._setup.agree()
         self._sizes = {"k": self.tree.n_clusters, "terms": len(self.terms)}
         if self.agreement.scale is not None:
@@ -94,16 +139,6 @@ class Federation(Network):
             held, self._held = Batch(self._held), ()
             self.exchanges.ask(held, self._total(held), phase="finish")
         self.exchanges.ask(body, lambda _: None)
-
-    def _carry_out(self, message: Message[Any]) -> Any:
-        """One exchange, with the messages that were held for it; the sum of the replies."""
-        if not message.reply:
-            self._held = (*self._held, message)
-            return None
-        sites, held = self._concerned(message), self._held
-        self._held = ()
-        together = Batch((*held, message)) if held else message
-        return self.exchanges.ask(together, self._total(together), sites=sites, phase=self._phase)
 
     def _total(self, message: Message[Any]) -> Gather:
         """How the replies to a message are checked and added."""

@@ -23,7 +23,6 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from covey._typing import Ints
 from covey.errors import FederationError
 from covey.exact import Exact
 from covey.federation.operator.journal import Entry, Exchange, Halted, Journal
@@ -53,132 +52,6 @@ class SiteLost(FederationError):  # noqa: N818 - an event
         super().__init__("; ".join(f"Site {site!r} is lost: {reason}" for site, reason in self.sites.items()) + ".")
 
 
-@dataclass
-class Exchanges:
-    """The exchanges of one run. Each is in the journal before the next begins.
-
-    Parameters
-    ----------
-    transport : connection to the sites
-    roster : sites that take part, sorted
-    journal : where exchanges are written
-    settings : how long to wait for a reply, and how often to ask again
-    say : called with a line about the current step
-
-    Attributes
-    ----------
-    made : all exchanges, with their costs
-    epoch : number of the current start of the run, from 0
-    """
-
-    transport: Transport
-    roster: tuple[str, ...]
-    journal: Journal
-    settings: RunSettings
-    say: Callable[[str], None] = lambda _: None
-    made: list[Exchange] = field(default_factory=list)
-    epoch: int = -1
-
-    def begin_epoch(self) -> None:
-        self.epoch += 1
-        self._sent = 0  # exchanges of this epoch that change nodes
-        self._last: dict[str, int] = {}  # the last of these to each site
-
-    def ask(
-        self,
-        message: Message[Any] | Mapping[str, Message[Any]],
-        gather: Gather,
-        *,
-        sites: tuple[str, ...] | None = None,
-        phase: Phase | None = None,
-        changes: bool = True,
-    ) -> Any:
-        """One exchange, from the journal or over the transport; returns what ``gather`` makes of the replies.
-
-        Parameters
-        ----------
-        message : the same for all sites, or one for each
-        sites : sites concerned; by default the whole roster
-        phase : purpose of the exchange, if not the one that the message declares
-        changes : whether it changes nodes, so that a site must answer it before the next
-        """
-        sites = self.roster if sites is None else sites
-        by_site = message if isinstance(message, Mapping) else dict.fromkeys(sites, message)
-        # Sites that had the same exchange before this one get the same bytes.
-        encoded: dict[tuple[int, int], bytes] = {}
-        messages = {site: self._encoded(by_site[site], self._last.get(site, -1), encoded) for site in sites}
-        entry = self.journal.next()
-        if entry is None:
-            entry = self._carry_out(by_site[sites[0]], phase, messages, gather)
-            self.journal.add(entry)
-        if entry.lost is not None or entry.exchange is None:
-            raise SiteLost(entry.lost or {}, in_journal=True)
-        if entry.messages != _digest(messages):
-            raise self.journal.foreign("messages")
-        if changes:
-            self._last |= dict.fromkeys(messages, self._sent)
-            self._sent += 1
-        self.made.append(entry.exchange)
-        return decode(entry.total)
-
-    def _encoded(self, body: Message[Any], after: int, encoded: dict[tuple[int, int], bytes]) -> bytes:
-        if (id(body), after) not in encoded:
-            envelope = Envelope(self.journal.head["run"], self.epoch, self._sent, body, after=after)
-            encoded[id(body), after] = encode(envelope)
-        return encoded[id(body), after]
-
-    def _carry_out(self, message: Message[Any], phase: Phase | None, messages: dict[str, bytes], gather: Gather) -> Entry:
-        """One exchange over the transport, with as many attempts as the settings allow."""
-        declared = message.messages[-1] if isinstance(message, Batch) else message
-        waiting, replies = dict(messages), dict[str, Any]()
-        problems: dict[str, Unusable] = {}
-        start, traffic = time.perf_counter(), np.zeros(2, dtype=np.int64)
-        attempt, patience = 0, time.monotonic() + self.settings.patience
-        while True:
-            if attempt:
-                time.sleep(self.settings.pause)
-            again = f", again to {len(waiting)}" if attempt else ""
-            sites = f"{len(messages)} of {len(self.roster)} sites"
-            self.say(f"message {len(self.made) + 1} ({declared.label}) to {sites}{again}")
-            found = self._send(waiting, traffic)
-            replies |= {site: reply.body for site, reply in found.items() if isinstance(reply, Envelope)}
-            problems = {site: reply for site, reply in found.items() if isinstance(reply, Unusable)}
-            waiting = {site: messages[site] for site in problems}
-            for site, problem in problems.items():
-                if problem.final:
-                    raise Halted(f"Site {site!r}: {problem.why}")
-            if waiting and all(problem.waits for problem in problems.values()) and time.monotonic() < patience:
-                time.sleep(_ASK_OWNER_AGAIN)
-                continue
-            attempt += 1
-            if not waiting or attempt > self.settings.retries:
-                break
-        if waiting:
-            raise SiteLost({site: problems[site].why for site in sorted(waiting)})
-        seconds = time.perf_counter() - start
-        total = gather({site: replies[site] for site in sorted(replies)})
-        down, up = traffic.tolist()
-        about = Exchange(declared.label, phase or declared.phase, len(messages), down, up, seconds)
-        return Entry(_digest(messages), encode(total), about)
-
-    def _send(self, messages: Mapping[str, bytes], traffic: Ints) -> dict[str, Envelope | Unusable]:
-        """Send messages and read the replies; ``traffic`` counts the bytes down and up."""
-        came = self.transport.exchange(messages, self.settings.timeout)
-        for site, message in messages.items():
-            reply = came.get(site)
-            traffic += np.array([len(message), len(reply) if isinstance(reply, bytes) else 0])
-        return {site: read_reply(message, came.get(site), self.settings.limits) for site, message in messages.items()}
-
-    def abandon(self) -> None:
-        """Tell all sites that the run has stopped for good; nothing depends on whether they hear it."""
-        asked = encode(Envelope(self.journal.head["run"], max(self.epoch, 0), 0, Abandon()))
-        with suppress(Exception):
-            self.transport.exchange(dict.fromkeys(self.roster, asked), min(self.settings.timeout, _LAST_WORD))
-
-
-# Replies
-
-
 @dataclass(frozen=True)
 class Unusable:
     """An unusable reply.
@@ -193,6 +66,233 @@ class Unusable:
     why: str
     final: bool = False
     waits: bool = False
+
+
+@dataclass(eq=False)
+class UnderWay:
+    """An exchange that has begun.
+
+    Attributes
+    ----------
+    place : epoch and number of the exchange
+    asked, phase : the message, or one of them, and its purpose
+    messages : the encoded message to each site
+    gather : combines the replies
+    waiting : sites from which no usable reply has come
+    pending : those of them that have not answered the last attempt
+    replies, problems : what has come
+    attempt : number of attempts that have ended
+    again : when the next attempt begins; None while sites are asked
+    began, patience : when it began, and until when to wait for owners
+    down, up : bytes
+    entry : what the journal holds of it, once it has ended
+    """
+
+    place: tuple[int, int]
+    asked: Message[Any]
+    phase: Phase
+    messages: dict[str, bytes]
+    gather: Gather
+    patience: float
+    waiting: set[str]
+    pending: set[str] = field(default_factory=set)
+    replies: dict[str, Any] = field(default_factory=dict)
+    problems: dict[str, Unusable] = field(default_factory=dict)
+    attempt: int = 0
+    again: float | None = 0.0
+    began: float = field(default_factory=time.perf_counter)
+    down: int = 0
+    up: int = 0
+    entry: Entry | None = None
+
+    def total(self) -> Any:
+        """What was made of the replies."""
+        return None if self.entry is None else decode(self.entry.total)
+
+
+@dataclass
+class Exchanges:
+    """The exchanges of one run. Each is in the journal before a later one with the same sites begins.
+
+    Exchanges with different sites may be under way at the same time. The number of an exchange is one more than the largest
+    number that one of its sites has had, so it does not depend on which replies come first.
+
+    Parameters
+    ----------
+    transport : connection to the sites
+    roster : sites that take part, sorted
+    journal : where exchanges are written
+    settings : how long to wait for a reply, and how often to ask again
+    say : called with a line about the current step
+
+    Attributes
+    ----------
+    epoch : number of the current start of the run, from 0
+    """
+
+    transport: Transport
+    roster: tuple[str, ...]
+    journal: Journal
+    settings: RunSettings
+    say: Callable[[str], None] = lambda _: None
+    epoch: int = -1
+    _made: list[tuple[tuple[int, int], tuple[str, ...], Exchange]] = field(default_factory=list)
+    _under_way: list[UnderWay] = field(default_factory=list)
+    _begun: int = 0
+    _last: dict[str, int] = field(default_factory=dict)  # the number of the last exchange of this epoch that changed a site
+
+    @property
+    def made(self) -> list[Exchange]:
+        """All exchanges with their costs, in the order of their numbers."""
+        return [made for *_, made in sorted(self._made, key=lambda each: each[:2])]
+
+    def begin_epoch(self) -> None:
+        self.epoch += 1
+        self._under_way, self._last = [], {}
+
+    def ask(
+        self,
+        message: Message[Any] | Mapping[str, Message[Any]],
+        gather: Gather,
+        *,
+        sites: tuple[str, ...] | None = None,
+        phase: Phase | None = None,
+        changes: bool = True,
+    ) -> Any:
+        """One exchange, while no other is under way; returns what ``gather`` makes of the replies."""
+        asked = self.begin(message, gather, sites=sites, phase=phase, changes=changes)
+        while asked.entry is None:
+            self.ended()
+        return asked.total()
+
+    def begin(
+        self,
+        message: Message[Any] | Mapping[str, Message[Any]],
+        gather: Gather,
+        *,
+        sites: tuple[str, ...] | None = None,
+        phase: Phase | None = None,
+        changes: bool = True,
+    ) -> UnderWay:
+        """Begin an exchange with sites that take part in no other now: from the journal, or over the transport.
+
+        Parameters
+        ----------
+        message : the same for all sites, or one for each
+        gather : combines the replies
+        sites : sites concerned; by default the whole roster
+        phase : purpose of the exchange, if not the one that the message declares
+        changes : whether it changes nodes, so that a site must answer it before the next
+        """
+        sites = self.roster if sites is None else sites
+        by_site = message if isinstance(message, Mapping) else dict.fromkeys(sites, message)
+        number = 1 + max(self._last.get(site, -1) for site in sites)
+        # Sites that had the same exchange before this one get the same bytes.
+        encoded: dict[tuple[int, int], bytes] = {}
+        messages = {}
+        for site in sites:
+            body, after = by_site[site], self._last.get(site, -1)
+            if (id(body), after) not in encoded:
+                envelope = Envelope(self.journal.head["run"], self.epoch, number, body, after=after)
+                encoded[id(body), after] = encode(envelope)
+            messages[site] = encoded[id(body), after]
+        first = by_site[sites[0]]
+        declared = first.messages[-1] if isinstance(first, Batch) else first
+        place, patience = (self.epoch, number), time.monotonic() + self.settings.patience
+        begun = UnderWay(place, declared, phase or declared.phase, messages, gather, patience, {*sites})
+        self._begun += 1
+        entry = self.journal.next(sites)
+        if entry is None:
+            self._under_way.append(begun)
+            self._attempt(begun)
+        elif entry.lost is not None or entry.exchange is None:
+            raise SiteLost(entry.lost or {}, in_journal=True)
+        elif entry.messages != _digest(messages):
+            raise self.journal.foreign("messages")
+        else:
+            self._end(begun, entry)
+        if changes:
+            self._last |= dict.fromkeys(messages, number)
+        return begun
+
+    def ended(self) -> list[UnderWay]:
+        """Wait until some exchanges that are under way have ended, and return them."""
+        ended = list[UnderWay]()
+        while self._under_way and not ended:
+            now = time.monotonic()
+            for each in self._under_way:
+                if each.again is not None and each.again <= now:
+                    self._attempt(each)
+            for site, reply in self.transport.pull(self._longest_wait()).items():
+                for each in self._under_way:
+                    if site in each.pending:
+                        self._take(each, site, reply)
+            ended = [each for each in [*self._under_way] if each.again is None and not each.pending and self._settled(each)]
+        return ended
+
+    def _longest_wait(self) -> float:
+        """Seconds until the next attempt of an exchange begins."""
+        again = [each.again for each in self._under_way if each.again is not None]
+        return max(0.0, min(again) - time.monotonic()) if again else self.settings.timeout
+
+    def _attempt(self, each: UnderWay) -> None:
+        """Send an exchange to the sites from which no usable reply has come."""
+        sites = f"{len(each.messages)} of {len(self.roster)} sites"
+        again = f", again to {len(each.waiting)}" if each.attempt else ""
+        self.say(f"message {self._begun} ({each.asked.label}) to {sites}{again}")
+        messages = {site: message for site, message in each.messages.items() if site in each.waiting}
+        each.again, each.pending, each.problems = None, {*messages}, {}
+        each.down += sum(map(len, messages.values()))
+        self.transport.push(messages, self.settings.timeout)
+
+    def _take(self, each: UnderWay, site: str, reply: bytes | Failure) -> None:
+        """What has come from a site."""
+        each.pending.discard(site)
+        each.up += len(reply) if isinstance(reply, bytes) else 0
+        read = read_reply(each.messages[site], reply, self.settings.limits)
+        if isinstance(read, Unusable):
+            each.problems[site] = read
+        else:
+            each.waiting.discard(site)
+            each.replies[site] = read.body
+
+    def _settled(self, each: UnderWay) -> bool:
+        """Whether an exchange has ended, now that all sites have answered an attempt; else there is another attempt."""
+        for site, problem in sorted(each.problems.items()):
+            if problem.final:
+                raise Halted(f"Site {site!r}: {problem.why}")
+        if each.waiting:
+            now = time.monotonic()
+            if all(problem.waits for problem in each.problems.values()) and now < each.patience:
+                each.again = now + _ASK_OWNER_AGAIN
+                return False
+            each.attempt += 1
+            if each.attempt > self.settings.retries:
+                raise SiteLost({site: each.problems[site].why for site in sorted(each.waiting)})
+            each.again = now + self.settings.pause
+            return False
+        seconds = time.perf_counter() - each.began
+        total = each.gather({site: each.replies[site] for site in sorted(each.replies)})
+        about = Exchange(each.asked.label, each.phase, len(each.messages), each.down, each.up, seconds)
+        entry = Entry(_digest(each.messages), encode(total), about, tuple(sorted(each.messages)))
+        self.journal.add(entry)
+        self._under_way.remove(each)
+        self._end(each, entry)
+        return True
+
+    def _end(self, each: UnderWay, entry: Entry) -> None:
+        each.entry = entry
+        if entry.exchange is not None:
+            self._made.append((each.place, entry.to, entry.exchange))
+
+    def abandon(self) -> None:
+        """Tell all sites that the run has stopped for good; nothing depends on whether they hear it."""
+        asked = encode(Envelope(self.journal.head["run"], max(self.epoch, 0), 0, Abandon()))
+        with suppress(Exception):
+            self.transport.exchange(dict.fromkeys(self.roster, asked), min(self.settings.timeout, _LAST_WORD))
+
+
+# Replies
 
 
 def read_reply(message: bytes, reply: bytes | Failure | None, limits: Limits) -> Envelope | Unusable:

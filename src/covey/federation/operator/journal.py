@@ -13,7 +13,7 @@ from __future__ import annotations
 import errno
 import os
 from base64 import b64decode, b64encode
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,16 +61,20 @@ class Entry(Record):
     messages : digest of the encoded messages; a coordinator that would send others continues another run
     total : sum of the replies, or what else the coordinator made of them, encoded
     exchange : purpose and cost; None for an entry that says only which sites were ``lost``, and why
+    to : the sites that took part
     """
 
     messages: str
     total: bytes = b""
     exchange: Exchange | None = None
+    to: tuple[str, ...] = ()
     lost: dict[str, str] | None = None
 
 
 class Journal:
-    """The exchanges of one run in order, in a file or in memory.
+    """The exchanges of one run in the order in which they ended, in a file or in memory.
+
+    For each site this is the order in which it was asked. Exchanges of different sites may end in another order in each run.
 
     Parameters
     ----------
@@ -83,7 +87,7 @@ class Journal:
         about = decode(encode(dict(about)))  # as it is when it is read: lists become tuples
         self.path, self.entries, self.head = path, list[Entry](), {**about, **fresh}
         self._file: BinaryIO | None = None
-        self._read = 0
+        self._unread = list[Entry]()
         if path is not None and path.exists():
             self._continue(path, about)
         elif path is not None:
@@ -96,17 +100,19 @@ class Journal:
         """Whether it holds sums of the fit itself."""
         return any(entry.exchange is not None and entry.exchange.phase != "set-up" for entry in self.entries)
 
-    def next(self) -> Entry | None:
-        """The next entry of a run that continues; None after the last."""
-        if self._read == len(self.entries):
-            return None
-        self._read += 1
-        return self.entries[self._read - 1]
+    def next(self, sites: Collection[str]) -> Entry | None:
+        """The next entry for some of these sites in a run that continues; None after the last."""
+        for at, entry in enumerate(self._unread):
+            if entry.lost is not None:  # what was under way has ended with it
+                del self._unread[: at + 1]
+                return entry
+            if not set(entry.to).isdisjoint(sites):
+                return self._unread.pop(at)
+        return None
 
     def add(self, entry: Entry) -> None:
         """Write one exchange to the disk."""
         self.entries.append(entry)
-        self._read += 1
         self._append(entry)
 
     def foreign(self, what: str) -> ForeignJournal:
@@ -141,6 +147,7 @@ class Journal:
         *lines, _cut_off = path.read_bytes().split(b"\n")
         try:
             head, *self.entries = (decode(b64decode(line, validate=True)) for line in lines)
+            self._unread = [*self.entries]
             self.head = dict(head)
             if not all(isinstance(entry, Entry) for entry in self.entries):
                 raise RecordError("It holds another record.")

@@ -6,6 +6,7 @@ A transport sees bytes only. Sites go by the names that the operator gave them.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,16 +21,31 @@ class Failure:
     why: str
 
 
-class Transport(Protocol):
-    """A connection to the sites."""
+class Transport(ABC):
+    """A connection to the sites. A site has one message at a time."""
 
+    @abstractmethod
     def sites(self) -> tuple[str, ...]:
         """Names of the sites that are connected now, sorted."""
-        ...
+
+    @abstractmethod
+    def push(self, messages: Mapping[str, bytes], timeout: float) -> None:
+        """Send each of these sites its message, in place of an earlier one; it has ``timeout`` seconds to reply."""
+
+    @abstractmethod
+    def pull(self, wait: float) -> dict[str, bytes | Failure]:
+        """Wait until some sites have replied or failed, at most ``wait`` seconds; returns what has come from each of them."""
 
     def exchange(self, messages: Mapping[str, bytes], timeout: float) -> dict[str, bytes | Failure]:
-        """Send each of these sites its message, and wait at most ``timeout`` seconds for all replies."""
-        ...
+        """Send each of these sites its message, and wait for all replies."""
+        self.push(messages, timeout)
+        came, until = dict[str, bytes | Failure](), time.monotonic() + timeout
+        while len(came) < len(messages) and (left := until - time.monotonic()) > -_LATE:
+            came |= {site: reply for site, reply in self.pull(max(left, 0.0)).items() if site in messages}
+        return came
+
+
+_LATE = 1.0  # seconds after the end of its time in which a transport says that a site is late
 
 
 class Answers(Protocol):
@@ -38,14 +54,23 @@ class Answers(Protocol):
     def answer(self, message: bytes) -> bytes: ...
 
 
-class InProcess:
-    """A transport to sites in this process, for tests and simulation."""
+class InProcess(Transport):
+    """A transport to sites in this process, for tests and simulation. They answer at once, one after the other."""
 
     def __init__(self, sites: Mapping[str, Answers]) -> None:
-        self._sites = dict(sites)
+        self._sites, self._came = dict(sites), dict[str, bytes | Failure]()
 
     def sites(self) -> tuple[str, ...]:
         return tuple(sorted(self._sites))
+
+    def push(self, messages: Mapping[str, bytes], timeout: float) -> None:
+        self._came |= self.exchange(messages, timeout)
+
+    def pull(self, wait: float) -> dict[str, bytes | Failure]:
+        if not self._came:
+            time.sleep(wait)
+        came, self._came = self._came, {}
+        return came
 
     def exchange(self, messages: Mapping[str, bytes], timeout: float) -> dict[str, bytes | Failure]:
         gone = Failure("it is not connected")

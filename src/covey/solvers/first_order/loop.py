@@ -8,7 +8,7 @@ nodes compute the full gradient. It stops when the objective is certified to be 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypedDict
 import numpy as np
 import polars as pl
 
-from covey._typing import Floats
+from covey._typing import Bools, Floats
 from covey.errors import SolverError, number, warn, whole
 from covey.nodes.network import Message, Network
 from covey.objective.objective import Penalty
@@ -24,7 +24,7 @@ from covey.objective.theory import Constants, Recipe
 from covey.records import Record
 from covey.solvers.first_order import curvature
 from covey.solvers.first_order.protocol import AskMeans, Centres, CheckGap, ClusterSums, Move, NextPull, PerfectFit, Pull
-from covey.solvers.first_order.schedule import Rounds, Schedule, Vote
+from covey.solvers.first_order.schedule import Round, Rounds, Schedule, Vote
 from covey.solvers.first_order.smoothness import Quantity
 from covey.solvers.ledger import Ledger, Links, expected, links
 from covey.solvers.registry import unknown_option
@@ -291,24 +291,86 @@ class Loop:
         )
 
 
+@dataclass
+class Lane:
+    """The clusters of a lane, the rounds that are before them, and what their next message says of the last exchange."""
+
+    clusters: Bools | None
+    rounds: Iterator[tuple[int, Round]]
+    pull: Pull
+    exchanged: Bools
+    centres: Floats | None
+
+    def next_move(self) -> tuple[int, Round, Move] | None:
+        """The next round in which these clusters have something to do, with its row and the move; None if none is left."""
+        for row, now in self.rounds:
+            steps, part = now.steps, now.takes_part
+            if self.clusters is not None:
+                last, steps, part = not part.any(), steps * self.clusters, part & self.clusters
+                if not (last or part.any() or steps.any()):
+                    continue
+            move = Move(self.pull, self.exchanged, now.start, steps, part, now.refresh, self.centres, self.clusters)
+            if self.clusters is None or move.cells.any():
+                return row, now, move
+        return None
+
+    def go_on(self, pull: Pull, exchanged: Bools, centres: Floats | None = None) -> None:
+        """Remember the result of an exchange for the next message."""
+        if self.clusters is not None:
+            rows = self.clusters[:, None]
+            pull, exchanged = Pull(pull.strength * self.clusters, pull.force * rows), exchanged & self.clusters
+            centres = None if centres is None else centres * rows
+        self.pull, self.exchanged, self.centres = pull, exchanged, centres
+
+
 def run_rounds(
     network: Network, setup: Setup, top: Centres, rounds: Rounds, anchor: Floats, announce: bool = False
 ) -> tuple[Floats, int | None]:
     """Run some rounds; returns the averages of the anchor, and the iteration by which a number is not finite, if any.
 
-    With ``announce`` the nodes get the centres of the first anchor.
+    The clusters of a lane get their next message as soon as their sums are in. Lanes wait for each other at an exchange
+    between clusters, and at the end. With ``announce`` the nodes get the centres of the first anchor.
     """
     k, d = len(top.alpha), len(network.terms)
-    pull, exchanged = Pull.none(k, d), np.zeros(k, dtype=bool)
-    centres = top.centres(anchor)[0] if announce else None
-    for now in rounds:
-        part = now.takes_part
-        move = setup.move(Move(pull, exchanged, now.start, now.steps, part, now.refresh, centres))
-        means, centres = network.ask(move).total.floats(), None
-        if not np.isfinite(means).all():
-            return anchor, int((now.start + now.steps).max())
-        if now.refresh:
-            anchor, centres, pull, exchanged = means, top.centres(means)[0], Pull.none(k, d), ~part
-        else:
-            pull, exchanged = setup.next_pull(means, now, anchor), part
-    return anchor, None
+    found, nobody = network.lanes(), np.zeros(k, dtype=bool)
+    sets: list[Bools | None] = [None] if found is None else [*found]
+    lanes = [Lane(clusters, enumerate(rounds), Pull.none(k, d), nobody, None) for clusters in sets]
+    under_way: dict[int, tuple[Message[ClusterSums], Lane, int, Round]] = {}
+    met: dict[int, tuple[Floats, list[Lane]]] = {}  # by round: averages at an exchange between clusters, and who is there
+    nonfinite: list[int] = []
+
+    def send(lane: Lane) -> None:
+        following = lane.next_move()
+        if following is not None:
+            row, now, move = following
+            message = setup.move(move)
+            under_way[id(message)] = message, lane, row, now
+            network.send(message)
+
+    for lane in lanes:
+        lane.go_on(lane.pull, nobody, top.centres(anchor)[0] if announce else None)
+        send(lane)
+    while under_way:
+        for arrived in network.collect():
+            _, lane, row, now = under_way.pop(id(arrived.message))
+            means = arrived.reply.total.floats()
+            if not np.isfinite(means).all():
+                ends = now.start + now.steps
+                nonfinite.append(int((ends if lane.clusters is None else ends[lane.clusters]).max()))
+                continue
+            together = [lane]
+            if found is not None and (now.between or now.refresh):
+                sums, together = met.setdefault(row, (np.zeros((k, d)), []))
+                sums[lane.clusters], means = means[lane.clusters], sums
+                together.append(lane)
+                if len(together) < sum(bool((now.takes_part & clusters).any()) for clusters in found):
+                    continue
+                del met[row]
+            if now.refresh:
+                anchor, pull, exchanged, centres = means, Pull.none(k, d), nobody, top.centres(means)[0]
+            else:
+                pull, exchanged, centres = setup.next_pull(means, now, anchor), now.takes_part, None
+            for each in together:
+                each.go_on(pull, exchanged, centres)
+                send(each)
+    return anchor, min(nonfinite) if nonfinite else None

@@ -61,7 +61,8 @@ class Move(Record):
     """A step towards averages in clusters that ``exchanged (k,)``, then ``steps (k,)`` local iterations from ``start (k,)``.
 
     With ``refresh`` the clients' points become their anchors afterwards. ``anchor (k, d)`` are the cluster centres of the last
-    anchor, sent once. Nodes reply with the sums of the clusters that are ``wanted``.
+    anchor, sent once. Nodes reply with the sums of the clusters that are ``wanted``. The message is for the clusters of one
+    ``lane (k,)`` only (:meth:`~covey.nodes.network.Network.lanes`), for all if it is None.
     """
 
     pull: Pull
@@ -71,12 +72,13 @@ class Move(Record):
     wanted: Annotated[Bools, Axes("k")]
     refresh: bool = False
     anchor: Annotated[Floats | None, Axes("k d")] = None
+    lane: Annotated[Bools | None, Axes("k")] = None
 
     @property
     def cells(self) -> Anything:
         """Which clusters have work to do or sums to send, ``(k,)``; the others wait for the next exchange."""
         if self.refresh or self.anchor is not None:
-            return np.ones(len(self.steps), dtype=bool)
+            return np.ones(len(self.steps), dtype=bool) if self.lane is None else self.lane
         return (self.steps > 0) | self.exchanged | self.wanted
 
 
