@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -97,6 +99,20 @@ def encode(value: Any) -> bytes:
 def seal(content: bytes) -> bytes:
     """Put the signature of covey and a checksum before the content of a record."""
     return _MAGIC + checksum(content) + content
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file that only its owner can read, completely or not at all: beside the final one, flushed, moved into place."""
+    part = path.with_name(path.name + ".part")
+    try:
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def checksum(*parts: bytes | memoryview) -> bytes:

@@ -300,6 +300,34 @@ def test_offset_and_weights_that_differ_for_one_client_are_refused(setting):
         fit({"s0": Site("s0", lambda _: frame, Policy(minimum=5, share=0.6))}, spec(formula="y ~ x", **{setting: "v"}))
 
 
+@pytest.mark.parametrize("asked", [{"formula": "y ~ x + v", "standardize": True}, {"formula": "y ~ x + scale(v)"}])
+def test_weights_of_zero_do_not_hide_whose_rows_are_in_sums_without_weights(asked):
+    """Means of terms and the sums that functions learn from have no weights: with a weight of zero ``v`` showed one client."""
+    frame = patients().with_columns(v=pl.when(pl.col("client") == "c7").then(pl.col("y")).otherwise(0.0))
+    carrier = FaultyTransport({"s0": Site("s0", lambda _: frame, Policy(minimum=5, share=0.6))})
+    with pytest.raises(FederationError, match="rule 'minimum'"):
+        fit({"s0": None}, spec(weights="well", **asked), carrier)
+    assert not [reply for _, reply in carrier.replies if isinstance(decode(reply).body, tuple)]
+    fine = {name: value.replace("v", "z") if value == "y ~ x + v" else value for name, value in asked.items()}
+    fine |= {"formula": fine["formula"].replace("scale(v)", "scale(x)").replace("x + scale", "scale")}
+    fit({"s0": Site("s0", lambda _: frame, Policy(minimum=5, share=0.6))}, spec(weights="weight", **fine))
+
+
+def test_a_response_that_one_client_dominates_does_not_leave_in_a_sum_without_weights():
+    frame = patients().with_columns(y=pl.col("y") + 1e6 * pl.col("hiv"))
+    with pytest.raises(FederationError, match="rule 'minimum'"):
+        fit({"s0": Site("s0", lambda _: frame, Policy(minimum=5, share=0.6))}, spec(formula="y ~ x", weights="well"))
+
+
+def test_a_node_keeps_the_rows_of_runs_that_go_on_only():
+    sites = sites_of(by_turns(table(1), 2))
+    first, second = (fit(sites, spec(gamma=gamma)) for gamma in (2.0, 3.0))
+    for site in sites.values():
+        with pytest.raises(KeyError):
+            site.node(first.run)
+        assert site.node(second.run).data.n_rows
+
+
 # Policy: messages and replies
 
 

@@ -77,7 +77,8 @@ def init(
     from covey.federation.privacy.signing import bare
     from covey.federation.site.file import LIMITS, NAME, PLACES, RULES
     from covey.federation.site.policy import ANY
-    from covey.federation.site.state import private_folder, write_file
+    from covey.federation.site.state import private_folder
+    from covey.records import write_file
     from covey.tables.files import read_table
 
     if (home / NAME).exists():

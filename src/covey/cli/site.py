@@ -151,7 +151,8 @@ def _sums_in_words(file: SiteFile, draft: Problem) -> str:
     lines += [f"terms          {', '.join(data.terms)}"]
     sizes = [f"{cell}: {n} clients" for cell, n in zip(tree.cluster_ids.to_list(), tree.sizes.tolist(), strict=True)]
     lines += [f"cells          {len(sizes)}: {'; '.join(sizes[:12])}{'; ...' if len(sizes) > 12 else ''}"]
-    weak = list(weak_sums(data, policy.minimum, policy.share))
+    moments = draft.spec.standardize
+    weak = list(weak_sums(data, policy.minimum, policy.share, moments=moments))
     rule = f"at least {policy.minimum} clients in each, none with more than {policy.share:.0%} of a sum of squares"
     if not weak:
         return "\n".join([*lines, f"All sums may leave ({rule})."])
@@ -161,6 +162,6 @@ def _sums_in_words(file: SiteFile, draft: Problem) -> str:
         if group != draft.spec.cluster:
             coarse = replace(draft, spec=replace(draft.spec, cluster=group))
             found, _ = read_rows(read(coarse.spec), coarse)
-            fine += [str(group)] * (not list(weak_sums(found, policy.minimum, policy.share)))
+            fine += [str(group)] * (not list(weak_sums(found, policy.minimum, policy.share, moments=moments)))
     lines += [f"Groupings with which all may leave: {', '.join(fine).replace('None', 'no groups') or 'none of those allowed'}."]
     return "\n".join(line for line in lines if line)

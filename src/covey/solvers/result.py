@@ -26,7 +26,7 @@ from covey.errors import SolverError
 from covey.nodes.network import Network, Snapshot
 from covey.nodes.requests import DigestRows, PutCoefficients, PutSnapshot, TakeSnapshot, coefficients_of
 from covey.objective.objective import Penalty
-from covey.records import Record, RecordError, decode, digest, encode
+from covey.records import Record, RecordError, decode, digest, encode, write_file
 from covey.solvers.ledger import Ledger, quadratic_links
 
 Progress = Callable[[int, float, float], None]
@@ -215,15 +215,10 @@ class Checkpoint:
         """Write the progress of a run in place of the last one."""
         if self.path is None:
             return
-        fresh = self.path.with_name(self.path.name + ".part")
+        saved = encode(SavedRun(self.identity, progress, tuple(self.network.every(TakeSnapshot()))))
         try:
-            with fresh.open("wb") as file:
-                file.write(encode(SavedRun(self.identity, progress, tuple(self.network.every(TakeSnapshot())))))
-                file.flush()
-                os.fsync(file.fileno())
-            fresh.replace(self.path)
+            write_file(self.path, saved)
         except OSError as problem:
-            fresh.unlink(missing_ok=True)
             raise SolverError(f"The checkpoint {str(self.path)!r} cannot be written: {problem.strerror}.") from None
 
     def read(self) -> SavedRun | None:

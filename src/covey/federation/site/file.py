@@ -16,7 +16,7 @@ from covey.errors import FederationError, did_you_mean, number
 from covey.federation.privacy.differential import DELTA
 from covey.federation.privacy.signing import bare, fingerprint, load_key, public_text
 from covey.federation.site.budget import Budget
-from covey.federation.site.policy import ANY, SOLVERS, TRANSFORMS, Policy
+from covey.federation.site.policy import ANY, CHOICES, Policy
 from covey.federation.site.site import Read, Site
 from covey.tables.files import read_table
 
@@ -34,7 +34,6 @@ LIMITS = {
     "epsilon_total": "The most epsilon of all runs together.",
     "delta": "The delta of these limits.",
 }
-_CHOICES = {"replies": ("all", "vectors"), "approve": ("ask", "policy"), "solvers": SOLVERS, "transforms": TRANSFORMS}
 RULES = {part.name: part.metadata for part in fields(Policy) if part.metadata}
 
 
@@ -61,7 +60,7 @@ class SiteFile:
         for name in plain:
             if name not in known:
                 raise FederationError(f"The file {str(path)!r} has an unknown name {name!r}; {did_you_mean(name, known)}")
-        rules = {name: _checked(name, plain.get(name, about["strict"]), about["strict"]) for name, about in RULES.items()}
+        rules = {name: _checked(name, plain.get(name, about["strict"]), about) for name, about in RULES.items()}
         rules["operators"] = _public_keys("rule 'operators'", [each for each in rules["operators"] if each != ANY])
         rules["operators"] += (ANY,) * (ANY in plain.get("operators", ()))
         limits = {name: number(f"rule {name!r}", plain[name], above=0) for name in LIMITS if name in plain}
@@ -104,23 +103,21 @@ class SiteFile:
         return Site(name, read, self.policy, self.home, budget=self.budget, identity=key, peers=self.peers)
 
 
-def _checked(name: str, value: Any, strict: Any) -> Any:
+def _checked(name: str, value: Any, rule: Mapping[str, Any]) -> Any:
     """A value of a rule, of the type of its default."""
-    if isinstance(strict, tuple):
+    kind, choices = type(rule["strict"]), CHOICES.get(name)
+    if kind is tuple:
         good = isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(each, str) for each in value)
-        value = tuple(value) if good else value
-        wrong = [each for each in value if name in _CHOICES and each not in _CHOICES[name]] if good else []
     else:
-        number_ok = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
-        kind = type(strict)
-        good = isinstance(value, kind) if kind in (bool, str) else number_ok and (kind is float or isinstance(value, int))
-        wrong = [value] if good and name in _CHOICES and value not in _CHOICES[name] else []
-    if wrong:
-        raise FederationError(f"The rule {name!r} in {NAME} has {wrong[0]!r}; {did_you_mean(wrong[0], _CHOICES[name])}")
-    if not good or (name in ("minimum", "runs", "messages") and value < 1):
+        good = type(value) is kind or (kind is float and type(value) is int)
+        good = good and (kind in (bool, str) or value >= rule["least"])
+    if not good:
         kinds = {tuple: "a list of texts", bool: "true or false", str: "text", int: "a whole number", float: "a number"}
-        raise FederationError(f"The rule {name!r} in {NAME} must be {kinds[type(strict)]}. Got {value!r} instead.")
-    return value
+        raise FederationError(f"The rule {name!r} in {NAME} must be {kinds[kind]}. Got {value!r} instead.")
+    for each in value if kind is tuple else (value,):
+        if choices and each not in choices:
+            raise FederationError(f"The rule {name!r} in {NAME} has {each!r}; {did_you_mean(each, choices)}")
+    return tuple(value) if kind is tuple else value
 
 
 def _public_keys(what: str, given: Any) -> tuple[str, ...]:

@@ -29,13 +29,14 @@ from covey.tables.transforms import OPTIONS
 TRANSFORMS = (*FUNCTIONS, "C", *OPTIONS)
 ANY = "any"  # in the list of operators
 SOLVERS = ("sweep", "newton", "learn", "gradient")
+CHOICES = {"replies": ("all", "vectors"), "approve": ("ask", "policy"), "solvers": SOLVERS, "transforms": TRANSFORMS}
 _ABOUT_SETTINGS = (FederationError, FormulaError, PenaltyError, SolverError)  # errors that are not about rows
 _ABOUT_SCHEMA = ("There is no column", "The table has no rows", "There is no file")  # nor are those that begin so
 
 
-def rule(open_: Any, strict: Any, comment: str) -> Any:
-    """A rule: its value in a simulation, its value for a node whose file does not set it, and its comment in the file."""
-    return field(default=open_, metadata={"strict": strict, "comment": comment})
+def rule(open_: Any, strict: Any, comment: str, least: int = 0) -> Any:
+    """A rule: its values in a simulation and for a node whose file does not set it, its comment there, and its least value."""
+    return field(default=open_, metadata={"strict": strict, "comment": comment, "least": least})
 
 
 def refusal(name: str, why: str, change: str) -> FederationError:
@@ -54,7 +55,7 @@ class Policy:
     The comments of the rules, which are also those of ``site.toml``, say what each of them means.
     """
 
-    minimum: int = rule(1, 10, "Least number of clients in each sum that leaves: of each cell, and of each term in it.")
+    minimum: int = rule(1, 10, "Least number of clients in each sum that leaves: of each cell, and of each term in it.", 1)
     client: str | None = rule(None, "", "Column with the ids of the clients.")
     columns: Sequence[str] | None = rule(None, (), "Columns that may be responses, terms, weights or offsets.")
     secure: bool = rule(False, True, "Whether only masked sums leave. Then [peers] must name the sites that take part.")
@@ -76,8 +77,8 @@ class Policy:
         None, (), 'Public keys of the operators who may ask; "any" is everybody whom the link lets in.'
     )
     pinned: int = rule(0, 0, "How many sites of [peers] must take part in a masked run; 0: all sites of the run must be there.")
-    runs: int | None = rule(None, 20, "The most runs that this site takes part in.")
-    messages: int | None = rule(None, 200, "The most messages of one run that it answers.")
+    runs: int | None = rule(None, 20, "The most runs that this site takes part in.", 1)
+    messages: int | None = rule(None, 200, "The most messages of one run that it answers.", 1)
     retention: int | None = rule(None, 30, "Days without a message after which it deletes what it remembers of a run.")
     share_row_errors: bool = False  # whether errors about rows may leave the site; only in a simulation
 

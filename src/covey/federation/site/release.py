@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,16 @@ class WeakSum:
         return f"{self.term} in {self.cell!r}: {self.clients} clients contribute, one has {self.share:.0%} of the squares"
 
 
-def weak_sums(data: GroupedData, minimum: int, share: float, *, combined: bool = True) -> Iterator[WeakSum]:
-    """All sums over fewer clients than the minimum, or in which one client has more than this share."""
+def weak_sums(
+    data: GroupedData, minimum: int, share: float, *, combined: bool = True, moments: bool = False
+) -> Iterator[WeakSum]:
+    """All sums over fewer clients than the minimum, or in which one client has more than this share.
+
+    Numbers of rows and sums of responses have no weights, nor have the ``moments`` of terms: they are checked without too.
+    """
+    if data.weights is not None:
+        plain = data if moments else replace(data, X=data.X[:, :0], terms=())
+        yield from weak_sums(replace(plain, weights=None, offset=None), minimum, share, combined=False)
     tree, labels = data.hierarchy, (*data.terms, *_others(data))
     for at in np.flatnonzero(tree.sizes) if minimum > 1 or share < 1 else ():
         first, last = tree.cluster_ptr[at : at + 2]

@@ -232,7 +232,7 @@ class Site:
     def weak_sums(self, draft: Problem) -> list[WeakSum]:
         """The sums of a problem that may not leave this site."""
         data, _ = read_rows(self.read(draft.spec), draft)
-        return list(weak_sums(data, self.policy.minimum, self.policy.share))
+        return list(weak_sums(data, self.policy.minimum, self.policy.share, moments=draft.spec.standardize))
 
     def _draw_salt(self, asked: Envelope, wanted: DrawSalt) -> SealedSalts:
         """Draw the key of the tags, once for each run, and seal it for each other site."""
@@ -263,14 +263,17 @@ class Site:
         question = _question(problem, operator, bool(agreed.keys), agreed.private)
         self._approvals.admit(asked.run, question, join=True, going_on=run.agreed is not None)
         self._runs.forget(self.policy.retention)
+        for ended in [name for name in self._nodes if self._runs.load(name).agreed is None]:
+            del self._nodes[ended]  # with its copy of the rows
         table = self.read(problem.spec)
         used, *_ = usable_rows(as_frame(table), problem, Arrays())
         check_shared(used, problem.spec, design.levels, self.policy.minimum)  # a coordinator may have asked less in its hello
         data = read_part(table, problem, agreed.cluster_ids())
-        self._check_sums(weak_sums(data, self.policy.minimum, 1.0 if private else self.policy.share), private=private)
+        minimum, share, moments = self.policy.minimum, self.policy.share, problem.spec.standardize
+        self._check_sums(weak_sums(data, minimum, 1.0 if private else share, moments=moments), private=private)
         if design.unlearned:
             first_sums = read_part(table, problem, agreed.cluster_ids(), learning=True)
-            self._check_sums(weak_sums(first_sums, self.policy.minimum, self.policy.share, combined=False), private=False)
+            self._check_sums(weak_sums(first_sums, minimum, share, combined=False, moments=True), private=False)
         if not private:  # noise hides a difference of a few clients
             self._released.admit(asked.run, data, self.policy)
         run = replace(

@@ -1,13 +1,12 @@
 """What a site remembers of a run: in memory, or on its own disk, so that a site that restarts goes on where it was.
 
-A file is readable by its owner only. It is written completely or not at all, and by one process at a time.
+A file is readable by its owner only, and written by one process at a time.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from typing import Any
 from covey.errors import FederationError
 from covey.federation.wire.messages import Agree
 from covey.nodes.network import Snapshot
-from covey.records import Record, RecordError, decode, encode
+from covey.records import Record, RecordError, decode, encode, write_file
 
 try:
     import fcntl
@@ -88,31 +87,33 @@ class RunStore:
 
     def load(self, name: str) -> SiteRun:
         """A run as it was saved, or a new one."""
-        if not name.isalnum():
-            raise FederationError(f"The name of a run consists of letters and digits. Got {name[:40]!r} instead.")
-        if name not in self._runs:
-            file = None if self.home is None else self.home / "runs" / f"{name}.state"
+        file = self._file(name)
+        if name not in self._runs and file is not None and file.exists():
             try:
-                found = decode(file.read_bytes()) if file is not None and file.exists() else SiteRun()
+                found = decode(file.read_bytes())
             except RecordError:
                 found = None
             if not isinstance(found, SiteRun):
                 raise FederationError(f"The site's file runs/{name}.state is damaged; start a new run.")
             self._runs[name] = found
-        return self._runs[name]
+        return self._runs.get(name, SiteRun())
 
     def save(self, name: str, run: SiteRun) -> None:
         """Replace what was saved of a run before."""
-        self._runs[name] = run
-        if self.home is not None:
-            write_file(private_folder(self.home / "runs") / f"{name}.state", encode(run))
+        file, self._runs[name] = self._file(name), run
+        if file is not None:
+            write_file(private_folder(file.parent) / file.name, encode(run))
 
     def drop(self, name: str) -> None:
         """Delete what was saved of a run."""
-        self.load(name)  # checks the name
-        self._runs.pop(name)
-        if self.home is not None:
-            (self.home / "runs" / f"{name}.state").unlink(missing_ok=True)
+        file, _ = self._file(name), self._runs.pop(name, None)
+        if file is not None:
+            file.unlink(missing_ok=True)
+
+    def _file(self, name: str) -> Path | None:
+        if not name.isalnum():
+            raise FederationError(f"The name of a run consists of letters and digits. Got {name[:40]!r} instead.")
+        return None if self.home is None else self.home / "runs" / f"{name}.state"
 
     def forget(self, days: int | None) -> None:
         """Delete what was saved of runs without a message for so many days."""
@@ -144,13 +145,3 @@ def private_folder(path: Path) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     path.chmod(0o700)
     return path
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Write a file beside the final one, flush it to the disk, and move it into place."""
-    part = path.with_suffix(".part")
-    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
