@@ -20,7 +20,7 @@ from covey.federation.operator.settings import DEFAULTS, Members, RunSettings
 from covey.federation.simulate import simulate_sites
 from covey.problem.problem import Spec
 from covey.records import decode, encode
-from covey.solvers.direct.newton import NewtonStep
+from covey.solvers.direct.newton_node import NewtonStep
 from covey.solvers.first_order.l2gd import L2gdMove
 from covey.solvers.first_order.protocol import AskMeans, CheckGap
 

@@ -12,7 +12,7 @@ from covey.exact import Exact
 from covey.federation.wire.codec import Envelope, join, split
 from covey.records import RecordError, decode, encode, outline, seal
 from covey.solvers.direct.elimination import Quadratic
-from covey.solvers.direct.newton import NewtonReport, NewtonStep
+from covey.solvers.direct.newton_node import NewtonReport, NewtonStep
 
 arrays = hnp.arrays(np.float64, hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4), elements=st.floats(width=64))
 

@@ -131,7 +131,7 @@ def test_a_site_that_restarts_for_every_message_scales_once(secure, tmp_path):
 
 def test_a_first_request_that_fails_leaves_the_rows_as_they_were(monkeypatch):
     """The scale travels with the first request; when it is repeated, the site scales its unscaled rows."""
-    from covey.solvers.direct.newton import NewtonBegin
+    from covey.solvers.direct.newton_node import NewtonBegin
 
     frame, failures, begin = raw(4, "bernoulli"), [1], NewtonBegin.at
 

@@ -12,7 +12,7 @@ from scipy.special import expit, logsumexp
 from covey import GroupedData
 from covey.losses import Bernoulli, Poisson
 from covey.solvers.direct.elimination import Spread, cluster_covariances
-from covey.solvers.direct.newton import LocalProblem, node_start
+from covey.solvers.direct.newton_node import LocalProblem, node_start
 from covey.variance.columns import TermOrder
 from covey.variance.identify import survey
 from covey.variance.laplace_likelihood import (

@@ -14,6 +14,6 @@ Where to look:
 - "What happens when a site restarts?" It goes on from ``site/state.py``, which holds what it keeps on disk.
 - "Who decides that a site is lost?" ``operator/exchanges.py``.
 - "What does a site send in a REML fit?" Messages of a fit are declared beside the mathematics: those of a linear likelihood in
-  ``variance/linear_likelihood.py``, those of Newton's method in ``solvers/direct/newton.py``, and so on.
+  ``variance/linear_likelihood.py``, those of Newton's method in ``solvers/direct/newton_node.py``, and so on.
   ``docs/reference/messages.md`` lists all of them.
 """

@@ -248,7 +248,8 @@ class GroupedData:
         kept, tree = np.arange(0, self.n_clients, step), self.hierarchy
         ptr = np.concatenate([[0], np.cumsum(self.rows_per_client[kept])])
         tree = replace(tree, cluster_ptr=-(-tree.cluster_ptr // step), client_ids=tree.client_ids.gather(kept))
-        return self._select(self.client_of_row % step == 0, ptr, tree)
+        rows = np.flatnonzero(np.repeat(np.arange(self.n_clients) % step == 0, np.diff(self.client_ptr)))
+        return self._select(rows, ptr, tree)
 
     def rows(self, keep: Anything) -> GroupedData:
         """The rows where the mask ``keep`` is true; clients and clusters without rows are kept."""

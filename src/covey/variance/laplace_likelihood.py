@@ -38,7 +38,7 @@ from covey.errors import SolverError
 from covey.losses import loss_of
 from covey.nodes.network import Message, Node, Sizes
 from covey.records import Axes
-from covey.solvers.direct import newton
+from covey.solvers.direct import newton, newton_node
 from covey.solvers.direct.elimination import (
     ClientMarginal,
     Quadratic,
@@ -77,12 +77,12 @@ _LARGE = 3.0  # standard deviation of log-odds or log-means
 # The work of a node
 
 
-def node_curvature(node: newton.LocalProblem, at: newton.NewtonPoint) -> ClientMarginal:
+def node_curvature(node: newton_node.LocalProblem, at: newton_node.NewtonPoint) -> ClientMarginal:
     """Each client's ``C_i`` at the mode, and the sums of log-determinants by cluster."""
     return node.hessians(at).curvature(node.spread, node.data.hierarchy.cluster_ptr)
 
 
-def node_bends(node: newton.LocalProblem, at: newton.NewtonPoint, P: Floats) -> tuple[Floats, Floats]:
+def node_bends(node: newton_node.LocalProblem, at: newton_node.NewtonPoint, P: Floats) -> tuple[Floats, Floats]:
     """Each client's ``g_i (n, d)``, which stays at the node, and the sums ``(k, d)`` of ``(I + H_i S_j)^-1 g_i`` by cluster."""
     H = node.hessians(at)
     g = H.bend(node.data, node.loss, at.theta, node.spread, P)
@@ -90,7 +90,7 @@ def node_bends(node: newton.LocalProblem, at: newton.NewtonPoint, P: Floats) -> 
 
 
 def node_slopes(
-    node: newton.LocalProblem, at: newton.NewtonPoint, marginal: ClientMarginal, g: Floats, P: Floats, y: Floats
+    node: newton_node.LocalProblem, at: newton_node.NewtonPoint, marginal: ClientMarginal, g: Floats, P: Floats, y: Floats
 ) -> tuple[Floats, Floats]:
     """The sums of ``bend`` and ``pull`` by cluster; ``y (k, d)`` is the clusters' solution of the second sweep."""
     tree, width = node.data.hierarchy, node.spread.width
@@ -109,7 +109,7 @@ class ModeState(LearningState):
 
     S: Floats
     order: TermOrder
-    state: newton.NewtonState
+    state: newton_node.NewtonState
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class SumLogCounts(Message[Quadratic], label="logs of responses", phase="learn")
 
 
 @dataclass(frozen=True)
-class BeginMode(Message[newton.NewtonReport], label="begin mode", phase="learn"):
+class BeginMode(Message[newton_node.NewtonReport], label="begin mode", phase="learn"):
     """Start Newton's method with clusters at ``w (k, d)`` and covariances ``S (1 or k, d, d)`` of clients about them.
 
     Clients start from the forces of the last mode. If ``fresh``, they start from ``logs`` if given, else from their clusters.
@@ -143,7 +143,7 @@ class BeginMode(Message[newton.NewtonReport], label="begin mode", phase="learn")
     def sizes(self) -> Sizes:
         return {"groups": len(self.S), "width": self.order.width}
 
-    def at(self, node: Node) -> newton.NewtonReport:
+    def at(self, node: Node) -> newton_node.NewtonReport:
         clients, tree = _clients(node, self.S, self.order), node.data.hierarchy
         u, last = np.zeros((tree.n_clients, self.w.shape[1])), node.find(ModeState)
         if self.logs is not None:
@@ -152,25 +152,25 @@ class BeginMode(Message[newton.NewtonReport], label="begin mode", phase="learn")
         elif not self.fresh and last is not None and np.array_equal(last.order.terms, self.order.terms):
             u = last.state.now.u
         with np.errstate(over="ignore", invalid="ignore"):
-            state, report = newton.node_start(clients, tree.down(self.w) + clients.spread.moved(u), u)
+            state, report = newton_node.node_start(clients, tree.down(self.w) + clients.spread.moved(u), u)
         node.keep(ModeState(self.S, self.order, state))
         return report
 
 
 @dataclass(frozen=True)
-class StepToMode(Message[newton.NewtonReport], label="step to mode", phase="learn"):
-    """One step of Newton's method, as :class:`~covey.solvers.direct.newton.NewtonStep`."""
+class StepToMode(Message[newton_node.NewtonReport], label="step to mode", phase="learn"):
+    """One step of Newton's method, as :class:`~covey.solvers.direct.newton_node.NewtonStep`."""
 
-    move: newton.NewtonStep
+    move: newton_node.NewtonStep
 
     @property
     def sizes(self) -> Sizes:
         return {"d": "order"}
 
-    def at(self, node: Node) -> newton.NewtonReport:
+    def at(self, node: Node) -> newton_node.NewtonReport:
         mode = node.state(ModeState)
         with np.errstate(over="ignore", invalid="ignore"):
-            state, report = newton.node_move(_clients(node, mode.S, mode.order), mode.state, self.move)
+            state, report = newton_node.node_move(_clients(node, mode.S, mode.order), mode.state, self.move)
         node.keep(replace(mode, state=state))
         return report
 
@@ -219,12 +219,12 @@ class FinishMode(Message[NonFiniteClients], label="finish at the mode", phase="l
         return keep_results(node, theta, units, np.zeros(theta.shape[1]))
 
 
-def _clients(node: Node, S: Floats, order: TermOrder) -> newton.LocalProblem:
+def _clients(node: Node, S: Floats, order: TermOrder) -> newton_node.LocalProblem:
     spread = from_cache(node, "spread", (S, *order.key), lambda: client_spread(node, S, order))
-    return newton.LocalProblem(client_rows(node, order.terms), node.loss, spread, node.cache)
+    return newton_node.LocalProblem(client_rows(node, order.terms), node.loss, spread, node.cache)
 
 
-def _linear_problem(clients: newton.LocalProblem, centre: Floats) -> tuple[Hessians, Floats]:
+def _linear_problem(clients: newton_node.LocalProblem, centre: Floats) -> tuple[Hessians, Floats]:
     """The linear model of the logs of the counts, about the global model: the Hessians and the linear terms."""
     n, linear = clients.data.n_clients, clients.loss.working_response(clients.data)
     if linear is None:
@@ -234,7 +234,7 @@ def _linear_problem(clients: newton.LocalProblem, centre: Floats) -> tuple[Hessi
     return hessians(linear, gaussian, here, width), -here.gradient
 
 
-def _at_mode(node: Node, P: Floats) -> tuple[newton.LocalProblem, ClientMarginal, Floats, Floats]:
+def _at_mode(node: Node, P: Floats) -> tuple[newton_node.LocalProblem, ClientMarginal, Floats, Floats]:
     """The clients, their curvature at the mode, their ``g_i``, and the sums of ``(I + H_i S_j)^-1 g_i`` by cluster."""
     mode = node.state(ModeState)
     clients, now = _clients(node, mode.S, mode.order), mode.state.now
@@ -422,7 +422,7 @@ def run_newton(
     tol: float,
     max_iter: int,
     fixed: bool = False,
-) -> tuple[newton.UpperLevels, Convergence, Anything, newton.NewtonReport]:
+) -> tuple[newton.UpperLevels, Convergence, Anything, newton_node.NewtonReport]:
     """Newton's method over the network; with ``fixed`` the global model stays as it is.
 
     Returns the upper levels at the end, the account, which terms grow without bound, and the last report.
@@ -431,7 +431,7 @@ def run_newton(
     if fixed and not np.isfinite(first.value):
         raise SolverError("The likelihood cannot be computed: the loss is not finite.")
 
-    def ask(move: newton.NewtonStep) -> newton.NewtonReport:
+    def ask(move: newton_node.NewtonStep) -> newton_node.NewtonReport:
         nonlocal last
         last = network.ask(StepToMode(move))
         return last

@@ -16,7 +16,8 @@ from covey.errors import SolverError
 from covey.losses import Bernoulli, Gaussian, Poisson, loss_of
 from covey.solvers import minimise, newton
 from covey.solvers.direct.elimination import Spread
-from covey.solvers.direct.newton import LocalProblem, NewtonProgress, UpperLevels, coordinate, node_move, node_start
+from covey.solvers.direct.newton import NewtonProgress, UpperLevels, coordinate
+from covey.solvers.direct.newton_node import LocalProblem, node_move, node_start
 from covey.threads import use_threads
 from tests.conftest import random_problem, seeds
 from tests.networks import shard
@@ -278,3 +279,50 @@ def test_a_run_stopped_after_any_step_resumes_to_the_same_bits(family, tmp_path)
     minimise(data, loss, penalty, solver="newton", checkpoint=tmp_path / "done.npz")
     with pytest.raises(SolverError, match=r"of another run \(other penalties\)"):
         minimise(data, loss, Penalty.of(data.hierarchy, gamma=7.0), solver="newton", checkpoint=tmp_path / "done.npz")
+
+
+def wide_problem(family, seed, d=18):
+    """Clients with fewer rows than terms, of different sizes, with weights and offsets."""
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(1, 7, size=45)
+    client = np.repeat(np.arange(45), counts)
+    X, offset = rng.normal(size=(len(client), d)), 0.3 * rng.normal(size=len(client))
+    loss, weights = loss_of(family, "mean" if seed % 3 == 0 else "sum"), rng.integers(1, 4, size=len(client)).astype(float)
+    y = loss.draw(0.2 * X @ rng.normal(size=d) + offset, rng, 0.5)
+    data = GroupedData.from_arrays(X, y, client, client // 15, weights=weights, offset=offset)
+    return data, loss, Penalty.of(data.hierarchy, gamma=10.0 ** rng.uniform(-1, 3, size=45), lam=[0.5, 1.0, 50.0])
+
+
+@pytest.mark.parametrize("family", ["bernoulli", "poisson", "gamma"])
+@pytest.mark.parametrize("seed", range(4))
+def test_clients_in_the_space_of_their_margins(family, seed, monkeypatch):
+    """The same optimum as Newton on all coefficients, in no more exchanges, and each client is at its best at every step."""
+    data, loss, penalty = wide_problem(family, seed)
+    fit = minimise(data, loss, penalty, tol=1e-9)
+    state, _ = node_start(
+        LocalProblem(data, loss, Spread.of_penalty(penalty.gamma, 18)), fit.theta + 0.1, np.zeros_like(fit.theta)
+    )
+    assert np.abs(state.now.residual).max() < 1e-8 * (1.0 + np.abs(state.now.u).max())
+    monkeypatch.setattr("covey.solvers.direct.margins.MANY", 100)
+    plain = minimise(data, loss, penalty, tol=1e-9)
+    assert fit.convergence.converged
+    assert plain.convergence.converged
+    assert fit.convergence.exchanges <= plain.convergence.exchanges
+    assert fit.convergence.objective == pytest.approx(plain.convergence.objective, rel=1e-12)
+    np.testing.assert_allclose(fit.theta, plain.theta, rtol=0, atol=1e-7 * np.abs(plain.theta).max())
+
+
+def test_many_clients_begin_at_the_fit_of_a_sample(monkeypatch):
+    """Fewer steps with all clients, and the same optimum."""
+    drawn = simulate("bernoulli", clusters=3, clients=400, rows=5, d=2, wbar=[-2.0, 0.5], intercept=True, seed=1)
+    penalty = Penalty.of(drawn.data.hierarchy, gamma=2.0, lam=3.0)
+    plain = minimise(drawn.data, Bernoulli(), penalty, tol=1e-9)
+    monkeypatch.setattr("covey.solvers.direct.newton._WORTH_SAMPLING", (100, 100))
+    fit = minimise(drawn.data, Bernoulli(), penalty, tol=1e-9)
+    assert fit.convergence.iterations < plain.convergence.iterations
+    np.testing.assert_allclose(fit.theta, plain.theta, rtol=0, atol=1e-9)
+    # A sample without ones has no finite optimum; then Newton begins at zero.
+    one = GroupedData.from_arrays(np.ones((400, 1)), np.arange(400) % 16 == 3, np.arange(400))
+    alone = minimise(one, Bernoulli(), Penalty.of(one.hierarchy))
+    assert alone.convergence.converged
+    assert alone.history["exchanges"][0] == 1

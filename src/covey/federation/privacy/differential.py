@@ -63,7 +63,7 @@ from covey.objective.objective import Penalty
 from covey.problem.problem import Spec
 from covey.records import Axes, Reply
 from covey.solvers.direct.elimination import Quadratic, Spread, descend, marginalise
-from covey.solvers.direct.newton import LocalProblem
+from covey.solvers.direct.newton_node import LocalProblem
 from covey.solvers.direct.sweep import solve_top
 from covey.solvers.first_order.apgd import proximal_newton
 from covey.solvers.ledger import Links

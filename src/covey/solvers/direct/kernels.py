@@ -11,8 +11,6 @@ from covey.compiling import njit
 from covey.losses.kernels import FASTMATH
 from covey.threads import BLOCK
 
-_TILE = 128  # columns that fit into the fastest cache together
-
 
 @njit(forceinline=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def _absorb(A: Floats, b: Floats, scale: float, shape: Floats, q: int, measure: bool, M: Floats) -> float:
@@ -313,12 +311,12 @@ def leading_variances(
 
 
 @njit(nogil=True, cache=True, fastmath=FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
-def factor_rows(begin: int, end: int, Y: Floats, ptr: Ints, scale: Floats, place: Ints, L: Floats, volume: Floats) -> None:
-    """Set ``L`` to the Cholesky factor of ``K_i = I + scale_i Y_i Y_i'``, ``(m, m)``, and ``volume`` to ``log|K_i|``."""
+def gram_rows(begin: int, end: int, Y: Floats, ptr: Ints, place: Ints, out: Floats) -> None:
+    """Set the lower triangle of ``out_i (m, m)`` to that of ``Y_i Y_i'``."""
     d = Y.shape[1]
     for i in range(begin, end):
         first, m = ptr[i], ptr[i + 1] - ptr[i]
-        K = L[place[i] : place[i] + m * m].reshape(m, m)
+        K = out[place[i] : place[i] + m * m].reshape(m, m)
         for a in range(m):
             for b in range(0, a + 1, 4):  # four products at a time, so that row a is read less often
                 b1, b2, b3 = min(b + 1, a), min(b + 2, a), min(b + 3, a)
@@ -329,15 +327,24 @@ def factor_rows(begin: int, end: int, Y: Floats, ptr: Ints, scale: Floats, place
                     s1 += y * Y[first + b1, c]
                     s2 += y * Y[first + b2, c]
                     s3 += y * Y[first + b3, c]
-                K[a, b], K[a, b1], K[a, b2], K[a, b3] = scale[i] * s0, scale[i] * s1, scale[i] * s2, scale[i] * s3
+                K[a, b], K[a, b1], K[a, b2], K[a, b3] = s0, s1, s2, s3
+
+
+@njit(nogil=True, cache=True, fastmath=FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
+def factor_rows(begin: int, end: int, ptr: Ints, scale: Floats, root: Floats, place: Ints, L: Floats, volume: Floats) -> None:
+    """Replace Gram matrices by Cholesky factors of ``I + scale_i D Gram D``, with ``D = diag(root)``; ``root`` may be empty."""
+    for i in range(begin, end):
+        first, m = ptr[i], ptr[i + 1] - ptr[i]
+        K = L[place[i] : place[i] + m * m].reshape(m, m)
         total = 0.0
         for a in range(m):
+            weight = scale[i] * root[first + a] if len(root) else scale[i]
             for b in range(a):
-                rest = K[a, b]
+                rest = (weight * root[first + b] if len(root) else weight) * K[a, b]
                 for c in range(b):
                     rest -= K[a, c] * K[b, c]
                 K[a, b] = rest / K[b, b]
-            rest = 1.0 + K[a, a]
+            rest = 1.0 + (weight * root[first + a] if len(root) else weight) * K[a, a]
             for c in range(a):
                 rest -= K[a, c] * K[a, c]
             K[a, a] = math.sqrt(rest)
@@ -345,33 +352,21 @@ def factor_rows(begin: int, end: int, Y: Floats, ptr: Ints, scale: Floats, place
         volume[i] = total
 
 
-@njit(nogil=True, cache=True, fastmath=FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
-def forward_rows(begin: int, end: int, L: Floats, place: Ints, ptr: Ints, X: Floats, G: Floats) -> None:
-    """Set ``G_i = L_i^-1 X_i``."""
-    d = X.shape[1]
+@njit(nogil=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
+def invert_factors(begin: int, end: int, L: Floats, place: Ints, ptr: Ints, root: Floats, starts: Ints, T: Floats) -> None:
+    """Set ``T_i (m, m)``, which starts at ``starts[i]`` and is zero, to ``L_i^-1 diag(root)``; ``root`` may be empty."""
     for i in range(begin, end):
         first, m = ptr[i], ptr[i + 1] - ptr[i]
         K = L[place[i] : place[i] + m * m].reshape(m, m)
-        for left in range(0, d, _TILE):
-            right = min(left + _TILE, d)
-            for a in range(m):
-                for c in range(left, right):
-                    G[first + a, c] = X[first + a, c]
-                b = 0
-                while b + 4 <= a:
-                    l0, l1, l2, l3 = K[a, b], K[a, b + 1], K[a, b + 2], K[a, b + 3]
-                    for c in range(left, right):
-                        upper = l0 * G[first + b, c] + l1 * G[first + b + 1, c]
-                        G[first + a, c] -= upper + l2 * G[first + b + 2, c] + l3 * G[first + b + 3, c]
-                    b += 4
-                while b < a:
-                    factor = K[a, b]
-                    for c in range(left, right):
-                        G[first + a, c] -= factor * G[first + b, c]
-                    b += 1
-                inverse = 1.0 / K[a, a]
-                for c in range(left, right):
-                    G[first + a, c] *= inverse
+        inverse = T[starts[i] : starts[i] + m * m].reshape(m, m)
+        for a in range(m):
+            inverse[a, a] = root[first + a] if len(root) else 1.0
+            for b in range(a):
+                factor = K[a, b]
+                for c in range(b + 1):
+                    inverse[a, c] -= factor * inverse[b, c]
+            for c in range(a + 1):
+                inverse[a, c] /= K[a, a]
 
 
 @njit(nogil=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]

@@ -14,181 +14,37 @@ and the Newton step is the sweep with ``A_i`` the Hessian of ``f_i`` and minus t
     node -> coordinator    NewtonReport: value, slope, squared gradient, its clients eliminated and summed for each cluster
     coordinator            checks sufficient decrease (Armijo) of the convex objective; halves t, or solves for the next step
 
-A full step that is accepted costs one exchange, because its report already holds what the next step needs.
+A full step that is accepted costs one exchange, because its report already holds what the next step needs. This module is the
+coordinator; :mod:`.newton_node` has the messages and the nodes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from operator import add
 from pathlib import Path
-from typing import Annotated, Any
 
 import numpy as np
 
 from covey._typing import Anything, Floats
 from covey.errors import SolverError, listing, warn
-from covey.losses import Expansion, Loss
-from covey.nodes.network import Message, Network, Node, Request
+from covey.nodes.network import InMemory, Network
 from covey.objective.objective import Penalty
-from covey.records import Axes, Record, Reply
-from covey.solvers.direct.elimination import Quadratic, Spread
-from covey.solvers.direct.hessians import Hessians
+from covey.records import Record
+from covey.solvers.direct.elimination import MANY, Spread
 from covey.solvers.direct.james_stein import factor_of, shrunk
-from covey.solvers.direct.spaces import expand, hessians, settled
+from covey.solvers.direct.newton_node import NewtonBegin, NewtonReport, NewtonStep, ReportAgain
 from covey.solvers.direct.sweep import one_sweep, solve_top
 from covey.solvers.registry import algorithm
 from covey.solvers.result import Checkpoint, Convergence, Fit, Progress, after, begin_at, certified_gap, direct_history
-from covey.tables.rows import GroupedData
 
 _ARMIJO = 1e-4
 _EPS = float(np.finfo(float).eps)
 _SHORTEST = 1e-12
-
-
-# Messages
-
-
-@dataclass(frozen=True)
-class NewtonBegin(Message["NewtonReport"], label="newton begin"):
-    """Begin at the clients' coefficients, with the forces that clusters at ``w (k, d)`` exert on them."""
-
-    w: Annotated[Floats, Axes("k d")]
-
-    def at(self, node: Node) -> NewtonReport:
-        theta = node.coefficients()
-        force = node.gamma[:, None] * (theta - node.data.hierarchy.down(self.w))
-        state, report = node_start(LocalProblem.of(node), theta, force)
-        node.keep(state)
-        return report
-
-
-@dataclass(frozen=True)
-class NewtonStep(Message["NewtonReport"], label="newton step"):
-    """Go ``length`` along the direction that ``dw (k, d)`` implies; with ``retry``, from the old point and in its direction."""
-
-    dw: Annotated[Floats, Axes("k d")]
-    length: float = 1.0
-    retry: bool = False
-
-    def at(self, node: Node) -> NewtonReport:
-        state, report = node_move(LocalProblem.of(node), node.state(NewtonState), self)
-        node.theta = state.now.theta
-        node.keep(state)
-        return report
-
-
-@dataclass(frozen=True)
-class NewtonReport(Reply):
-    """Sums over a node's clients: ``seen`` and ``force (k, d)`` by cluster, the others over all of them.
-
-    ``slope`` is the derivative of the value along the direction of the last step, ``mu`` a lower bound on the curvature.
-    """
-
-    seen: Quadratic
-    force: Annotated[Floats, Axes("k d")]
-    value: float = field(metadata={"overflows": True})
-    slope: float
-    gradient_squared: Annotated[float, Axes("", "square")]
-    mu: float = field(metadata={"least": True})
-
-
-@dataclass(frozen=True)
-class ReportAgain(Request[NewtonReport]):
-    """Report on the point of a run that continues."""
-
-    mu: float
-
-    def at(self, node: Node) -> NewtonReport:
-        return _report(LocalProblem.of(node), node.state(NewtonState), self.mu)
-
-
-# The node
-
-
-@dataclass(frozen=True)
-class LocalProblem:
-    """The fixed data of a node: its clients' rows, their loss, and their covariances about their clusters."""
-
-    data: GroupedData
-    loss: Loss
-    spread: Spread
-    cache: dict[Any, Any] | None = None
-
-    @classmethod
-    def of(cls, node: Node) -> LocalProblem:
-        return cls(node.data, node.loss, Spread.of_penalty(node.gamma, node.data.n_terms), node.cache)
-
-    @property
-    def aside(self) -> tuple[Floats, Floats]:
-        """Zeros for the constants and row counts of a Quadratic, which a step does not need."""
-        return (nothing := np.zeros(self.data.n_clients)), nothing
-
-    def at(self, theta: Floats, u: Floats) -> NewtonPoint:
-        """The point with coefficients ``theta (n, d)`` and forces ``u (n, d)``."""
-        here = expand(self.data, self.loss, theta, self.spread.width)
-        return NewtonPoint(theta, settled(here, u, self.spread.width), here)
-
-    def hessians(self, point: NewtonPoint) -> Hessians:
-        """The Hessians of the clients at a point."""
-        return hessians(self.data, self.loss, point.here, self.spread.width, self.cache)
-
-
-@dataclass(frozen=True)
-class NewtonPoint(Record):
-    """Coefficients of a node's clients, the forces on them, and their losses expanded there."""
-
-    theta: Floats
-    u: Floats
-    here: Expansion
-
-    @property
-    def residual(self) -> Floats:
-        return self.here.gradient + self.u
-
-
-@dataclass(frozen=True)
-class NewtonState(Record):
-    """The point last reported, the point before it, and the direction from that one."""
-
-    now: NewtonPoint
-    before: NewtonPoint
-    dtheta: Floats
-    du: Floats
-
-
-def node_start(node: LocalProblem, theta: Floats, u: Floats) -> tuple[NewtonState, NewtonReport]:
-    """Begin at coefficients ``theta`` with a force ``u`` on each client: ``theta - w = S u``."""
-    point, still = node.at(theta, u), np.zeros_like(theta)
-    state = NewtonState(point, point, still, still)
-    return state, _report(node, state, node.hessians(point).smallest_curvature(node.loss))
-
-
-def node_move(node: LocalProblem, state: NewtonState, move: NewtonStep) -> tuple[NewtonState, NewtonReport]:
-    """Answer one :class:`NewtonStep`."""
-    if not move.retry:
-        now = state.now
-        dtheta, du = node.hessians(now).descend(-now.residual, node.spread, node.data.hierarchy.parent, move.dw)
-        state = NewtonState(now, now, dtheta, du)
-    theta, u = state.before.theta + move.length * state.dtheta, state.before.u + move.length * state.du
-    state = replace(state, now=node.at(theta, u))
-    return state, _report(node, state, np.inf)
-
-
-def _report(node: LocalProblem, state: NewtonState, mu: float) -> NewtonReport:
-    tree, point, before = node.data.hierarchy, state.now, state.before
-    seen = node.hessians(point).eliminate(-point.residual, node.spread, tree.cluster_ptr, node.aside)
-    force = tree.sum_up(point.u)
-    value = float(point.here.value.sum()) + 0.5 * float((node.spread.moved(point.u) * point.u).sum())
-    slope = float((before.here.gradient * state.dtheta).sum() + (node.spread.moved(before.u) * state.du).sum())
-    squared = float((point.residual**2).sum())
-    if all(np.isfinite(part).all() for part in (seen.C, seen.r, force, value, slope, squared)):
-        return NewtonReport(seen, force, value, slope, squared, mu)
-    # The step is so long that numbers overflow. An infinite value makes the coordinator refuse it.
-    nothing = Quadratic(np.zeros_like(seen.C), np.zeros_like(seen.r), np.zeros_like(seen.c), np.zeros_like(seen.n))
-    return NewtonReport(nothing, np.zeros_like(force), np.inf, 0.0, 0.0, mu)
+_SAMPLE = 16
+_WORTH_SAMPLING = 1024, 1 << 20  # numbers of clients and of numbers in their rows
 
 
 # The coordinator
@@ -412,6 +268,9 @@ def newton(
     if start is None and network.loss.linear_start:
         # From zero, large counts or exposures would take hundreds of steps, because exp grows faster than any quadratic.
         start, before = one_sweep(network, penalty, logs=True), 1
+    elif start is None and checkpoint is None:
+        start = _sampled(network, penalty, centre)
+        before = 0 if start is None else start.convergence.exchanges
     report, begun = _resumed(saved) or _begin(network, penalty, start, centre)
     spread, fixed = Spread.of_penalty(penalty.lam, len(network.terms)), centre is not None
     last, account, runaway = coordinate(network.ask, report, begun, spread, tol=tol, max_iter=max_iter, fixed=fixed, keep=keep)
@@ -447,6 +306,28 @@ def _resumed(saved: Checkpoint) -> tuple[NewtonReport, NewtonProgress] | None:
     if progress is None:
         return None
     return reduce(add, saved.network.every(ReportAgain(progress.mu))), progress
+
+
+def _sampled(network: Network, penalty: Penalty, centre: Floats | None) -> Fit | None:
+    """Coefficients to begin at if there are many clients with few terms: the fit to every ``_SAMPLE``-th of them.
+
+    Its steps cost next to nothing, and some of the steps with all clients are then unnecessary. None if the clients are few or
+    in several nodes, or if the sample has no finite optimum.
+    """
+    node = network.clients()
+    if node is None or node.theta is not None or network.loss.quadratic or len(network.terms) > MANY:
+        return None
+    if node.data.n_clients < _WORTH_SAMPLING[0] or node.data.X.size < _WORTH_SAMPLING[1]:
+        return None
+    part = InMemory.of(node.data.every(_SAMPLE), node.loss, np.ascontiguousarray(node.gamma[::_SAMPLE]))
+    report, begun = _begin(part, penalty, None, centre)
+    spread = Spread.of_penalty(penalty.lam, len(network.terms))
+    tol = 1e-3 * float(np.sqrt(report.gradient_squared))
+    last, account, runaway = coordinate(part.ask, report, begun, spread, tol=tol, max_iter=20, fixed=centre is not None)
+    if not account.converged or runaway.any():
+        return None
+    node.theta = network.tree.down(last.top.w)
+    return Fit(node.theta, last.top.w, last.top.wbar, account)
 
 
 def _begin(network: Network, penalty: Penalty, start: Fit | None, centre: Floats | None) -> tuple[NewtonReport, NewtonProgress]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from covey.losses import Loss
 from covey.solvers.direct import kernels, lanes
 from covey.solvers.direct.elimination import ClientMarginal, Quadratic, Spread
 from covey.solvers.direct.hessians import Hessians
+from covey.solvers.direct.margins import Grams
 from covey.tables.rows import GroupedData
 from covey.threads import block_count, share
 from covey.tree.hierarchy import segment_sum
@@ -79,7 +81,7 @@ class RowSpace(Hessians):
     """The rows ``diag(root) R`` of clients, ``R (rows, d)``; client ``i`` has the rows ``ptr[i]:ptr[i + 1]``.
 
     ``root`` and ``z`` may be empty: ones, and no responses. ``left (n,)`` is half the sum of squares that no coefficients can
-    remove. The first ``q`` terms vary.
+    remove. The first ``q`` terms vary. ``grams`` are the products ``R_i R_i'``, if somebody has them already.
     """
 
     R: Floats
@@ -89,17 +91,20 @@ class RowSpace(Hessians):
     left: Floats
     q: int
     ridge: float
+    grams: Grams | None = None
     kept: dict[str, tuple[Spread, Factors]] = field(default_factory=dict)
 
     @classmethod
-    def of_rows(cls, data: GroupedData, curves: Floats, ridge: float, q: int, residual: Floats | None = None) -> RowSpace:
+    def of_rows(
+        cls, data: GroupedData, curves: Floats, ridge: float, q: int, residual: Floats | None = None, grams: Grams | None = None
+    ) -> RowSpace:
         """From rows with terms in the working order; ``residual (rows,)`` are the responses of a linear model."""
         root = np.empty(0) if (curves == 1.0).all() else np.sqrt(curves)
         z = np.empty(0) if residual is None else residual if not len(root) else root * residual
         n, d = data.n_clients, data.n_terms
         counts = data.rows_per_client + (d if ridge else 0)
         if (counts <= d).all():
-            return cls(data.X, root, data.client_ptr, z, np.zeros(n), q, ridge)
+            return cls(data.X, root, data.client_ptr, z, np.zeros(n), q, ridge, grams)
         ptr = np.concatenate([[0], np.cumsum(np.minimum(counts, d))])
         R, short, left = np.empty((ptr[-1], d)), np.zeros(ptr[-1] if len(z) else 0), np.zeros(n)
         for i in range(n):
@@ -142,11 +147,20 @@ class RowSpace(Hessians):
 
     def forward(self, piece: slice, spread: Spread) -> tuple[Ints, Floats]:
         """Where each client's rows begin, and ``G = L^-1 R``; zero for clients without a tie to their parent."""
-        R, ptr = self.rows_of(piece)
-        factors, G = self.factors(piece, spread), np.empty_like(R)
-        share(kernels.forward_rows, piece.stop - piece.start, factors.L, factors.place, ptr, R, G)
+        rows = slice(self.ptr[piece.start], self.ptr[piece.stop])
+        ptr, counts = self.ptr[piece.start : piece.stop + 1] - rows.start, self.counts[piece]
+        factors, starts = self.factors(piece, spread), np.cumsum(counts**2) - counts**2
+        T, root = np.zeros(int((counts**2).sum())), self.root[rows] if len(self.root) else self.root
+        share(kernels.invert_factors, len(counts), factors.L, factors.place, ptr, root, starts, T)
         for i in np.flatnonzero(spread.detached[piece]).tolist():
-            G[ptr[i] : ptr[i + 1]] = 0.0
+            T[starts[i] : starts[i] + counts[i] ** 2] = 0.0
+        X, G = self.R[rows], np.empty((rows.stop - rows.start, self.R.shape[1]))
+        # Clients that follow each other with as many rows are multiplied in one call of the library.
+        edges = np.concatenate([[0], 1 + np.flatnonzero(np.diff(counts)), [len(counts)]]).tolist()
+        for start, stop in pairwise(edges):
+            m, part = int(counts[start]), slice(ptr[start], ptr[stop])
+            left = T[starts[start] : starts[start] + (stop - start) * m * m].reshape(-1, m, m)
+            np.matmul(left, X[part].reshape(-1, m, X.shape[1]), out=G[part].reshape(-1, m, X.shape[1]))
         return ptr, G
 
     def factors(self, piece: slice, spread: Spread) -> Factors:
@@ -163,11 +177,19 @@ class RowSpace(Hessians):
         return Factors(whole.place[piece], whole.L, whole.log_determinants[piece])
 
     def _factors(self, piece: slice, spread: Spread) -> Factors:
-        R, ptr = self.rows_of(piece)
         n, squares = piece.stop - piece.start, self.counts[piece] ** 2
         scale = np.where(spread.detached, 0.0, spread.scale)[piece]
         place, L, logs = np.cumsum(squares) - squares, np.empty(int(squares.sum())), np.empty(n)
-        share(kernels.factor_rows, n, _scaled(R, ptr, piece, spread), ptr, scale, place, L, logs)
+        ptr = self.ptr[piece.start : piece.stop + 1] - self.ptr[piece.start]
+        if self.grams is None or len(spread.shape):
+            R, _ = self.rows_of(piece)
+            share(kernels.gram_rows, n, _scaled(R, ptr, piece, spread), ptr, place, L)
+            share(kernels.factor_rows, n, ptr, scale, np.empty(0), place, L, logs)
+        else:
+            first = self.grams.place[piece.start]
+            L[:] = self.grams.K[first : first + len(L)]
+            root = self.root[self.ptr[piece.start] : self.ptr[piece.stop]]
+            share(kernels.factor_rows, n, ptr, scale, root, place, L, logs)
         return Factors(place, L, logs)
 
     def _margins(self, piece: slice, t: Floats) -> Floats:

@@ -17,6 +17,7 @@ from covey._typing import Floats
 from covey.losses import Expansion, Loss
 from covey.solvers.direct.elimination import MANY
 from covey.solvers.direct.hessians import Hessians, LeadingHessians, WholeHessians
+from covey.solvers.direct.margins import Grams
 from covey.solvers.direct.row_space import RowSpace
 from covey.tables.rows import GroupedData
 
@@ -37,7 +38,9 @@ def expand(data: GroupedData, loss: Loss, theta: Floats, q: int) -> Expansion:
     return loss.expand(data, theta) if space_of(data.n_terms, q) == "terms" else loss.expand_rows(data, theta)
 
 
-def hessians(data: GroupedData, loss: Loss, here: Expansion, q: int, cache: dict[Any, Any] | None = None) -> Hessians:
+def hessians(
+    data: GroupedData, loss: Loss, here: Expansion, q: int, cache: dict[Any, Any] | None = None, grams: Grams | None = None
+) -> Hessians:
     """The Hessians of losses that :func:`expand` expanded; ``cache`` keeps those of the last expansion."""
     if len(here.hessian) or not len(here.curves):
         return WholeHessians(here.hessian)
@@ -45,8 +48,10 @@ def hessians(data: GroupedData, loss: Loss, here: Expansion, q: int, cache: dict
     if last is not None and last[0] is here.curves and last[1] == q:
         found: Hessians = last[2]
         return found
-    kind = RowSpace if space_of(data.n_terms, q) == "rows" else LeadingHessians
-    H = kind.of_rows(data, here.curves, loss.ridge, q)
+    if space_of(data.n_terms, q) == "rows":
+        H: Hessians = RowSpace.of_rows(data, here.curves, loss.ridge, q, grams=grams)
+    else:
+        H = LeadingHessians.of_rows(data, here.curves, loss.ridge, q)
     if cache is not None:
         cache["hessians"] = here.curves, q, H
     return H

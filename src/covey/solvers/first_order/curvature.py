@@ -37,7 +37,8 @@ from covey.objective.objective import Penalty
 from covey.objective.theory import Constants, alpha_weights, largest_gamma, mixing
 from covey.records import Axes, Record, Reply
 from covey.solvers.direct.elimination import Quadratic, Spread, descend, marginalise
-from covey.solvers.direct.newton import NewtonState, newton
+from covey.solvers.direct.newton import newton
+from covey.solvers.direct.newton_node import NewtonState
 from covey.solvers.direct.sweep import solve_top
 from covey.solvers.first_order.protocol import Centres, ClusterSums, node_sums
 from covey.solvers.first_order.schedule import streams, uniforms
