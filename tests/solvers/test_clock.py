@@ -8,12 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covey import plan
+from covey import Spec, fit, plan, simulate_sites
 from covey.datasets import simulate
-from covey.errors import DataError
+from covey.errors import DataError, SolverError
+from covey.fitting.planning import clock_run
 from covey.objective.theory import Probabilities, best_tau
-from covey.solvers.clock import MODES, Durations, Speeds, by_iteration, seconds, timeline, timeline_of
-from covey.solvers.first_order.schedule import Choices, Schedule, group
+from covey.solvers.clock import MODES, Durations, Speeds, by_iteration, check_seconds, seconds, timeline, timeline_of
+from covey.solvers.first_order.schedule import Choices, Rounds, Schedule, group
+from tests.federation.sites import table as table_of
 
 times = st.floats(0.0, 10.0)
 
@@ -40,7 +42,7 @@ def test_asynchronous_is_never_later(table, p0, rho, seed, merge):
     for mode in ("lock-step", "rounds"):
         assert found["asynchronous"].seconds <= found[mode].seconds * (1 + 1e-12) + 1e-12
     for mode, each in found.items():
-        assert seconds(schedule, 40, durations, mode) == pytest.approx(each.seconds)
+        assert seconds(schedule, 0, 40, durations, mode) == pytest.approx(each.seconds)
     for kind in ("computing", "sending"):
         done = [getattr(each, kind).sum(axis=0) for each in found.values()]
         np.testing.assert_allclose(done[0], done[2], rtol=1e-9, atol=1e-9)
@@ -57,6 +59,50 @@ def test_with_one_schedule_for_all_clusters_rounds_are_never_later_than_lock_ste
     slow, rounds, free = (timeline_of(schedule, 40, durations, mode).seconds for mode in MODES)
     assert free <= rounds * (1 + 1e-12) + 1e-12
     assert rounds <= slow * (1 + 1e-12) + 1e-12
+
+
+@settings(max_examples=200)
+@given(table=tables, p0=st.floats(0, 0.6), rho=st.sampled_from([0.0, 0.2]), seed=st.integers(0, 99), merge=st.booleans())
+def test_rounds_take_at_most_the_number_of_clusters_times_as_long(table, p0, rho, seed, merge):
+    """As asynchronous, and so as lock-step: between two exchanges between clusters each round is some cluster's work."""
+    *lasts, p = table
+    durations, schedule = Durations(*map(np.array, lasts)), schedule_of(p0, p, rho, seed, merge)
+    _, rounds, free = (timeline_of(schedule, 40, durations, mode).seconds for mode in MODES)
+    assert rounds <= len(p) * free * (1 + 1e-12) + 1e-12
+
+
+@pytest.mark.parametrize("k", [2, 5, 20])
+def test_that_factor_is_attained(k):
+    """In each round another cluster has 100 local steps before its exchange; the others have none."""
+    within, nothing = np.zeros((100 + k, k), dtype=bool), np.zeros(100 + k, dtype=bool)
+    for j in range(k):
+        within[:j, j] = within[j + 100 :, j] = True
+    durations, choices = Durations(np.ones(k), *np.zeros((3, k))), Choices(nothing, within, nothing)
+    rounds, free = (timeline(group(choices), durations, barriers=barriers).seconds for barriers in (True, False))
+    assert (rounds, free) == (100 * k, 100)
+
+
+def windows(choices):
+    """A round for every iteration in which some cluster exchanges; all clusters take their local steps before it."""
+    one = by_iteration(choices, False)
+    ends = (one.between > 0) | one.within.any(axis=1) | one.refresh
+    first = np.flatnonzero(np.concatenate([[True], ends[:-1]]))
+    steps, between, within, refresh = (
+        np.add.reduceat(part, first) for part in (one.steps, one.between, one.within, one.refresh)
+    )
+    return Rounds(one.start[first], steps, between, within, refresh.astype(bool))
+
+
+@settings(max_examples=200)
+@given(table=tables, p0=st.floats(0, 0.6), rho=st.sampled_from([0.0, 0.2]), seed=st.integers(0, 99))
+def test_a_round_for_every_exchange_is_never_later_than_lock_step(table, p0, rho, seed):
+    """docs/explanation/algorithms.md proves that no rounds with fewer messages have this for all speeds."""
+    *lasts, p = table
+    durations, choices = Durations(*map(np.array, lasts)), schedule_of(p0, p, rho, seed, False).choices(0, 40)
+    found = [timeline(each, durations, barriers=True) for each in (windows(choices), by_iteration(choices, False))]
+    assert found[0].seconds <= found[1].seconds * (1 + 1e-12) + 1e-12
+    np.testing.assert_allclose(found[0].computing.sum(axis=0), found[1].computing.sum(axis=0), rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(found[0].sending.sum(axis=0), found[1].sending.sum(axis=0), rtol=1e-9, atol=1e-9)
 
 
 def test_rounds_can_be_later_than_lock_step():
@@ -96,12 +142,42 @@ def test_it_is_the_run_written_out(merge):
             current[:], in_run = False, False
     found = timeline_of(schedule, T, durations, "asynchronous")
     assert found.seconds == pytest.approx(now.max())
-    assert seconds(schedule, T, durations, "asynchronous") == pytest.approx(found.seconds)
+    assert seconds(schedule, 0, T, durations, "asynchronous") == pytest.approx(found.seconds)
     parts = found.frame
     for j in range(k):  # no two activities of a cluster overlap, and there are no gaps
         own = parts.filter(pl.col("cluster") == j)
         np.testing.assert_allclose(own["end"][:-1], own["start"][1:], atol=1e-9)
     assert parts["end"].max() == pytest.approx(found.seconds)
+
+
+@pytest.mark.filterwarnings("ignore::covey.errors.ConvergenceWarning")
+@pytest.mark.parametrize("solver", ["l2gd", "al2sgd_plus", "proxskip"])
+def test_a_run_on_a_clock(solver, tmp_path):
+    """In memory and across sites: the same times, from the random choices that the run had, check after check."""
+    frame = table_of(1)
+    asked = {"solver": solver, "max_iter": 60, "tol": 1e-300, "options": {"every": 20}, "gamma": 2.0, "lam": 1.5}
+    spec = Spec(formula="y ~ x", client="client", cluster="cluster", **asked)
+    model = fit(frame, spec)
+    slow = pl.DataFrame({"cluster": ["b"], "rows_per_second": [50.0], "latency": [0.3]})
+    clock = model.clock(slow)
+    times = clock.frame
+    assert times["iteration"].to_list() == model.history_["iteration"].to_list() == [0, 20, 40, 60]
+    assert (times["asynchronous"] <= times["lock_step"] * (1 + 1e-12)).all()
+    assert (times["asynchronous"] <= times["rounds"] * (1 + 1e-12)).all()
+    assert times["asynchronous"].is_sorted()
+    course, lasts = model.model_.course, clock.durations
+    last = sum(seconds(course.schedule, at, at + 20, lasts, "rounds") for at in (0, 20, 40)) + 4 * check_seconds(lasts)
+    assert times["rounds"][-1] == pytest.approx(last)
+    across = clock_run(simulate_sites(frame, spec, sites=3).outcome.model, speeds=slow)
+    assert across.frame.equals(times)  # all clients have as many rows as the mean, which is all that an operator knows
+    assert clock.timelines(50)["asynchronous"].seconds <= clock.timelines(50)["lock-step"].seconds
+    assert str(clock).startswith("on a clock, 60 iterations with checks take: asynchronous ")
+
+
+def test_only_runs_with_random_choices_have_a_clock(tmp_path):
+    model = fit(table_of(1), Spec(formula="y ~ x", client="client", cluster="cluster", gamma=2.0, lam=1.5))
+    with pytest.raises(SolverError, match="run of 'sweep' has no clock"):
+        model.clock()
 
 
 def test_a_slow_cluster_in_the_plan():

@@ -23,6 +23,10 @@ def fit(
     ] = None,
     holdout: Annotated[float, typer.Option(help="Share of each client's rows for comparing models; 0 skips it.")] = 0.2,
     out: Annotated[Path | None, typer.Option(help="Folder for the model.")] = None,
+    speeds: Annotated[
+        Path | None,
+        typer.Option(help="Time of a randomised algorithm's run: columns cluster, rows_per_second, latency, bandwidth."),
+    ] = None,
     sums: Annotated[bool, typer.Option("--sums", help="The table is the result of the query of covey sql.")] = False,
     categories: Categories = None,
     engine: Annotated[str | None, typer.Option(help="ray: read each shard in an actor of a Ray cluster.")] = None,
@@ -44,6 +48,7 @@ def fit(
     from covey.fitting.comparison import compare
     from covey.fitting.fit import check_solver
     from covey.fitting.fit import fit as fit_problem
+    from covey.fitting.planning import clock_run
     from covey.model.files import check_target, save_model
     from covey.model.summary import describe
     from covey.nodes.lazy import as_lazy, read_lazy
@@ -53,6 +58,7 @@ def fit(
     from covey.nodes.shards import check_engine, is_shards, open_shards
     from covey.problem.problem import resolve
     from covey.problem.rows import read_rows
+    from covey.tables.files import read_table
 
     if out is not None:
         check_target(out)
@@ -86,10 +92,12 @@ def fit(
             progress=lambda at, _, norm: say(f"fitting all rows: iteration {at:,}, gradient norm {norm:.1e}"),
             count=lambda done, todo: say(f"cross-validating penalties, {done} of {todo}"),
         )
+        clock = None if speeds is None else clock_run(model, speeds=read_table(speeds, ids=["cluster"]))
         if out is not None:
             save_model(model, out, sums=not no_sums)
     if as_json:
-        print_json({**_document(model, comparison), "out": None if out is None else str(out)})
+        times = {} if clock is None else {"clock": clock.frame.to_dicts()}
+        print_json({**_document(model, comparison), **times, "out": None if out is None else str(out)})
         return
     screen = console()
     if comparison is not None:
@@ -98,6 +106,8 @@ def fit(
         screen.print(comparison_table(comparison.errors, spec.family, comparison.test_rows))
         screen.print()
     screen.print(describe(model), markup=False)
+    if clock is not None:
+        screen.print(f"\n{clock}", markup=False)
     if out is not None:
         screen.print(f"\nmodel written to {out}", markup=False)
 

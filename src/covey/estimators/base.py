@@ -9,18 +9,21 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 from narwhals import Implementation
+from narwhals.typing import IntoDataFrame
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from covey._typing import Anything, ArrayLike, Floats, TableLike
 from covey.errors import DataError
 from covey.estimators.plotting import PlotMethods
 from covey.fitting.fit import fit
+from covey.fitting.planning import RunClock, clock_run
 from covey.model.files import save_model
 from covey.model.summary import describe
 from covey.nodes.lazy import as_lazy, read_lazy
 from covey.nodes.network import InMemory, Network
 from covey.problem.problem import Problem, as_frame, refuse_odd_table, resolve
 from covey.problem.rows import Arrays, read_rows, shares_of
+from covey.solvers.clock import BANDWIDTH, LATENCY, ROWS_PER_SECOND
 from covey.tables.design import numeric, response
 from covey.threads import use_threads
 from covey.tree.hierarchy import Level
@@ -259,6 +262,46 @@ class HierarchicalEstimator(PlotMethods):
         extra |= {"features": None if names is None else names.tolist()}
         extra |= {} if self._federation_ is None else {"federation": self._federation_}
         return save_model(self.model_, path, sums=sums, extra=extra)
+
+    def clock(
+        self,
+        speeds: IntoDataFrame | None = None,
+        *,
+        latency: float = LATENCY,
+        bandwidth: float = BANDWIDTH,
+        rows_per_second: float = ROWS_PER_SECOND,
+    ) -> RunClock:
+        """Find how long this fit takes if its clusters have these speeds. Nothing is run again.
+
+        It needs a randomised algorithm, such as ``solver="l2gd"``, whose clusters work between exchanges.
+
+        Parameters
+        ----------
+        speeds : data frame, optional
+            Clusters with other speeds: a column ``cluster`` with ids, and ``rows_per_second``, ``latency`` or ``bandwidth``.
+        latency : float
+            Seconds that a message takes one way.
+        bandwidth : float
+            Megabytes per second of each connection.
+        rows_per_second : float
+            Rows whose gradient a client computes in a second.
+
+        Returns
+        -------
+        RunClock
+            Print it, or use its ``frame``, with the seconds until each check, and its ``timelines()``.
+
+        Examples
+        --------
+        >>> from covey import HierarchicalRegressor, datasets
+        >>> asked = {"client": "county", "cluster": "state", "gamma": 10.0, "solver": "one_coin", "tol": 0.1}
+        >>> model = HierarchicalRegressor(formula="log_radon ~ floor", **asked).fit(datasets.load_radon())
+        >>> model.clock(latency=0.5).frame.columns
+        ['iteration', 'lock_step', 'rounds', 'asynchronous']
+        """
+        check_is_fitted(self, "model_")
+        network = {"latency": latency, "bandwidth": bandwidth, "rows_per_second": rows_per_second}
+        return clock_run(self.model_, speeds=speeds, **network)
 
     def __str__(self) -> str:
         return describe(self.model_) if hasattr(self, "model_") else repr(self)

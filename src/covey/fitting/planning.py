@@ -6,7 +6,6 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from covey._typing import Floats
 from covey.errors import ConvergenceWarning, SolverError, listing
 from covey.fitting.fit import penalty_for
 from covey.losses import Loss, family_of
+from covey.model.model import Model
 from covey.model.summary import counted
 from covey.nodes.network import InMemory
 from covey.objective.objective import Objective
@@ -24,13 +24,27 @@ from covey.objective.theory import Constants
 from covey.problem.problem import Problem, Spec, as_frame, resolve
 from covey.problem.rows import read_rows
 from covey.solvers import Fit, minimise
-from covey.solvers.clock import BANDWIDTH, LATENCY, MODES, ROWS_PER_SECOND, Mode, Speeds, Timeline, timeline_of
-from covey.solvers.costs import Cost, check_accuracy, costs, durations
+from covey.solvers.clock import (
+    BANDWIDTH,
+    LATENCY,
+    MODES,
+    ROWS_PER_SECOND,
+    Durations,
+    Mode,
+    Speeds,
+    Timeline,
+    durations,
+    most_rows,
+    run_seconds,
+    timeline_of,
+)
+from covey.solvers.costs import Cost, check_accuracy, costs
 from covey.solvers.first_order import l2gd
 from covey.solvers.first_order.schedule import Schedule
-from covey.solvers.ledger import links
+from covey.solvers.ledger import Course, links
 from covey.solvers.registry import direct, find, first_order
 from covey.tables.rows import GroupedData
+from covey.tree.hierarchy import Hierarchy
 
 RACE_ITERATIONS = 20_000
 _MOST_SHOWN = 300  # iterations in a figure of lock-step
@@ -155,11 +169,7 @@ def plan(
     if data is table:
         problem.loss.check(data.y, lambda row: f"row {row}")
     objective = _objective(data, problem)
-    own = None
-    if speeds is not None:
-        own = pl.DataFrame({column.name: column.to_list() for column in as_frame(speeds).iter_columns()})
-    network = {"latency": latency, "bandwidth": bandwidth, "rows_per_second": rows_per_second}
-    fast = Speeds.of(data.hierarchy, own, **network)
+    fast = _speeds_of(data.hierarchy, speeds, latency=latency, bandwidth=bandwidth, rows_per_second=rows_per_second)
     found, constants = costs(objective, _direct(objective), accuracy=accuracy, speeds=fast)
     sizes = ((data.n_clients, "client"), (data.n_clusters, "cluster"), (data.n_terms, "coefficient"))
     shape = "{} in {}, {} each".format(*(counted(count, noun) for count, noun in sizes))
@@ -171,14 +181,96 @@ def example_timelines(data: GroupedData, planned: Plan, seed: int = 0) -> dict[M
 
     Lock-step is left out if a figure could not show its single iterations.
     """
-    tree, rows = data.hierarchy, data.rows_per_client
-    most = np.array([rows[first:last].max(initial=0) for first, last in pairwise(tree.cluster_ptr.tolist())])
-    lasts = durations(planned.speeds, links(tree.sizes, data.n_terms), most.astype(float))
+    tree = data.hierarchy
+    lasts = durations(planned.speeds, links(tree.sizes, data.n_terms), most_rows(tree, data.rows_per_client))
     chances = l2gd.recipe(planned.known).probabilities
-    iterations = int(np.clip(5 / (chances.p0 + (1 - chances.p0) * chances.p.max()), 20, 20_000))
-    schedule = Schedule(chances, seed, merge=True)
+    return _timelines(Schedule(chances, seed, merge=True), lasts)
+
+
+def _timelines(schedule: Schedule, lasts: Durations, iterations: int | None = None) -> dict[Mode, Timeline]:
+    chances = schedule.probabilities
+    if iterations is None:
+        iterations = int(np.clip(5 / (chances.p0 + (1 - chances.p0) * chances.p.max()), 20, 20_000))
     modes = [mode for mode in MODES if mode != "lock-step" or iterations <= _MOST_SHOWN]
     return {mode: timeline_of(schedule, iterations, lasts, mode) for mode in modes}
+
+
+def _speeds_of(tree: Hierarchy, table: IntoDataFrame | None, **network: float) -> Speeds:
+    own = table
+    if table is not None:
+        own = pl.DataFrame({column.name: column.to_list() for column in as_frame(table).iter_columns()})
+    return Speeds.of(tree, own, **network)  # type: ignore[arg-type]
+
+
+def clock_run(
+    model: Model,
+    *,
+    speeds: IntoDataFrame | None = None,
+    latency: float = LATENCY,
+    bandwidth: float = BANDWIDTH,
+    rows_per_second: float = ROWS_PER_SECOND,
+) -> RunClock:
+    """Find how long the run that fitted a model takes if its clusters have these speeds. Nothing is run again.
+
+    The run may have been in memory or across sites. Its random choices say when each cluster computes and exchanges.
+
+    Parameters
+    ----------
+    model : Model
+        Fitted by a randomised algorithm, such as ``solver="l2gd"``.
+    speeds, latency, bandwidth, rows_per_second
+        As for :func:`plan`.
+
+    Returns
+    -------
+    RunClock
+        Print it, or use its ``frame`` and ``timelines``.
+
+    Examples
+    --------
+    >>> import covey
+    >>> from covey.datasets import load_radon
+    >>> spec = Spec(formula="log_radon ~ floor", client="county", cluster="state", gamma=10.0, solver="one_coin", tol=0.1)
+    >>> clock_run(covey.fit(load_radon(), spec).model_).frame.columns
+    ['iteration', 'lock_step', 'rounds', 'asynchronous']
+    """
+    if model.course is None:
+        raise SolverError(
+            f"The run of {model.convergence.solver!r} has no clock: its clusters exchange all together, or the model was read "
+            "from a folder. Fit with solver='l2gd' or another randomised algorithm; covey.plan has the times of all solvers."
+        )
+    tree, course = model.hierarchy, model.course
+    fast = _speeds_of(tree, speeds, latency=latency, bandwidth=bandwidth, rows_per_second=rows_per_second)
+    rows = most_rows(tree, model.rows)
+    if model.elsewhere is not None:  # an operator knows the mean number of rows of a client
+        rows = model.elsewhere.rows / np.maximum(model.elsewhere.clients, 1)
+    return RunClock(course, durations(fast, course.links, rows, course.rows_per_step))
+
+
+@dataclass(frozen=True)
+class RunClock:
+    """Times of one run; made by :func:`clock_run`."""
+
+    course: Course
+    durations: Durations
+
+    @property
+    def frame(self) -> pl.DataFrame:
+        """A row for each check, with the seconds until its end in each mode of :mod:`covey.solvers.clock`."""
+        times = run_seconds(self.course, self.durations)
+        return pl.DataFrame({"iteration": self.course.checks} | {mode.replace("-", "_"): each for mode, each in times.items()})
+
+    def timelines(self, iterations: int | None = None) -> dict[Mode, Timeline]:
+        """What each cluster does in the first iterations of the run, without checks, by mode.
+
+        By default there are about five exchanges. Lock-step is left out if a figure could not show its single iterations.
+        """
+        return _timelines(self.course.schedule, self.durations, iterations)
+
+    def __str__(self) -> str:
+        last = self.frame.row(-1, named=True)
+        times = ", ".join(f"{mode} {duration(last[mode.replace('-', '_')])}" for mode in reversed(MODES))
+        return f"on a clock, {last['iteration']:,} iterations with checks take: {times}"
 
 
 def race(

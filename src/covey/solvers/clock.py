@@ -25,6 +25,7 @@ import polars as pl
 from covey._typing import Anything, Floats, Ints
 from covey.errors import DataError, SolverError, listing, number, one_of
 from covey.solvers.first_order.schedule import Choices, Rounds, Schedule, group
+from covey.solvers.ledger import Course, Links
 from covey.tree.hierarchy import Hierarchy
 
 LATENCY = 0.05
@@ -151,6 +152,20 @@ class Durations:
     down: Floats
 
 
+def durations(speeds: Speeds, network: Links, rows: Floats, rows_per_step: float | None = None) -> Durations:
+    """Seconds of the parts of a run over some links; ``rows (k,)`` are the most rows of a client in each cluster."""
+    step = speeds.work(rows if rows_per_step is None else np.minimum(rows_per_step, rows))
+    return Durations(step, speeds.work(rows), speeds.message(network.up), speeds.message(network.down))
+
+
+def most_rows(tree: Hierarchy, rows: Ints) -> Floats:
+    """The most rows of a client in each cluster, ``(k,)``; ``rows (n,)`` are those of each client."""
+    most, filled = np.zeros(tree.n_clusters), np.flatnonzero(tree.sizes)
+    if len(filled):
+        most[filled] = np.maximum.reduceat(rows, tree.cluster_ptr[:-1][filled])
+    return most
+
+
 @dataclass(frozen=True)
 class Timeline:
     """What each cluster does, in phases: first it computes, then it sends and receives, then it waits; ``(phases, k)`` each."""
@@ -238,22 +253,40 @@ def by_iteration(choices: Choices, merge: bool) -> Rounds:
 
 def timeline_of(schedule: Schedule, iterations: int, durations: Durations, mode: Mode) -> Timeline:
     """The phases of the first iterations of a schedule in one of the modes, without checks."""
-    return timeline(_rounds(schedule, iterations, mode), durations, barriers=mode != "asynchronous")
+    return timeline(_rounds(schedule, 0, iterations, mode), durations, barriers=mode != "asynchronous")
 
 
-def seconds(schedule: Schedule, iterations: int, durations: Durations, mode: Mode) -> float:
-    """Seconds of a run in one of the modes, without checks."""
-    return total_seconds(_rounds(schedule, iterations, mode), durations, barriers=mode != "asynchronous")
+def seconds(schedule: Schedule, start: int, stop: int, durations: Durations, mode: Mode) -> float:
+    """Seconds of iterations ``start`` to ``stop - 1`` in one of the modes, without checks."""
+    pieces = (_rounds(schedule, first, last, mode) for first, last in schedule.pieces(start, stop))
+    return sum(total_seconds(rounds, durations, barriers=mode != "asynchronous") for rounds in pieces)
 
 
 def expected_seconds(schedule: Schedule, iterations: int, durations: Durations, mode: Mode) -> float:
     """Seconds that a run takes on average over its random choices: those of a long run, in proportion."""
     T = max(1000, _LONG // len(durations.step))
-    return seconds(schedule, T, durations, mode) * iterations / T
+    return seconds(schedule, 0, T, durations, mode) * iterations / T
 
 
-def _rounds(schedule: Schedule, iterations: int, mode: Mode) -> Rounds:
+def check_seconds(durations: Durations) -> float:
+    """Seconds of a check: all clusters compute full gradients and exchange, and wait for each other."""
+    return float((durations.refresh + 2 * durations.up).max() + (2 * durations.down).max())
+
+
+def run_seconds(course: Course, durations: Durations) -> dict[Mode, list[float]]:
+    """Seconds until each check of a run has ended, by mode."""
+    found: dict[Mode, list[float]] = {}
+    for mode in MODES:
+        passed, before, found[mode] = 0.0, 0, []
+        for check in course.checks:
+            passed += seconds(course.schedule, before, check, durations, mode) + check_seconds(durations)
+            found[mode].append(passed)
+            before = check
+    return found
+
+
+def _rounds(schedule: Schedule, start: int, stop: int, mode: Mode) -> Rounds:
     if mode not in MODES:
         raise one_of("mode", mode, MODES)
-    choices = schedule.choices(0, iterations)
-    return by_iteration(choices, schedule.merge) if mode == "lock-step" else group(choices, 0, schedule.merge)
+    choices = schedule.choices(start, stop)
+    return by_iteration(choices, schedule.merge) if mode == "lock-step" else group(choices, start, schedule.merge)

@@ -20,7 +20,7 @@ from covey.nodes.network import InMemory
 from covey.objective.objective import Objective
 from covey.objective.theory import Constants
 from covey.solvers import registry
-from covey.solvers.clock import MODES, Durations, Speeds, expected_seconds
+from covey.solvers.clock import MODES, Speeds, durations, expected_seconds, most_rows
 from covey.solvers.first_order import curvature
 from covey.solvers.first_order.loop import spacing
 from covey.solvers.first_order.schedule import Schedule
@@ -82,10 +82,7 @@ class Setting:
     @property
     def rows(self) -> Floats:
         """The most rows that a client has in each cluster, ``(k,)``."""
-        tree, rows = self.objective.data.hierarchy, self.objective.data.rows_per_client
-        most, filled = np.zeros(tree.n_clusters), np.flatnonzero(tree.sizes)
-        most[filled] = np.maximum.reduceat(rows, tree.cluster_ptr[:-1][filled])
-        return most
+        return most_rows(self.objective.data.hierarchy, self.objective.data.rows_per_client)
 
     @property
     def distance(self) -> float:
@@ -148,12 +145,6 @@ class Setting:
         lock_step, rounds, asynchronous = times
         within = np.max(spent.within).item()
         return Cost(solver, T, within, float(spent.between), spent.bytes, asynchronous, note, rounds, lock_step)
-
-
-def durations(speeds: Speeds, network: Links, rows: Floats, rows_per_step: float | None = None) -> Durations:
-    """Seconds of the parts of a run over some links; ``rows (k,)`` are the most rows of a client in each cluster."""
-    step = speeds.work(rows if rows_per_step is None else np.minimum(rows_per_step, rows))
-    return Durations(step, speeds.work(rows), speeds.message(network.up), speeds.message(network.down))
 
 
 def costs(objective: Objective, trials: Sequence[Fit], *, accuracy: float, speeds: Speeds) -> tuple[list[Cost], Constants]:

@@ -109,6 +109,23 @@ class Links:
         return self.count(np.zeros_like(self.clients), 0)
 
 
+@dataclass(frozen=True)
+class Course:
+    """What a run of a randomised algorithm did, for a clock (:mod:`covey.solvers.clock`).
+
+    Attributes
+    ----------
+    schedule, links : its random choices, and what an exchange sends
+    checks : iterations at which the whole network measured progress
+    rows_per_step : rows that a client reads for a local step; None for all
+    """
+
+    schedule: Schedule
+    links: Links
+    checks: tuple[int, ...]
+    rows_per_step: int | None = None
+
+
 def links(clients: Ints, d: int, vote: Vote = "central", tied: bool = True) -> Links:
     """The links of the randomised algorithms: a vector up, a vector and a strength down."""
     return Links(clients, d, d + 1, vote == "majority", tied)

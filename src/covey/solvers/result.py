@@ -27,7 +27,7 @@ from covey.nodes.network import Network, Snapshot
 from covey.nodes.requests import DigestRows, PutCoefficients, PutSnapshot, TakeSnapshot, coefficients_of
 from covey.objective.objective import Penalty
 from covey.records import Record, RecordError, decode, digest, encode, write_file
-from covey.solvers.ledger import Ledger, quadratic_links
+from covey.solvers.ledger import Course, Ledger, quadratic_links
 
 Progress = Callable[[int, float, float], None]
 """Called during a run with the iteration, the objective and the gradient norm."""
@@ -70,7 +70,8 @@ class Convergence:
 class Fit:
     """Coefficients of the clients ``theta (n, d)``, of the clusters ``w (k, d)`` and of the global model ``wbar (d,)``.
 
-    ``history`` has a row for each step or check, ``ledger`` counts exchanges and bytes.
+    ``history`` has a row for each step or check, ``ledger`` counts exchanges and bytes. ``course`` says in which iterations a
+    randomised algorithm had them.
     """
 
     theta: Floats
@@ -79,6 +80,7 @@ class Fit:
     convergence: Convergence
     history: pl.DataFrame | None = None
     ledger: Ledger | None = None
+    course: Course | None = None
 
     @classmethod
     def of(cls, network: Network, w: Floats, wbar: Floats, end: Convergence, history: pl.DataFrame, ledger: Ledger) -> Fit:
@@ -109,7 +111,7 @@ def after(first: Fit, second: Fit) -> Fit:
         history = pl.concat([first.history, history.with_columns(pl.col(name) + cost[name] for name in cost)])
     if first.ledger is not None and ledger is not None:
         ledger = first.ledger + ledger
-    return replace(second, convergence=end, history=history, ledger=ledger)
+    return replace(second, convergence=end, history=history, ledger=ledger, course=None)
 
 
 def entry(

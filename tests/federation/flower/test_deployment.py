@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+from datetime import datetime
 
 import numpy as np
 import polars as pl
@@ -50,7 +51,7 @@ def radon(homes, sites):
 
 def agree(deployment, homes, sites, settings, out):
     """Clusters at the operator and clients at every site are those of the fit in memory; clients are at their own site only."""
-    kept = ("client", "cluster", "gamma", "lam", "formula", "family", "solver")
+    kept = ("client", "cluster", "gamma", "lam", "formula", "family", "solver", "max_iter", "tol", "options")
     whole = fit_table(homes, Spec(**{name: value for name, value in settings.items() if name in kept}))
     operators = load_model(deployment.folder / out)[0]
     np.testing.assert_allclose(operators.wbar, whole.wbar, rtol=0, atol=1e-10)
@@ -65,6 +66,39 @@ def agree(deployment, homes, sites, settings, out):
         np.testing.assert_allclose(model.theta, [theta[each] for each in ids], rtol=0, atol=1e-10)
         seen += ids
     assert sorted(seen) == sorted(theta)
+
+
+@pytest.mark.federation
+@pytest.mark.filterwarnings("ignore::covey.errors.ConvergenceWarning")
+def test_other_sites_do_not_wait_for_a_slow_one(tmp_path, homes):
+    """One site answers about ten times slower. By the audit logs, the sites of other clusters get message after message."""
+    sites, slow = ["north", "south", "west"], 5.0
+    homes = radon(homes, sites)
+    known = {"p0": 1e-9, "p": 0.3, "L": 1e4, "mu": 1e-3, "every": 40}
+    settings = {**SETTINGS, "formula": "log_radon ~ floor", "solver": "l2gd", "max_iter": 40, "tol": 1e-300, "options": known}
+    with deployed(tmp_path, changed="slow") as deployment:
+        deployment.environment["SLOW"] = str(slow)
+        deployment.register(*sites)
+        for site in sites:
+            homes.filter(homes["state"].is_in(STATES[site])).write_parquet(deployment.folder / f"{site}.parquet")
+            deployment.start_node(site, solvers=["gradient"])
+        code, _, err = deployment.run({**settings, "sites": ",".join(sites), "out": "fit"}, wait=150)
+        assert code == 0, err + deployment.log("west")
+        agree(deployment, homes, sites, settings, "fit")
+        lines = {site: [line for line in deployment.audit(site) if "l2gd move" in line.get("kind", "")] for site in sites}
+    at = {site: [datetime.fromisoformat(line["time"]).timestamp() for line in found] for site, found in lines.items()}
+    waits = {site: np.diff(times) for site, times in at.items()}
+    print(
+        {
+            site: (len(wait) + 1, wait.max().round(2), times[-1] - times[0])
+            for (site, wait), times in zip(waits.items(), at.values(), strict=True)
+        }
+    )
+    assert min(map(len, at.values())) >= 5
+    assert waits["west"].min() >= slow
+    for site in ("north", "south"):
+        assert waits[site].max() < slow
+        assert at[site][-1] - at[site][0] < (at["west"][-1] - at["west"][0]) / 2
 
 
 def test_two_sites_fit_as_in_memory(tmp_path, homes):

@@ -411,5 +411,6 @@ def al2sgd_plus(
         pace=-1 / math.log(pace.contraction),
         needed=lambda tol: pace.iterations(tol, gap=(constants.L_row + constants.gamma_max) / 2),
         advice="raise max_iter",
+        rows_per_step=2 * batch,  # each row's gradient at two points
     )
     return run(network, penalty, setup, control)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
@@ -26,11 +26,10 @@ from covey.solvers.first_order import curvature
 from covey.solvers.first_order.protocol import AskMeans, Centres, CheckGap, ClusterSums, Move, NextPull, PerfectFit, Pull
 from covey.solvers.first_order.schedule import Round, Rounds, Schedule, Vote
 from covey.solvers.first_order.smoothness import Quantity
-from covey.solvers.ledger import Ledger, Links, expected, links
+from covey.solvers.ledger import Course, Ledger, Links, expected, links
 from covey.solvers.registry import unknown_option
 from covey.solvers.result import HISTORY, Checkpoint, Convergence, Fit, Progress, begin_at, certified_gap, entry
 
-_TOGETHER = 1 << 20  # random choices grouped into rounds at a time, over all clusters
 _MOST_ITERATIONS = 1_000_000  # by default
 
 
@@ -103,6 +102,7 @@ class Setup:
     pace : iterations in which the distance to the minimiser shrinks by e, by the theorem
     needed : iterations to a tolerance, by the theorem
     advice : what to try if a run stops above its tolerance
+    rows_per_step : rows that a client reads for a local step; None for all
     """
 
     name: str
@@ -116,6 +116,7 @@ class Setup:
     pace: float
     needed: Callable[[float], int]
     advice: str
+    rows_per_step: int | None = None
 
 
 def prepare(
@@ -249,9 +250,8 @@ class Loop:
 
     def _advance(self, start: int, stop: int, anchor: Floats) -> tuple[Ledger, Floats]:
         """Run iterations ``start`` to ``stop - 1``; returns their cost and the averages of the anchor after them."""
-        cost, together = self.links.nothing, max(16, _TOGETHER // (1 + len(self.top.alpha)))
-        for first in range(start, stop, together):
-            last = min(stop, first + together)
+        cost = self.links.nothing
+        for first, last in self.schedule.pieces(start, stop):
             rounds = self.schedule.rounds(first, last)
             anchor, nonfinite = run_rounds(self.network, self.setup, self.top, rounds, anchor, first == 0)
             if nonfinite is not None:
@@ -270,7 +270,9 @@ class Loop:
             message = f"stopped{bound} above the tolerance: {message}; {advice}"
             warn(message)
         end = Convergence(setup.name, done, t, ledger.exchanges, here.value, here.norm, gap, message)
-        return Fit.of(self.network, here.w, here.wbar, end, pl.DataFrame(rows, schema=HISTORY), ledger)
+        fit = Fit.of(self.network, here.w, here.wbar, end, pl.DataFrame(rows, schema=HISTORY), ledger)
+        checks = tuple(int(row["iteration"]) for row in rows)
+        return replace(fit, course=Course(self.schedule, self.links, checks, setup.rows_per_step))
 
     def _diverged(self, t: int) -> SolverError:
         """The error for numbers that are not finite by iteration ``t``. It names a client only if it is in this process."""

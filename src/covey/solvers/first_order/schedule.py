@@ -40,6 +40,7 @@ PerCluster = float | Sequence[float] | Floats | Literal["common"]
 """One number for all clusters, or one for each; "common" is the best common one."""
 
 _TOGETHER = 1 << 16  # random numbers drawn at a time
+_CHOICES = 1 << 20  # random choices grouped into rounds at a time, over all clusters
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,11 @@ class Schedule:
         sources = [np.random.Philox(key=self.seed, counter=[0, 0, 1, block]) for block in range(first, last)]
         drawn = np.concatenate([np.random.Generator(source).random((size, len(chance))) for source in sources])
         return drawn[start - first * size : stop - first * size] < chance
+
+    def pieces(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Iterations ``start`` to ``stop - 1`` in pieces whose random choices fit in memory."""
+        size = max(16, _CHOICES // (1 + len(self.probabilities.p)))
+        return ((first, min(stop, first + size)) for first in range(start, stop, size))
 
     def rounds(self, start: int, stop: int) -> Rounds:
         """Iterations ``start`` to ``stop - 1`` as rounds. Local steps that reach ``stop`` continue in the next call."""
