@@ -96,7 +96,7 @@ def windows(choices):
 @settings(max_examples=200)
 @given(table=tables, p0=st.floats(0, 0.6), rho=st.sampled_from([0.0, 0.2]), seed=st.integers(0, 99))
 def test_a_round_for_every_exchange_is_never_later_than_lock_step(table, p0, rho, seed):
-    """docs/explanation/algorithms.md proves that no rounds with fewer messages have this for all speeds."""
+    """docs/explanation/asynchrony.md proves that no rounds with fewer messages have this for all speeds."""
     *lasts, p = table
     durations, choices = Durations(*map(np.array, lasts)), schedule_of(p0, p, rho, seed, False).choices(0, 40)
     found = [timeline(each, durations, barriers=True) for each in (windows(choices), by_iteration(choices, False))]
