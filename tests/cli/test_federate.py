@@ -210,3 +210,20 @@ def test_an_interrupted_deployment_says_so(folder, monkeypatch):
     monkeypatch.setattr("covey.federation.flower.launch.deploy", deploy)
     done = inside("federate", *ASKED, "--link", "link", cwd=folder, check=False)
     assert (done.returncode, done.stderr) == (130, "covey: Interrupted; the run has stopped.\n")
+
+
+@pytest.mark.filterwarnings("ignore::covey.errors.ConvergenceWarning")
+def test_a_run_on_a_clock(tmp_path):
+    """The fit in memory and the run across sites take the same iterations; an operator knows mean numbers of rows only."""
+    load_radon().write_parquet(tmp_path / "homes.parquet")
+    (tmp_path / "speeds.csv").write_text("cluster,latency\nMN,2\n")
+    words = ["homes.parquet", "log_radon ~ floor", "--client", "county", "--cluster", "state", "--gamma", "10", "--lam", "5"]
+    words += ["--solver", "l2gd", "--max-iter", "200", "--speeds", "speeds.csv"]
+    here = json.loads(inside("fit", *words, "--json", cwd=tmp_path).stdout)["clock"]
+    across = json.loads(inside("federate", "--simulate", "3", *words, "--json", cwd=tmp_path).stdout)["clock"]
+    assert [row["iteration"] for row in here] == [row["iteration"] for row in across]
+    assert all(row["asynchronous"] <= min(row["rounds"], row["lock_step"]) for row in [*here, *across])
+    assert "on a clock, 200 iterations with checks take: asynchronous" in inside("fit", *words, cwd=tmp_path).stdout
+    refused = inside("federate", "--link", "x", *words[1:], cwd=tmp_path, check=False)
+    assert refused.returncode == 2
+    assert "--speeds puts a simulated run on a clock" in refused.stderr

@@ -27,6 +27,7 @@ PARTS = {  # three lanes: two sites with one cluster, a site with two, and a sit
 KNOWN = {"L": 40.0, "mu": 1.0, "every": 60}
 OPTIONS = {
     "l2gd": {"p0": 0.04, "p": 0.3, **KNOWN},
+    "l2gd with participation": {"p0": 0.2, "p": 0.3, "participation": 0.6, **KNOWN},
     "one_coin": {"p": 0.2, **KNOWN},
     "al2sgd_plus": {"p0": 0.04, "p": 0.3, "rho": 0.03, "L_row": 90.0, "mu": 1.0, "every": 60},
     "proxskip": {"p": 0.2, **KNOWN},
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::covey.errors.ConvergenceWarning
 
 
 def asked_of(solver):
-    return spec(solver=solver, max_iter=60, tol=1e-300, options=OPTIONS[solver])
+    return spec(solver=solver.split()[0], max_iter=60, tol=1e-300, options=OPTIONS[solver])
 
 
 @cache

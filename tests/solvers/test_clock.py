@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from covey import Spec, fit, plan, simulate_sites
 from covey.datasets import simulate
 from covey.errors import DataError, SolverError
-from covey.fitting.planning import clock_run
 from covey.objective.theory import Probabilities, best_tau
 from covey.solvers.clock import MODES, Durations, Speeds, by_iteration, check_seconds, seconds, timeline, timeline_of
 from covey.solvers.first_order.schedule import Choices, Rounds, Schedule, group
@@ -168,7 +167,7 @@ def test_a_run_on_a_clock(solver, tmp_path):
     course, lasts = model.model_.course, clock.durations
     last = sum(seconds(course.schedule, at, at + 20, lasts, "rounds") for at in (0, 20, 40)) + 4 * check_seconds(lasts)
     assert times["rounds"][-1] == pytest.approx(last)
-    across = clock_run(simulate_sites(frame, spec, sites=3).outcome.model, speeds=slow)
+    across = simulate_sites(frame, spec, sites=3).clock(slow)
     assert across.frame.equals(times)  # all clients have as many rows as the mean, which is all that an operator knows
     assert clock.timelines(50)["asynchronous"].seconds <= clock.timelines(50)["lock-step"].seconds
     assert str(clock).startswith("on a clock, 60 iterations with checks take: asynchronous ")

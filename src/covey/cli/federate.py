@@ -19,6 +19,10 @@ class RunOptions:
     simulate: Annotated[int | None, typer.Option(help="Split the clients among this many sites on this machine.")] = None
     by: Annotated[str | None, typer.Option(help="To simulate: the column with the site of each row.")] = None
     minimum: Annotated[int | None, typer.Option(help="To simulate: least clients in each cluster and category (1).")] = None
+    speeds: Annotated[
+        Path | None,
+        typer.Option(help="To simulate: time of a randomised algorithm's run, from a table as for covey plan."),
+    ] = None
     link: Annotated[str | None, typer.Option(help="To deploy: the link, as Flower's config.toml names it.")] = None
     sites: Annotated[str | None, typer.Option(help="To deploy: the least number of sites, or their names: a,b,c.")] = None
     wait: Annotated[float | None, typer.Option(help="To deploy: seconds to wait for sites to connect (60).")] = None
@@ -71,6 +75,8 @@ class RunOptions:
             raise CoveyError("--simulate says how many sites there are, --by which column names them; leave out one.")
         if self.deployed and self.minimum is not None:
             raise CoveyError("--minimum is a setting of each node; leave it out.")
+        if self.deployed and self.speeds is not None:
+            raise CoveyError("--speeds puts a simulated run on a clock; real sites have a speed of their own. Leave it out.")
         if self.deployed and as_json:
             raise CoveyError("--json does not go with --link; leave it out.")
         deploys: dict[str, Any] = {
@@ -160,6 +166,7 @@ def _simulate(data: str, settings: dict[str, Any], options: RunOptions, as_json:
             on_loss=settings["on_loss"],
             say=say,
         )
+        clock = None if options.speeds is None else run.clock(read_table(options.speeds, ids=["cluster"]))
         if out is not None:
             for old in (out / "sites").iterdir():
                 if old.name not in run.outcome.roster and is_model(old):
@@ -174,12 +181,15 @@ def _simulate(data: str, settings: dict[str, Any], options: RunOptions, as_json:
                 "privacy": None if outcome.privacy is None else dict(outcome.privacy),
                 "summary": Summary(outcome.model).to_json(),
                 "exchanges": [asdict(each) for each in outcome.exchanges],
+                "clock": None if clock is None else clock.frame.to_dicts(),
                 "out": None if out is None else str(out),
             }
         )
         return
     screen = console()
     screen.print(report(run.outcome), markup=False)
+    if clock is not None:
+        screen.print(f"\n{clock}", markup=False)
     if out is not None:
         screen.print(f"\nmodels of clusters and global model  {out / 'operator'}", markup=False)
         screen.print(f"models of each site's clients        {out / 'sites'}", markup=False)

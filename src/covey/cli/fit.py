@@ -25,7 +25,7 @@ def fit(
     out: Annotated[Path | None, typer.Option(help="Folder for the model.")] = None,
     speeds: Annotated[
         Path | None,
-        typer.Option(help="Time of a randomised algorithm's run: columns cluster, rows_per_second, latency, bandwidth."),
+        typer.Option(help="Time of a randomised algorithm's run, from a table as for covey plan."),
     ] = None,
     sums: Annotated[bool, typer.Option("--sums", help="The table is the result of the query of covey sql.")] = False,
     categories: Categories = None,

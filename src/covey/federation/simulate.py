@@ -16,6 +16,7 @@ from covey.federation.privacy.differential import seeded_normal
 from covey.federation.site.policy import Policy
 from covey.federation.site.site import Site
 from covey.federation.wire.transport import InProcess
+from covey.fitting.planning import RunClock, clock_run
 from covey.model.model import Model
 from covey.problem.problem import Spec, as_frame, resolve
 from covey.problem.rows import read_rows
@@ -40,6 +41,10 @@ class SimulatedRun:
 
     outcome: Outcome
     sites: Mapping[str, Site]
+
+    def clock(self, speeds: IntoDataFrame | None = None, **network: float) -> RunClock:
+        """How long this run takes if its clusters have these speeds; the parameters of :func:`covey.plan` for a network."""
+        return clock_run(self.outcome.model, speeds=speeds, **network)
 
     def difference(self, model: Model) -> float:
         """The largest difference between a coefficient of this run, at any level, and that of a model fitted in memory."""
