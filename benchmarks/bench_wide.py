@@ -2,12 +2,15 @@
 
 A client with fewer rows than terms needs only a matrix as large as its rows. Both sides get arrays and give all coefficients,
 with one thread each; the answers must agree to 1e-9. Then the same rows with classes, against a loop of scikit-learn fits of
-the clients (ridge penalty, defaults otherwise), which share nothing: the loop is timed on a tenth of the clients.
+the clients (ridge penalty, defaults otherwise), which share nothing: the loop is timed on a tenth of the clients. The peak of
+memory is that of a process that fits 30,000 clients of 20 rows and 300 terms, libraries included, over the bytes of its columns.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from dataclasses import replace
 
 os.environ |= {"OPENBLAS_NUM_THREADS": "1", "COVEY_THREADS": "1"}  # before numpy starts its threads
@@ -28,7 +31,8 @@ def rows_solve(X: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Coefficients of every client: ``X`` is (clients, rows, terms), sorted by group."""
     K = np.eye(ROWS) + X @ X.transpose(0, 2, 1) / GAMMA
     solved = np.linalg.solve(K, np.concatenate([X, y[:, :, None]], axis=2))
-    sums = (X.transpose(0, 2, 1) @ solved).reshape(GROUPS, CLIENTS, X.shape[2], -1).sum(axis=1)
+    tall = (array.reshape(GROUPS, CLIENTS * ROWS, -1) for array in (X, solved))
+    sums = np.stack([left.T @ right for left, right in zip(*tall, strict=True)])
     A, r = sums[:, :, :-1], sums[:, :, -1]
     prior = LAM * np.eye(X.shape[2])
     weight = LAM * (np.eye(X.shape[2]) - LAM * np.linalg.inv(A + prior))
@@ -44,6 +48,22 @@ def loop(X: np.ndarray, y: np.ndarray) -> None:
         if 0 < classes.sum() < ROWS:  # scikit-learn refuses one class
             LogisticRegression(C=1 / GAMMA, fit_intercept=False).fit(rows, classes)
 
+
+MEMORY = """
+import resource
+import numpy as np
+from covey import GroupedData, Penalty
+from covey.losses import Gaussian
+from covey.solvers import minimise
+
+rng, client = np.random.default_rng(0), np.repeat(np.arange(30_000), 20)
+X, y = rng.standard_normal((600_000, 300)), rng.standard_normal(600_000)
+data = GroupedData.from_arrays(X, y, client, client // 150)
+minimise(data, Gaussian(), Penalty.of(data.hierarchy, gamma=1.0, lam=2.0))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / X.nbytes)
+"""
+done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
+print(f"30,000 clients, d = 300: peak memory over input {float(done.stdout):.2f} (target <= 2.5)")
 
 ratios, logistic = [], []
 for d in (10, 30, 100, 300, 1000):

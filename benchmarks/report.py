@@ -27,6 +27,7 @@ TITLES = {
     "bench_components": "Mixed models: covey and eight other programs",
     "bench_shared": "Terms that do not vary: covey, lmer and glmmTMB",
     "bench_wide": "Wide clients and ten lines of numpy",
+    "bench_growth": "Growth in clients and in terms",
     "bench_newton": "29,490 logistic clients and one pooled scikit-learn fit",
     "bench_million": "A million clients: memory and growth",
     "bench_randomised": "The paper's randomised algorithms and a Python loop",
@@ -34,6 +35,10 @@ TITLES = {
     "bench_start": "From the start of Python to coefficients",
     "bench_donors": "A grid of penalties for 29,490 donors",
 }
+FIGURES = {
+    "bench_growth": "Two panels with logarithmic axes: seconds of a fit against clients, and against terms. Points are "
+    "measured; lines are counts of operations."
+}  # drawn by the benchmark of this name; the text is for readers who cannot see the picture
 
 
 def processor() -> str:
@@ -118,6 +123,8 @@ def page(kept: dict[str, dict[str, Any]]) -> str:
                 *peers_table(result["peers"]),
             ]
         else:
+            if name in FIGURES:
+                lines += [f"![{FIGURES[name]}]({name}.svg)", ""]
             lines += ["```text", result["output"], "```", ""]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -133,9 +140,10 @@ def main() -> None:
     for name in TITLES:
         if given.only in name:
             peers = PAGE / "peers.json"
-            extra = ["--limit", given.limit, "--json", str(peers)] if name == "bench_components" else []
+            extra = [str(PAGE / f"{name}.svg")] if name in FIGURES else []
+            extra = ["--limit", given.limit, "--json", str(peers)] if name == "bench_components" else extra
             result = run(name, extra)
-            if extra and result["ok"]:
+            if name == "bench_components" and result["ok"]:
                 result["peers"] = json.loads(peers.read_text())
                 peers.unlink()
             if result["ok"]:
