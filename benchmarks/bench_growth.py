@@ -91,9 +91,7 @@ for name, (x, measured, count) in points.items():
         predicted[mine] = count[mine] * np.exp(np.log(measured[mine] / count[mine]).sum() / max(mine.sum(), 1))
     points[name] = x, measured, predicted
     for at, spent, ops, line in zip(x, measured, count, predicted, strict=True):
-        print(
-            f"{name}: {at:6,d}  {spent:8.4f} s  by operations {line:8.4f} s  {ops / spent / 1e9:5.1f} billion operations a second"
-        )
+        print(f"{name}: {at:6,d}  {spent:8.4f} s  by operations {line:8.4f} s  {ops / spent / 1e9:5.1f} Gflop/s")
 by_clients = [slope(points[f"clients, d = {d}"][0], points[f"clients, d = {d}"][1]) for d in (10, 100)]
 wide = terms >= 100
 measured, predicted = (slope(terms[wide], points["terms"][at][wide]) for at in (1, 2))

@@ -2,8 +2,8 @@
 
 A client with fewer rows than terms needs only a matrix as large as its rows. Both sides get arrays and give all coefficients,
 with one thread each; the answers must agree to 1e-9. Then the same rows with classes, against a loop of scikit-learn fits of
-the clients (ridge penalty, defaults otherwise), which share nothing: the loop is timed on a tenth of the clients. The peak of
-memory is that of a process that fits 30,000 clients of 20 rows and 300 terms, libraries included, over the bytes of its columns.
+the clients (ridge penalty, defaults otherwise), which share nothing: the loop is timed on a tenth of the clients. The peak
+of memory is that of a process that fits 30,000 clients of 20 rows and 300 terms, with libraries, over the bytes of its columns.
 """
 
 from __future__ import annotations
