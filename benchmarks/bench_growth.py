@@ -2,10 +2,10 @@
 
     python benchmarks/bench_growth.py [FIGURE.svg]
 
-One thread. The solver gets arrays and gives all coefficients; a point is the fastest of several runs. A line counts the
-multiplications and additions of the algorithm, divided by one number of operations for each second. This number is the mean
-(of logarithms) over the points of the line. With more than 16 terms a client is solved in the space of its rows, so the
-count changes there.
+One thread. The solver gets arrays and gives all coefficients; a point is the fastest of several runs. The prediction counts
+multiplications and additions, in loops over small matrices and in products of large ones. Three numbers are fitted to all
+points: operations a second of either kind, and the seconds that any fit takes. With more than 16 terms a client is solved in
+the space of its rows, so the count changes there.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import matplotlib as mpl
 import numpy as np
 from _timing import seconds
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter, ScalarFormatter
+from scipy.optimize import nnls
 
 from covey import GroupedData, Penalty
 from covey.losses import Gaussian
@@ -26,7 +28,9 @@ from covey.solvers import minimise
 from covey.solvers.direct.spaces import space_of
 
 ROWS, CELL = 20, 150  # rows for each client, clients in each group
-CLIENTS, TERMS = (1_500, 3_000, 7_500, 15_000, 30_000, 75_000), (2, 4, 8, 16, 30, 60, 100, 200, 300, 600)
+CLIENTS = {10: (1_500, 3_000, 7_500, 15_000, 30_000, 75_000), 100: (1_500, 3_000, 7_500, 15_000, 30_000)}
+TERMS = (2, 4, 8, 16, 30, 60, 100, 200, 300, 600)
+BLUE, RED = "#1f6fb4", "#d1495b"
 STYLE = {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "covey"}
 
 
@@ -39,67 +43,71 @@ def fit_seconds(clients: int, d: int) -> float:
     return min(seconds(lambda: minimise(data, Gaussian(), penalty)) for _ in range(3 if clients * d > 1e6 else 7))
 
 
-def operations(clients: int, d: int) -> float:
-    """Multiplications and additions."""
+def operations(clients: int, d: int) -> tuple[float, float]:
+    """Multiplications and additions in loops over small matrices, and in products and solutions of large ones."""
     m, cells = ROWS, clients / CELL
     if space_of(d, d) == "terms":
         # The Gram matrix; (I + A S)^-1 [A | b] on the way up and again on the way down.
-        each = m * d * (d + 1) + 2 * (2 / 3 * d**3 + 2 * d**2 * (d + 1))
+        loops, products = m * d * (d + 1) + 2 * (2 / 3 * d**3 + 2 * d**2 * (d + 1)), 0.0
     else:
-        # K = I + R S R', its factor, L^-1 R, and the product G'G for the sum over the clients of a cell.
-        each = m**2 * d + m**3 / 3 + m**2 * d + 2 * m * d**2
-    return clients * each + cells * (2 / 3 + 4) * d**3
+        # K = I + R S R', its factor, and G = L^-1 R; then the sums of G'G for the clients of a cell.
+        loops, products = 2 * m**2 * d + m**3 / 3, 2.0 * m * d**2
+    return clients * loops, clients * products + cells * (2 / 3 + 4) * d**3
 
 
-def slope(x: np.ndarray, y: np.ndarray) -> float:
-    return float(np.polyfit(np.log(x), np.log(y), 1)[0])
+points = [("clients", n, d) for d, sizes in CLIENTS.items() for n in sizes] + [("terms", 3_000, d) for d in TERMS]
+measured = np.array([fit_seconds(n, d) for _, n, d in points])
+work = np.array([(*operations(n, d), 1.0) for _, n, d in points])
+cost = nnls(work / measured[:, None], np.ones(len(points)))[0]
+predicted = work @ cost
+for (kind, n, d), ours, line in zip(points, measured, predicted, strict=True):
+    print(f"{kind:7s} {n:7,d} clients, d = {d:3d}: {ours:7.4f} s, predicted {line:7.4f} s, ratio {ours / line:.2f}")
+rates = " and ".join(f"{1e-9 / each:.1f}" if each > 0 else "any number of" for each in cost[:2])
+print(f"fitted: {rates} billion operations a second in loops and in products, {1e3 * cost[2]:.1f} ms for any fit")
 
 
-def draw(points: dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]], titles: dict[str, str], path: str) -> None:
+def panel(kind: str, d: int | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The places of points on the horizontal axis, and their measured and predicted seconds."""
+    mine = np.array([point[0] == kind and d in (None, point[2]) for point in points])
+    x = np.array([point[1 if kind == "clients" else 2] for point in points])
+    return x[mine], measured[mine], predicted[mine]
+
+
+def apart(kind: str) -> float:
+    _, ours, line = panel(kind)
+    return float(np.exp(np.abs(np.log(ours / line)).max()))
+
+
+for d in CLIENTS:
+    x, ours, line = panel("clients", d)
+    growth = [float(np.polyfit(np.log(x), np.log(each), 1)[0]) for each in (ours, line)]
+    print(f"exponent in clients, d = {d}: {growth[0]:.2f}, predicted {growth[1]:.2f}")
+print(f"measured and predicted differ by a factor of at most {apart('clients'):.2f} (clients) and {apart('terms'):.2f} (terms)")
+if len(sys.argv) > 1:
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(10.0, 4.4), layout="constrained")
-        axes = figure.subplots(1, 2)
-        for name, (x, measured, counted) in points.items():
-            ax = axes[0] if name.startswith("clients") else axes[1]
-            color = {"clients, d = 10": "#1f6fb4", "clients, d = 100": "#d1495b"}.get(name, "#1f6fb4")
-            label = name.removeprefix("clients, ") if ax is axes[0] else "3,000 clients"
-            ax.loglog(x, measured, "o", color=color, label=f"{label}, measured")
-            ax.loglog(x, counted, "-", color=color, alpha=0.6, label=f"{label}, by operations")
-        for ax, (what, title) in zip(axes, titles.items(), strict=True):
-            ax.set_title(title, loc="left", fontsize=11)
-            ax.set_xlabel(what)
-            ax.set_ylabel("seconds of a fit (one thread)")
-            ax.legend(frameon=False, fontsize=9)
+        left, right = figure.subplots(1, 2)
+        for ax, kind, d, color, label in (
+            (left, "clients", 100, RED, "100 terms"),
+            (left, "clients", 10, BLUE, "10 terms"),
+            (right, "terms", None, BLUE, "3,000 clients"),
+        ):
+            x, ours, line = panel(kind, d)
+            ax.loglog(x, ours, "o", color=color, label=f"{label}, measured")
+            in_rows = x > 16 if kind == "terms" else np.zeros(len(x), dtype=bool)
+            ax.loglog(x[~in_rows], line[~in_rows], color=color, alpha=0.6, label=f"{label}, predicted")
+            ax.loglog(x[in_rows], line[in_rows], color=color, alpha=0.6)
+        for ax, kind, what, ticks in (
+            (left, "clients", "clients", (1_500, 5_000, 15_000, 50_000)),
+            (right, "terms", "terms (above 16 in the space of the rows)", (2, 4, 8, 16, 30, 60, 100, 200, 600)),
+        ):
+            ax.set_title(
+                f"Seconds against {kind}: within a factor of\n{apart(kind):.1f} of the predicted", loc="left", fontsize=11
+            )
+            ax.set_xticks(ticks)
+            ax.xaxis.set_major_formatter(ScalarFormatter())
+            ax.xaxis.set_minor_formatter(NullFormatter())
+            ax.set(xlabel=what, ylabel="seconds of a fit (one thread)")
             ax.grid(alpha=0.25)
-        figure.savefig(path, metadata={"Date": None})
-
-
-points = {}
-for d in (10, 100):
-    sizes = np.array([n for n in CLIENTS if n * d * ROWS <= 8e7])
-    points[f"clients, d = {d}"] = (
-        sizes,
-        np.array([fit_seconds(n, d) for n in sizes]),
-        np.array([operations(n, d) for n in sizes]),
-    )
-terms = np.array(TERMS)
-points["terms"] = terms, np.array([fit_seconds(3_000, d) for d in TERMS]), np.array([operations(3_000, d) for d in TERMS])
-
-for name, (x, measured, count) in points.items():
-    predicted, in_rows = np.empty(len(x)), np.array([name == "terms" and space_of(d, d) == "rows" for d in x])
-    for mine in (in_rows, ~in_rows):
-        predicted[mine] = count[mine] * np.exp(np.log(measured[mine] / count[mine]).sum() / max(mine.sum(), 1))
-    points[name] = x, measured, predicted
-    for at, spent, ops, line in zip(x, measured, count, predicted, strict=True):
-        print(f"{name}: {at:6,d}  {spent:8.4f} s  by operations {line:8.4f} s  {ops / spent / 1e9:5.1f} Gflop/s")
-by_clients = [slope(points[f"clients, d = {d}"][0], points[f"clients, d = {d}"][1]) for d in (10, 100)]
-wide = terms >= 100
-measured, predicted = (slope(terms[wide], points["terms"][at][wide]) for at in (1, 2))
-print(f"exponent in clients: {by_clients[0]:.2f} with d = 10, {by_clients[1]:.2f} with d = 100; by operations 1.00")
-print(f"exponent in terms, from d = 100 on: {measured:.2f}; by operations {predicted:.2f}")
-if len(sys.argv) > 1:
-    titles = {
-        "clients": f"Time grows like clients to the power {by_clients[0]:.2f} (d = 10)\nand {by_clients[1]:.2f} (d = 100)",
-        "terms d": f"From d = 100 on, time grows like d to the power {measured:.2f},\noperations like {predicted:.2f}",
-    }
-    draw(points, titles, sys.argv[1])
+            ax.legend(frameon=False, fontsize=9)
+        figure.savefig(sys.argv[1], metadata={"Date": None})
