@@ -102,7 +102,7 @@ if len(sys.argv) > 1:
             (right, "terms", "terms (above 16 in the space of the rows)", (2, 4, 8, 16, 30, 60, 100, 200, 600)),
         ):
             ax.set_title(
-                f"Seconds against {kind}: within a factor of\n{apart(kind):.1f} of the predicted", loc="left", fontsize=11
+                f"Seconds against {kind}: within a factor of\n{apart(kind):.1f} of the prediction", loc="left", fontsize=11
             )
             ax.set_xticks(ticks)
             ax.xaxis.set_major_formatter(ScalarFormatter())
