@@ -139,10 +139,11 @@ class Actors(Holder):
         try:
             for at in asked:
                 yield self._answered(at, asked[at], texts[id(asked[at])], calls.pop(at))
-        finally:  # after a mistake, the others have answered too
+        except CoveyError:  # a mistake in one shard; the others answer too, which their logs must say
             for at, call in calls.items():
                 with suppress(CoveyError):
                     self._answered(at, asked[at], texts[id(asked[at])], call)
+            raise
         full = [at for at in asked if len(self.logs[at].since) >= SAVE_EVERY]
         if full:
             list(self.ask(dict.fromkeys(full, TakeSnapshot())))
@@ -167,6 +168,9 @@ class Actors(Holder):
                 return ray.get(call)
             except ray.exceptions.RayActorError as problem:
                 why = _first_line(problem)
+            except ray.exceptions.RayTaskError as problem:
+                failed = f"{type(problem.cause).__name__}: {_first_line(problem.cause)}"
+                raise CoveyError(f"The actor of {self.parts[at].name} has failed ({failed}).") from problem
             except ray.exceptions.RayError as problem:
                 raise CoveyError(f"Ray cannot carry out a message: {_first_line(problem)}.") from None
             self.deaths[at] += 1

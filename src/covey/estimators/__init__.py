@@ -310,8 +310,8 @@ def fit(
     ----------
     table : data frame, lazy table, str or Path
         The rows: a frame of pandas, polars or pyarrow, or the path of a file that :func:`covey.read_table` reads. A linear
-        model also takes a lazy table (a polars ``LazyFrame``, a DuckDB relation; others go through narwhals and are not
-        tested), or a folder or pattern of Parquet files, such as ``"rows/*.parquet"``. The engine that holds the table then
+        model also takes a lazy table (a polars ``LazyFrame``, a DuckDB relation, a Spark DataFrame, an Ibis table), or a
+        folder or pattern of Parquet files, such as ``"rows/*.parquet"``. The engine that holds the table then
         computes sums by client in two queries, and only these sums are read. Every model takes a folder of shards that
         ``covey shard`` wrote, whose rows are mapped from disk.
     spec : Spec or str

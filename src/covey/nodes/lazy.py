@@ -1,8 +1,8 @@
 """Tables that an engine holds: a linear fit from two queries, whatever the number of rows.
 
-:func:`read_lazy` takes a lazy table of Polars or DuckDB. Other lazy tables go through narwhals and are not tested. The first
-query looks at the table (:mod:`covey.nodes.look`). The second is one aggregate by client: sums of products of centred columns.
-Only these sums reach this process. They become rows with the same products (:mod:`covey.tables.sums`), so the fit itself is
+:func:`read_lazy` takes a lazy table of Polars, DuckDB, Spark or Ibis, which narwhals reads. The first query looks at the
+table (:mod:`covey.nodes.look`). The second is one aggregate by client: sums of products of centred columns. Only these sums
+reach this process. They become rows with the same products (:mod:`covey.tables.sums`), so the fit itself is
 that of a table in memory.
 """
 
