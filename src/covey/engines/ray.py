@@ -11,6 +11,7 @@ itself is fetched in their place.
 
 from __future__ import annotations
 
+import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -37,6 +38,7 @@ SAVE_EVERY = 50  # messages after which the state of an actor is fetched
 MOST_DEATHS = 3  # of the actor of one shard during one message
 _OPENING = (OpenRows, ScaleRows)
 _CHANGING = (Message, PutCoefficients, PutGamma)
+_PATIENCE = 10.0  # seconds to connect to a cluster
 _SHARED = 50_000  # bytes of a message from which on all actors of a machine share one copy
 
 
@@ -63,8 +65,6 @@ class ShardActor:
 
     def about(self) -> tuple[str, str, bool]:
         """The version of covey here, the name of the machine, and whether it can read the shard."""
-        import socket
-
         return __version__, socket.gethostname(), any(self.shard.part.glob("*.parquet"))
 
     def answer(self, asked: bytes) -> bytes:
@@ -206,8 +206,9 @@ def actors(folder: str | Path, draft: Problem, address: str | None = None) -> It
     if mine:
         quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "include_dashboard": False}
         try:
-            ray.init(address=address, **quiet) if address is None else ray.init(address=address, log_to_driver=False)
-        except (ConnectionError, ValueError, RuntimeError, OSError) as problem:
+            _connect_once(address)
+            ray.init(address=address, **(quiet if address is None else {"log_to_driver": False}))
+        except (OSError, ValueError, RuntimeError) as problem:
             where = "a new Ray cluster" if address is None else f"the Ray cluster at {address!r}"
             raise CoveyError(f"{where[0].upper()}{where[1:]} cannot be reached: {_first_line(problem)}.") from None
     try:
@@ -221,6 +222,13 @@ def actors(folder: str | Path, draft: Problem, address: str | None = None) -> It
     finally:
         if mine:
             ray.shutdown()
+
+
+def _connect_once(address: str | None) -> None:
+    """Raise an error at once if nobody answers at ``host:port``; Ray itself would try again for minutes."""
+    host, colon, port = (address or "").removeprefix("ray://").rpartition(":")
+    if colon and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_PATIENCE).close()
 
 
 def _own_losses(draft: Problem) -> list[dict[str, Any]]:
