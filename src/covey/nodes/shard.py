@@ -9,6 +9,8 @@ clients stay in memory.
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from io import BytesIO
@@ -39,7 +41,7 @@ class Shard:
     Attributes
     ----------
     part : folder with its Parquet files
-    scratch : folder for arrays, which are deleted as soon as they are mapped
+    scratch : folder for the files of arrays, which are deleted as soon as they are mapped
     node : the node, once the rows are open
     """
 
@@ -69,13 +71,12 @@ class Shard:
 
     def map(self, array: Floats) -> Floats:
         """An array, mapped from a file."""
-        path = self.scratch / "array.npy"
+        handle, path = tempfile.mkstemp(suffix=".npy", dir=self.scratch)
+        os.close(handle)
         np.save(path, array)
         found: Floats = np.load(path, mmap_mode="r")
-        with suppress(OSError):  # where a mapped file cannot be deleted, the next one has another name
-            path.unlink()
-            return found
-        path.replace(path.with_name(f"{len(list(self.scratch.iterdir()))}.npy"))
+        with suppress(OSError):  # where a mapped file cannot be deleted, it goes with its folder
+            os.unlink(path)
         return found
 
 
