@@ -419,6 +419,6 @@ def side_by_side(blocks: Sequence[Anything], order: Anything | None = None) -> F
             share(take_rows, len(order), matrix, order, part)
         else:
             for start in range(0, n_rows, _CHUNK):
-                part[start : start + _CHUNK] = matrix[order[start : start + _CHUNK]]
+                part[start : start + _CHUNK] = matrix.take(order[start : start + _CHUNK], axis=0)
         left += matrix.shape[1]
     return X

@@ -370,7 +370,7 @@ class SumRows(Message[RowTotals], label="totals of rows", phase="learn"):
             weight,
             sum_log_weights(data),
             ones,
-            share * (data.X.sum(axis=0) if data.sums is None else data.unit @ data.X),
+            share * (np.array([column.sum() for column in data.X.T]) if data.sums is None else data.unit @ data.X),
             share * np.einsum("la,la->a", data.X, data.X),
             gram,
             -here.gradient.sum(axis=0),
@@ -384,7 +384,7 @@ class SumRows(Message[RowTotals], label="totals of rows", phase="learn"):
 def _ones(data: GroupedData) -> Floats:
     """The number of rows where a column is 1, ``(d,)``; if there are only sums, all rows or none."""
     if data.sums is None:
-        return np.asarray((data.X == 1.0).sum(axis=0), dtype=np.float64)
+        return np.array([np.count_nonzero(column == 1.0) for column in data.X.T], dtype=np.float64)
     rows = float(data.rows_per_client.sum())
     return np.array([rows if np.array_equal(column, data.unit) else 0.0 for column in data.X.T])
 

@@ -15,6 +15,7 @@ In the paper, arXiv:2204.13619, ``S`` is a multiple of the identity: ``I / gamma
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -83,7 +84,7 @@ class Variation:
         """The number of leading terms that contain all varying terms."""
         return int(self.terms.max()) + 1 if self.q else 0
 
-    @property
+    @cached_property
     def entries(self) -> tuple[Ints, Ints]:
         """Rows and columns of the entries of ``L`` that may differ from zero."""
         return np.tril_indices(self.q) if self.kind == "full" else (np.arange(self.q), np.arange(self.q))

@@ -32,7 +32,7 @@ from covey.tables.rows import GroupedData
 from covey.threads import block_count, share
 from covey.tree.hierarchy import segment_sum
 
-_PIECE = 1 << 21  # numbers of the rows that are solved together
+_PIECE = 1 << 19  # numbers of the rows that are solved together, which a cache can hold
 
 
 @dataclass(frozen=True)
