@@ -84,3 +84,22 @@ def test_solve_lanes_is_what_numpy_computes():
         np.testing.assert_allclose(C[:, i], R[part].T @ solved[:, :d], atol=1e-12)
         np.testing.assert_allclose(r[i], R[part].T @ solved[:, d], atol=1e-12)
         np.testing.assert_allclose([square[i], volume[i]], [z[part] @ solved[:, d], np.linalg.slogdet(K)[1]], atol=1e-12)
+
+
+def test_the_bits_of_a_client_do_not_depend_on_the_others():
+    rng, d = np.random.default_rng(4), 5
+    counts = rng.integers(1, 12, size=2 * kernels.LANES)
+    ptr = np.concatenate([[0], np.cumsum(counts)])
+    R, z = rng.normal(size=(ptr[-1], d)), rng.normal(size=ptr[-1])
+
+    def solve(first, last):
+        n, part = last - first, slice(ptr[first], ptr[last])
+        C, r, square, volume = np.empty((d, n, d)), np.empty((n, d)), np.empty(n), np.empty(n)
+        blocks = -(-n // kernels.LANES)
+        kernels.solve_lanes(0, blocks, R[part], R[part], z[part], ptr[first : last + 1] - ptr[first], C, r, square, volume)
+        return C.swapaxes(0, 1), r, square, volume
+
+    whole = solve(0, len(counts))
+    for first, last in ((0, 1), (3, 40), (50, len(counts))):
+        for one, other in zip(whole, solve(first, last), strict=True):
+            np.testing.assert_array_equal(one[first:last], other)

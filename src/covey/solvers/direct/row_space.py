@@ -10,7 +10,8 @@ covariance ``S`` of a client about its parent's ``x``, everything is solved with
 
 Nothing cancels in a linear model as ``S`` goes from zero to infinity. A client with more rows than terms, or with a ridge, is
 first reduced to ``d`` rows by a QR decomposition, which leaves ``R'R`` and ``R'z`` as they are. ``G`` is computed for some
-clients at a time, so that temporary memory is bounded, and the sums of ``C`` by cell are products of tall matrices.
+clients at a time, so that temporary memory is bounded, and the sums of ``C`` by cell are products of tall matrices. Where
+clients have about as many rows as terms, a linear model keeps each ``C`` (:mod:`.lanes`).
 """
 
 from __future__ import annotations

@@ -40,13 +40,13 @@ def solve_lanes(
     largest = 0
     for block in range(begin, end):
         for i in range(block * LANES, min((block + 1) * LANES, n)):
-            largest = max(largest, ptr[i + 1] - ptr[i])
+            largest = max(largest, (ptr[i + 1] - ptr[i] + 3) // 4 * 4)
     rows, G, K = empty((largest, q, LANES)), empty((d + 1, largest, LANES)), empty((largest, largest, LANES))
     products, total, log_determinant = empty((d + 1, d + 1, LANES)), empty(LANES), empty(LANES)
     for block in range(begin, end):
         first, last, m = block * LANES, min((block + 1) * LANES, n), 0
         for i in range(first, last):
-            m = max(m, ptr[i + 1] - ptr[i])
+            m = max(m, (ptr[i + 1] - ptr[i] + 3) // 4 * 4)  # in fours, so that no bit depends on the other clients
         for lane in range(LANES):  # a client with fewer rows than another gets rows of zeros
             i = first + lane
             here = ptr[i + 1] - ptr[i] if i < last else 0
