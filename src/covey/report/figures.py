@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from covey.model.summary import counted
 from covey.report.plots import GAP_LABEL, STYLES, plot_gap, save_figure
 from covey.reproduce.communication import TARGET, exchanges_to_gap
+from covey.reproduce.comparison import GAPS
 from covey.reproduce.donors import change_along_lam
 from covey.reproduce.limits import JAMES_STEIN_DESIGNS
 from covey.reproduce.robustness import CHOSEN_PENALTIES, where_closer
@@ -125,7 +126,7 @@ def _race(study: Study) -> tuple[Figure, str]:
         panel.set_xlim(left=least)
         panel.set_xlabel(label)
     panels[0].set_ylabel(GAP_LABEL)
-    panels[0].plot([], [], color="#606060", linestyle=":", label="bound of the theorem, in the solver's colour")
+    panels[0].plot([], [], color="#606060", linestyle=":", label="bound of the theorem, in the solver's colour (to 30)")
     handles = panels[0].get_legend_handles_labels()
     figure.legend(*handles, loc="outside lower center", ncols=4, title="measured (means over a twelfth of a decade)")
     exchanges = dict(study.table("race").select("solver", f"exchanges to {TARGET:g}").iter_rows())
@@ -138,6 +139,42 @@ def _smoothed(x: Any, gap: Any) -> tuple[Any, Any]:
     starts = np.flatnonzero(np.diff(bins, prepend=bins[0] - 1))
     counts = np.diff(np.append(starts, len(x)))
     return np.add.reduceat(x, starts) / counts, np.add.reduceat(gap, starts) / counts
+
+
+def _comparison(study: Study) -> tuple[Figure, str]:
+    """Exchanges of each solver to two gaps on every problem."""
+    table = study.table("comparison-all")
+    solvers = table["solver"].unique(maintain_order=True).to_list()
+    problems = table["problem"].unique(maintain_order=True).to_list()
+    figure, panels = _panels(13.5, 5.6, len(problems), sharey=True)
+    for panel, problem in zip(panels, problems, strict=True):
+        here = {row["solver"]: row for row in table.filter(pl.col("problem") == problem).to_dicts()}
+        for gap, style, filled in zip(GAPS, STYLES, ("white", None), strict=False):
+            column, line = f"exchanges to {gap:g}", {**style, "linestyle": "none"}
+            seen = [(solvers.index(name), row[column], row[f"{column}, sd"]) for name, row in here.items() if row[column]]
+            place, count, sd = (np.array(part) for part in zip(*seen, strict=True))
+            below = np.minimum(sd, 0.9 * count)  # a bar to below 0 has no end on a logarithmic axis
+            look = {**line, **({"markerfacecolor": filled} if filled else {})}
+            panel.errorbar(count, place, xerr=np.array([below, sd]), label=f"to a gap of {gap:g}", **look)
+        for name, row in here.items():
+            if row[f"exchanges to {GAPS[-1]:g}"] is None:
+                low, at = f"ends at {row['lowest gap']:.0e}", panel.get_yaxis_transform()
+                panel.text(1.0, solvers.index(name), low, transform=at, ha="right", va="center", fontsize=8)
+        panel.set_xscale("log")
+        panel.set_xlim(0.7, 1e5)
+        panel.xaxis.set_major_formatter("{x:g}")
+        panel.set_xlabel("exchanges of a client\n(log scale)")
+        panel.set_yticks(range(len(solvers)), solvers)
+        panel.set_ylim(len(solvers) - 0.5, -0.5)
+        panel.set_title(problem)
+    panels[0].set_ylabel("covey's solvers, then their rivals")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    best = study.table("winners").filter(pl.col("gap") == f"{GAPS[-1]:g}").select("problem", "fewest exchanges, vectors only")
+    words = "; ".join(f"{problem}: {winner}" for problem, winner in best.iter_rows())
+    return (
+        figure,
+        f"Fewest exchanges of vectors to a gap of {GAPS[-1]:g}, among covey's solvers: {words} (bars: sd between runs)",
+    )
 
 
 def _settings(study: Study) -> tuple[Figure, str]:
@@ -209,6 +246,6 @@ _FIGURES: dict[str, dict[str, Callable[[Study], tuple[Figure, str]]]] = {
     "simulation": {"distance": _distance},
     "robustness": {"clusters": _wrong_clusters},
     "limits": {"james-stein": _james_stein},
-    "communication": {"race": _race, "settings": _settings},
+    "communication": {"race": _race, "settings": _settings, "comparison": _comparison},
     "donors": {"cross-entropy": _histograms, "penalties": _penalties},
 }

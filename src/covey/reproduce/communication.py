@@ -1,5 +1,7 @@
 """Communication cost of the algorithms: gap against exchanges and bytes, beside the bounds of their theorems.
 
+:mod:`.comparison` runs all solvers and their rivals on four problems.
+
 The study also varies the settings: the probability of an exchange, ``tau``, and clusters that exchange less often. The bounds
 are those of Theorem 3.5 (conv_rate) and Theorem 4.3 (al2sgd_conv_rate) of arXiv:2204.13619; the paper has no such experiment.
 Checks only measure how far a run is, so their exchanges are not counted.
@@ -8,6 +10,7 @@ Checks only measure how far a run is, so their exchanges are not counted.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,8 +22,10 @@ from covey.losses import loss_of
 from covey.nodes.network import InMemory
 from covey.objective.objective import Objective, Penalty
 from covey.objective.theory import Constants, Recipe, distance_bound, expected_smoothness, noise, switch, switching_bound
+from covey.reproduce import comparison
 from covey.reproduce.study import Say, Study, Table, generator, integer_seed, no_convergence_warnings, silent, tracked
 from covey.solvers import minimise
+from covey.solvers.clock import LATENCY, MODES, Durations, Mode, Speeds, durations, most_rows, seconds
 from covey.solvers.first_order import al2sgd_plus, l2gd, one_coin
 from covey.solvers.first_order.curvature import constants
 from covey.solvers.first_order.schedule import Schedule
@@ -30,6 +35,7 @@ from covey.solvers.result import Fit
 
 COARSE, TARGET = 1e-2, 1e-6  # relative to the gap at zero
 REPEATS = 10
+SLOW = 10.0  # how much longer a message of a cluster with slow links takes
 
 
 class RaceProblem(NamedTuple):
@@ -69,14 +75,22 @@ def study(*, seed: int = 0, quick: bool = False, say: Say = silent) -> Study:
     chance = effect_of_probability(here, seeds, say)
     tau = effect_of_tau(here, seeds, say)
     schedules = unequal_schedules(here, seeds, say)
-    known = here.constants
+    known, compared = here.constants, comparison.compare(seed, quick, say)
     return Study(
         name="communication",
         title="Communication: gap against exchanges and bytes, and the effect of the settings",
         settings={"problem": "10 x 10 clients, 20 rows, d = 5, gamma = 1, lam = 5", "target": TARGET, "repeats": repeats}
         | {"seed": seed},
-        findings=findings(reached, chance, tau, schedules),
+        findings=(*findings(reached, chance, tau, schedules), *comparison.findings(compared)),
         tables=(
+            Table(
+                "comparison",
+                "All solvers and their rivals on four problems: means over the runs",
+                comparison.shown(compared),
+                comparison.NOTE,
+            ),
+            Table("winners", "Which solver of covey needs the least", comparison.winners(compared)),
+            Table("comparison-all", "The comparison with standard deviations", compared, shown=False),
             Table("race", "Exchanges of a client, and bytes of the network, to reach two gaps", reached, digits=0),
             Table(
                 "chance",
@@ -86,7 +100,13 @@ def study(*, seed: int = 0, quick: bool = False, say: Say = silent) -> Study:
                 "those of Corollary 4.4 (async_al2sgd_plus_opt_conv_rate), which minimise it.",
             ),
             Table("tau", "al2sgd_plus by tau, at the best p0 and p", tau),
-            Table("schedules", "al2sgd_plus if five of the ten clusters exchange less often within the cluster", schedules),
+            Table(
+                "schedules",
+                "al2sgd_plus if five of the ten clusters, whose links are slow, exchange less often within the cluster",
+                schedules,
+                f"Seconds to the gap by a clock: messages of the slow clusters take {SLOW * LATENCY:g} s one way, those of the "
+                f"others {LATENCY:g} s. Asynchronous clusters wait for each other at exchanges between clusters only.",
+            ),
             Table("curves", "All points of the figure", curves, shown=False),
         ),
         remarks=(
@@ -216,6 +236,7 @@ class Trial(NamedTuple):
     iterations: float
     within: Floats
     between: float
+    lengths: tuple[int, ...]
 
     def row(self, here: RaceProblem) -> dict[str, float]:
         """The columns that several tables share."""
@@ -236,6 +257,7 @@ def _trials(here: RaceProblem, seeds: list[int], step: str, tried: list[dict[str
             float(np.mean([fit.convergence.iterations for fit in fits])),
             np.mean([ledger.within for ledger in ledgers], axis=0),
             float(np.mean([ledger.between for ledger in ledgers])),
+            tuple(fit.convergence.iterations for fit in fits),
         )
 
 
@@ -278,7 +300,9 @@ def unequal_schedules(here: RaceProblem, seeds: list[int], say: Say) -> pl.DataF
     best = al2sgd_plus.recipe(here.constants).probabilities
     slow, factors = np.arange(len(best.p)) >= len(best.p) // 2, (1.0, 0.5, 0.25, 0.1)
     tried = [{"p0": best.p0, "p": np.where(slow, factor * best.p, best.p), "rho": best.rho} for factor in factors]
-    rows = []
+    data, latency = here.objective.data, np.where(slow, SLOW * LATENCY, LATENCY)
+    speeds = replace(Speeds.of(data.hierarchy), latency=latency)
+    lasts, rows = durations(speeds, _links(here), most_rows(data.hierarchy, data.rows_per_client), 2), []
     for factor, trial in zip(factors, _trials(here, seeds, "schedules", tried, say), strict=True):
         inside = trial.within - trial.between
         rows.append(
@@ -289,9 +313,15 @@ def unequal_schedules(here: RaceProblem, seeds: list[int], say: Say) -> pl.DataF
                 "exchanges within a fast cluster": float(inside[~slow].mean()),
                 "exchanges within a slow cluster": float(inside[slow].mean()),
                 "exchanges between clusters": trial.between,
+                **{f"seconds, {mode}": _mean_seconds(trial, seeds, lasts, mode) for mode in MODES},
             }
         )
     return pl.DataFrame(rows)
+
+
+def _mean_seconds(trial: Trial, seeds: list[int], lasts: Durations, mode: Mode) -> float:
+    runs = zip(seeds, trial.lengths, strict=True)
+    return float(np.mean([seconds(_schedule(trial.recipe, seed), 0, length, lasts, mode) for seed, length in runs]))
 
 
 def exchanges_to_gap(exchanges: Mapping[str, float | None], gap: float) -> str:
@@ -316,7 +346,8 @@ def findings(reached: pl.DataFrame, chance: pl.DataFrame, tau: pl.DataFrame, sch
     equal, least = schedules.row(0, named=True), schedules.row(-1, named=True)
     share, inside, between = "slow clusters' share of p", "exchanges within a slow cluster", "exchanges between clusters"
     total, before = least[inside] + least[between], equal[inside] + equal[between]
-    verdict = "it does not help slow links" if total >= before else "it helps slow links"
+    slower = [f"{row['seconds, asynchronous']:.0f} s" for row in (least, equal)]
+    helps = least["seconds, asynchronous"] < equal["seconds, asynchronous"]
     return (
         f"{exchanges_to_gap(measured, TARGET)}. The theorem's bound for al2sgd_plus, on average over the random choices, is "
         f"{bound}.",
@@ -327,6 +358,7 @@ def findings(reached: pl.DataFrame, chance: pl.DataFrame, tau: pl.DataFrame, sch
         f"When slow clusters exchange within the cluster with {least[share]:g} times the best "
         f"probability, they make {least[inside]:.1f} such exchanges, not {equal[inside]:.1f}. The run then needs "
         f"{least['iterations']:,.0f} iterations, not {equal['iterations']:,.0f}, and {least[between]:.1f} exchanges between "
-        f"clusters, not {equal[between]:.1f}. In total a slow cluster exchanges {total:.1f} times, not {before:.1f}: "
-        f"{verdict}.",
+        f"clusters, not {equal[between]:.1f}. In total a slow cluster exchanges {total:.1f} times, not {before:.1f}. If its "
+        f"messages take ten times as long as those of the others, the run takes {slower[0]}, not {slower[1]}, even if clusters "
+        f"wait for each other at exchanges between them only: it {'helps' if helps else 'does not help'} slow links.",
     )

@@ -20,7 +20,7 @@ from covey.nodes.network import InMemory
 from covey.objective.objective import Objective
 from covey.objective.theory import Constants
 from covey.solvers import registry
-from covey.solvers.clock import MODES, Speeds, durations, expected_seconds, most_rows
+from covey.solvers.clock import MODES, Durations, Speeds, durations, expected_seconds, most_rows
 from covey.solvers.first_order import curvature
 from covey.solvers.first_order.loop import spacing
 from covey.solvers.first_order.schedule import Schedule
@@ -138,13 +138,17 @@ class Setting:
 
     def _whole(self, network: Links, work: Floats) -> float:
         """Seconds of an exchange of all clusters after some work, ``(k,)`` seconds."""
-        lasts = durations(self.speeds, network, self.rows)
-        return float((work + 2 * lasts.up).max() + (2 * lasts.down).max())
+        return whole_exchange(durations(self.speeds, network, self.rows), work)
 
     def _cost(self, solver: str, T: float, spent: Ledger, note: str, times: tuple[float, ...]) -> Cost:
         lock_step, rounds, asynchronous = times
         within = np.max(spent.within).item()
         return Cost(solver, T, within, float(spent.between), spent.bytes, asynchronous, note, rounds, lock_step)
+
+
+def whole_exchange(lasts: Durations, work: Floats) -> float:
+    """Seconds of an exchange of all clusters after some work, ``(k,)`` seconds: two messages up, then two down."""
+    return float((work + 2 * lasts.up).max() + (2 * lasts.down).max())
 
 
 def costs(objective: Objective, trials: Sequence[Fit], *, accuracy: float, speeds: Speeds) -> tuple[list[Cost], Constants]:
