@@ -14,7 +14,7 @@ import ast
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from functools import cache
+from functools import cache, cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
@@ -56,7 +56,7 @@ class Algorithm:
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     refuses: Mapping[str, str] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def parameters(self) -> dict[str, Any]:
         """Its keyword parameters with their defaults."""
         taken = inspect.signature(self.run).parameters.values()

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,7 +43,7 @@ from covey.records import Axes, Record, Reply
 from covey.solvers.costs import Cost, Setting
 from covey.solvers.direct.elimination import Spread, descend, eliminate, expanded
 from covey.solvers.first_order import kernels
-from covey.solvers.first_order.protocol import AskMeans, Centres, shares
+from covey.solvers.first_order.protocol import AskMeans, Centres, perfect, shares
 from covey.solvers.ledger import Ledger, Links, links
 from covey.solvers.registry import algorithm
 from covey.solvers.result import HISTORY, Checkpoint, Convergence, Fit, Progress, begin_at, entry
@@ -52,6 +53,7 @@ _INNER = 1e-4  # errors of the clients' proximal steps, as a share of |c - v|^2 
 _MOST_INNER = 100
 _SAFETY = 4.0  # an estimate of q may be this many times too large
 _UP = 3  # numbers in a reply besides the averages
+_NO_ERROR = total(np.zeros(1))
 
 
 def reference(objective: Objective, exchanges: int, q: float = 0.0) -> Floats:
@@ -122,13 +124,13 @@ class ProximalStep(Message["ProximalReply"], label="proximal step"):
 
     def at(self, node: Node) -> ProximalReply:
         if node.loss.quadratic and node.loss.compiled:
-            theta, value = _quadratic_step(node, self.centre)
-            error = np.zeros(1)
+            theta, value, error = *_quadratic_step(node, self.centre), _NO_ERROR
         else:
-            theta, value, error = proximal_newton(node, self.centre, self.accuracy * node.gamma / self.total.sum())
+            theta, value, errors = proximal_newton(node, self.centre, self.accuracy * node.gamma / self.total.sum())
+            error = total(errors)
         node.theta = theta
         average = segment_sum(shares(node, self.total)[:, None] * theta, node.data.hierarchy.cluster_ptr)
-        return ProximalReply(average, total(value), total(node.loss.perfect(node.data)), total(error))
+        return ProximalReply(average, total(value), perfect(node), error)
 
 
 @dataclass(frozen=True)
@@ -291,7 +293,7 @@ class Coordinator:
         seen = 1 - float((self.top.total[:, None] * (means - last.means) * (c - last.sent)).sum()) / step
         return float(min(last.q, max(seen, 1e-12) / _SAFETY))
 
-    @property
+    @cached_property
     def _gamma_squared(self) -> Floats:
         return np.asarray(self.network.tree.sum_up(self.penalty.gamma**2))
 

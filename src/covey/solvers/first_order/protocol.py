@@ -130,7 +130,15 @@ class PerfectFit(Message[Exact], label="perfect fit", phase="measure"):
     """Ask for the value that a perfect fit of the clients would have."""
 
     def at(self, node: Node) -> Exact:
-        return total(node.loss.perfect(node.data))
+        return perfect(node)
+
+
+def perfect(node: Node) -> Exact:
+    """The value that a perfect fit of a node's clients would have, computed once."""
+    found: Exact | None = node.cache.get("perfect")
+    if found is None:
+        found = node.cache["perfect"] = total(node.loss.perfect(node.data))
+    return found
 
 
 # The node
