@@ -146,7 +146,9 @@ def solver_of(kind: type[Message[Any]]) -> str | None:
     if package in ("nodes", "federation.privacy", "federation.wire"):
         return None
     known = {"solvers.first_order": "gradient", "variance": "learn"}
-    return known.get(package, module if package != "solvers.direct" or module == "newton" else "sweep")
+    if package == "solvers.direct":
+        return "newton" if module in ("newton", "newton_node") else "sweep"
+    return known.get(package, module)
 
 
 def _sizes(reply: Any) -> list[int]:
