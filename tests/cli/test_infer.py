@@ -42,7 +42,8 @@ def test_the_shell_prints_what_the_estimator_returns(folder):
     effects = documents("show", large, "--effects", "--level", "client", "--json")
     assert effects == model.random_effects("client").to_dicts()
     assert documents("show", large, "--r2", "--json") == [model.r2()._asdict()]
-    assert "profile" in run(folder, "show", large, "--profile")
+    assert documents("show", large, "--profile", "penalties", "--json") == model.profile(which="penalties").to_dicts()
+    assert "profile" in run(folder, "show", large, "--profile", "components")
 
 
 def test_residuals_and_draws_are_files(folder):
@@ -63,8 +64,9 @@ def test_residuals_and_draws_are_files(folder):
         (("means", "large", "half", "--at", "Days"), "name=value"),
         (("contrast", "large", "half", "--adjust", "fdr"), "tukey"),
         (("compare", "large"), "two"),
-        (("show", "large", "--profile", "--r2"), "one of"),
-        (("show", "large", "--robust", "CR2"), "CR3"),
+        (("show", "large", "--profile", "components", "--r2"), "one of"),
+        (("show", "large", "--profile", "sd"), "penalties"),
+        (("show", "large", "--robust", "CR4"), "CR3"),
         (("residuals", "large", "sleep.csv", "--kind", "raw"), "pearson"),
         (("simulate", "large", "sleep.csv", "--effects", "old"), "fitted"),
     ],

@@ -10,13 +10,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from covey.datasets import load_radon
-from covey.errors import FederationError
+from covey.errors import CoveyError, FederationError
 from covey.federation.operator.coordinator import Federation
 from covey.federation.operator.exchanges import Exchanges
 from covey.federation.operator.journal import Journal
 from covey.federation.operator.settings import RunSettings
 from covey.federation.simulate import simulate_sites
-from covey.model.files import load_model
+from covey.model.files import load_model, save_model
+from covey.model.robust import sandwich
 from covey.model.summary import describe
 from covey.nodes.network import SetGamma
 from covey.problem.problem import Spec, resolve
@@ -122,6 +123,20 @@ def test_penalties_learned_across_sites_are_those_learned_in_memory(what, secure
     for name in sites:
         assert f"parameters, learned from {len(frame)} rows" in str(describe(load_model(tmp_path / name)[0]))
     assert "learned from" not in describe(outcome.model) + describe(model)
+    if asked.family == "gaussian":
+        check_sandwich(outcome.model, model, [load_model(tmp_path / name)[0] for name in sites], tmp_path)
+
+
+def check_sandwich(operator, model, at_sites, folder):
+    """The operator has the scores of clusters, also after saving, and the sites do not."""
+    again = load_model(save_model(operator, folder / "operator"))[0]
+    for one in (operator, again):
+        here, there = (sandwich(each.posterior, each.wbar, "CR3") for each in (one, model))
+        np.testing.assert_allclose(here.covariance, there.covariance, atol=1e-6)
+        np.testing.assert_allclose(here.freedom, there.freedom, rtol=1e-5)
+        with pytest.raises(CoveyError, match="CR2"):
+            sandwich(one.posterior, one.wbar, "CR2")
+    assert {site.learned.whole.scores for site in at_sites} == {None}
 
 
 RANDOMISED = {

@@ -134,17 +134,31 @@ def same_comparison(ours, theirs, tol):
 
 
 def test_profile_intervals_of_lme4():
-    for name, terms, rows in (("one", "1", [0, 1]), ("two", "Days", [0, 2, 3])):
+    """Standard deviations, correlations, penalties by lme4's deviance function, and coefficients."""
+    for name, terms, order in (("one", "1", [0, 1]), ("two", "Days", [0, 2, 1, 3])):
         model = HierarchicalRegressor(formula=f"Reaction ~ Days + ({terms} | Subject)", penalty="ml").fit(sleepstudy())
-        close(model.profile().select("lower", "upper"), np.array(R["profile"][name])[rows], GAUSSIAN)
+        close(model.profile().select("lower", "upper"), np.array(R["profile"][name])[order], GAUSSIAN)
+        penalties = model.profile(which="penalties").select("estimate", "lower", "upper")
+        for ours, theirs in zip(penalties.rows(), R["profile"][f"{name}_penalties"], strict=True):
+            close(ours, theirs, GAUSSIAN)
+        coefficients = model.profile(which="coefficients").select("lower", "upper")
+        close(coefficients, R["profile"][f"{name}_beta"], GAUSSIAN)
     close(herds().profile(cbpp()).select("lower", "upper"), R["herds"]["profile"], LAPLACE)
+    close(herds().profile(cbpp(), which="coefficients").select("lower", "upper"), R["herds"]["profile_beta"], LAPLACE)
 
 
-def test_sandwiches_of_clubsandwich():
-    corrections = ("CR0", "CR1", "CR1p", "CR1S", "CR3"), ("CR0", "CR1", "CR3")
-    for model, names, theirs in zip(
-        (slopes(), nested()), corrections, (R["slopes"]["robust"], R["nested"]["robust"]), strict=True
-    ):
-        for name, V in zip(names, theirs, strict=True):
-            close(sandwich(model.model_.learned, model.global_coef_, name)[0], V, GAUSSIAN)
-            close(model.robust(name)["std_error"], np.sqrt(np.diag(V)), GAUSSIAN)
+def test_coefficients_of_a_reml_fit_are_profiled_by_the_full_likelihood():
+    model = HierarchicalRegressor(formula="Reaction ~ Days + (Days | Subject)").fit(sleepstudy())
+    close(model.profile(which="coefficients").select("lower", "upper"), R["profile"]["two_beta"], GAUSSIAN)
+
+
+@pytest.mark.parametrize(("model", "name"), [(slopes, "slopes"), (nested, "nested")])
+def test_sandwiches_of_clubsandwich(model, name):
+    """Covariances, and Satterthwaite's degrees of freedom of ``coef_test``."""
+    model = model()
+    for correction, theirs in R[name]["robust"].items():
+        found = model.robust(correction)
+        V = sandwich(model.model_.posterior, model.global_coef_, correction).covariance
+        close(V, theirs["cov"], GAUSSIAN)
+        close(found["std_error"], np.sqrt(np.diag(theirs["cov"])), GAUSSIAN)
+        close(found["df"], theirs["df"], GAUSSIAN)

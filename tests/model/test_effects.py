@@ -8,11 +8,12 @@ import numpy as np
 import polars as pl
 import pytest
 from scipy import stats
-from scipy.optimize import minimize_scalar
+from scipy.optimize import approx_fprime, minimize_scalar
 
 import covey
 from covey import CoveyError, HierarchicalGammaRegressor, HierarchicalPoissonRegressor, HierarchicalRegressor, Spec
 from covey.datasets import load_radon, simulate
+from covey.variance.holding import Along, Angle, Length
 from tests.r_tables import sleepstudy
 
 
@@ -168,6 +169,54 @@ def test_the_profile_rises_by_the_quantile_at_its_ends():
     for end in model.profile(coverage=0.9)[0].select("lower", "upper").row(0):
         best = minimize_scalar(partial(deviance, end), bounds=(20.0, 45.0), options={"xatol": 1e-5}).fun
         assert best - lowest == pytest.approx(stats.chi2.ppf(0.9, 1), rel=1e-6)
+
+
+def test_a_hold_has_its_value_and_the_gradient_of_its_map():
+    """Rows of a factor of three terms: lengths, angles and a direction; gradients by differences."""
+    rng = np.random.default_rng(0)
+    z, target = rng.normal(size=7), rng.normal(size=7)
+    rows = [np.array([0]), np.array([1, 2]), np.array([3, 4, 5])]
+    holds = [(Length(rows[1], 2.0), 0.7), (Along(rng.normal(size=7), 1.0, 0.3), -1.2)]
+    holds += [(Angle(rows[a], rows[b]), value) for a, b in ((0, 1), (0, 2), (1, 2)) for value in (-0.8, 0.3)]
+    for hold, value in holds:
+        assert hold.of(hold.place(z, value)) == pytest.approx(value, abs=1e-12)
+        assert hold.of(hold.place(z, hold.of(z))) == pytest.approx(hold.of(z), abs=1e-12)
+
+        def distance(free, hold=hold, value=value):
+            return float(((hold.place(free, value) - target) ** 2 * np.arange(1, 8)).sum())
+
+        slope = 2.0 * (hold.place(z, value) - target) * np.arange(1, 8)
+        assert hold.gradient(z, value, slope) == pytest.approx(approx_fprime(z, distance, 1e-7), abs=1e-4)
+
+
+def test_a_correlation_that_the_data_do_not_tell_has_the_limits_as_ends():
+    """Three subjects: every correlation is possible."""
+    rows = sleepstudy()
+    few = rows.filter(pl.col("Subject").is_in(rows["Subject"].unique(maintain_order=True)[:3].to_list()))
+    model = covey.fit(few, "Reaction ~ Days + (Days | Subject)")
+    found = model.profile(coverage=0.99).filter(parameter="correlation")
+    assert found.select("lower", "upper").row(0) == (-1.0, 1.0)
+
+
+def test_the_correction_of_few_groups_refuses_weights_and_wide_groups(monkeypatch):
+    rows = sleepstudy().with_columns(w=pl.Series(np.tile([1.0, 2.0], 90)))
+    model = HierarchicalRegressor(formula="Reaction ~ Days + (1 | Subject)", weights="w").fit(rows)
+    with pytest.raises(CoveyError, match="weight 1; use 'CR3'"):
+        model.robust("CR2")
+    monkeypatch.setattr("covey.model.robust._WIDEST", 2)
+    with pytest.raises(CoveyError, match="use 'CR1' or 'CR3'"):
+        HierarchicalRegressor(formula="Reaction ~ Days + (1 | Subject)").fit(rows).robust("CR2")
+
+
+def test_the_unbiased_sandwich_in_other_units():
+    """Multiplying a column by a thousand divides its error by a thousand, and changes no other."""
+    rows = sleepstudy()
+    plain, scaled = (
+        covey.fit(rows.with_columns(pl.col("Days") * by), "Reaction ~ Days + (Days | Subject)").robust("CR2")
+        for by in (1, 1000)
+    )
+    assert scaled["std_error"].to_numpy() * [1, 1000] == pytest.approx(plain["std_error"].to_numpy(), rel=1e-6)
+    assert scaled["df"].to_numpy() == pytest.approx(plain["df"].to_numpy(), rel=1e-6)
 
 
 def test_counts_and_classes_say_which_rows_they_need():

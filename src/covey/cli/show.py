@@ -16,9 +16,9 @@ def show(
     limit: Annotated[int, typer.Option(help="Largest number of rows to list.", min=1)] = 20,
     effects: Annotated[bool, typer.Option("--effects", help="Deviations of clients or clusters, with variances.")] = False,
     robust: Annotated[
-        str | None, typer.Option(help="Global coefficients with robust errors: CR0, CR1, CR1p, CR1S, CR3.")
+        str | None, typer.Option(help="Global coefficients with robust errors: CR0, CR1, CR1p, CR1S, CR2, CR3.")
     ] = None,
-    profile: Annotated[bool, typer.Option("--profile", help="Profile intervals of the standard deviations.")] = False,
+    profile: Annotated[str | None, typer.Option(help="Profile intervals: components, penalties or coefficients.")] = None,
     r2: Annotated[bool, typer.Option("--r2", help="Shares of variance explained, marginal and conditional.")] = False,
     data: Annotated[
         Path | None, typer.Option(help="Rows of the fit; --profile and --r2 of counts and classes need it.")
@@ -40,14 +40,16 @@ def show(
     if level not in LEVELS:
         raise one_of("--level", level, LEVELS)
     fitted, _ = load_model(model)
-    asked = {"--effects": effects, "--robust": robust is not None, "--profile": profile, "--r2": r2}
+    asked = {"--effects": effects, "--robust": robust is not None, "--profile": profile is not None, "--r2": r2}
     if sum(asked.values()) > 1:
         raise ModelError(f"Choose one of {listing([name for name, given in asked.items() if given])}.")
     if level == "client" and fitted.elsewhere is not None:
         raise ModelError(f"The clients' models are at their sites, {listing(fitted.elsewhere.sites, 5)}; show them there.")
     if any(asked.values()):
         below = "client" if level == "client" else "cluster"
-        _print_instead(model, below, effects=effects, robust=robust, r2=r2, data=data, limit=limit, as_json=as_json)
+        _print_instead(
+            model, below, effects=effects, robust=robust, profile=profile, r2=r2, data=data, limit=limit, as_json=as_json
+        )
         return
     if as_json:
         about = {"title": title(fitted), "facts": facts(fitted), "summary": Summary(fitted).to_json()}
@@ -61,7 +63,16 @@ def show(
 
 
 def _print_instead(
-    path: Path, level: str, *, effects: bool, robust: str | None, r2: bool, data: Path | None, limit: int, as_json: bool
+    path: Path,
+    level: str,
+    *,
+    effects: bool,
+    robust: str | None,
+    profile: str | None,
+    r2: bool,
+    data: Path | None,
+    limit: int,
+    as_json: bool,
 ) -> None:
     """Print random effects, robust standard errors, R2 or profile intervals."""
     import polars as pl
@@ -77,7 +88,8 @@ def _print_instead(
     elif r2:
         found, title = pl.DataFrame([estimator.r2(table_for(data, path))._asdict()]), "R2: by common terms, and with groups"
     else:
-        found, title = estimator.profile(table_for(data, path)), "Standard deviations with 95% profile intervals"
+        found = estimator.profile(table_for(data, path), which=profile)
+        title = f"95% profile intervals of {profile}"
     if as_json:
         print_json(found.to_dicts())
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import polars as pl
@@ -11,13 +11,13 @@ from narwhals.typing import IntoDataFrame
 from sklearn.utils.validation import check_is_fitted
 
 from covey._typing import ArrayLike, Floats, TableLike
-from covey.errors import DataError, SolverError, whole
+from covey.errors import DataError, SolverError, one_of, whole
 from covey.estimators.inference import InferenceMethods
 from covey.model.explained import R2, r2
 from covey.model.means import Adjust, Method, Scale, combinations_of, differences, estimates, grid_of, on_response
 from covey.model.new_rows import Observed, observed_rows
 from covey.model.posterior import p_value, quantile
-from covey.model.profiles import profile
+from covey.model.profiles import Which, profile
 from covey.model.residuals import Effects, ResidualKind, residuals, simulate
 from covey.model.robust import Correction, sandwich
 from covey.problem.rows import Arrays
@@ -248,6 +248,32 @@ class EffectMethods(InferenceMethods):
                 raise DataError("Tukey's adjustment is for comparisons of means; use adjust='holm' for other contrasts.")
         return self._native(estimates(self.model_, labels, L, coverage=coverage, adjust=adjust, family=family))
 
+    def marginaleffects(self, data: TableLike, *, scale: Scale = "response") -> Any:
+        """Return an object that the functions of the Python package marginaleffects take in place of a model.
+
+        Its predictions are those of the global model, at a random effect of zero, and its standard errors take the variance
+        components as known. Intervals and p-values are by normal quantiles.
+
+        Parameters
+        ----------
+        data : data frame
+            Rows with the columns of the terms, such as those of the fit: marginaleffects averages over them.
+        scale : {"response", "link"}
+            What is predicted: the response or the linear predictor.
+
+        Returns
+        -------
+        marginaleffects.classes.ModelAbstract
+            For ``avg_predictions``, ``comparisons``, ``slopes``, ``hypotheses`` and the other functions. Their ``vcov=`` may be
+            a correction of :meth:`robust`, such as ``"CR2"``. The package (0.6 or newer) must be installed.
+        """
+        from covey.estimators.marginal import adapter
+
+        self.components_  # noqa: B018 - an estimator without variances has no covariance, and says so
+        if scale not in get_args(Scale):
+            raise one_of("scale", scale, get_args(Scale))
+        return adapter(self.model_, data, scale)
+
     def r2(
         self,
         data: TableLike | None = None,
@@ -292,50 +318,59 @@ class EffectMethods(InferenceMethods):
         frequency: ArrayLike | None = None,
         trials: ArrayLike | None = None,
         *,
+        which: Which = "components",
         coverage: float = 0.95,
     ) -> IntoDataFrame:
-        """Compute profile-likelihood intervals of the standard deviations of clients, clusters and residual.
+        """Compute profile-likelihood intervals of variance components, penalties or global coefficients.
 
-        A REML fit is profiled by its restricted likelihood. lme4 always profiles the full likelihood; to get its numbers, fit
-        with ``penalty="ml"``.
+        The components and penalties of a REML fit are profiled by its restricted likelihood. lme4 always profiles the full
+        likelihood; to get its numbers, fit with ``penalty="ml"``. Coefficients are profiled by the full likelihood in both.
 
         Parameters
         ----------
         X, y, client, cluster, sample_weight, offset, frequency, trials : optional
             The rows, as they were passed to ``fit``. A linear model does not need them, counts and classes do.
+        which : {"components", "penalties", "coefficients"}
+            Standard deviations of clients, clusters and residual, with correlations if there are any; the learned penalties
+            ``gamma`` of clients and ``lam`` of clusters for each term, which are the residual variance (1 for counts and
+            classes) divided by the variance of the term; or the global coefficients.
         coverage : float
             Coverage of the intervals.
 
         Returns
         -------
         data frame
-            One row for each standard deviation. A lower end of 0 says that the data do not rule out that it is zero.
+            One row for each parameter: its level, terms and kind, the estimate and the ends of the interval. A standard
+            deviation with a lower end of 0 may be zero as far as the data tell; its penalty then has the upper end infinity.
+            A correlation with a term that does not vary has no estimate, and the interval from -1 to 1.
 
         Examples
         --------
         >>> from covey import HierarchicalRegressor, datasets
         >>> homes = datasets.load_radon()
         >>> model = HierarchicalRegressor(formula="log_radon ~ floor + (1 | state/county)").fit(homes)
-        >>> model.profile().select("level", "sd").to_dicts()[0]["level"]
-        'client'
+        >>> model.profile().select("level", "parameter").rows()
+        [('client', 'sd'), ('cluster', 'sd'), ('residual', 'sd')]
         """
         check_is_fitted(self, "model_")
         data = None
         if X is not None:
             data = self._group(X, Arrays(y, client, cluster, sample_weight, offset, frequency, trials))
-        return self._native(profile(self.model_, data, coverage))
+        return self._native(profile(self.model_, data, which, coverage))
 
     def robust(self, correction: Correction = "CR1", *, coverage: float = 0.95) -> IntoDataFrame:
         """Tabulate the global coefficients with cluster-robust (sandwich) standard errors; for linear models.
 
         They hold in large samples also if the covariances of the model are wrong, as long as its top groups are independent:
-        clusters, or clients if no term varies between clusters. Intervals and p-values are those of a t distribution with one
-        degree of freedom less than there are groups.
+        clusters, or clients if no term varies between clusters. Intervals and p-values are those of a t distribution with
+        Satterthwaite's degrees of freedom, as in ``coef_test`` of clubSandwich. The operator of a fit across sites has the sums
+        for this if terms vary between clusters.
 
         Parameters
         ----------
-        correction : {"CR0", "CR1", "CR1p", "CR1S", "CR3"}
-            The correction for few groups, as in clubSandwich of R. ``"CR3"`` is the jackknife.
+        correction : {"CR0", "CR1", "CR1p", "CR1S", "CR2", "CR3"}
+            The correction for few groups, as in clubSandwich of R. ``"CR2"`` is unbiased if the model is right; it needs rows
+            of weight 1, groups of not too many clients, and the sums of all clients. ``"CR3"`` is the jackknife.
         coverage : float
             Coverage of the intervals.
 
@@ -355,8 +390,8 @@ class EffectMethods(InferenceMethods):
         check_is_fitted(self, "model_")
         quantile(coverage)
         model = self.model_
-        V, groups = sandwich(model.posterior.require_sums(all_clients=True), model.wbar, correction)
-        error, freedom = np.sqrt(np.diag(V)), np.full(len(V), groups - 1.0)
+        V, freedom, _ = sandwich(model.posterior, model.wbar, correction)
+        error = np.sqrt(np.diag(V))
         reach = error * quantile(coverage, freedom)
         ends = {"lower": model.wbar - reach, "upper": model.wbar + reach, "df": freedom}
         columns: dict[str, Any] = {"term": list(model.terms), "estimate": model.wbar, "std_error": error, **ends}

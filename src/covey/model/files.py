@@ -237,8 +237,7 @@ def _learned(
     numbers = [covariance, origin, components.client.covariance, components.cluster.covariance, *table.values()]
     shapes = [covariance.shape == (d, d), origin.shape == (d,), table["r"].shape[1] == d]
     if whole is not None:
-        numbers.append(whole.clusters)
-        shapes += [whole.clusters.shape == (tree.n_clusters, d, d), whole.flat.shape == (2, d)]
+        shapes.append(whole.matches(tree.n_clusters, d))
     s2 = components.residual
     if not all(shapes) or not all(np.isfinite(values).all() for values in numbers) or not (s2 is None or 0 < s2 < np.inf):
         raise _damaged("its variance components do not match its clients, clusters and terms")

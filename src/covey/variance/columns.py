@@ -400,7 +400,7 @@ def uncentred(fit: Fit, learned: Learned, columns: WorkingColumns) -> tuple[Fit,
     components = replace(parts, client=client, cluster=cluster)
     covariance, origin = to_user @ learned.covariance @ to_user.T, columns.to_user_units(learned.origin)
     if whole is not None:
-        whole = replace(whole, clusters=to_user @ whole.clusters @ to_user.T)
+        whole = whole.in_user_units(to_user)
     return fit, replace(learned, components=components, covariance=covariance, origin=origin, whole=whole)
 
 

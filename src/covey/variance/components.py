@@ -7,7 +7,7 @@ updates need. :mod:`covey.variance.parameters` says which terms vary and how cov
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -160,18 +160,43 @@ class Whole:
     clients : the number of clients
     clusters : (k, d, d) the posterior covariance of each cluster's model
     flat : (2, d) which terms are constant within every cluster, and within every client
+    information, scores : (k, d, d) and (k, d), the precision with which each cluster determines the global model, and its
+        score there, in units of the dispersion. Only the operator of a linear model whose clusters vary has them; None at sites
     """
 
     clients: int
     clusters: Floats
     flat: Anything
+    information: Floats | None = None
+    scores: Floats | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return {"clients": self.clients, "clusters": self.clusters.tolist(), "flat": self.flat.tolist()}
+        plain = {"clients": self.clients, "clusters": self.clusters.tolist(), "flat": self.flat.tolist()}
+        sums = {"information": self.information, "scores": self.scores}
+        return {**plain, **{name: value.tolist() for name, value in sums.items() if value is not None}}
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> Whole:
-        return cls(int(plain["clients"]), np.array(plain["clusters"], dtype=np.float64), np.array(plain["flat"], dtype=bool))
+        clusters, flat = np.array(plain["clusters"], dtype=np.float64), np.array(plain["flat"], dtype=bool)
+        names = (name for name in ("information", "scores") if name in plain)
+        return cls(int(plain["clients"]), clusters, flat, **{name: np.array(plain[name], dtype=np.float64) for name in names})
+
+    def matches(self, clusters: int, d: int) -> bool:
+        """Whether the shapes are those of a model with so many clusters and terms, and all numbers finite."""
+        shapes = [(self.clusters, (clusters, d, d)), (self.information, (clusters, d, d)), (self.scores, (clusters, d))]
+        given = [(value, shape) for value, shape in shapes if value is not None]
+        return self.flat.shape == (2, d) and all(v.shape == shape and bool(np.isfinite(v).all()) for v, shape in given)
+
+    def without_scores(self) -> Whole:
+        """What the sites receive."""
+        return replace(self, information=None, scores=None)
+
+    def in_user_units(self, basis: Floats) -> Whole:
+        """From coefficients of working columns to those of the user's, which are ``basis`` times the former."""
+        back, clusters = np.linalg.inv(basis), basis @ self.clusters @ basis.T
+        if self.information is None or self.scores is None:
+            return replace(self, clusters=clusters)
+        return replace(self, clusters=clusters, information=back.T @ self.information @ back, scores=self.scores @ back)
 
 
 @dataclass(frozen=True)

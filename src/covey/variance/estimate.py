@@ -224,6 +224,8 @@ def finish(criterion: Criterion, best: Optimum) -> tuple[Fit, Learned]:
     covariance = criterion.global_covariance(errors[cut:, cut:], top)
     clusters = s2 * cluster_covariances(top.C, criterion.covariances(best.x)[1][0], covariance / s2)[:, back[:, None], back]
     whole = Whole(criterion.tree.n_clients, clusters, criterion.survey.constant_within)
+    if isinstance(criterion, LinearCriterion) and criterion.shape.cluster:
+        whole = replace(whole, information=top.D[:, back[:, None], back], scores=top.force[:, back])
     no_clients = Quadratic(np.empty((0, d, d)), np.empty((0, d)), np.empty(0), np.empty(0))
     sums = no_clients, origin, criterion.survey.log_weights
     return fit, Learned(components, criterion.terms, criterion.tree, covariance[back[:, None], back], *sums, whole)

@@ -1,48 +1,56 @@
-"""Profile-likelihood intervals of standard deviations, and the maximum likelihood of a model that was fitted by REML.
+"""Profile-likelihood intervals of a hierarchy's parameters, and the maximum likelihood of a model that was fitted by REML.
 
-The profile of a standard deviation is the criterion, minimised over all other parameters while that one is held fixed. The
+The profile of a parameter is the criterion, minimised over all other parameters while that one is held fixed. The
 interval has the values at which it exceeds its minimum by at most a quantile of chi-squared with one degree of freedom, as in
-``profile`` of lme4. lme4 profiles the full likelihood also after REML; here it is the criterion of the fit.
+``profile`` of lme4. Standard deviations, correlations and penalties are profiled by the criterion of the fit, which after REML
+is the restricted likelihood; lme4 profiles the full likelihood then too. Coefficients are always profiled by the full
+likelihood, because restricted likelihoods with different numbers of coefficients cannot be compared.
 
 The criterion of a linear model (:mod:`.linear_likelihood`) has the residual variance ``s2`` profiled out, with covariances
 relative to it. At another value of ``s2`` it is
 
     criterion(x) + dof (log(s2 / best) + best / s2 - 1)            best = Q / dof, the residual variance of the criterion at x
 
-:class:`Deviance` is this function of factors in the units of the response and of ``log s2``. A row of a factor ``L`` has the
-length of its term's standard deviation. So a standard deviation is held fixed by fixing the length of a row: the function is
-evaluated at the row divided by its length, times the fixed value.
+:class:`Deviance` is this function of factors in the units of the response and of ``log s2``. The rows of a factor ``L`` have
+the standard deviations of the terms as their lengths, and the cosine of the angle between two rows is a correlation.
+:mod:`.holding` holds these fixed. A penalty is ``s2 / sd^2``: the criterion with ``s2`` profiled out has factors in units
+of the residual, so that its rows have the lengths ``sd / s``. A coefficient of a linear model is held fixed by moving the
+origin of the clients' sums to it and by leaving it out of the estimated coefficients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 from scipy import special
 
 from covey._typing import Floats, Ints
 from covey.errors import SolverError
+from covey.solvers.direct.elimination import Quadratic
 from covey.variance.components import Learned
 from covey.variance.estimate import find_optimum, search
+from covey.variance.holding import Along, Angle, Hold, Length, Profile, ends, minimise_from
+from covey.variance.laplace_likelihood import LaplaceCriterion
 from covey.variance.linear_likelihood import Criterion, LinearCriterion
+from covey.variance.parameters import Variation
 from covey.variance.sampling import criterion_of
 from covey.variance.search import MANY
 
-_CLOSE = 1e-9  # of a standard deviation, relative
-_FLAT = 1e-7  # a criterion that rises by less than this on the way to zero does not rise
-_DOUBLINGS = 60
+Parameter = Literal["sd", "correlation", "penalty", "coefficient"]
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A standard deviation with its profile interval. ``place``: level, position of the covariance, term; None: residual."""
+    """A parameter with its profile interval. ``cluster``: position of the covariance; ``terms``: two for a correlation."""
 
     level: str
     cluster: int | None
-    term: str | None
-    sd: float
+    terms: tuple[str, ...]
+    parameter: Parameter
+    estimate: float
     lower: float
     upper: float
 
@@ -82,109 +90,123 @@ class Deviance:
         return float(value), np.append(slope / np.sqrt(s2), dof * (1.0 - best / s2) - 0.5 * float(slope @ x))
 
 
+def of_components(criterion: Criterion, x: Floats, coverage: float) -> list[Interval]:
+    """The intervals of standard deviations and correlations at an optimum ``x``, and last the residual's."""
+    _check_size(x)
+    deviance, found = Deviance(criterion), []
+    z = deviance.start(x)
+
+    def interval(hold: Hold) -> tuple[float, float, float]:
+        return hold.of(z), *ends(Profile(deviance, hold, z), deviance(z)[0], _rise(coverage))
+
+    for place in _places(criterion, x):
+        found += [place.interval((a,), "sd", *interval(place.length(a))) for a in range(len(place.names))]
+        if place.variation.kind == "full":
+            pairs = [(a, b) for b in range(len(place.names)) for a in range(b)]
+            found += [place.interval(pair, "correlation", *interval(place.angle(*pair))) for pair in pairs]
+    if deviance.linear:
+        log_s2 = Along(np.eye(len(z))[-1], 0.25)
+        sd, lower, upper = (float(np.exp(0.5 * end)) for end in interval(log_s2))
+        found.append(Interval("residual", None, (), "sd", sd, lower, upper))
+    return found
+
+
+def of_penalties(criterion: Criterion, x: Floats, coverage: float) -> list[Interval]:
+    """The intervals of the penalties ``gamma`` of clients and ``lam`` of clusters, one for each term that varies."""
+    _check_size(x)
+    function, found = criterion.value_and_gradient, []
+    lowest, rise = function(x)[0], _rise(coverage)
+    for place in _places(criterion, x):
+        for a in range(len(place.names)):
+            hold = place.length(a)
+            lower, upper = ends(Profile(function, hold, x), lowest, rise)
+            with np.errstate(divide="ignore"):
+                sd, most, least = (float(np.float64(end) ** -2) for end in (hold.of(x), lower, upper))
+            found.append(place.interval((a,), "penalty", sd, least, most))
+    return found
+
+
+def of_coefficients(criterion: Criterion, x: Floats, coverage: float, learned: Learned) -> list[Interval]:
+    """The intervals of the global coefficients that are estimated, by the full likelihood."""
+    _check_size(x)
+    rise, found = _rise(coverage), []
+    top, lowest = criterion.evaluate(x).top, criterion.value_and_gradient(x)[0]
+    for k in np.flatnonzero(learned.free).tolist():
+        at, term = int(criterion.order.inverse[k]), learned.terms[k]
+        if isinstance(criterion, LaplaceCriterion):
+            working = criterion.survey.columns.basis[k, criterion.order.terms]  # the coefficients that make the user's
+            row = np.concatenate([np.zeros(criterion.parameters.n_parameters), working @ criterion.half])
+            hold = Along(row, float(np.linalg.norm(row)), float(working @ criterion.middle))
+            best, profile = hold.of(x), Profile(criterion.value_and_gradient, hold, x)
+        else:
+            error = np.sqrt(criterion.global_covariance(np.empty((0, 0)), top)[at, at])
+            best = float(learned.origin[k] + top.wbar[at])
+            hold = Along(np.ones(1), float(error))
+            profile = _CoefficientProfile(learned, k, best, hold, x)
+        found.append(Interval("global", None, (term,), "coefficient", best, *ends(profile, lowest, rise)))
+    return found
+
+
+class _CoefficientProfile(Profile):
+    """The full likelihood of a linear model as a function of the coefficient ``k``."""
+
+    def __init__(self, learned: Learned, k: int, estimate: float, hold: Hold, x: Floats) -> None:
+        self.learned, self.k, self.hold, self.estimate, self.best, self.z = learned, k, hold, estimate, x, x
+
+    def at(self, value: float) -> float:
+        learned, units, k = self.learned, self.learned.units, self.k
+        move = value - float(learned.origin[k])
+        c = units.c - move * units.r[:, k] + 0.5 * move**2 * units.C[:, k, k]
+        moved = Quadratic(units.C, units.r - move * units.C[:, :, k], c, units.n)
+        parts = replace(learned.components, zero=(*learned.components.zero, learned.terms[k]))
+        origin = learned.origin + move * np.eye(len(learned.origin))[k]
+        there = replace(learned, units=moved, components=parts, origin=origin)
+        criterion = criterion_of(there, reml=False, centred=False)[0]
+        lowest, self.z = minimise_from(criterion.value_and_gradient, self.z)
+        return lowest
+
+
 @dataclass(frozen=True)
-class Held:
-    """The entries ``at`` of ``z`` whose length, times ``unit``, is one standard deviation."""
+class _Place:
+    """One covariance of a level: its entries in the vector of parameters. ``rows``: its rows in the user's order of terms."""
 
-    at: Ints
-    unit: float
+    level: str
+    cluster: int | None
+    variation: Variation
+    names: tuple[str, ...]
+    rows: tuple[int, ...]
+    first: int
 
-    def place(self, z: Floats, sd: float) -> tuple[Floats, Floats]:
-        """``z`` with this standard deviation, and the direction of its entries."""
-        length = float(np.linalg.norm(z[self.at]))
-        direction = z[self.at] / length if length > 0 else np.eye(len(self.at))[0]
-        moved = z.copy()
-        moved[self.at] = sd / self.unit * direction
-        return moved, direction
+    def length(self, a: int) -> Length:
+        return Length(self._entries(self.rows[a]), float(self.variation.unit[self.rows[a]]))
 
-    def gradient(self, z: Floats, sd: float, slope: Floats) -> Floats:
-        """The gradient in ``z``, from the one at the point with the fixed standard deviation."""
-        length, out = float(np.linalg.norm(z[self.at])), slope.copy()
-        direction = self.place(z, sd)[1]
-        across = slope[self.at] - direction * float(direction @ slope[self.at])
-        out[self.at] = sd / self.unit / max(length, 1e-300) * across
-        return out
+    def angle(self, a: int, b: int) -> Angle:
+        return Angle(*(self._entries(row) for row in sorted((self.rows[a], self.rows[b]))))
 
+    def interval(self, at: tuple[int, ...], parameter: Parameter, *numbers: float) -> Interval:
+        return Interval(self.level, self.cluster, tuple(self.names[a] for a in at), parameter, *numbers)
 
-class _Profile:
-    """The minimum of the deviance as a function of one standard deviation."""
-
-    def __init__(self, deviance: Callable[[Floats], tuple[float, Floats]], held: Held | None, best: Floats) -> None:
-        self.deviance, self.held, self.best, self.z = deviance, held, best, best.copy()
-
-    def at(self, sd: float) -> float:
-        from scipy.optimize import minimize
-
-        held = self.held
-
-        def function(z: Floats) -> tuple[float, Floats]:
-            if held is None:  # the residual standard deviation, the last parameter
-                value, slope = self.deviance(np.append(z, 2.0 * np.log(sd)))
-                return value, slope[:-1]
-            value, slope = self.deviance(held.place(z, sd)[0])
-            return value, held.gradient(z, sd, slope)
-
-        start = self.z[:-1] if held is None else held.place(self.z, max(sd, 1e-8))[0]
-        if len(start) == 0:
-            return function(start)[0]
-        with np.errstate(all="ignore"):
-            found = minimize(function, start, jac=True, method="BFGS", options={"gtol": 1e-7, "maxiter": 500})
-        if np.isfinite(found.fun):
-            self.z = np.append(found.x, 2.0 * np.log(sd)) if held is None else held.place(found.x, max(sd, 1e-8))[0]
-        return float(found.fun)
+    def _entries(self, row: int) -> Ints:
+        shared, rows = self.variation.is_shared, self.variation.entries[0]
+        return np.asarray(self.first + (np.zeros(1, dtype=np.int64) if shared else np.flatnonzero(rows == row)))
 
 
-def profile_intervals(criterion: Criterion, x: Floats, coverage: float) -> list[Interval]:
-    """The intervals of all standard deviations at an optimum ``x``, in the order clients, clusters, residual."""
+def _places(criterion: Criterion, x: Floats) -> Iterator[_Place]:
+    """The covariances of clients and of clusters."""
+    first = 0
+    for level, (variation, _) in zip(("client", "cluster"), criterion.parameters.split(x), strict=True):
+        rows = tuple(np.argsort(criterion.order.terms[variation.terms]).tolist())
+        names = tuple(criterion.names(variation.terms[list(rows)]))
+        for m in range(variation.count if variation.q else 0):
+            each = variation.n_parameters // variation.count
+            yield _Place(level, m if variation.count > 1 else None, variation, names, rows, first + m * each)
+        first += variation.n_parameters
+
+
+def _rise(coverage: float) -> float:
+    return float(special.chdtri(1, 1.0 - coverage))
+
+
+def _check_size(x: Floats) -> None:
     if len(x) > MANY:
         raise SolverError(f"This model has {len(x)} parameters, too many for profile intervals; use bootstrap instead.")
-    deviance = Deviance(criterion)
-    best = deviance.start(x)
-    lowest, rise = deviance(best)[0], float(special.chdtri(1, 1.0 - coverage))
-    intervals, first = [], 0
-    for level, (variation, _) in zip(("client", "cluster"), criterion.parameters.split(x), strict=True):
-        per = variation.n_parameters // max(variation.count, 1)
-        for m in range(variation.count if variation.q else 0):
-            for a in np.argsort(criterion.order.terms[variation.terms]).tolist():
-                own = np.arange(per) if variation.is_shared else np.flatnonzero(variation.entries[0] == a)
-                held = Held(first + m * per + own, float(variation.unit[a]))
-                sd = held.unit * float(np.linalg.norm(best[held.at]))
-                ends = _ends(_Profile(deviance, held, best), sd, lowest, rise, typical=held.unit)
-                name = criterion.names(variation.terms[[a]])[0]
-                intervals.append(Interval(level, m if variation.count > 1 else None, name, sd, *ends))
-        first += variation.n_parameters
-    if deviance.linear:
-        sd = float(np.exp(0.5 * best[-1]))
-        intervals.append(Interval("residual", None, None, sd, *_ends(_Profile(deviance, None, best), sd, lowest, rise, sd)))
-    return intervals
-
-
-def _ends(profile: _Profile, sd: float, lowest: float, rise: float, typical: float) -> tuple[float, float]:
-    """Where the profile has risen by ``rise``, below and above its minimum at ``sd``; 0 if it does not rise as far."""
-    from scipy.optimize import brentq
-
-    def excess(at: float) -> float:
-        return profile.at(at) - lowest - rise
-
-    lower = 0.0
-    if sd > 0:
-        profile.z = profile.best.copy()
-        inner, outer = sd, sd
-        for _ in range(_DOUBLINGS):
-            outer = outer / 1.5 if outer > 1e-3 * sd else 0.0
-            if outer == 0.0 and profile.held is None:
-                break
-            if excess(outer) > 0:
-                lower = float(brentq(excess, outer, inner, xtol=_CLOSE * sd, rtol=_CLOSE))
-                break
-            if outer == 0.0:
-                break
-            inner = outer
-    profile.z = profile.best.copy()
-    inner = outer = max(sd, 1e-2 * typical)
-    for _ in range(_DOUBLINGS):
-        outer *= 1.4
-        if excess(outer) > 0:
-            return lower, float(brentq(excess, inner, outer, xtol=_CLOSE * outer, rtol=_CLOSE))
-        inner = outer
-    return lower, np.inf

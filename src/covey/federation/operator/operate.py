@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -158,10 +158,13 @@ def _privacy_of_run(federation: Federation) -> dict[str, Any] | None:
 
 def _deliver(federation: Federation, model: Model, about: Mapping[str, Any], on_loss: OnLoss) -> dict[str, str]:
     """Send the sites the models of the clusters; the sites that did not get them, if the run may end without them, and why."""
-    learned = None if model.learned is None else learned_to_json(model.learned)
+    learned, whole = model.learned, None if model.learned is None else model.learned.whole
+    if learned is not None and whole is not None:
+        learned = replace(learned, whole=whole.without_scores())
+    plain = None if learned is None else learned_to_json(learned)
     lam = None if model.penalty is None else model.penalty.lam
     try:
-        federation.deliver(Deliver(model.w, model.wbar, lam, asdict(model.convergence), learned, dict(about)))
+        federation.deliver(Deliver(model.w, model.wbar, lam, asdict(model.convergence), plain, dict(about)))
     except SiteLost as lost:
         if on_loss == "stop":
             raise
