@@ -71,6 +71,11 @@ CASES = [
         {},
         r"Column 'x' holds text that reads as numbers except 'oops' in row 2; convert it, or write C\(x\)",
     ),
+    (
+        GOOD.with_columns(x=pl.Series([f"2024-01-0{day}" for day in range(1, 7)])),
+        {},
+        r"Column 'x' holds dates, such as '2024-01-01'; make a column of numbers .* C\(x\)",
+    ),
     (GOOD.with_columns(who=pl.Series([[1]] * 6)), {}, r"client ids must be integers, text, booleans or dates"),
 ]
 

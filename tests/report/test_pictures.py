@@ -155,6 +155,73 @@ def test_many_groups_become_bands():
     assert "2,970 more between" in [text.get_text() for text in model.plot.caterpillar(axes()).texts]
 
 
+def groups_of(rows, seed=0, sd=0.0):
+    """Groups with these numbers of rows, whose means differ by ``sd``."""
+    rng = np.random.default_rng(seed)
+    client = np.repeat(np.arange(len(rows)), rows)
+    y = rng.normal(size=len(client)) + sd * rng.normal(size=len(rows))[client]
+    return pl.DataFrame({"y": y, "shop": [str(i) for i in client]})
+
+
+def test_groups_that_do_not_differ_get_a_title_that_says_so():
+    model = covey.HierarchicalRegressor(formula="y ~ 1 + (1 | shop)", tests=False).fit(groups_of(np.full(20, 10), seed=1))
+    assert model.components_.client.sd.max() == 0.0
+    assert title(model.plot.caterpillar(axes())).startswith("No shop differs")
+    assert "move 100% of the way" in title(model.plot.shrinkage(axes()))
+
+
+def test_many_groups_with_equally_many_rows_are_drawn():
+    """Bands of groups of one size have a width, and counts have no decimals."""
+    model = covey.HierarchicalRegressor(formula="y ~ 1 + (1 | shop)", tests=False).fit(groups_of(np.full(700, 3), sd=1.0))
+    for ax in (model.plot.shrinkage(axes()), model.plot.reliability(axes())):
+        widths = [np.ptp(path.vertices[:, 0]) for part in ax.collections for path in part.get_paths()]
+        assert max(widths) > 0.5
+        assert all(place == round(place) for place in ax.get_xticks())
+
+
+def test_groups_of_two_sizes_are_compared():
+    """Most have one row: the quarter with the fewest and the one with the most would be the same."""
+    model = covey.HierarchicalRegressor(formula="y ~ 1 + (1 | shop)", tests=False).fit(
+        groups_of(np.r_[np.ones(50, int), np.full(10, 300)], sd=1.0)
+    )
+    found = client_means(model.model_)
+    few, others = (100 * found.moved(which) for which in (found.rows == 1, found.rows > 1))
+    text = title(model.plot.shrinkage(axes()))
+    assert "at most 1 row move" in text
+    assert f"{few:.0f}%" in text
+    assert f"{others:.0f}%" in text
+
+
+def test_small_pictures_have_whole_labels(radon):
+    """No label of an axis is longer than the figure, and names of groups do not overlap."""
+    for draw in (radon.plot.shrinkage, radon.plot.caterpillar, radon.plot.variance, radon.plot.reliability):
+        figure = Figure(figsize=(4.6, 3.4), layout="constrained")
+        ax = draw(figure.subplots())
+        figure.draw_without_rendering()
+        for text in (ax.xaxis.label, ax.yaxis.label):
+            box = text.get_window_extent()
+            assert box.x0 >= -1
+            assert box.y0 >= -1
+            assert box.x1 <= figure.bbox.x1 + 1
+            assert box.y1 <= figure.bbox.y1 + 1
+        names = sorted(label.get_window_extent().y0 for label in ax.get_yticklabels() if label.get_text())
+        height = min(label.get_window_extent().height for label in ax.get_yticklabels() if label.get_text())
+        assert np.diff(names).min() > 0.7 * height
+
+
+def test_a_timeline_names_the_clusters(radon, homes):
+    model = covey.HierarchicalRegressor(formula="log_radon ~ floor", client="county", cluster="state", gamma=6, lam=4).fit(
+        homes
+    )
+    ax = model.plot.timeline(homes, axes(), mode="rounds")
+    assert [label.get_text() for label in ax.get_yticklabels()] == model.model_.hierarchy.cluster_ids.to_list()
+    assert "'rounds'" in title(ax)
+    with pytest.raises(CoveyError, match="asynchronous"):
+        model.plot.timeline(homes, axes(), mode="late")
+    with pytest.raises(CoveyError, match="every term vary"):
+        radon.plot.timeline(homes, axes())
+
+
 def test_plural_words():
     assert [plural(word) for word in ("county", "day", "class", "shop")] == ["counties", "days", "classes", "shops"]
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 
-from covey import GroupedData, read_table
+from covey import CoveyError, GroupedData, read_table
 from covey.problem.problem import Spec, resolve
 from covey.problem.rows import read_rows
 from covey.tree.hierarchy import as_labels, encode, lookup, segment_sum
@@ -101,6 +101,13 @@ def test_large_whole_numbers_stay_different():
     ids, _ = encode(np.array([2**53, 2**53 + 1]), "client")
     assert lookup(as_labels(np.array([0.5, 2.0**52]), "client"), ids, "client").tolist() == [-1, -1]
     assert lookup(as_labels(np.array([2**53 + 1]), "client"), ids, "client").tolist() == [1]
+
+
+def test_a_file_with_semicolons_is_refused_with_the_fix(tmp_path):
+    path = tmp_path / "machines.csv"
+    path.write_text('"Worker";"score"\n"1";52,8\n')
+    with pytest.raises(CoveyError, match=r"semicolons .* decimal_comma=True"):
+        read_table(path)
 
 
 def test_ids_of_csv_files_keep_leading_zeros(tmp_path):

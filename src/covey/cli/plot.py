@@ -11,15 +11,16 @@ from covey.cli._options import working
 
 KINDS = (
     "shrinkage", "caterpillar", "variance", "reliability", "effect", "residuals", "calibration", "convergence", "exchanges",
+    "timeline",
 )  # fmt: skip
-_NEED_DATA = ("residuals", "calibration")
+_NEED_DATA = ("residuals", "calibration", "timeline")
 
 
 def plot(
     model: Annotated[Path, typer.Argument(help="Model folder.")],
     kind: Annotated[str, typer.Argument(help=f"One of {', '.join(KINDS)}.")],
     data: Annotated[
-        Path | None, typer.Option(help="Table of the fit; residuals, calibration and some effects need it.")
+        Path | None, typer.Option(help="Table of the fit; residuals, calibration, timeline and some effects need it.")
     ] = None,
     column: Annotated[str | None, typer.Option(help="For effect: the column.")] = None,
     term: Annotated[str | None, typer.Option(help="For caterpillar and reliability: the term.")] = None,
@@ -55,7 +56,7 @@ def plot(
             ax = plots.effect(column, data=table, dark=dark)
         elif kind == "residuals":
             ax = plots.residuals(table, kind=against, dark=dark)
-        elif kind in ("calibration", "shrinkage"):
+        elif kind in ("calibration", "shrinkage", "timeline"):
             ax = getattr(plots, kind)(data=table, dark=dark)
         else:
             ax = getattr(plots, kind)(**given, dark=dark)

@@ -13,6 +13,7 @@ from covey.errors import DataError
 from covey.estimators.effects import EffectMethods
 from covey.model.new_rows import Observed
 from covey.problem.rows import Arrays
+from covey.solvers.clock import Mode
 from covey.tree.hierarchy import Level
 
 if TYPE_CHECKING:
@@ -262,6 +263,34 @@ class Plots:
             run = (getattr(self._of, "_federation_", None) or {}).get("exchanges", ())
         plain: list[Any] = [each if isinstance(each, Mapping) else vars(each) for each in run]
         return self._draw(ax, exchanges(plain), dark)
+
+    def timeline(self, data: TableLike, ax: Axes | None = None, *, mode: Mode = "asynchronous", dark: bool = False) -> Axes:
+        """Draw when each cluster computes, sends and waits in a run of ``l2gd`` on these rows; ``covey plan`` has the speeds.
+
+        A model does not keep the times of its clusters, so the picture needs the rows, and times follow from assumed speeds.
+        ``l2gd`` fits models in which every term varies, so the formula must have no bars.
+
+        Parameters
+        ----------
+        data : data frame
+            The rows of the fit.
+        ax : Axes, optional
+            Where to draw; a new figure by default.
+        mode : {"lock-step", "rounds", "asynchronous"}
+            Who waits for whom: see :mod:`covey.solvers.clock`.
+        dark : bool
+            Colours for a dark ground.
+
+        Returns
+        -------
+        Axes
+            The axes.
+        """
+        from covey.report.diagnostics import timeline
+
+        self._needed(data)
+        grouped = self._of._group(data, Arrays())
+        return self._draw(ax, timeline(self._of.model_, grouped, mode), dark)
 
     def _rows(self, data: Any) -> Observed | None:
         return None if data is None else self._needed(data)

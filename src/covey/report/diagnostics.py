@@ -10,13 +10,16 @@ import polars as pl
 from scipy import special
 
 from covey._typing import Floats
-from covey.errors import SolverError, one_of
-from covey.fitting.planning import size
+from covey.errors import DataError, SolverError, one_of
+from covey.fitting.planning import example_timelines, plan, size
 from covey.model.model import Model
 from covey.model.new_rows import Observed
 from covey.model.residuals import residuals as residuals_of
 from covey.report.pictures import MANY, band, log_counts, many, mean_of, percent, plural, words
+from covey.report.plots import draw_timeline, shown_clusters
 from covey.report.style import Draw, Theme
+from covey.solvers.clock import MODES, Mode
+from covey.tables.rows import GroupedData
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -208,6 +211,36 @@ def convergence(model: Model) -> Draw:
         return (
             f"{end.solver} {state}: the gradient's norm fell from {norm[0]:.2g} to {norm[-1]:.2g} in "
             f"{many(end.iterations, 'iteration')}"
+        )
+
+    return draw
+
+
+def timeline(model: Model, data: GroupedData, mode: Mode = "asynchronous") -> Draw:
+    """What each cluster does in the randomised algorithm ``l2gd`` on these rows, by the clock of :mod:`covey.solvers.clock`."""
+    if mode not in MODES:
+        raise one_of("mode", mode, MODES)
+    found = example_timelines(data, plan(data, model.spec), model.spec.seed)
+    if mode not in found:
+        raise DataError("Single iterations are too short to be drawn here; choose mode='rounds' or mode='asynchronous'.")
+    names = [str(label) for label in data.hierarchy.cluster_ids.to_list()]
+    _, cluster = words(model)
+
+    def draw(ax: Axes, theme: Theme) -> str:
+        shown = shown_clusters(len(names))
+        draw_timeline(ax, found[mode], names, shown, theme.warning)
+        ax.set_xlabel("seconds, by the speeds that covey plan takes by default")
+        ax.set_ylabel(cluster if len(shown) == len(names) else f"{cluster} ({len(shown)} of {len(names)})")
+        ax.set_ylim(len(shown) - 0.5, -0.6 - 0.13 * len(shown))  # room for the legend above the first bar
+        ax.legend(loc="upper right", ncols=3)
+        parts = found[mode].frame
+        waits = float((parts["end"] - parts["start"]).filter(parts["kind"] == "waiting").sum())
+        share = waits / max(len(names) * found[mode].seconds, 1e-300)
+        others = ", ".join(f"{each} {one.seconds:.3g} s" for each, one in found.items() if each != mode)
+        beside = f" ({others})" if others else ""
+        return (
+            f"A run of about five exchanges takes {found[mode].seconds:.3g} s in the mode {mode!r}{beside}; on average a "
+            f"{cluster} waits {percent(share)} of the time"
         )
 
     return draw

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.ticker import NullFormatter
+from matplotlib.ticker import MaxNLocator, NullFormatter
 
 from covey._typing import Floats
 from covey.errors import DataError, SolverError, did_you_mean
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MANY = 600  # groups; more are drawn as bands
-_LINES = 60  # groups whose lines are drawn one by one
+_LINES = 60  # clients whose lines are drawn one by one
+_CLUSTER_LINES = 24
 _BINS = 24
 
 
@@ -99,12 +100,21 @@ def shrinkage_of(found: ClientMeans, model: Model) -> Draw:
 
 
 def _shrinkage_title(n: Floats, alone: Floats, own: Floats, client: str, above: str) -> str:
+    if not len(n):
+        return f"No {client} has rows of its own, so there is nothing to compare"
+
     def moved(which: Any) -> float:
         return float(1.0 - (alone[which] * own[which]).sum() / max(float((alone[which] ** 2).sum()), 1e-300))
 
     low, high = np.quantile(n, [0.25, 0.75])
-    if low == high:
-        return f"A {client} moves {percent(moved(slice(None)))} of the way from its own mean to the {above} model"
+    if n.min() == n.max():
+        return f"On average, own means of {plural(client)} move {percent(moved(slice(None)))} of the way to the {above} model"
+    if low == high:  # most have equally many rows
+        few = n <= low if low < n.max() else n < low
+        return (
+            f"Means of {plural(client)} with at most {many(int(n[few].max()), 'row')} move {percent(moved(few))} of the way to "
+            f"the {above} model, those of others {percent(moved(~few))}"
+        )
     few, most = moved(n <= low), moved(n >= high)
     return (
         f"The quarter with the fewest rows (at most {low:,.0f}) moves {percent(few)} of the way to the {above} model, "
@@ -118,6 +128,10 @@ def log_counts(ax: Axes, n: Floats) -> None:
         ax.set_xscale("log")
         ax.xaxis.set_major_formatter("{x:,.0f}")
         ax.xaxis.set_minor_formatter(NullFormatter())
+    elif len(n):
+        ax.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+        if n.min() == n.max():
+            ax.set_xlim(float(n[0]) - 1.0, float(n[0]) + 1.0)
 
 
 def _bins(n: Floats) -> list[Any]:
@@ -134,6 +148,9 @@ def band(ax: Axes, n: Floats, values: Floats, colour: str, label: str, alpha: fl
     groups = _bins(n)
     middle = np.array([np.median(n[which]) for which in groups])
     low, centre, high = (np.array([np.quantile(values[which], at) for which in groups]) for at in (0.1, 0.5, 0.9))
+    if len(middle) == 1:  # all have equally many rows
+        middle = middle[0] + np.array([-0.3, 0.3])
+        low, centre, high = (np.repeat(each, 2) for each in (low, centre, high))
     ax.fill_between(middle, low, high, color=colour, alpha=alpha, linewidth=0, label=label)
     ax.plot(middle, centre, color=colour, linewidth=1.4)
 
@@ -160,9 +177,15 @@ def caterpillar(model: Model, level: Level = "client", term: str | None = None, 
     )
     apart = int((np.abs(value) > half).sum())
 
+    def named(at: int) -> str:
+        return f"{noun} {names[at]}" if names[at].isdigit() else names[at]
+
     def draw(ax: Axes, theme: Theme) -> str:
-        shown = np.arange(len(value)) if len(value) <= 2 * n else np.r_[np.arange(n), np.arange(len(value) - n, len(value))]
-        place = np.arange(len(shown)) + (3 * (np.arange(len(shown)) >= n) if len(shown) < len(value) else 0)
+        most = max(2, min(n, int(_room(ax) / 2)))  # so many names have room above each other
+        shown = np.arange(len(value))
+        if len(value) > 2 * most:
+            shown = np.r_[np.arange(most), np.arange(len(value) - most, len(value))]
+        place = np.arange(len(shown)) + (3 * (np.arange(len(shown)) >= most) if len(shown) < len(value) else 0)
         clear = np.abs(value[shown]) > half[shown]
         for which, colour in ((clear, theme.client), (~clear, theme.faint)):
             ax.errorbar(
@@ -173,21 +196,30 @@ def caterpillar(model: Model, level: Level = "client", term: str | None = None, 
             more = f"{len(value) - len(shown):,} more between"
             box = {"facecolor": theme.paper, "edgecolor": "none", "pad": 2}
             middle = ax.get_yaxis_transform()
-            ax.text(0.5, n + 1, more, transform=middle, ha="center", va="center", color=theme.faint, bbox=box)
+            ax.text(0.5, most + 1, more, transform=middle, ha="center", va="center", color=theme.faint, bbox=box)
         ax.axvline(0.0, color=theme.cluster, linewidth=1.2, zorder=0)
         ax.set_yticks(place, [name if len(name) <= 28 else name[:27] + "..." for name in np.array(names)[shown]])
-        ax.tick_params(axis="y", labelsize=9 if len(shown) <= 30 else 7)
+        ax.tick_params(axis="y", labelsize=9 if len(shown) < 0.6 * _room(ax) else 7)
         ax.set_ylim(-0.8, place[-1] + 0.8)
         ax.set_xlabel(f"{term}: deviation from the {above}, with {percent(coverage)} intervals")
         ax.set_ylabel(noun)
         ax.legend(loc="lower right")
+        if value[0] == value[-1] == 0.0:
+            return f"No {noun} differs: the variance of {term} between {plural(noun)} is estimated as zero"
         what = "The intercept" if term == "Intercept" else f"The coefficient of {term}"
         return (
             f"{what} differs from that of the {above} by more than its interval in {apart:,} of {many(len(value), noun)}; "
-            f"the highest is {names[-1]}, the lowest {names[0]}"
+            f"the highest is {named(-1)}, the lowest {named(0)}"
         )
 
     return draw
+
+
+def _room(ax: Axes) -> float:
+    """How many names in small type fit above each other beside the axes, under a title of three lines."""
+    figure = ax.get_figure(root=True)
+    height = 5.0 if figure is None else figure.get_figheight() * min(1.0, ax.get_position().height / 0.77)
+    return max(4.0, (height - 1.3) / 0.115)
 
 
 def variance_shares(model: Model) -> Draw:
@@ -207,7 +239,7 @@ def variance_shares(model: Model) -> Draw:
             original = next(name for name in labels if name.startswith(label))
             ax.barh(at, 100 * share, color=colours[original], height=0.62)
             ax.text(100 * share + 1, at, f"{100 * share:.1f}%", va="center", color=theme.ink)
-        ax.set_yticks(range(len(parts)), [label for label, _ in parts])
+        ax.set_yticks(range(len(parts)), [label.replace(" of a ", "\nof a ") for label, _ in parts])
         ax.set_xlim(0, 108)
         ax.set_ylim(len(parts) - 0.4, -0.6)
         ax.set_xlabel("share of the variance of a row, mean over rows (percent)")
@@ -297,7 +329,7 @@ def effect(model: Model, column: str, *, data: Any = None, at: Mapping[str, Any]
             ax.fill_between(
                 place, low, high, color=theme.client, alpha=0.28, linewidth=0, label=f"middle 80% of {plural(client)}"
             )
-        if 1 < k <= _LINES:
+        if 1 < k <= _CLUSTER_LINES:
             ax.plot(place, lines["cluster"], color=theme.cluster, linewidth=1.1, alpha=0.85)
             ax.plot([], [], color=theme.cluster, label=f"each {cluster}")
         elif k > 1:
@@ -320,14 +352,21 @@ def effect(model: Model, column: str, *, data: Any = None, at: Mapping[str, Any]
         agree = up if change > 0 else 1 - up
         towards = "rises" if change > 0 else "falls"
         agreement = f"; it {towards} in {percent(agree)} of {plural(client)}" if own.shape[1] > 1 and np.isfinite(agree) else ""
+        if abs(change) <= 1e-9 * max(float(np.abs(centre).max()), 1e-300):
+            return f"{sentence(mean_of(model))} does not depend on {column} in the global model"
         ends = f"from {column} = {_short(x[0])} to {_short(x[-1])}"
-        return f"{mean_of(model)} {towards} by {abs(change):.3g} {ends} in the global model{agreement}"
+        return f"{sentence(mean_of(model))} {towards} by {abs(change):.3g} {ends} in the global model{agreement}"
 
     return draw
 
 
 def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def sentence(text: str) -> str:
+    """The text as the beginning of a sentence; names of columns stay as they are."""
+    return f"P{text[1:]}" if text.startswith("probability of ") else text
 
 
 def mean_of(model: Model) -> str:

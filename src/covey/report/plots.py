@@ -138,6 +138,23 @@ def race_figure(histories: Mapping[str, pl.DataFrame], path: Path, *, accuracy: 
     return path
 
 
+def shown_clusters(number: int) -> list[int]:
+    """The positions of the clusters that a timeline shows: all, or some at equal distances."""
+    return np.unique(np.linspace(0, number - 1, min(number, _MOST_BARS)).round().astype(int)).tolist()  # type: ignore[no-any-return]
+
+
+def draw_timeline(panel: Any, found: Timeline, clusters: Sequence[str], shown: Sequence[int], end: str = "#d1495b") -> None:
+    """Bars of what each of the ``shown`` clusters does, and a line in the colour ``end`` where the run ends."""
+    for kind, colour in _ACTIVITIES.items():
+        for place, cluster in enumerate(shown):
+            here = found.frame.filter(pl.col("kind") == kind, pl.col("cluster") == cluster)
+            spans = list(zip(here["start"], here["end"] - here["start"], strict=True))
+            panel.broken_barh(spans, (place - 0.4, 0.8), color=colour, label=kind if place == 0 else None)
+    panel.axvline(found.seconds, color=end, linewidth=1.2)
+    panel.set_yticks(range(len(shown)), [clusters[j] for j in shown], fontsize=8, parse_math=False)
+    panel.set_ylim(len(shown) - 0.5, -0.5)
+
+
 _ACTIVITIES = {"computing": "#1f6fb4", "sending": "#e0a030", "waiting": "#dddddd"}
 _MOST_BARS = 30
 
@@ -151,23 +168,15 @@ def timeline_figure(timelines: Mapping[Mode, Timeline], clusters: Sequence[str],
     clusters : names of the clusters
     path : a .png, .pdf or .svg file
     """
-    shown = np.unique(np.linspace(0, len(clusters) - 1, min(len(clusters), _MOST_BARS)).round().astype(int)).tolist()
+    shown = shown_clusters(len(clusters))
     last = max(found.seconds for found in timelines.values())
 
     def draw() -> tuple[Figure, str]:
         figure = Figure(figsize=(9.5, 1.2 + len(timelines) * (0.8 + 0.16 * len(shown))), layout="constrained")
         panels = np.atleast_1d(figure.subplots(len(timelines), 1, sharex=True))
         for panel, (mode, found) in zip(panels, timelines.items(), strict=True):
-            parts = found.frame
-            for kind, colour in _ACTIVITIES.items():
-                for place, cluster in enumerate(shown):
-                    here = parts.filter(pl.col("kind") == kind, pl.col("cluster") == cluster)
-                    spans = list(zip(here["start"], here["end"] - here["start"], strict=True))
-                    panel.broken_barh(spans, (place - 0.4, 0.8), color=colour, label=kind if place == 0 else None)
-            panel.axvline(found.seconds, color="#d1495b", linewidth=1.2)
+            draw_timeline(panel, found, clusters, shown)
             panel.set_title(f"{mode}: {found.seconds:.3g} s", loc="left", fontsize=10.5)
-            panel.set_yticks(range(len(shown)), [clusters[j] for j in shown], fontsize=8, parse_math=False)
-            panel.set_ylim(len(shown) - 0.5, -0.5)
             panel.set_xlim(0, 1.02 * last)
         panels[-1].set_xlabel("seconds")
         handles, labels = panels[0].get_legend_handles_labels()

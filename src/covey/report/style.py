@@ -45,7 +45,9 @@ def settings(theme: Theme) -> Any:
         "axes.titlesize": 12,
         "axes.labelsize": 11,
         "legend.fontsize": 10,
-        "legend.frameon": False,
+        "legend.facecolor": theme.paper,
+        "legend.edgecolor": "none",
+        "legend.framealpha": 0.75,
         "axes.spines.top": False,
         "axes.spines.right": False,
         "lines.linewidth": 1.6,
@@ -78,6 +80,16 @@ def figure_of(draw: Draw, *, dark: bool = False, size: tuple[float, float] = (8.
     return figure
 
 
+def _wrap_labels(ax: Axes, figure: Figure) -> None:
+    """Break the labels of axes that are too short for them."""
+    place = ax.get_position()
+    for axis, length in ((ax.xaxis, figure.get_figwidth() * place.width), (ax.yaxis, figure.get_figheight() * place.height)):
+        lines = wrap(
+            axis.label.get_text(), max(16, int(130 * length / float(axis.label.get_fontsize()))), break_on_hyphens=False
+        )
+        axis.set_label_text("\n".join(lines))
+
+
 def _titled(ax: Axes, draw: Draw, theme: Theme) -> Axes:
     with mpl.rc_context({"text.parse_math": False}):  # a dollar sign in the name of a column or client is no formula
         title, figure = draw(ax, theme), ax.get_figure(root=True)
@@ -89,7 +101,9 @@ def _titled(ax: Axes, draw: Draw, theme: Theme) -> Axes:
     if figure is None:  # axes that were removed from their figure
         ax.set_title(title, loc="left", parse_math=False)
         return ax
-    figure.draw_without_rendering()  # labels determine how wide the axes are
+    figure.draw_without_rendering()  # labels determine how large the axes are
+    _wrap_labels(ax, figure)
+    figure.draw_without_rendering()
     width = figure.get_figwidth() * ax.get_position().width
     ax.set_title("\n".join(wrap(title, max(24, int(10.4 * width)), break_on_hyphens=False)), loc="left", parse_math=False)
     return ax

@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import date
 from typing import Any
 
 import narwhals as nw
@@ -273,6 +274,19 @@ def _refuse_broken_numbers(frame: Frame, name: str) -> None:
         raise DataError(
             f"Column {name!r} holds text that reads as numbers {broken}; convert it, or write C({name}) for categories."
         )
+    if texts and all(_reads_as_date(value) for _, value in texts):
+        raise DataError(
+            f"Column {name!r} holds dates, such as {texts[0][1]!r}; make a column of numbers from it, such as days since the "
+            f"first, or write C({name}) for categories."
+        )
+
+
+def _reads_as_date(text: str) -> bool:
+    try:
+        date.fromisoformat(text[:10])
+    except ValueError:
+        return False
+    return True
 
 
 def _reads_as_number(text: str) -> bool:

@@ -54,6 +54,12 @@ def read_table(path: str | Path, *, ids: Sequence[str | None] = (), text: Sequen
 
 
 def _read_csv(path: Path, separator: str, ids: set[str | None], text: set[str | None]) -> pl.DataFrame:
+    names = pl.read_csv(path, separator=separator, n_rows=0, quote_char=None).columns
+    if len(names) == 1 and ";" in names[0]:
+        raise DataError(
+            f"The file {str(path)!r} has semicolons between its columns, and covey reads commas; write it again with "
+            f"polars.read_csv({str(path)!r}, separator=';', decimal_comma=True).write_csv('commas.csv')."
+        )
     names = pl.read_csv(path, separator=separator, n_rows=0).columns
     as_text = {name: pl.String for name in names if name in ids | text}
     frame = pl.read_csv(path, separator=separator, infer_schema_length=None, null_values=["NA"], schema_overrides=as_text)
