@@ -266,6 +266,14 @@ class EffectMethods(InferenceMethods):
         marginaleffects.classes.ModelAbstract
             For ``avg_predictions``, ``comparisons``, ``slopes``, ``hypotheses`` and the other functions. Their ``vcov=`` may be
             a correction of :meth:`robust`, such as ``"CR2"``. The package (0.6 or newer) must be installed.
+
+        Examples
+        --------
+        >>> from covey import HierarchicalRegressor, datasets
+        >>> homes = datasets.load_radon()
+        >>> model = HierarchicalRegressor(formula="log_radon ~ floor + (1 | state/county)").fit(homes)
+        >>> from marginaleffects import avg_slopes  # doctest: +SKIP
+        >>> avg_slopes(model.marginaleffects(homes), variables="floor")  # doctest: +SKIP
         """
         from covey.estimators.marginal import adapter
 
