@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import polars as pl
@@ -22,6 +22,9 @@ from covey.model.residuals import Effects, ResidualKind, residuals, simulate
 from covey.model.robust import Correction, sandwich
 from covey.problem.rows import Arrays
 from covey.tree.hierarchy import Level
+
+if TYPE_CHECKING:
+    from marginaleffects.classes import ModelAbstract
 
 
 class EffectMethods(InferenceMethods):
@@ -248,7 +251,7 @@ class EffectMethods(InferenceMethods):
                 raise DataError("Tukey's adjustment is for comparisons of means; use adjust='holm' for other contrasts.")
         return self._native(estimates(self.model_, labels, L, coverage=coverage, adjust=adjust, family=family))
 
-    def marginaleffects(self, data: TableLike, *, scale: Scale = "response") -> Any:
+    def marginaleffects(self, data: TableLike, *, scale: Scale = "response") -> ModelAbstract:
         """Return an object that the functions of the Python package marginaleffects take in place of a model.
 
         Its predictions are those of the global model, at a random effect of zero, and its standard errors take the variance
