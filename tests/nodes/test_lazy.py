@@ -125,7 +125,7 @@ def test_two_queries(monkeypatch):
     asked = []
     real = look.collected
     for module in ("covey.nodes.look.collected", "covey.nodes.lazy.collected"):
-        monkeypatch.setattr(module, lambda query: (asked.append(query), real(query))[1])
+        monkeypatch.setattr(module, lambda query, *rows: (asked.append(query), real(query, *rows))[1])
     covey.fit(table_of(2, 500, 12).lazy(), FORMULAS[1])
     assert len(asked) == 2
 

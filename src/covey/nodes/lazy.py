@@ -140,7 +140,7 @@ def read_lazy(table: Lazy, problem: Problem) -> tuple[GroupedData, Problem]:
     look = rows.look()
     design, agreed = _agreed(look, problem)
     aggregate = aggregate_of(look, design, problem)
-    found = collected(aggregate.on(rows.usable, rows.ids))
+    found = collected(aggregate.on(rows.usable, rows.ids), look.n_rows)
     spec = problem.spec
     client, cluster = (None if name is None else found[name] for name in (spec.client, spec.cluster))
     data = rows_from_sums(aggregate.products(found), client, cluster, design.terms, nested=bool(spec.nested))

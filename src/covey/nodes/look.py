@@ -8,7 +8,9 @@ that has it, so that the error names the column, the client and the number of ro
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -27,6 +29,7 @@ from covey.tables.values import Dropped
 
 Lazy = nw.LazyFrame[Any]
 _ENGINE = Engine()
+_HOT, _GROUPS = "POLARS_HOT_TABLE_SIZE", 1 << 16
 
 
 def own(name: str) -> str:
@@ -37,15 +40,44 @@ def own(name: str) -> str:
 _ROWS, _USABLE = own("rows"), own("usable")
 
 
-def collected(query: Lazy) -> pl.DataFrame:
-    """The result of a query, as a polars frame."""
-    options = {"engine": "streaming"} if query.implementation.is_polars() else {}
+def collected(query: Lazy, rows: int = 0) -> pl.DataFrame:
+    """The result of a query, as a polars frame; ``rows`` of the table are grouped by client."""
+    polars = query.implementation.is_polars()
+    options = {"engine": "streaming"} if polars else {}
     try:
-        found: pl.DataFrame = query.collect("polars", **options).to_native()
+        with _grouping(rows if polars else 0):
+            found: pl.DataFrame = query.collect("polars", **options).to_native()
     except Exception as problem:  # every engine has errors of its own
         reason = (str(problem).strip().splitlines() or [type(problem).__name__])[0].rstrip(".")
         raise DataError(f"The engine that holds the table cannot answer: {reason}.") from None
     return found
+
+
+@contextmanager
+def _grouping(rows: int) -> Iterator[None]:
+    """Let polars add up a group for every 16 rows as it reads them.
+
+    Its default is a few thousand groups. The rows of all others stay in memory until the end: 11 GB for 1e8 rows of a million
+    clients, and 0.8 GB with this setting. The numbers are the same.
+    """
+    groups = min(1 << max(rows // 16, 1).bit_length(), 1 << 24)
+    if groups <= _GROUPS or _HOT in os.environ:
+        yield
+        return
+    os.environ[_HOT] = str(groups)
+    try:
+        _reload()
+        yield
+    finally:
+        del os.environ[_HOT]
+        _reload()
+
+
+def _reload() -> None:
+    """Let polars read its settings again; early versions read them for every query."""
+    reload = getattr(pl.Config, "reload_env_vars", None)
+    if reload is not None:
+        reload()
 
 
 def total(condition: nw.Expr) -> nw.Expr:
@@ -159,6 +191,12 @@ class LazyRows:
         parts += [pushed(transform.argument) for _, transform in self.terms.transforms.values()]
         return list({ast.dump(tree): tree for tree in parts if not isinstance(tree, ast.Constant)}.values())
 
+    @property
+    def scales(self) -> bool:
+        """Whether variances are needed."""
+        scaled = (call.name == "scale" for _, call in self.terms.transforms.values())
+        return bool(self.problem.spec.standardize) or any(scaled)
+
     # Conditions on rows
 
     def missing(self, name: str) -> nw.Expr:
@@ -227,12 +265,9 @@ class LazyRows:
             asked.append(_if(counts, _ENGINE.column(spec.weights)).sum().alias(own("weight")))
         for at, tree in enumerate([*self.parts, self.response]):
             value = _if(counts, _ENGINE.value(tree))
-            asked += [
-                value.mean().alias(own(f"mean_{at}")),
-                value.min().alias(own(f"low_{at}")),
-                value.max().alias(own(f"high_{at}")),
-            ]
-            asked.append(value.var(ddof=0).alias(own(f"variance_{at}")))
+            statistics = {"mean": value.mean(), "low": value.min(), "high": value.max()}
+            statistics |= {"variance": value.var(ddof=0)} if self.scales else {}
+            asked += [each.alias(own(f"{what}_{at}")) for what, each in statistics.items()]
         table = self.table
         query = table.group_by(*self.categorical).agg(*asked) if self.categorical else table.select(*asked)
         found = Look(self, collected(query))
@@ -284,6 +319,11 @@ class Look:
             raise DataError("All weights are zero; give at least one row a positive weight.")
 
     @property
+    def n_rows(self) -> int:
+        """The number of rows of the table."""
+        return int(self.found[_ROWS].sum())
+
+    @property
     def dropped(self) -> Dropped | None:
         """The rows with missing values that are left out."""
         if self.rows.problem.spec.na != "drop":
@@ -312,7 +352,10 @@ class Look:
                 )
 
     def statistics(self, tree: ast.expr, codes: Floats | None = None) -> tuple[float, float, float, float]:
-        """Mean, variance, smallest and largest value of an expression, times a code for each combination of categories."""
+        """Mean, variance, smallest and largest value of an expression, times a code for each combination of categories.
+
+        The variance is asked for only if something is scaled; else it is that between combinations of categories.
+        """
         known = self.found.filter(pl.col(_USABLE) > 0)
         n, code = known[_USABLE].to_numpy().astype(np.float64), np.ones(len(known)) if codes is None else codes
         if isinstance(tree, ast.Constant):
@@ -320,9 +363,11 @@ class Look:
             mean, variance, low, high = value, 0.0 * value, value, value
         else:
             at = [ast.dump(each) for each in [*self.rows.parts, self.rows.response]].index(ast.dump(tree))
-            mean, variance, low, high = (
+            mean, low, high, variance = (
                 known[own(f"{what}_{at}")].cast(pl.Float64).fill_null(0.0).to_numpy()
-                for what in ("mean", "variance", "low", "high")
+                if own(f"{what}_{at}") in known.columns
+                else np.zeros(len(known))
+                for what in ("mean", "low", "high", "variance")
             )
         whole = float(n @ (code * mean) / n.sum())
         spread = float(n @ (code**2 * variance + (code * mean - whole) ** 2) / n.sum())
