@@ -138,12 +138,12 @@ def test_updates_of_a_model_by_a_lazy_table():
         covey.fit(table, FORMULAS[1]).update(new.with_columns(zone=pl.lit("south")).lazy())
 
 
-def test_arrays_beside_a_lazy_table_and_predictions_of_one_get_a_sentence():
+def test_arrays_beside_a_lazy_table_and_intervals_of_one_get_a_sentence():
     table = table_of(8, 200, 10)
     with pytest.raises(CoveyError, match="response, ids and weights in columns"):
         covey.HierarchicalRegressor(gamma=1.0).fit(table.lazy(), table["y"], client=table["client"])
     with pytest.raises(CoveyError, match=r"lazy table \(polars\), and rows are needed here; pass X.collect\(\)"):
-        covey.fit(table, FORMULAS[0]).predict(table.lazy())
+        covey.fit(table, FORMULAS[0]).predict_interval(table.lazy())
 
 
 def test_missing_values_are_dropped_and_counted():

@@ -18,6 +18,7 @@ from covey.estimators.core import SETTINGS, EstimatorCore
 from covey.losses import family_of
 from covey.model.files import load_model
 from covey.model.model import Model
+from covey.nodes.lazy import as_lazy
 from covey.nodes.shards import check_engine, column_names, is_shards, open_shards
 from covey.problem.problem import Spec, resolve
 from covey.problem.rows import two_values
@@ -86,7 +87,7 @@ class HierarchicalClassifier(HierarchicalEstimator, ClassifierMixin, BaseEstimat
 
         Parameters
         ----------
-        X : data frame or (n_rows, n_features) array
+        X : data frame, lazy table or (n_rows, n_features) array
             The rows.
         client, cluster, offset : (n_rows,) arrays, optional
             Ids and offsets, if they are not columns of ``X``.
@@ -98,7 +99,8 @@ class HierarchicalClassifier(HierarchicalEstimator, ClassifierMixin, BaseEstimat
         Returns
         -------
         (n_rows,) array
-            Classes, as they are in ``classes_``.
+            Classes, as they are in ``classes_``. For a lazy table of Polars or DuckDB: a lazy table with the columns
+            ``prediction``, ``probability`` (of the second class) and ``answered_by``.
 
         Examples
         --------
@@ -107,6 +109,8 @@ class HierarchicalClassifier(HierarchicalEstimator, ClassifierMixin, BaseEstimat
         >>> model.predict([[1.0]], client=["b"]).tolist()
         ['no']
         """
+        if as_lazy(X) is not None:
+            return self._lazily(X, client, cluster, offset, level, expected)  # type: ignore[no-any-return]
         margin = self.decision_function(X, client, cluster, offset, level)
         return np.asarray(self.classes_[(margin > 0).astype(np.int64)])
 

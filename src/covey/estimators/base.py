@@ -18,6 +18,7 @@ from covey.estimators.plotting import PlotMethods
 from covey.fitting.fit import fit
 from covey.fitting.planning import RunClock, clock_run
 from covey.model.files import save_model
+from covey.model.scoring import scored, write_sql
 from covey.model.summary import describe
 from covey.nodes.lazy import as_lazy, read_lazy
 from covey.nodes.network import InMemory, Network
@@ -148,7 +149,7 @@ class HierarchicalEstimator(PlotMethods):
 
         Parameters
         ----------
-        X : data frame or (n_rows, n_features) array
+        X : data frame, lazy table or (n_rows, n_features) array
             The rows.
         client, cluster, offset : (n_rows,) arrays, optional
             Ids and offsets, if they are not columns of ``X``. A row with an unseen or missing client has the model of its
@@ -164,7 +165,9 @@ class HierarchicalEstimator(PlotMethods):
         Returns
         -------
         (n_rows,) array
-            Predictions, in the units of the response.
+            Predictions, in the units of the response. For a lazy table of Polars or DuckDB: a lazy table with the columns
+            ``prediction``, for two classes ``probability``, and ``answered_by``, which are null where a row of a data frame
+            would be an error. The order of its rows may change.
 
         Examples
         --------
@@ -173,6 +176,8 @@ class HierarchicalEstimator(PlotMethods):
         >>> model.predict([[1.0], [1.0]], client=["b", "a new one"]).round(2).tolist()
         [2.25, 1.88]
         """
+        if as_lazy(X) is not None:
+            return self._lazily(X, client, cluster, offset, level, expected)  # type: ignore[no-any-return]
         return self._response(X, client, cluster, offset, level, expected)
 
     def score(
@@ -230,6 +235,54 @@ class HierarchicalEstimator(PlotMethods):
             sample_weight = weights if sample_weight is None else weights * np.tile(np.asarray(sample_weight), 2)
         name, options = self._metric
         return float(getattr(metrics, name)(y, predicted, sample_weight=sample_weight, **options))
+
+    def to_sql(
+        self,
+        table: str,
+        folder: str | Path | None = None,
+        *,
+        dialect: str = "duckdb",
+        level: Level = "client",
+        expected: bool = True,
+    ) -> str:
+        """Write predictions as one SQL statement: a join of a table with the coefficients.
+
+        Parameters
+        ----------
+        table : str
+            The table to predict, such as ``visits`` or ``raw.visits``. It needs the columns of the formula and of the ids.
+        folder : str or Path, optional
+            Folder for the Parquet files with the coefficients, which the statement reads. Without it the statement reads
+            tables ``covey_clients`` and ``covey_clusters``, into which the database has loaded these files before.
+        dialect : {"duckdb", "spark"}
+            The language of the database. Spark must be at least version 4.
+        level, expected
+            As in :meth:`predict`.
+
+        Returns
+        -------
+        str
+            The statement. Its result has the columns of the table, ``prediction``, for two classes ``probability``, and
+            ``answered_by``. A row that ``predict`` refuses, for example because of a missing value or a new category, has a
+            null prediction. For two classes the mean over groups is a sum that is exact to 1e-9 while their standard
+            deviation in the linear predictor is at most five, or twice that of a row whose terms are all one; beyond it the
+            prediction is null.
+
+        Examples
+        --------
+        >>> import covey
+        >>> homes = covey.datasets.load_radon()
+        >>> model = covey.fit(homes, covey.Spec(formula="log_radon ~ floor", gamma=10.0))
+        >>> print(model.to_sql("homes").splitlines()[-2].strip())
+        CASE WHEN ABS(covey_margin) <= 1.7976931348623157e308 THEN covey_margin END AS prediction
+        """
+        where = {"level": level, "unseen": self.unseen, "expected": expected}
+        return write_sql(self.model_, table, None if folder is None else Path(folder), dialect, **where)
+
+    def _lazily(self, X: Any, client: Any, cluster: Any, offset: Any, level: Level, expected: bool) -> Any:
+        if any(each is not None for each in (client, cluster, offset)):
+            raise DataError("A lazy table must have ids and offset in columns; leave out client=, cluster= and offset=.")
+        return scored(self.model_, X, level=level, unseen=self.unseen, expected=expected)
 
     def save(self, path: str | Path, *, sums: bool = True) -> Path:
         """Write the model to a folder of JSON and Parquet files. :func:`covey.load` reads it, without the solver's history.

@@ -31,6 +31,7 @@ from covey.threads import block_count, share
 from covey.tree.hierarchy import segment_sum
 
 Reduction = Literal["sum", "mean"]
+Link = Literal["identity", "logit", "log"]
 
 FAMILIES: dict[str, type[Loss]] = {}
 """All families by name, in order of registration."""
@@ -120,8 +121,8 @@ class Loss(ABC):
     """The responses that the family accepts, for error messages."""
     two_classes: ClassVar[bool] = False
     """Whether responses are two classes, coded 0 and 1."""
-    log_link: ClassVar[bool] = False
-    """Whether the margin is the logarithm of the expected response."""
+    link: ClassVar[Link | None] = None
+    """The link between the expected response and the margin; None: another function, which no database can evaluate."""
     private_rounds: ClassVar[int] = 3
     """Default number of releases of a fit with differential privacy."""
 
@@ -193,7 +194,7 @@ class Loss(ABC):
 
     def check_offset(self, offset: Floats | None) -> None:
         """Raise an error for offsets that cannot be on the scale of the margin."""
-        if self.log_link and offset is not None and np.abs(offset).max(initial=0.0) > _LARGEST_LOG:
+        if self.link == "log" and offset is not None and np.abs(offset).max(initial=0.0) > _LARGEST_LOG:
             raise DataError(
                 f"The offset has the value {offset[np.abs(offset).argmax()]:g}. In the {self.name} family it is on the log "
                 "scale: exp(offset) multiplies the mean. Give the logarithm of the exposure."

@@ -14,7 +14,7 @@ from scipy.special import bdtr, entr, expit, gammaln, ndtr
 from covey._typing import Floats
 from covey.errors import DataError, SolverError
 from covey.losses import kernels
-from covey.losses.base import Loss
+from covey.losses.base import Link, Loss
 from covey.tables.rows import GroupedData, Place
 
 _STEP = 0.75
@@ -48,6 +48,7 @@ class Bernoulli(Loss):
     third_per_second: ClassVar[float] = 1.0
     responses: ClassVar[str] = "0 and 1"
     two_classes: ClassVar[bool] = True
+    link: ClassVar[Link | None] = "logit"
 
     def mean(self, margin: Floats) -> Floats:
         return np.asarray(expit(margin))

@@ -20,7 +20,7 @@ from scipy import special
 from covey._typing import Floats
 from covey.errors import DataError
 from covey.losses import kernels
-from covey.losses.base import Loss
+from covey.losses.base import Link, Loss
 from covey.tables.rows import GroupedData
 
 _HALVINGS = 80  # bisection steps; enough for all digits
@@ -53,7 +53,7 @@ class Gamma(Loss):
     third_per_second: ClassVar[float] = 1.0
     dispersion: ClassVar[bool] = True
     dispersion_name: ClassVar[str] = "coefficient of variation"
-    log_link: ClassVar[bool] = True
+    link: ClassVar[Link | None] = "log"
     responses: ClassVar[str] = "positive numbers"
 
     def mean(self, margin: Floats) -> Floats:

@@ -9,7 +9,7 @@ from scipy import special
 
 from covey._typing import Floats
 from covey.losses import kernels
-from covey.losses.base import Loss
+from covey.losses.base import Link, Loss
 from covey.tables.rows import GroupedData
 
 
@@ -38,6 +38,7 @@ class Gaussian(Loss):
     code: ClassVar[int | None] = kernels.GAUSSIAN
     curvature: ClassVar[tuple[float, float]] = (1.0, 1.0)
     third_per_second: ClassVar[float] = 0.0
+    link: ClassVar[Link | None] = "identity"
     reml: ClassVar[bool] = True
     dispersion: ClassVar[bool] = True
     private_rounds: ClassVar[int] = 2  # the second release starts nearer to the minimum, so that it clips fewer rows

@@ -12,7 +12,7 @@ from scipy import special
 from covey._typing import Floats
 from covey.errors import DataError
 from covey.losses import kernels
-from covey.losses.base import Loss
+from covey.losses.base import Link, Loss
 from covey.tables.rows import GroupedData, Place
 
 _COUNTABLE = 2.0**52  # above this, floating-point numbers do not represent every count
@@ -43,7 +43,7 @@ class Poisson(Loss):
     code: ClassVar[int | None] = kernels.POISSON
     curvature: ClassVar[tuple[float, float]] = (0.0, np.inf)
     third_per_second: ClassVar[float] = 1.0
-    log_link: ClassVar[bool] = True
+    link: ClassVar[Link | None] = "log"
     responses: ClassVar[str] = "counts >= 0"
 
     def mean(self, margin: Floats) -> Floats:

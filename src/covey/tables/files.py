@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 
 from covey.errors import DataError
+
+_LARGE = 1 << 26  # bytes of a text file from which on it is read in parts
 
 
 def read_table(path: str | Path, *, ids: Sequence[str | None] = (), text: Sequence[str | None] = ()) -> pl.DataFrame:
@@ -68,6 +71,31 @@ def _read_csv(path: Path, separator: str, ids: set[str | None], text: set[str | 
         if (numbers.cast(pl.String).eq_missing(frame[name])).all():
             frame = frame.with_columns(numbers)
     return frame
+
+
+def read_parts(path: str | Path, *, text: Sequence[str | None] = (), rows: int = 500_000) -> Iterator[pl.DataFrame]:
+    """Read a table in parts of about this many rows, in its order: a file for :func:`read_table`, or many Parquet files."""
+    path = Path(path)
+    try:
+        if is_pattern(path) or path.suffix in (".parquet", ".pq"):
+            if not is_pattern(path) and not path.exists():
+                raise DataError(f"There is no file {str(path)!r}; check the path.")
+            table = scan_table(path)
+        elif path.suffix in (".csv", ".tsv") and path.is_file() and path.stat().st_size > _LARGE:
+            options: dict[str, Any] = {"separator": "\t" if path.suffix == ".tsv" else ",", "null_values": ["NA"]}
+            names = pl.scan_csv(path, **options).collect_schema().names()
+            overrides = {name: pl.String for name in names if name in text}
+            options |= {"infer_schema_length": None, "schema_overrides": overrides}
+            table = pl.scan_csv(path, **options)
+        else:
+            table = read_table(path, text=text).lazy()
+        parts = table.collect_batches(chunk_size=rows, maintain_order=True, engine="streaming")
+        first = next(parts, None)
+        yield table.head(0).collect() if first is None else first
+        yield from parts
+    except pl.exceptions.PolarsError as problem:
+        reason = str(problem).strip().splitlines()[0].rstrip(".")
+        raise DataError(f"The file {str(path)!r} cannot be read: {reason}.") from None
 
 
 def is_pattern(path: str | Path) -> bool:

@@ -312,7 +312,7 @@ class Sql(Target[str]):
         return f"CAST({self.name(name)} AS DOUBLE)"
 
     def number(self, value: float) -> str:
-        text = repr(float(value)) if "e" in repr(float(value)) else f"{value!r}e0"
+        text = repr(float(value)) if "e" in repr(float(value)) else f"{float(value)!r}e0"
         return f"({text})" if value < 0 else text
 
     def arithmetic(self, sign: str, left: str, right: str) -> str:
