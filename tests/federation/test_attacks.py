@@ -300,6 +300,16 @@ def test_offset_and_weights_that_differ_for_one_client_are_refused(setting):
         fit({"s0": Site("s0", lambda _: frame, Policy(minimum=5, share=0.6))}, spec(formula="y ~ x", **{setting: "v"}))
 
 
+def test_a_column_with_one_value_for_all_but_a_few_clients_does_not_show_these_few():
+    """Four clients are not in ``most``: the constant less ``most`` is a sum over them, whatever ``share`` allows."""
+    few = pl.col("client").is_in(["c3", "c5", "c7", "c9"])  # of cluster b
+    frame = patients().with_columns(most=(~few).cast(pl.Int64), shifted=3.0 - 2.0 * few.cast(pl.Int64))
+    assert sums_of(frame, minimum=4, formula="y ~ x + most") == []
+    for column in ("most", "shifted"):
+        (weak,) = sums_of(frame, minimum=5, formula=f"y ~ x + {column}")
+        assert (weak.cell, weak.term, weak.clients) == ("b", column, 4)
+
+
 @pytest.mark.parametrize("asked", [{"formula": "y ~ x + v", "standardize": True}, {"formula": "y ~ x + scale(v)"}])
 def test_weights_of_zero_do_not_hide_whose_rows_are_in_sums_without_weights(asked):
     """Means of terms and the sums that functions learn from have no weights: with a weight of zero ``v`` showed one client."""

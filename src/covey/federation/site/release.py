@@ -6,7 +6,8 @@ share of one client in the sum of squares. The columns are the terms, the respon
 all responses leave too), and offset and weights (another run without them shows their sums by difference). The receiver can
 also combine columns: an indicator of all clients but one gives, with the constant, an indicator of that one. So the largest
 share is taken over all linear combinations too; it is the largest eigenvalue of a client's products relative to those of its
-cell.
+cell. And a column that has one value for all but a few clients shows these few, as its difference from the constant; so the
+clients are counted whose values differ from the column's median.
 
 Two runs over sets of clients that differ by a few show these few by difference. The site keeps, for each run, keyed hashes of
 its clients with their numbers of rows, and the cells that they were in, in ``home/released.json``. The key stays there too.
@@ -30,6 +31,7 @@ from covey.tables.rows import GroupedData
 
 COMBINED, NUMBER = "a combination of terms", "the number of clients"
 _CONTRIBUTES = 0.01  # least part of a cell's mean sum of squares with which a client counts as one that contributes
+_DIFFERS = 1e-6  # the same for a column less its median
 _KEPT = 1e-9  # combinations of terms with less of the sum of squares than this are zero up to rounding
 
 
@@ -59,10 +61,11 @@ def weak_sums(
     tree, labels = data.hierarchy, (*data.terms, *_others(data))
     for at in np.flatnonzero(tree.sizes) if minimum > 1 or share < 1 else ():
         first, last = tree.cluster_ptr[at : at + 2]
-        cell, products = tree.cluster_ids[int(at)], _products(data, int(first), int(last))
+        cell, (products, apart) = tree.cluster_ids[int(at)], _products(data, int(first), int(last))
         squares = np.einsum("iaa->ia", products)
         total, n = squares.sum(axis=0), last - first
         counts = (squares > _CONTRIBUTES * total / n).sum(axis=0)
+        unusual = (apart > _DIFFERS * apart.sum(axis=0) / n).sum(axis=0)
         largest = squares.max(axis=0) / np.where(total > 0, total, 1.0)
         # A term that is zero for all clients of a cell has no sum there.
         weak = (total > 0) & ((counts < minimum) | (largest > share))
@@ -71,18 +74,26 @@ def weak_sums(
             yield WeakSum(cell, NUMBER, int(n), 1.0 / n)
         elif combined and not weak.any() and share < 1 and (largest_share := _largest_share(products)) > share:
             yield WeakSum(cell, COMBINED, int(n), largest_share)
+        else:
+            few = (unusual > 0) & (unusual < minimum) & ~weak
+            yield from (WeakSum(cell, labels[j], int(unusual[j]), float(largest[j])) for j in np.flatnonzero(few))
 
 
-def _products(data: GroupedData, first: int, last: int) -> Floats:
-    """For each of some clients the products of its columns, scaled to a common size ``(n, columns, columns)``."""
+def _products(data: GroupedData, first: int, last: int) -> tuple[Floats, Floats]:
+    """For each of some clients the products of its columns, scaled to a common size ``(n, columns, columns)``.
+
+    Also the sum of squares of each column less its median ``(n, columns)``.
+    """
     ptr = data.client_ptr[first : last + 1]
-    rows = slice(int(ptr[0]), int(ptr[-1]))
+    rows, start = slice(int(ptr[0]), int(ptr[-1])), ptr[:-1] - ptr[0]
     columns = np.column_stack([data.X[rows], *(each[rows] for each in _others(data).values())]).astype(np.float64)
-    if data.weights is not None:
-        columns *= np.sqrt(data.weights[rows])[:, None]
+    root = 1.0 if data.weights is None else np.sqrt(data.weights[rows])[:, None]
+    apart, columns = (columns - np.median(columns, axis=0)) * root, columns * root
     size = np.abs(columns).max(axis=0, initial=0.0)
-    columns /= np.where(size > 0, size, 1.0)
-    return np.stack([columns[a:b].T @ columns[a:b] for a, b in zip(ptr[:-1] - ptr[0], ptr[1:] - ptr[0], strict=True)])
+    size = np.where(size > 0, size, 1.0)
+    columns, apart = columns / size, apart / size
+    products = np.stack([columns[a:b].T @ columns[a:b] for a, b in zip(start, ptr[1:] - ptr[0], strict=True)])
+    return products, np.add.reduceat(apart**2, start, axis=0)
 
 
 def _others(data: GroupedData) -> dict[str, Floats]:

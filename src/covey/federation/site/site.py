@@ -55,7 +55,7 @@ from covey.federation.wire.messages import (
     SealedSalts,
     SiteMessage,
 )
-from covey.federation.wire.schema import check_message
+from covey.federation.wire.schema import Limits, check_message
 from covey.model.files import save_model, uncertainty_from_json
 from covey.model.model import Fitted, Model, assemble
 from covey.nodes.network import Batch, Message, Node, SetGamma, Standardise
@@ -120,7 +120,7 @@ class Site:
         """
         asked, refused = None, None
         try:
-            asked = decode(message)
+            asked = decode(message, Limits.header)
             if not isinstance(asked, Envelope) or not asked.well_formed:
                 asked = None
                 raise FederationError(f"These bytes are not the envelope of a message from a coordinator{SAME_VERSION}.")

@@ -79,7 +79,6 @@ class Profile(Record):
     clusters : ids of the clusters, sorted
     classes : classes of a binary response that occur at the site
     key : the site's public key for this run, if sums are masked
-    repeated : whether the same client id occurs in two of its clusters
     signature : of the key, by the key of the site's node
     """
 
