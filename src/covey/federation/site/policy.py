@@ -145,10 +145,9 @@ def solver_of(kind: type[Message[Any]]) -> str | None:
     package, _, module = kind.__module__.removeprefix("covey.").rpartition(".")
     if package in ("nodes", "federation.privacy", "federation.wire"):
         return None
-    known = {"solvers.first_order": "gradient", "variance": "learn"}
-    if package == "solvers.direct":
-        return "newton" if module in ("newton", "newton_node") else "sweep"
-    return known.get(package, module)
+    if package == "solvers.direct":  # of a module that is not known here no message is allowed
+        return "sweep" if module in ("sweep", "james_stein") else module.partition("_")[0]
+    return {"solvers.first_order": "gradient", "variance": "learn"}.get(package, module)
 
 
 def _sizes(reply: Any) -> list[int]:
