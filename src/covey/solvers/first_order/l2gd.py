@@ -284,7 +284,7 @@ def l2gd_setup(
     """Algorithm 1 with any probabilities, for the loop that all randomised algorithms share."""
     if steps not in STEPS:
         raise one_of("steps", steps, STEPS)
-    switching = steps == "switching"
+    switching, chances = steps == "switching", recipe.probabilities
     rate = StepSizes(recipe.step(eta), constants.mu if switching else 0.0)
     smoothness = 1 / (2 * rate.eta)
 
@@ -292,9 +292,11 @@ def l2gd_setup(
         return math.ceil(rate.last / tol) if switching else theory.iterations(tol, smoothness=smoothness, mu=constants.mu)[0]
 
     stalls = "raise max_iter; a constant step ends in its noise, which steps='switching' and solver='al2sgd_plus' overcome"
+    if chances.present is not None:
+        stalls = "raise max_iter; a constant step ends in its noise, which a smaller eta makes smaller"
     slow = "steps that shrink like 1/t are slow at the end: raise max_iter, or use solver='al2sgd_plus'"
     equal, gamma = equal_within(network.tree, penalty)
-    top, chances = Centres.of(penalty), recipe.probabilities
+    top = Centres.of(penalty)
     if chances.present is not None and switching:
         raise SolverError(
             "participation below 1 needs steps='constant': clusters that do not take part do not count the iterations, and "
