@@ -13,7 +13,11 @@ import pytest
 
 from covey.errors import FederationError
 from covey.federation.operator.settings import RunSettings
-from covey.federation.wire.transport import Failure
+from covey.federation.wire.transport import Failure, InProcess
+from covey.records import decode
+from covey.solvers.clock import Durations, seconds
+from covey.solvers.first_order.al2sgd_plus import KatyushaMove
+from covey.solvers.first_order.l2gd import L2gdMove
 from tests.federation.sites import Threaded, fit, in_memory, sites_of, spec, table
 
 FRAME = table(11, "gaussian", clusters=4, clients=16)
@@ -148,3 +152,40 @@ def test_with_masks_all_clusters_are_one_lane():
     outcome = fit(sites, asked_of("l2gd"), Threaded(sites), RunSettings(secure=True, timeout=5.0))
     assert_same(outcome)
     assert {each.sites for each in outcome.exchanges if each.phase == "fit"} == {2}
+
+
+class VirtualTime(InProcess):
+    """Sites that take ``step (k,)`` seconds for a local step of their clusters, on a clock that does not tick by itself."""
+
+    def __init__(self, sites, step):
+        super().__init__(sites)
+        self.step, self.now, self.ready = np.array(step), 0.0, {}
+
+    def push(self, messages, timeout):
+        for site, reply in self.exchange(messages, timeout).items():
+            body = decode(messages[site]).body
+            seconds = 0.0
+            if isinstance(body, L2gdMove | KatyushaMove):
+                here = self._sites[site].node(decode(messages[site]).run).data.hierarchy.sizes > 0
+                seconds = float((body.move.steps * self.step)[here].max())
+            self.ready[site] = self.now + seconds, reply
+
+    def pull(self, wait):
+        self.now = min(at for at, _ in self.ready.values())
+        came = {site: reply for site, (at, reply) in self.ready.items() if at == self.now}
+        self.ready = {site: each for site, each in self.ready.items() if site not in came}
+        return came
+
+
+@pytest.mark.parametrize("solver", ["l2gd", "l2gd with participation", "al2sgd_plus"])
+@pytest.mark.parametrize("mode", ["rounds", "asynchronous"])
+def test_the_network_takes_the_time_of_the_clock(solver, mode):
+    """A site for each cluster is the asynchronous mode of the clock; masks make it that of rounds."""
+    step, secure = [0.3, 1.0, 0.2, 3.0], mode == "rounds"
+    owner = pl.col("client").str.slice(1).cast(pl.Int64) // 4 % 2 if secure else pl.col("cluster")
+    parts = {f"s{name}": part for (name,), part in FRAME.group_by(owner, maintain_order=True)}
+    carrier = VirtualTime(sites_of(parts), step)
+    outcome = fit(carrier._sites, asked_of(solver), carrier, RunSettings(secure=secure))
+    assert_same(outcome, solver)
+    lasts = Durations(np.array(step), *np.zeros((3, 4)))
+    assert carrier.now == pytest.approx(seconds(outcome.model.course.schedule, 0, 60, lasts, mode))
