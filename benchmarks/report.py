@@ -35,10 +35,9 @@ TITLES = {
     "bench_start": "From the start of Python to coefficients",
     "bench_donors": "A grid of penalties for 29,490 donors",
 }
-FIGURES = {
-    "bench_growth": "Two panels with logarithmic axes: seconds of a fit against clients, and against terms. Points are "
-    "measured; lines are counts of operations."
-}  # drawn by the benchmark of this name; the text is for readers who cannot see the picture
+FIGURES = {  # drawn by the benchmark of this name; the text is for readers who cannot see the picture
+    "bench_growth": "Seconds of a fit against clients and against terms: points measured, lines predicted"
+}
 
 
 def processor() -> str:
