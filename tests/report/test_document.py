@@ -204,6 +204,15 @@ def test_verdicts():
     assert normality(rng.normal(size=5))[0] == "fair"
 
 
+@pytest.mark.filterwarnings("ignore:No clients were named")
+def test_a_regression_without_groups_has_a_report_with_its_rows(homes, tmp_path):
+    some = homes[:200]
+    model = covey.HierarchicalRegressor(formula="log_radon ~ floor").fit(some)
+    text = model.report(tmp_path / "plain.html", data=some).read_text()
+    assert "no groups that gain or lose" in text
+    assert "quantile residuals" in text
+
+
 def test_the_shell_writes_a_report(homes, tmp_path):
     some = homes[:300]
     covey.fit(some, "log_radon ~ floor + (1 | county)").save(tmp_path / "model")

@@ -107,6 +107,8 @@ def group_rows(model: Model, X: Any, given: Arrays) -> GroupedData:
     frame, frequency = X if model.spec.named else None, given.frequency
     blocks, n_rows = _blocks(model, X, frame)
     client, cluster = _ids_of(model, frame, given.client, given.cluster, "client")
+    if client is None and model.spec.client is None and model.hierarchy.n_clients == 1:  # a regression without groups
+        client = pl.Series(model.hierarchy.client_ids.to_list() * n_rows)
     if client is None:
         raise DataError("New rows need the ids of their clients; pass client=, or a table with the column of clients.")
     if cluster is None and model.hierarchy.n_clusters > 1:

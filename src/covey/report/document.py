@@ -209,6 +209,9 @@ def _coefficients(page: Page, model: Model, data: Any) -> None:
 def _gains(page: Page, model: Model, held: Gains | None, has_data: bool) -> None:
     client, cluster = words(model)
     page.section("gains", "Who gains and who loses")
+    if held is None and model.learned is not None and not model.learned.components.grouped:
+        page.need("A regression without groups has no groups that gain or lose; name their column and fit again.")
+        return
     if held is None:
         page.need("The rows are not those of the fit, or none can be held out." if has_data else NEEDS)
         return
