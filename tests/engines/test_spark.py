@@ -1,4 +1,4 @@
-"""Tables in Spark, and in Ibis: the fit of the table in memory, the queries of ``covey sql``, and mistakes in a sentence.
+"""Tables in Spark, and in Ibis: the fit of the table in memory, the statements of covey, and mistakes in a sentence.
 
 ``make test-engines`` runs these tests. Spark needs Java.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import polars as pl
@@ -16,6 +17,7 @@ import covey
 from covey import CoveyError, Spec
 from covey.nodes import look
 from tests.cli.shell import inside
+from tests.model import test_scoring
 from tests.nodes.test_lazy import FORMULAS, assert_equal, table_of
 
 pytestmark = pytest.mark.engines
@@ -162,3 +164,17 @@ def test_a_table_of_ibis(at):
 
     table = table_of(at, 500, 15)
     assert_equal(covey.fit(table, FORMULAS[at]), covey.fit(ibis.memtable(table), FORMULAS[at]))
+
+
+@pytest.mark.filterwarnings("ignore::covey.ConvergenceWarning")
+@pytest.mark.parametrize("at", [0, 3, 5])
+def test_the_statement_that_predicts(spark, stored, tmp_path, at):
+    """Spark predicts what the model predicts: linear, logistic and counts, with groups that are not in the model."""
+    table = test_scoring.table_of(at)
+    new = test_scoring.new_rows(table).with_columns(pl.col("row").cast(pl.Int64))
+    model = covey.fit(table, replace(test_scoring.SPECS[at], tests=False))
+    stored(new).createOrReplaceTempView("visits")
+    rows = spark.sql(model.to_sql("visits", tmp_path / "coefficients", dialect="spark")).collect()
+    named = "prediction" if model.model_.classes is None else "probability"
+    found = [row[named] for row in sorted(rows, key=lambda row: row["row"])]
+    assert found == pytest.approx(model.model_.response(new)[1].tolist(), rel=1e-9, abs=1e-9)
