@@ -338,6 +338,14 @@ def test_a_node_keeps_the_rows_of_runs_that_go_on_only():
         assert site.node(second.run).data.n_rows
 
 
+def test_a_message_with_a_giant_header_is_refused_before_it_is_decoded():
+    """A header takes many times its size in memory."""
+    site = Site("s0", lambda _: patients(), Policy())
+    answers = [decode(site.answer(encode(Envelope("r1", 0, 0, "x" * size)))) for size in (10, 1 << 25)]
+    assert all(isinstance(answer.body, Refusal) for answer in answers)
+    assert [answer.run for answer in answers] == ["r1", ""]  # of the second not even the name of its run was read
+
+
 # Policy: messages and replies
 
 
