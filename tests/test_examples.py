@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = ("calibration", "comparison", "shrinkage", "sites", "slopes")
+SCRIPTS = ("calibration", "comparison", "embeddings", "shrinkage", "sites", "slopes")
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
