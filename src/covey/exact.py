@@ -185,17 +185,24 @@ def segment_sum(values: Floats, ptr: Ints, limbs: int = LIMBS) -> Exact:
     rows = np.ascontiguousarray(values, dtype=np.float64).reshape(len(values), -1) if values.size else np.zeros((0, 0))
     digits = np.zeros((len(ptr) - 1, int(np.prod(rest)), 2 * limbs + 1), dtype=np.int64)
     if rows.size:
-        start, owner = _pieces(ptr)
-        parts = np.zeros((len(owner), *digits.shape[1:]), dtype=np.int64)
+        start, owner, first = _pieces(ptr)
+        parts = digits if len(owner) == len(digits) == len(first) else np.zeros((len(owner), *digits.shape[1:]), dtype=np.int64)
         share(sum_pieces, len(owner), rows, np.asarray(ptr, dtype=np.int64), start, owner, parts)
-        filled, first = np.unique(owner, return_index=True)
-        digits[filled] = np.add.reduceat(parts, first)
+        if parts is not digits:
+            digits[owner[first]] = np.add.reduceat(parts, first)
     return from_digits(digits.reshape(len(ptr) - 1, *rest, 2 * limbs + 1))
 
 
-def _pieces(ptr: Ints) -> tuple[Ints, Ints]:
-    """Cut segments ``ptr[j]:ptr[j + 1]`` into pieces of at most ``PIECE``; return the start and the segment of each."""
-    count = -(-np.diff(ptr) // PIECE)
+def _pieces(ptr: Ints) -> tuple[Ints, Ints, Ints]:
+    """Cut segments ``ptr[j]:ptr[j + 1]`` into pieces of at most ``PIECE``.
+
+    Returns the start and the segment of each piece, and the first piece of each segment that is not empty.
+    """
+    size = np.diff(ptr)
+    if ((size > 0) & (size <= PIECE)).all():
+        each = np.arange(len(size))
+        return np.asarray(ptr)[:-1], each, each
+    count = -(-size // PIECE)
+    before = np.cumsum(count) - count
     owner = np.repeat(np.arange(len(count)), count)
-    nth = np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count)
-    return np.asarray(ptr)[owner] + PIECE * nth, owner
+    return np.asarray(ptr)[owner] + PIECE * (np.arange(len(owner)) - before[owner]), owner, before[count > 0]

@@ -152,3 +152,40 @@ def test_group(seed, merge):
             plain.append("between" if between[t] else "within" if within[t, j] else "local")
             plain += ["refresh"] * int(refresh[t])
         assert steps_of_cluster == plain
+
+
+@pytest.mark.parametrize(("n", "d"), [(300, 1), (5, 3), (40, 13)])
+def test_prepare_proximal(n, d):
+    """The inverses in lower triangles, and the steps that they give, against dense solves."""
+    rng = np.random.default_rng(d)
+    X, gamma, g = rng.normal(size=(n, d + 1, d)), rng.uniform(0.1, 3, size=n), rng.normal(size=(n, d))
+    A, own, blocks = X.transpose(0, 2, 1) @ X, np.empty((n, d)), -(-n // BLOCK)
+    inverse, pull = np.linalg.inv(A + gamma[:, None, None] * np.eye(d)), A.copy()
+    kernels.prepare_proximal(0, blocks, pull, gamma, g, own)
+    np.testing.assert_allclose(np.tril(pull), np.tril(gamma[:, None, None] * inverse), rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(own, -np.einsum("iab,ib->ia", inverse, g), rtol=1e-9, atol=1e-12)
+    parent, centre = rng.integers(0, 2, size=n), rng.normal(size=(2, d))
+    theta, value = np.empty((n, d)), np.empty(n)
+    kernels.proximal_step(0, blocks, pull, own, g, parent, gamma, centre, theta, value)
+    c = centre[parent]
+    expected = np.einsum("iab,ib->ia", inverse, gamma[:, None] * c - g)
+    np.testing.assert_allclose(theta, expected, rtol=1e-9, atol=1e-12)
+    above = 0.5 * np.einsum("ia,iab,ib->i", theta, A, theta) + (g * theta).sum(axis=1)
+    np.testing.assert_allclose(value, above + 0.5 * gamma * ((theta - c) ** 2).sum(axis=1), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("d", [3, 6, 11, 20])
+def test_controlled_steps(d):
+    """Narrow and wide rows, in clients with any number of rows from none on, against steps in plain numpy."""
+    rng, ptr = np.random.default_rng(d), np.cumsum([0, 0, 1, 2, 3, 4, 7, 9, 300, 1100])
+    n, none = len(ptr) - 1, np.empty(0)
+    X, y, offset = rng.normal(size=(ptr[-1], d)), rng.integers(0, 2, size=ptr[-1]).astype(float), rng.normal(size=ptr[-1])
+    units, h, start = rng.uniform(0.01, 0.1, size=(n, 1)), rng.normal(size=(n, d)), rng.normal(size=(n, d))
+    theta, expected, scale = start.copy(), start.copy(), 1 / np.maximum(np.diff(ptr), 1)
+    kernels.controlled_steps(0, 1, 1, X, y, none, offset, scale, 0.1, ptr, units, 7, h, theta)
+    for i in range(n):
+        rows = slice(ptr[i], ptr[i + 1])
+        for _ in range(7):
+            slopes = 1 / (1 + np.exp(-(X[rows] @ expected[i] + offset[rows]))) - y[rows]
+            expected[i] -= units[i] * (scale[i] * X[rows].T @ slopes + 0.1 * expected[i] - h[i])
+    np.testing.assert_allclose(theta, expected, atol=1e-11)

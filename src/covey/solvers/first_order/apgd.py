@@ -150,8 +150,8 @@ class ProximalReply(Reply):
 class QuadraticProx:
     """The proximal steps of quadratic losses: ``theta_i = pull_i c_j + own_i``, computed once in a run.
 
-    ``pull (n, d, d)`` is ``gamma_i (A_i + gamma_i I)^-1`` for the Hessian ``A_i``, ``own (n, d)`` is ``-pull_i g_i / gamma_i``
-    for the gradient ``g (n, d)`` at zero, and ``value (n,)`` is the loss at zero.
+    ``pull (n, d, d)`` is ``gamma_i (A_i + gamma_i I)^-1`` for the Hessian ``A_i``, in its lower triangle. ``own (n, d)`` is
+    ``-pull_i g_i / gamma_i`` for the gradient ``g (n, d)`` at zero, and ``value (n,)`` is the loss at zero.
     """
 
     gamma: Floats
@@ -165,18 +165,18 @@ class QuadraticProx:
         prepared: QuadraticProx | None = node.cache.get(cls)
         if prepared is None or not np.array_equal(prepared.gamma, node.gamma):
             n, d = node.data.n_clients, node.data.n_terms
-            here, gamma = node.loss.expand(node.data, np.zeros((n, d))), node.gamma[:, None, None]
-            inverse = np.linalg.inv(here.hessian + gamma * np.eye(d))
+            here, own = node.loss.expand(node.data, np.zeros((n, d))), np.empty((n, d))
             # Where the penalty is tiny and the loss is flat, only eigenvalues show what is curvature and what is rounding.
             weak = np.flatnonzero(node.gamma <= 1e-7 * np.trace(here.hessian, axis1=1, axis2=2))
-            values, vectors = np.linalg.eigh(here.hessian[weak])
+            gamma, (values, vectors) = node.gamma[weak, None], np.linalg.eigh(here.hessian[weak])
+            pull = here.hessian
+            share(kernels.prepare_proximal, block_count(n), pull, node.gamma, here.gradient, own)
             curved = values > 8 * d * 2.0**-52 * values[:, -1:]
-            strength = np.where(curved, values, 0.0) + node.gamma[weak, None]
-            inverse[weak] = np.einsum("iab,ib,icb->iac", vectors, 1 / strength, vectors)
-            own = -np.einsum("iab,ib->ia", inverse, here.gradient)
+            strength = np.where(curved, values, 0.0) + gamma
+            pull[weak] = np.einsum("iab,ib,icb->iac", vectors, gamma / strength, vectors)
             along = np.where(curved, np.einsum("iab,ia->ib", vectors, here.gradient[weak]) / strength, 0.0)
             own[weak] = -np.einsum("iab,ib->ia", vectors, along)
-            prepared = node.cache[cls] = cls(node.gamma, gamma * inverse, own, here.gradient, here.value)
+            prepared = node.cache[cls] = cls(node.gamma, pull, own, here.gradient, here.value)
         return prepared
 
 

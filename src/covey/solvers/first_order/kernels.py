@@ -1,8 +1,8 @@
 """Compiled loops of the first-order algorithms. Tests compare each of them with plain numpy.
 
-``group`` turns random choices into rounds. ``l2gd_move`` and ``al2sgd_plus_move`` move a node's clients. ``proximal_step``
-solves their proximal problems. ``check`` sums their values and squared gradients. ``project`` fills eigenbases, and
-``draw_row`` draws random rows.
+``group`` turns random choices into rounds. ``l2gd_move`` and ``al2sgd_plus_move`` move a node's clients.
+``prepare_proximal`` and ``proximal_step`` solve their proximal problems. ``check`` sums their values and squared gradients.
+``project`` fills eigenbases, and ``draw_row`` draws random rows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from covey._typing import Anything, Floats, Ints
 from covey.compiling import njit
 from covey.kernels import accumulate_in, accumulate_rows
-from covey.losses.kernels import FASTMATH, GAUSSIAN, exponent, exponentials, slope
+from covey.losses.kernels import FASTMATH, GAUSSIAN, combine, exponent, exponentials, margins, slope
 from covey.threads import BLOCK
 
 _NARROW = 8  # columns up to which several columns of all rows are handled together, instead of row by row
@@ -211,11 +211,7 @@ def _step_by_step(
             for c in range(i, stop):
                 low, high = client_ptr[c] - base, client_ptr[c + 1] - base
                 if width > _NARROW:
-                    for r in range(low, high):
-                        along = shift[r]
-                        for a in range(width):
-                            along += x[r, a] * t[c - i, a]
-                        margin[r] = along
+                    margins(x[low:high], shift[low:high], t[c - i], margin[low:high])
                 else:
                     t0, t1, t2, t3 = t[c - i, 0], t[c - i, 1], t[c - i, 2], t[c - i, 3]
                     for r in range(low, high):
@@ -234,10 +230,7 @@ def _step_by_step(
                 low, high = client_ptr[c] - base, client_ptr[c + 1] - base
                 step = eta[s] * units[c, 0] if own else eta[s]
                 if width > _NARROW:
-                    g[:] = 0.0
-                    for r in range(low, high):
-                        for a in range(width):
-                            g[a] += margin[r] * x[r, a]
+                    combine(x[low:high], margin[low:high], g)
                     for a in range(width):
                         t[c - i, a] -= step * (scale[c] * g[a] + ridge * t[c - i, a])
                 else:
@@ -262,7 +255,54 @@ def _step_by_step(
 # APGD
 
 
-@njit(nogil=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@njit(inline="always", error_model="numpy")  # type: ignore[untyped-decorator]
+def _add_product(A: Floats, x: Floats, out: Floats) -> None:
+    """``out += A x`` for a symmetric matrix, of which only the lower triangle is read."""
+    for a in range(len(x)):
+        along, at = 0.0, x[a]
+        for b in range(a):
+            along += A[a, b] * x[b]
+            out[b] += A[a, b] * at
+        out[a] += along + A[a, a] * at
+
+
+@njit(nogil=True, cache=True, fastmath=FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
+def prepare_proximal(begin: int, end: int, A: Floats, gamma: Floats, g: Floats, own: Floats) -> None:
+    """Replace the lower triangle of ``A_i`` by that of ``pull_i = gamma_i (A_i + gamma_i I)^-1``, and fill ``own``.
+
+    ``own_i`` is ``-pull_i g_i / gamma_i``. Each step exchanges one unknown of ``(A_i + gamma_i I) x = b`` with one number of
+    ``b`` (Gauss and Jordan), without pivots, because the matrix is positive definite.
+    """
+    n, d = g.shape
+    for block in range(begin, end):
+        column = np.empty(d)
+        for i in range(block * BLOCK, min(n, (block + 1) * BLOCK)):
+            M = A[i]
+            for a in range(d):
+                M[a, a] += gamma[i]
+            for p in range(d):
+                for a in range(p):
+                    column[a] = M[p, a]
+                for a in range(p, d):
+                    column[a] = M[a, p]
+                inverse = 1.0 / column[p]
+                for a in range(d):
+                    factor = column[a] * inverse
+                    for b in range(a + 1):
+                        M[a, b] -= factor * column[b]
+                for a in range(p):
+                    M[p, a] = column[a] * inverse
+                for a in range(p + 1, d):
+                    M[a, p] = column[a] * inverse
+                M[p, p] = -inverse
+            own[i] = 0.0
+            _add_product(M, g[i], own[i])
+            for a in range(d):
+                for b in range(a + 1):
+                    M[a, b] *= -gamma[i]
+
+
+@njit(nogil=True, cache=True, fastmath=FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
 def proximal_step(
     begin: int, end: int, pull: Floats, own: Floats, g: Floats, parent: Ints, gamma: Floats, centre: Floats, theta: Floats,
     value: Floats,
@@ -271,13 +311,11 @@ def proximal_step(
     n, d = theta.shape
     for block in range(begin, end):
         for i in range(block * BLOCK, min(n, (block + 1) * BLOCK)):
-            c, above = centre[parent[i]], 0.0
+            c, at, above = centre[parent[i]], theta[i], 0.0
+            at[:] = own[i]
+            _add_product(pull[i], c, at)
             for a in range(d):
-                at = own[i, a]
-                for b in range(d):
-                    at += pull[i, a, b] * c[b]
-                theta[i, a] = at
-                above += 0.5 * g[i, a] * at + 0.5 * gamma[i] * (c[a] - at) * c[a]
+                above += 0.5 * g[i, a] * at[a] + 0.5 * gamma[i] * (c[a] - at[a]) * c[a]
             value[i] = above
 
 
