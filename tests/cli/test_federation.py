@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import re
 
+import duckdb
+import numpy as np
 import polars as pl
 import pytest
 
 from covey.cli.site import in_words
-from covey.errors import FederationError
+from covey.errors import CoveyError, FederationError
 from covey.federation.site.file import SiteFile
-from tests.federation.sites import fit, spec, table
+from tests.federation.sites import fit, in_memory, spec, table
 
 from .shell import inside, run
 
@@ -126,3 +128,27 @@ def test_a_site_writes_its_rules_checks_a_fit_and_decides(tmp_path):
     last = inside("site", "log", "--home", "north", "--last", "1", cwd=tmp_path).stdout
     assert json.loads(last)["event"] == "refused"
     assert "lines, each follows" in inside("site", "log", "--home", "north", "--verify", cwd=tmp_path).stdout
+
+
+def test_a_site_on_a_database(tmp_path):
+    """``covey node init`` names the table of a DuckDB file; a wrong name is found when the node starts."""
+    frame = table(2, clients=60, clusters=3)
+    with duckdb.connect(tmp_path / "t.duckdb") as connection:
+        connection.sql("CREATE TABLE visits AS SELECT * FROM frame")
+    init = ("node", "init", "t.duckdb", "--client", "client", "--groups", "cluster")
+    assert "--table-name; it has visits" in inside(*init, "--home", "north", cwd=tmp_path, check=False).stderr
+    inside(*init, "--home", "north", "--table-name", "visits", "--insecure", cwd=tmp_path)
+    file = tmp_path / "north" / "site.toml"
+    file.write_text(file.read_text().replace('approve = "ask"', 'approve = "policy"'))
+    outcome = fit({"north": SiteFile.read(file.parent).open()}, spec(formula="y ~ x"))
+    np.testing.assert_allclose(outcome.model.w, in_memory(frame, spec(formula="y ~ x")).w, rtol=0, atol=1e-10)
+    (tmp_path / "problem.json").write_text(json.dumps({"formula": "y ~ x", "client": "client", "cluster": "cluster"}))
+    assert "All sums may leave" in inside("site", "check", "problem.json", "--home", "north", cwd=tmp_path).stdout
+    file.write_text(file.read_text().replace('"visits"', '"visit"'))
+    with pytest.raises(CoveyError, match="no table 'visit'; did you mean 'visits'"):
+        SiteFile.read(file.parent).open()
+
+    frame.write_parquet(tmp_path / "t.parquet")
+    inside("node", "init", "*.parquet", "--home", "south", "--client", "client", cwd=tmp_path)
+    assert '\n# table_name = "visits"\n' in (tmp_path / "south" / "site.toml").read_text()
+    assert SiteFile.read(tmp_path / "south").places["table"] == str(tmp_path / "*.parquet")

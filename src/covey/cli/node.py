@@ -57,9 +57,10 @@ def node(
 
 
 def init(
-    table: Annotated[Path, typer.Argument(help="The site's table: .parquet, .csv, .csv.gz or .tsv.")],
+    table: Annotated[Path, typer.Argument(help="The site's table: .parquet, .csv or .tsv; Parquet files; or .duckdb.")],
     home: Home,
     client: Annotated[str, typer.Option(help="Column with the ids of the clients.")],
+    table_name: Annotated[str | None, typer.Option(help="Name of the table in a .duckdb file.")] = None,
     site: Annotated[str | None, typer.Option(help="The site's name; by default that of its folder.")] = None,
     groups: Annotated[str, typer.Option(help="Columns by which clients may be grouped, separated by commas.")] = "",
     columns: Annotated[str | None, typer.Option(help="Columns that fits may use; by default all others.")] = None,
@@ -73,23 +74,28 @@ def init(
 
     [bold]Example[/bold]   covey node init homes.parquet --home north --client county --groups state --link 127.0.0.1:8000
     """
+    import narwhals as nw
+
+    from covey.engines.warehouse import open_table
     from covey.errors import FederationError, unknown_column
     from covey.federation.privacy.signing import bare
     from covey.federation.site.file import LIMITS, NAME, PLACES, RULES
     from covey.federation.site.policy import ANY
     from covey.federation.site.state import private_folder
     from covey.records import write_file
-    from covey.tables.files import read_table
 
     if (home / NAME).exists():
         raise FederationError(f"There is a file {str(home / NAME)!r} already; edit it, or remove it first.")
-    found = read_table(table, ids=[]).columns
+    lazy = table.suffix in (".parquet", ".pq")
+    opened: Any = nw.from_native(open_table(table, table_name, lazy=lazy, named_by="--table-name"))
+    found = opened.collect_schema().names()
     grouping = [each.strip() for each in groups.split(",") if each.strip()]
     asked = None if columns is None else [each.strip() for each in columns.split(",")]
     for name in (client, *grouping, *(asked or ())):
         if name not in found:
             raise unknown_column(name, found)
     places: dict[str, Any] = {"site": site or home.resolve().name, "table": str(table.resolve()), "link": link}
+    places["table_name"] = table_name
     places |= {"key": str(key.resolve()) if key else "", "ca": str(ca.resolve()) if ca else "", "insecure": insecure}
     rest = [name for name in found if name != client and name not in grouping] if asked is None else asked
     chosen: dict[str, Any] = {"client": client, "groups": grouping, "columns": rest, "families": ["gaussian"]}
@@ -98,7 +104,8 @@ def init(
     text = "# What this site allows. The rest is refused. A rule that is left out allows as little as it can,\n"
     text += "# but without epsilon no noise is required.\n"
     for name, comment in PLACES.items():
-        text += f"\n# {comment}\n{name} = {_toml(places[name])}\n"
+        unused = name == "table_name" and table_name is None
+        text += f"\n# {comment}\n" + ('# table_name = "visits"\n' if unused else f"{name} = {_toml(places[name])}\n")
     for name, about in RULES.items():
         text += f"\n# {about['comment']}\n{name} = {_toml(chosen.get(name, about['strict']))}\n"
     for name, comment in LIMITS.items():

@@ -141,11 +141,11 @@ def _sums_in_words(file: SiteFile, draft: Problem) -> str:
     """The columns and cells of a fit at this site, the sums that may not leave, and groupings with which all may."""
     from dataclasses import replace
 
+    from covey.federation.site.engine import draft_rows
     from covey.federation.site.release import weak_sums
-    from covey.problem.rows import read_rows
 
     read, policy = file.reader(), file.policy
-    data, _ = read_rows(read(draft.spec), draft)
+    data, _ = draft_rows(read(draft.spec), draft)
     tree = data.hierarchy
     lines = [f"columns used   {', '.join(dict.fromkeys(n for f in draft.formula.factors for n in f.names()[0]))}"]  # type: ignore[union-attr]
     lines += [f"terms          {', '.join(data.terms)}"]
@@ -161,7 +161,7 @@ def _sums_in_words(file: SiteFile, draft: Problem) -> str:
     for group in (*(policy.groups or ()), None):
         if group != draft.spec.cluster:
             coarse = replace(draft, spec=replace(draft.spec, cluster=group))
-            found, _ = read_rows(read(coarse.spec), coarse)
+            found, _ = draft_rows(read(coarse.spec), coarse)
             fine += [str(group)] * (not list(weak_sums(found, policy.minimum, policy.share, moments=moments)))
     lines += [f"Groupings with which all may leave: {', '.join(fine).replace('None', 'no groups') or 'none of those allowed'}."]
     return "\n".join(line for line in lines if line)

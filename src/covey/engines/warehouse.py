@@ -20,6 +20,7 @@ def open_table(
     ids: Sequence[str | None] = (),
     text: Sequence[str | None] = (),
     lazy: bool = False,
+    named_by: str = "--table",
 ) -> Any:
     """Open a table.
 
@@ -29,19 +30,27 @@ def open_table(
     table : the name of a table or view of the database, such as ``visits``, or ``raw.visits`` in a schema ``raw``
     ids, text : columns of a text file, as in :func:`covey.read_table`
     lazy : whether to leave a single Parquet file on disk too
+    named_by : the setting that gives ``table``, for error messages
 
     Returns
     -------
     A polars frame, or a lazy frame of polars, or a relation of DuckDB. Nothing of a lazy table is read yet.
     """
     if Path(path).suffix in _DATABASES:
-        return _relation(Path(path), table)
+        return _relation(Path(path), table, named_by)
     if table is not None:
-        raise DataError(f"--table names a table of a DuckDB database, and {str(path)!r} does not end in .duckdb; leave it out.")
+        raise DataError(
+            f"{named_by} names a table of a DuckDB database, and {str(path)!r} does not end in .duckdb; leave it out."
+        )
     return scan_table(path) if lazy or is_pattern(path) else read_table(path, ids=ids, text=text)
 
 
-def _relation(path: Path, table: str | None) -> Any:
+def in_engine(path: str | Path) -> bool:
+    """Whether :func:`open_table` leaves the rows of a table where they are."""
+    return Path(path).suffix in _DATABASES or is_pattern(path)
+
+
+def _relation(path: Path, table: str | None, named_by: str) -> Any:
     if not path.is_file():
         raise DataError(f"There is no file {str(path)!r}; check the path.")
     if find_spec("duckdb") is None:
@@ -56,7 +65,7 @@ def _relation(path: Path, table: str | None) -> Any:
     places = {name if schema == "main" else f"{schema}.{name}": (schema, name) for schema, name in listed}
     names = list(places)
     if table is None:
-        raise DataError(f"Name a table of {str(path)!r} with --table; it has {', '.join(names[:8]) or 'none'}.")
+        raise DataError(f"Name a table of {str(path)!r} with {named_by}; it has {', '.join(names[:8]) or 'none'}.")
     place = places.get(table) or places.get(table.removeprefix("main."))
     if place is None:
         raise DataError(f"The database {str(path)!r} has no table {table!r}; {did_you_mean(table, names)}")

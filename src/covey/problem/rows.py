@@ -156,13 +156,18 @@ def read_part(
         weighed=weighed,
     )
     problem.loss.check_offset(data.offset)
+    return replace(under_clusters(data, clusters), dropped=dropped)
+
+
+def under_clusters(data: GroupedData, clusters: pl.Series) -> GroupedData:
+    """The rows of a part of a table under the clusters of all parts."""
     tree = data.hierarchy
     place, sizes = lookup(tree.cluster_ids, clusters, "cluster"), np.zeros(len(clusters), dtype=np.int64)
     if (place < 0).any():
         raise DataError("The table has a cluster that it did not have before; put the old table back, or start again.")
     sizes[place] = tree.sizes
     whole = replace(tree, cluster_ptr=np.concatenate([[0], np.cumsum(sizes)]), cluster_ids=clusters)
-    return replace(data, hierarchy=whole, dropped=dropped)
+    return replace(data, hierarchy=whole)
 
 
 def series_values(y: Any) -> Anything:

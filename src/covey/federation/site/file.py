@@ -12,18 +12,19 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from covey.engines.warehouse import in_engine, open_table
 from covey.errors import FederationError, did_you_mean, number
 from covey.federation.privacy.differential import DELTA
 from covey.federation.privacy.signing import bare, fingerprint, load_key, public_text
 from covey.federation.site.budget import Budget
 from covey.federation.site.policy import ANY, CHOICES, Policy
 from covey.federation.site.site import Read, Site
-from covey.tables.files import read_table
 
 NAME = "site.toml"
 PLACES = {
     "site": "Name of this site, under which the operator registers its key.",
-    "table": "The table: .parquet, .csv, .csv.gz or .tsv. It is read here and stays here.",
+    "table": "The table: .parquet, .csv or .tsv; a folder or pattern of Parquet files; or a .duckdb file. It stays here.",
+    "table_name": "Name of the table in the .duckdb file, such as visits or raw.visits.",
     "link": "Host and port of the operator's link.",
     "key": "Private key of this site.",
     "ca": "Certificate of the link, from the operator.",
@@ -72,15 +73,19 @@ class SiteFile:
         return cls(home, places, Policy(**rules), budget, known_peers)
 
     def place(self, name: str) -> Path:
-        """A file that is needed; a relative path in ``site.toml`` begins at its folder."""
+        """A file that is needed."""
+        path = self._path(name)
+        if not path.is_file():
+            raise FederationError(f"There is no {'certificate' if name == 'ca' else name} {str(path)!r}; check the path.")
+        return path
+
+    def _path(self, name: str) -> Path:
+        """A path that is needed; a relative path in ``site.toml`` begins at its folder."""
         found = self.places[name]
         if not found:
             fix = f"write it into {NAME} or give --{name}" + ", or say --insecure on one machine" * (name in ("key", "ca"))
             raise FederationError(f"The site in {str(self.home)!r} has no {name}; {fix}.")
-        path = found if isinstance(found, Path) else self.home / str(found)
-        if not path.is_file():
-            raise FederationError(f"There is no {'certificate' if name == 'ca' else name} {str(path)!r}; check the path.")
-        return path
+        return found if isinstance(found, Path) else self.home / str(found)
 
     def in_short(self, version: str) -> dict[str, Any]:
         """What ``covey status`` shows of the rules: no columns (a refusal also lists the allowed ones), no keys of others."""
@@ -90,9 +95,15 @@ class SiteFile:
         return {"covey": version, "key": key, **{name: getattr(self.policy, name) for name in shown}, **limits}
 
     def reader(self) -> Read:
-        """Reads the table."""
-        table = self.place("table")
-        return lambda spec: read_table(table, ids=[spec.client, spec.cluster])
+        """Reads the table; one that an engine holds is opened, and its rows stay there."""
+        name = self.places["table_name"]
+        if name is not None and (not isinstance(name, str) or not name):
+            raise FederationError(f"The table_name in {NAME} must be text, such as 'visits'. Got {name!r} instead.")
+        path = self._path("table")
+        table, named_by = path if in_engine(path) else self.place("table"), f"table_name in {NAME}"
+        if in_engine(path) or name is not None:
+            open_table(table, name, named_by=named_by)  # a mistake is reported when the node starts
+        return lambda spec: open_table(table, name, ids=[spec.client, spec.cluster], named_by=named_by)
 
     def open(self) -> Site:
         """The site, with its table and its key."""

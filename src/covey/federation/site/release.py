@@ -9,6 +9,10 @@ share is taken over all linear combinations too; it is the largest eigenvalue of
 cell. And a column that has one value for all but a few clients shows these few, as its difference from the constant; so the
 clients are counted whose values differ from the column's median.
 
+If an engine holds the rows, the products come from its sums by client, and there are no medians. The value that most clients
+have in all their rows takes the place of the median. This refuses all that the median refuses; it also refuses a column in
+which the few clients that differ have most of the rows.
+
 Two runs over sets of clients that differ by a few show these few by difference. The site keeps, for each run, keyed hashes of
 its clients with their numbers of rows, and the cells that they were in, in ``home/released.json``. The key stays there too.
 """
@@ -23,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from covey._typing import Floats
+from covey._typing import Floats, Ints
 from covey.federation.site.policy import Policy, refusal
 from covey.federation.site.state import Document
 from covey.federation.wire.codec import keyed_hash
@@ -32,6 +36,7 @@ from covey.tables.rows import GroupedData
 COMBINED, NUMBER = "a combination of terms", "the number of clients"
 _CONTRIBUTES = 0.01  # least part of a cell's mean sum of squares with which a client counts as one that contributes
 _DIFFERS = 1e-6  # the same for a column less its median
+_ROUNDING = 1e-13  # part of a column's mean square below which a client's sum of squares, from a database, is rounding
 _KEPT = 1e-9  # combinations of terms with less of the sum of squares than this are zero up to rounding
 
 
@@ -58,14 +63,17 @@ def weak_sums(
     if data.weights is not None:
         plain = data if moments else replace(data, X=data.X[:, :0], terms=())
         yield from weak_sums(replace(plain, weights=None, offset=None), minimum, share, combined=False)
-    tree, labels = data.hierarchy, (*data.terms, *_others(data))
+    tree, labels, typical = data.hierarchy, (*data.terms, *_others(data)), None
+    if data.sums is not None:
+        squares = np.column_stack([data.X, *_others(data).values()]) ** 2
+        typical = squares.sum(axis=0) / data.weight_of_client.sum()
     for at in np.flatnonzero(tree.sizes) if minimum > 1 or share < 1 else ():
         first, last = tree.cluster_ptr[at : at + 2]
-        cell, (products, apart) = tree.cluster_ids[int(at)], _products(data, int(first), int(last))
+        cell, (products, apart) = tree.cluster_ids[int(at)], _products(data, int(first), int(last), minimum, typical)
         squares = np.einsum("iaa->ia", products)
         total, n = squares.sum(axis=0), last - first
         counts = (squares > _CONTRIBUTES * total / n).sum(axis=0)
-        unusual = (apart > _DIFFERS * apart.sum(axis=0) / n).sum(axis=0)
+        unusual = _differing(apart)
         largest = squares.max(axis=0) / np.where(total > 0, total, 1.0)
         # A term that is zero for all clients of a cell has no sum there.
         weak = (total > 0) & ((counts < minimum) | (largest > share))
@@ -79,16 +87,19 @@ def weak_sums(
             yield from (WeakSum(cell, labels[j], int(unusual[j]), float(largest[j])) for j in np.flatnonzero(few))
 
 
-def _products(data: GroupedData, first: int, last: int) -> tuple[Floats, Floats]:
+def _products(data: GroupedData, first: int, last: int, minimum: int, typical: Floats | None) -> tuple[Floats, Floats]:
     """For each of some clients the products of its columns, scaled to a common size ``(n, columns, columns)``.
 
-    Also the sum of squares of each column less its median ``(n, columns)``.
+    Also the sum of squares of each column less its median ``(n, columns)``. ``typical`` is for sums by client.
     """
     ptr = data.client_ptr[first : last + 1]
     rows, start = slice(int(ptr[0]), int(ptr[-1])), ptr[:-1] - ptr[0]
     columns = np.column_stack([data.X[rows], *(each[rows] for each in _others(data).values())]).astype(np.float64)
-    root = 1.0 if data.weights is None else np.sqrt(data.weights[rows])[:, None]
-    apart, columns = (columns - np.median(columns, axis=0)) * root, columns * root
+    if typical is not None:
+        columns, apart = _from_sums(columns, data.unit[rows], start, minimum, typical)
+    else:
+        root = 1.0 if data.weights is None else np.sqrt(data.weights[rows])[:, None]
+        apart, columns = (columns - np.median(columns, axis=0)) * root, columns * root
     size = np.abs(columns).max(axis=0, initial=0.0)
     size = np.where(size > 0, size, 1.0)
     columns, apart = columns / size, apart / size
@@ -96,9 +107,41 @@ def _products(data: GroupedData, first: int, last: int) -> tuple[Floats, Floats]
     return products, np.add.reduceat(apart**2, start, axis=0)
 
 
+def _differing(apart: Floats) -> Ints:
+    """For each column the number of clients that differ from a value, given the squares of the difference ``(n, columns)``."""
+    found: Ints = (apart > _DIFFERS * apart.sum(axis=0) / len(apart)).sum(axis=0)
+    return found
+
+
+def _from_sums(columns: Floats, unit: Floats, start: Ints, minimum: int, typical: Floats) -> tuple[Floats, Floats]:
+    """Columns that stand for sums by client, and the same less the value that most clients have; rounding is taken out.
+
+    ``typical`` are the mean squares of the columns at the whole site.
+    """
+    lengths = np.diff(np.append(start, len(unit)))
+    weight = np.add.reduceat(unit**2, start)[:, None]
+
+    def cleaned(rows: Floats) -> Floats:
+        there = np.add.reduceat(rows**2, start) > _ROUNDING * weight * typical
+        return np.where(np.repeat(there, lengths, axis=0), rows, 0.0)
+
+    columns = cleaned(columns)
+    means = np.add.reduceat(columns * unit[:, None], start) / weight
+    # A value that all but fewer clients than the minimum have is the median, if these are fewer than half of the clients.
+    n = len(means)
+    tried = np.sort(means, axis=0)[[n // 2]] if n >= 2 * minimum else means
+    apart, fewest = np.zeros_like(columns), np.full(columns.shape[1], n + 1)
+    for value in tried:
+        rest = cleaned(columns - value * unit[:, None])
+        differing = _differing(np.add.reduceat(rest**2, start))
+        better = differing < fewest
+        apart[:, better], fewest = rest[:, better], np.minimum(differing, fewest)
+    return columns, apart
+
+
 def _others(data: GroupedData) -> dict[str, Floats]:
     """The columns beside the terms whose sums leave, or follow from the sums of several runs."""
-    columns = {"the response": data.y, "the constant": np.ones(data.n_rows), "the offset": data.offset}
+    columns = {"the response": data.y, "the constant": data.unit, "the offset": data.offset}
     return {name: each for name, each in {**columns, "the weights": data.weights}.items() if each is not None}
 
 

@@ -35,6 +35,7 @@ from covey.federation.privacy.signing import fingerprint, sign
 from covey.federation.site.approval import Approvals, Waiting
 from covey.federation.site.audit import AuditLog
 from covey.federation.site.budget import Budget, check_private_message
+from covey.federation.site.engine import counted_rows, draft_rows, site_part, table_for
 from covey.federation.site.masks import Peers, check_peers, join_masked_run, masked, pair_secrets, public_key, signed
 from covey.federation.site.policy import ANY, Policy, check_model_folder, refusal
 from covey.federation.site.release import NUMBER, Released, WeakSum, weak_sums
@@ -60,8 +61,7 @@ from covey.model.files import save_model, uncertainty_from_json
 from covey.model.model import Fitted, Model, assemble
 from covey.nodes.network import Batch, Message, Node, SetGamma, Standardise
 from covey.objective.objective import Penalty
-from covey.problem.problem import Problem, Spec, as_frame
-from covey.problem.rows import Arrays, read_part, read_rows, usable_rows
+from covey.problem.problem import Problem, Spec
 from covey.records import decode, encode
 from covey.solvers.registry import load_all
 from covey.solvers.result import Convergence, Fit
@@ -215,7 +215,9 @@ class Site:
             run = replace(run, key=run.key or Keys.fresh().private.hex())
             self._runs.save(asked.run, run)
         key = public_key(run) if hello.secure else ""
-        profile = profile_of(self.read(draft.spec), draft, key, self.policy.minimum, private=hello.private is not None)
+        private = hello.private is not None
+        table = table_for(self.read(draft.spec), draft, private=private)
+        profile = profile_of(table, draft, key, self.policy.minimum, private=private)
         signature = sign(self.identity, *signed(asked.run, self.name, key)) if key and self.identity is not None else ""
         return replace(profile, signature=signature)
 
@@ -231,7 +233,7 @@ class Site:
 
     def weak_sums(self, draft: Problem) -> list[WeakSum]:
         """The sums of a problem that may not leave this site."""
-        data, _ = read_rows(self.read(draft.spec), draft)
+        data, _ = draft_rows(self.read(draft.spec), draft)
         return list(weak_sums(data, self.policy.minimum, self.policy.share, moments=draft.spec.standardize))
 
     def _draw_salt(self, asked: Envelope, wanted: DrawSalt) -> SealedSalts:
@@ -265,14 +267,14 @@ class Site:
         self._runs.forget(self.policy.retention)
         for ended in [name for name in self._nodes if self._runs.load(name).agreed is None]:
             del self._nodes[ended]  # with its copy of the rows
-        table = self.read(problem.spec)
-        used, *_ = usable_rows(as_frame(table), problem, Arrays())
+        table = table_for(self.read(problem.spec), problem, private=private)
+        used = counted_rows(table, problem)
         check_shared(used, problem.spec, design.levels, self.policy.minimum)  # a coordinator may have asked less in its hello
-        data = read_part(table, problem, agreed.cluster_ids())
+        data = site_part(table, problem, agreed.cluster_ids())
         minimum, share, moments = self.policy.minimum, self.policy.share, problem.spec.standardize
         self._check_sums(weak_sums(data, minimum, 1.0 if private else share, moments=moments), private=private)
         if design.unlearned:
-            first_sums = read_part(table, problem, agreed.cluster_ids(), learning=True)
+            first_sums = site_part(table, problem, agreed.cluster_ids(), learning=True)
             self._check_sums(weak_sums(first_sums, minimum, share, combined=False, moments=True), private=False)
         if not private:  # noise hides a difference of a few clients
             self._released.admit(asked.run, data, self.policy)
@@ -339,7 +341,8 @@ class Site:
             raise FederationError("This site has not joined the run; start a new run.")
         if name not in self._nodes:
             problem = Problem.from_json(run.agreed.problem)
-            data = read_part(self.read(problem.spec), problem, run.agreed.cluster_ids())
+            table = table_for(self.read(problem.spec), problem, private=run.agreed.private is not None)
+            data = site_part(table, problem, run.agreed.cluster_ids())
             if rows_digest(data) != run.rows:
                 raise FederationError("The table has changed since the run began; put it back, or start a new run.")
             node = self._new_node(data, problem)
