@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import warnings
 
@@ -18,7 +19,8 @@ from covey.variance.components import Components
 from covey.variance.estimate import criterion_for, estimate
 from covey.variance.identify import survey
 from covey.variance.parameters import Shape
-from covey.variance.quadrature import _integrated, error_at_mode
+from covey.variance.quadrature import _ClusterIntegrals, error_at_mode
+from covey.variance.rules import Rule
 from tests.networks import Sharded, in_memory
 from tests.variance.test_across import random_owner, table
 
@@ -84,7 +86,7 @@ def test_the_error_equals_that_of_dense_integration(family, shape, points):
     criterion, x = criterion_at(data, family, shape, 0.8, 0.6)
     laplace, top = dense_laplace(criterion, x)
     truth = dense_log_likelihood(criterion, x, data, top.dispersion, points) - laplace
-    quick, careful = (_integrated(criterion, x, top, careful=care) for care in (False, True))
+    quick, careful = (_ClusterIntegrals(criterion, x, top, careful=care).estimates for care in (False, True))
     assert abs(truth) > (0.05 if family == "bernoulli" else 3e-3)
     assert careful[0] == pytest.approx([truth, 0.0], abs=3e-5)
     assert quick[0] == pytest.approx([truth, 0.0], abs=0.03 * abs(truth) + 6e-4 * data.n_clients)
@@ -112,7 +114,7 @@ def test_one_client_by_adaptive_integration():
         return integrate.quad(density, -12, 12, limit=500, epsabs=1e-14)[0]
 
     truth = sum(np.log(likelihood(ones)) for ones in np.bincount(client, y))
-    error = _integrated(criterion, x, here.top, careful=True)[0][0]
+    error = _ClusterIntegrals(criterion, x, here.top, careful=True).estimates[0][0]
     assert -0.5 * here.value + error == pytest.approx(truth, abs=0.02)
     assert abs(error) > 0.5
 
@@ -174,6 +176,31 @@ def test_a_sample_of_many_clusters_is_scaled_up():
     whole = error_at_mode(criterion, x, top)[0]
     assert whole[1] == 0.0 < sampled[1]
     assert abs(sampled[0] - whole[0]) < 4 * sampled[1]
+
+
+def test_a_sample_doubles_until_the_decision_is_clear():
+    data = table(2, "poisson", clusters=150, clients=3, rows=3, weighted=False)
+    criterion, x = criterion_at(data, "poisson", Shape((0,), (0,)), 0.7, 0.7)
+    top = criterion.evaluate(x).top
+    criterion.network.exchanges = 1
+    first, *_ = error_at_mode(criterion, x, top)
+    criterion.network.exchanges = 1
+    limit, seen = 0.3 * first[1], []
+    last, *_ = error_at_mode(criterion, x, top, lambda total, *_: seen.append(total[1]) or total[1] > limit)
+    assert 0.0 < last[1] <= limit < min(seen[:-1])
+    criterion.network.exchanges = 1
+    whole, *growth = error_at_mode(criterion, x, top, lambda *_: True)
+    assert whole[1] == growth[0][1] == growth[1][1] == 0.0
+    assert abs(last[0] - whole[0]) < 4 * last[1]
+
+
+@pytest.mark.parametrize("r", [1, 2])
+def test_the_rough_rule_is_exact_to_degree_5(r):
+    rule, exact = Rule.rough(r), Rule.over(r, 0)
+    for powers in itertools.product(range(6), repeat=r):
+        if sum(powers) <= 5:
+            means = [np.exp(each.log_weight) @ (each.z**powers).prod(axis=1) for each in (rule, exact)]
+            assert means[0] == pytest.approx(means[1], abs=1e-12)
 
 
 # Models

@@ -23,13 +23,16 @@ importance sampling with seeded draws. Clusters have the same integral one level
 At the optimum the approximate likelihood is flat. So the derivative of the likelihood, divided by the curvature, estimates by
 how much the approximation makes the standard deviations too small or too large.
 
-With many clusters a seeded sample of them is enough. If random draws were used, their error is estimated by the jackknife: the
-result is computed again without each of some batches of draws. The draws of a client depend on its rows, not on its node.
+With many clusters a seeded sample of them is enough. It doubles while the confidence interval of a result that decides includes
+its limit. Laplace's approximation to each cluster's derivative has no sampling error, so only the difference is sampled.
+Nearly normal integrands have a rule with few nodes; for clients, its error at the mode is corrected. If random draws were used,
+their error is estimated by the jackknife: the result is computed again without each of some batches of draws. The draws of a
+client depend on its rows, not on its node.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -44,86 +47,21 @@ from covey.solvers.direct.spaces import expand, hessians
 from covey.tables.rows import GroupedData
 from covey.tree.hierarchy import Hierarchy
 from covey.variance.approximation import BIASED, NOTICED, OVERSTATED, TOO_LARGE, Approximation
-from covey.variance.columns import CountingNetwork, client_rows
+from covey.variance.columns import client_rows
 from covey.variance.laplace_likelihood import LaplaceCriterion, ModeState
 from covey.variance.linear_likelihood import Criterion
+from covey.variance.rules import CLIENTS, CLUSTERS, GRIDS, POOL, QUICK, Rule, factor
 from covey.variance.search import Optimum
 from covey.variance.upper import UpperPosterior
 
-# Nodes of a Gauss-Hermite rule along each of one or two directions, and draws if there are more. The first number is for a
-# quick check. The others are for a careful one, which follows if the result looks bad: integrands are then far from normal. The
-# second is for clusters, which need fewer nodes than clients, because they have more rows.
-_NODES = {1: (7, 15, 41), 2: (5, 7, 15)}
-_DRAWS = 24, 256, 1024
-_BATCHES, _POOL = 8, 4093  # batches for the jackknife; the pool that the draws of a client are from
+# The rough rule of a quick check has 3 nodes along one direction and 7 on the plane. It is enough for a client if it changes
+# the log-integral at the mode by at most the first number, and that change is corrected. It is enough for a cluster if the log
+# of the integrand's ratio to a normal density varies between nodes by at most the second number times the cluster's error.
+_SMALL_CHANGE, _SMALL_RANGE = 0.01, 4.0
 _FEW = 8  # clusters; fewer are not sampled
-_SHARES = 0.2, 0.7  # the largest share of the fit's work: if one direction varies at each level, and otherwise
+_SHARES = 0.05, 1.0  # the share of the fit's work for a first sample: of a quick check, and of a careful one
 _PER_EXCHANGE = 1.5  # the work of an exchange of the fit, in evaluations of all rows' losses
 _FARTHEST = 1e9  # a sum of log-integrals this far from the mode's contributes nothing
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Nodes for a mean over a standard normal distribution in ``r`` directions, with the logs of their weights ``(n,)``.
-
-    ``z`` is ``(n, r)`` for a Gauss-Hermite rule. For a rule with random draws it is a pool of draws. Nodes belong to a
-    ``batch (n,)``; a rule without random draws has one.
-    """
-
-    z: Floats
-    log_weight: Floats
-    batch: Ints
-
-    @classmethod
-    def over(cls, r: int, care: int = 0) -> Rule:
-        if r == 0:
-            return cls(np.zeros((1, 0)), np.zeros(1), np.zeros(1, dtype=np.int64))
-        if r in _NODES:
-            z, weight = np.polynomial.hermite_e.hermegauss(_NODES[r][care])
-            grid = np.stack(np.meshgrid(*[z] * r), axis=-1).reshape(-1, r)
-            weights = np.prod(np.stack(np.meshgrid(*[weight / weight.sum()] * r), axis=-1), axis=-1).ravel()
-            return cls(grid, np.log(weights), np.zeros(len(grid), dtype=np.int64))
-        pool, draws = np.random.default_rng(0).normal(size=(_POOL, r)), _DRAWS[care]
-        return cls(pool, np.full(draws, -np.log(draws)), np.arange(draws) // 2 % _BATCHES)
-
-    @property
-    def n(self) -> int:
-        return len(self.log_weight)
-
-    @property
-    def r(self) -> int:
-        return int(self.z.shape[1])
-
-    def node(self, at: int, keys: Ints) -> Floats:
-        """Node ``at`` of each unit, ``(len(keys), r)``. Random draws depend on its key, and come in pairs ``z, -z``."""
-        if len(self.z) == self.n:
-            return np.broadcast_to(self.z[at], (len(keys), self.r))
-        return np.asarray((1 - 2 * (at % 2)) * self.z[(keys + at // 2) % _POOL])
-
-    @property
-    def sets(self) -> list[Anything]:
-        """Which nodes each estimate uses, boolean ``(n,)``: first all of them, then all but one batch each."""
-        whole, count = np.ones(self.n, dtype=bool), int(self.batch.max()) + 1
-        return [whole, *(self.batch != b for b in range(count))] if count > 1 else [whole]
-
-    def log_means(self, logs: Floats) -> tuple[Floats, Floats]:
-        """For ``logs (n, ...)``: the logs of the means of ``exp(logs)`` by each set, ``(sets, ...)``; each node's share."""
-        added = logs + self.log_weight.reshape(-1, *[1] * (logs.ndim - 1))
-        top = added.max(axis=0)
-        parts = np.exp(added - top)
-        means = [top + np.log(parts[used].sum(axis=0) * (len(used) / used.sum())) for used in self.sets]
-        return np.stack(means), parts / parts.sum(axis=0)
-
-
-def factor(S: Floats) -> Floats:
-    """``L (..., d, r)`` with ``L L' = S``; ``r`` is the largest rank of the covariances ``S (..., d, d)``."""
-    size = np.sqrt(np.maximum(np.einsum("...aa->...a", S), 0.0))
-    unit = np.where(size > 0, size, 1.0)  # a rank must not depend on the units of the columns
-    values, vectors = np.linalg.eigh(S / (unit[..., :, None] * unit[..., None, :]))
-    values = np.where(values > 1e-12 * values.max(initial=0.0), values, 0.0)
-    r = int((values > 0).sum(axis=-1).max(initial=0))
-    d = S.shape[-1]
-    return np.asarray((size[..., :, None] * vectors * np.sqrt(values)[..., None, :])[..., d - r :])
 
 
 # The node
@@ -164,7 +102,7 @@ class IntegrateAtMode(Message[LogIntegrals], label="integrals at the mode", phas
     def at(self, node: Node) -> LogIntegrals:
         mode, tree = node.state(ModeState), node.data.hierarchy
         keep, L = self.asked[tree.parent], factor(mode.S)
-        rule, shape = Rule.over(L.shape[2], 2 * self.careful), (len(self.w), tree.n_clusters)
+        rule, shape = Rule.over(L.shape[2], CLIENTS if self.careful else QUICK), (len(self.w), tree.n_clusters)
         total, growth = np.zeros((len(rule.sets), *shape)), np.zeros(shape)
         if keep.any():
             data, now = _some_clients(client_rows(node, mode.order.terms), keep), mode.state.now
@@ -172,8 +110,13 @@ class IntegrateAtMode(Message[LogIntegrals], label="integrals at the mode", phas
             b = np.einsum("iar,ia->ir", L, now.u[keep])
             clients = _Clients.at_mode(data, node.loss, L, self.phi, now.theta[keep], b, mode.order.width)
             laplace, sum_up = clients.laplace, data.hierarchy.sum_up
+            parts = clients.parts(rule) if len(self.w) > 1 and not self.careful else [clients.all_by(rule)]
             for m, w in enumerate(self.w):
-                logs, by = clients.log_integrals(w[data.hierarchy.parent], rule, len(self.w) > 1)
+                logs, by = np.empty((len(rule.sets), data.n_clients)), np.empty(data.n_clients)
+                for part in parts:
+                    there = w[data.hierarchy.parent[part.at]]
+                    means, growths = part.clients.log_integrals(there, part.rule, len(self.w) > 1)
+                    logs[:, part.at], by[part.at] = means + part.change[0], growths + part.change[1]
                 total[:, m], growth[m] = [sum_up(each - laplace) for each in logs], sum_up(by)
         return LogIntegrals(_within_reach(total).reshape(-1, tree.n_clusters), _within_reach(growth))
 
@@ -218,12 +161,39 @@ class _Clients:
         K: Floats = np.eye(L.shape[2]) + L.swapaxes(1, 2) @ hessian[:, :, : self.q] @ L
         return K
 
+    def all_by(self, rule: Rule) -> _Part:
+        """All clients by one rule."""
+        return _Part(np.ones(len(self.b), dtype=bool), self, rule, np.zeros((2, len(self.b))))
+
+    def parts(self, rule: Rule) -> list[_Part]:
+        """Nearly normal clients by a rule with fewer nodes, and the others by ``rule``.
+
+        A nearly normal client changes by the difference of the two rules at the mode, which is almost the same elsewhere.
+        """
+        rough = Rule.rough(rule.r)
+        if rough.n == rule.n:
+            return [self.all_by(rule)]
+        w = self.theta - self.along(self.b)
+        (logs, by), (logs_rough, by_rough) = (self.log_integrals(w, each, moved=False) for each in (rule, rough))
+        change = np.stack([logs[0] - logs_rough[0], by - by_rough])
+        normal = np.abs(change[0]) <= _SMALL_CHANGE
+        return [
+            _Part(at, self.some(at), each, change[:, at] * used)
+            for at, each, used in ((normal, rough, 1.0), (~normal, rule, 0.0))
+            if at.any()
+        ]
+
+    def some(self, at: Bools) -> _Clients:
+        """The clients where ``at`` is true."""
+        arrays = (self.theta[at], self.b[at], self.hessian[at])
+        return _Clients(_some_clients(self.data, at), self.loss, self.L[at], self.phi, *arrays)
+
     @property
     def keys(self) -> Ints:
         """A number for each client that depends on its rows only, ``(n,)``."""
         bits = np.ascontiguousarray(self.data.X).view(np.uint64) >> np.uint64(20)
         mixed = (bits * (2 * np.arange(bits.shape[1], dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15))).sum(axis=1)
-        return np.asarray(np.add.reduceat(np.append(mixed, 0), self.data.client_ptr[:-1]) % _POOL).astype(np.int64)
+        return np.asarray(np.add.reduceat(np.append(mixed, np.uint64(0)), self.data.client_ptr[:-1]) % POOL).astype(np.int64)
 
     def log_integrals(self, w: Floats, rule: Rule, moved: bool) -> tuple[Floats, Floats]:
         """``log I(w)`` by each set of the rule ``(sets, n)``, and its derivative by the log of a factor of ``L``, ``(n,)``.
@@ -232,15 +202,20 @@ class _Clients:
         """
         b, K = self.b, self.precision(self.hessian)
         if moved and rule.r:
-            b, K = self._centre(w, K)
-        theta = w + self.along(b)
-        lowest = self.height(theta, b)
+            b, K, lowest = self._centre(w, K)
+            theta = w + self.along(b)
+        else:
+            theta = w + self.along(b)
+            lowest = self.height(theta, b)
         # Any square root of the inverse of K will do. This one is upper triangular.
         root = np.sqrt(self.phi) * np.linalg.inv(np.linalg.cholesky(K)).swapaxes(1, 2)
         logs, sizes = np.empty((rule.n, len(b))), np.empty((rule.n, len(b)))
-        keys = self.keys if rule.r not in _NODES else np.zeros(len(b), dtype=np.int64)
+        keys = self.keys if rule.r not in GRIDS else np.zeros(len(b), dtype=np.int64)
         for at in range(rule.n):
             z = rule.node(at, keys)
+            if not z.any():
+                logs[at], sizes[at] = 0.0, (b**2).sum(axis=1)
+                continue
             step = (root @ z[:, :, None])[:, :, 0]
             logs[at] = lowest - self.height(theta + self.along(step), b + step) + 0.5 * (z**2).sum(axis=1)
             sizes[at] = ((b + step) ** 2).sum(axis=1)
@@ -251,8 +226,8 @@ class _Clients:
         """``L b``, ``(n, d)``."""
         return (self.L @ b[:, :, None])[:, :, 0]
 
-    def _centre(self, w: Floats, K: Floats) -> tuple[Floats, Floats]:
-        """A point near the mode of each client whose cluster moved to ``w``, and ``K`` there.
+    def _centre(self, w: Floats, K: Floats) -> tuple[Floats, Floats, Floats]:
+        """A point near the mode of each client whose cluster moved to ``w``, ``K`` near it, and ``G`` there.
 
         It takes two Newton steps. The first uses the Hessian at the old mode. A second step that leads up is not taken.
         """
@@ -263,8 +238,19 @@ class _Clients:
         K = self.precision(hessians(self.data, self.loss, here, self.q).leading(self.q))
         slope = np.einsum("iar,ia->ir", self.L, here.gradient) + b
         ahead = b - np.linalg.solve(K, slope[:, :, None])[:, :, 0]
-        falls = self.height(w + self.along(ahead), ahead) < self.height(theta, b)
-        return np.where(falls[:, None], ahead, b), K
+        height, height_ahead = (here.value + 0.5 * (b**2).sum(axis=1)) / self.phi, self.height(w + self.along(ahead), ahead)
+        falls = height_ahead < height
+        return np.where(falls[:, None], ahead, b), K, np.where(falls, height_ahead, height)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The clients where ``at`` is true, the rule for them, and what is added to log-integrals and their growth ``(2, n)``."""
+
+    at: Bools
+    clients: _Clients
+    rule: Rule
+    change: Floats
 
 
 def _within_reach(logs: Floats) -> Floats:
@@ -331,17 +317,23 @@ def check(criterion: Criterion, best: Optimum, top: UpperPosterior) -> Approxima
     """Check the approximation at the end of a search, where it was last evaluated. None if the likelihood is exact."""
     if not isinstance(criterion, LaplaceCriterion):
         return None
-    total, *growth = error_at_mode(criterion, best.x, top)
+
+    def undecided(total: Floats, *growth: Floats) -> bool:
+        """Whether the confidence intervals leave open that standard deviations are biased."""
+        away, within = np.abs(_bias(criterion, best, growth)).T
+        possible, certain = (
+            abs(total[0]) + by * total[1] > NOTICED and bool((away + by * within > BIASED).any()) for by in (2.0, -2.0)
+        )
+        return bool(possible != certain)
+
+    total, *growth = error_at_mode(criterion, best.x, top, undecided)
     bias = _bias(criterion, best, growth)
-    if total[1] > 0 and (np.abs(bias[:, 0]) > BIASED).any():  # in a sample of clusters, perhaps by chance
-        total, *growth = _integrated(criterion, best.x, top, careful=False, sample=False)
-        bias = _bias(criterion, best, growth)
     biased = abs(total[0]) > NOTICED and bool((np.abs(bias[:, 0]) > BIASED + 2 * bias[:, 1]).any())
     failed = best.failed or biased or criterion.largest_deviation(best.x) > TOO_LARGE or _overstates(criterion, total)
     return Approximation(float(total[0]), float(total[1]), (float(bias[0, 0]), float(bias[1, 0])), failed)
 
 
-def _bias(criterion: Criterion, best: Optimum, growth: Sequence[Floats]) -> Floats:
+def _bias(criterion: LaplaceCriterion, best: Optimum, growth: Sequence[Floats]) -> Floats:
     """Steps to the likelihood's optimum in the logs of clients' and clusters' standard deviations, with standard errors."""
     steps = []
     for (_, at), slope in zip(criterion.parameters.split(np.arange(len(best.x))), growth, strict=True):
@@ -351,58 +343,98 @@ def _bias(criterion: Criterion, best: Optimum, growth: Sequence[Floats]) -> Floa
     return np.array(steps)
 
 
-def _overstates(criterion: Criterion, total: Floats) -> bool:
-    """Whether the approximation exceeds the log-likelihood by so much that an optimum of it means nothing."""
+def _overstates(criterion: LaplaceCriterion, total: Floats, errors: float = 2.0) -> bool:
+    """Whether the approximation exceeds the log-likelihood by so much that an optimum of it means nothing.
+
+    The estimate must do so by this many standard errors.
+    """
     groups = criterion.tree.n_clients if criterion.shape.client else criterion.tree.n_clusters
-    return bool(total[0] + 2 * total[1] < -max(NOTICED, OVERSTATED * groups))
+    return bool(total[0] + errors * total[1] < -max(NOTICED, OVERSTATED * groups))
 
 
-def error_at_mode(criterion: LaplaceCriterion, x: Floats, top: UpperPosterior) -> tuple[Floats, Floats, Floats]:
+def error_at_mode(
+    criterion: LaplaceCriterion, x: Floats, top: UpperPosterior, undecided: Callable[..., bool] = lambda *_: False
+) -> tuple[Floats, Floats, Floats]:
     """The error of the approximation at ``x``, where it was last evaluated; ``top`` are the upper levels there.
 
     Returns three estimates with their standard errors: the log-likelihood by quadrature less Laplace's; and for clients and
     for clusters the derivative of the log-likelihood by the log of a factor of the level's standard deviations.
+
+    The sample of clusters doubles while the estimates are ``undecided``, or may or may not be an overstatement.
     """
-    quick = _integrated(criterion, x, top, careful=False)
-    if _overstates(criterion, quick[0]) or criterion.largest_deviation(x) > TOO_LARGE:
-        return _integrated(criterion, x, top, careful=True)
-    return quick
+    quick = _ClusterIntegrals(criterion, x, top, careful=False)
+    while not quick.asked.all():
+        estimates = quick.estimates
+        if _overstates(criterion, estimates[0], -2.0) == _overstates(criterion, estimates[0]) and not undecided(*estimates):
+            break
+        quick.extend(2 * int(quick.asked.sum()))
+    if _overstates(criterion, quick.estimates[0]) or criterion.largest_deviation(x) > TOO_LARGE:
+        return _ClusterIntegrals(criterion, x, top, careful=True).estimates
+    return quick.estimates
 
 
-def _integrated(
-    criterion: LaplaceCriterion, x: Floats, top: UpperPosterior, *, careful: bool, sample: bool = True
-) -> tuple[Floats, Floats, Floats]:
-    """As :func:`error_at_mode`, by a quick or a careful rule, from a sample of many clusters or from all of them."""
-    network, (S_client, (S_cluster,)) = criterion.network, criterion.covariances(x)
-    phi, k, A = top.dispersion, network.tree.n_clusters, factor(S_cluster)
-    inner, outer = Rule.over(factor(S_client).shape[2], 2 * careful), Rule.over(A.shape[1], int(careful))
-    asked = _sample(network, inner, outer, careful) if sample else np.ones(k, dtype=bool)
+class _ClusterIntegrals:
+    """Integrals of a seeded sample of clusters, by quick rules or careful ones; ``asked (k,)`` are those in the sample."""
 
-    z = np.stack([outer.node(at, 7 * np.arange(k)) for at in range(outer.n)])
-    a = top.force @ A
-    root = np.sqrt(phi) * np.linalg.inv(np.linalg.cholesky(np.eye(outer.r) + A.T @ top.C @ A)).swapaxes(1, 2)
-    points = a + np.einsum("jrs,mjs->mjr", root, z)
-    reply = network.ask(IntegrateAtMode(top.wbar + points @ A.T, phi, asked, careful))
+    def __init__(self, criterion: LaplaceCriterion, x: Floats, top: UpperPosterior, *, careful: bool) -> None:
+        self.network, (S_client, (S_cluster,)) = criterion.network, criterion.covariances(x)
+        self.top, self.careful, self.A = top, careful, factor(S_cluster)
+        self.inner = Rule.over(factor(S_client).shape[2], CLIENTS if careful else QUICK)
+        self.outer = Rule.over(self.A.shape[1], CLUSTERS if careful else QUICK)
+        k = self.network.tree.n_clusters
+        self.asked, self.errors = np.zeros(k, dtype=bool), np.zeros((max(len(self.inner.sets), len(self.outer.sets)), k))
+        self.client, self.cluster = np.zeros(k), np.zeros(k)
+        self.mode = top.force @ self.A
+        precision = np.eye(self.outer.r) + self.A.T @ top.C @ self.A
+        self.root = np.sqrt(top.dispersion) * np.linalg.inv(np.linalg.cholesky(precision)).swapaxes(1, 2)
+        self.extend(self._first_sample())
 
-    sizes, totals = (points**2).sum(axis=2), reply.total.reshape(-1, outer.n, k)
-    fall = ((a**2).sum(axis=1) - sizes) / (2 * phi) + 0.5 * (z**2).sum(axis=2)
-    shares = outer.log_means(totals[0] + fall)[1]
-    client, cluster = ((shares * part).sum(axis=0)[None, asked] for part in (reply.growth, sizes / phi - outer.r))
-    errors = np.empty((max(len(inner.sets), len(outer.sets)), k))
-    for s in range(len(errors)):
-        means = outer.log_means(totals[s if len(totals) > 1 else 0] + fall)[0]
-        errors[s] = means[s if len(means) > 1 else 0]
-    return _scaled_up(errors[:, asked], k), _scaled_up(client, k), _scaled_up(cluster, k)
+    def _first_sample(self) -> int:
+        """How many clusters keep the work a share of the fit's."""
+        inner, outer = (rule if self.careful else Rule.rough(rule.r) for rule in (self.inner, self.outer))
+        work = self.inner.n + (outer.n * (inner.n + 3) if outer.n > 1 else 0)
+        exchanges = _SHARES[self.careful] * _PER_EXCHANGE * self.network.exchanges
+        return max(_FEW, int(np.ceil(len(self.asked) * exchanges / work)))
 
+    def extend(self, number: int) -> None:
+        """Enlarge the sample to ``number`` clusters. A cluster in two directions has the rough rule if that is enough."""
+        more = np.zeros(len(self.asked), dtype=bool)
+        more[np.random.default_rng(0).permutation(len(more))[:number]] = True
+        more &= ~self.asked
+        if self.outer.r == 2 and not self.careful:
+            span = self._integrate(Rule.rough(2), more)
+            self.asked |= more
+            more &= span > _SMALL_RANGE * np.abs(self.errors[0])
+        if more.any():
+            self._integrate(self.outer, more)
+        self.asked |= more
 
-def _sample(network: CountingNetwork, inner: Rule, outer: Rule, careful: bool) -> Anything:
-    """The clusters to integrate, boolean ``(k,)``: all, or a seeded sample that keeps the work a share of the fit's."""
-    k, asked = network.tree.n_clusters, np.zeros(network.tree.n_clusters, dtype=bool)
-    work = outer.n * (inner.n + (4 if outer.n > 1 else 0))
-    share = 1.0 if careful else _SHARES[int(max(inner.r, outer.r) > 1)]
-    number = max(_FEW, int(np.ceil(k * share * _PER_EXCHANGE * network.exchanges / work)))
-    asked[np.random.default_rng(0).permutation(k)[:number]] = True
-    return asked
+    def _integrate(self, outer: Rule, asked: Bools) -> Floats:
+        """Integrate ``asked`` clusters; return the range of the logs of each integrand's ratio to a normal density."""
+        a, phi = self.mode, self.top.dispersion
+        z = np.stack([outer.node(at, 7 * np.arange(len(a))) for at in range(outer.n)])
+        points = a + np.einsum("jrs,mjs->mjr", self.root, z)
+        reply = self.network.ask(IntegrateAtMode(self.top.wbar + points @ self.A.T, phi, asked, self.careful))
+        sizes, totals = (points**2).sum(axis=2), reply.total.reshape(-1, outer.n, len(a))
+        fall = ((a**2).sum(axis=1) - sizes) / (2 * phi) + 0.5 * (z**2).sum(axis=2)
+        shares = outer.log_means(totals[0] + fall)[1]
+        self.client[asked] = (shares * reply.growth).sum(axis=0)[asked]
+        self.cluster[asked] = ((shares * sizes).sum(axis=0) / phi - outer.r)[asked]
+        for s in range(len(self.errors)):
+            means = outer.log_means(totals[s if len(totals) > 1 else 0] + fall)[0]
+            self.errors[s, asked] = means[s if len(means) > 1 else 0][asked]
+        span: Floats = np.ptp(totals[0] + fall, axis=0)
+        return span
+
+    @property
+    def estimates(self) -> tuple[Floats, Floats, Floats]:
+        """As :func:`error_at_mode`. All clusters have Laplace's approximation to ``cluster``, so only its error is sampled."""
+        laplace = ((self.mode**2).sum(axis=1) + (self.root**2).sum(axis=(1, 2))) / self.top.dispersion - self.outer.r
+        error, client, cluster = (
+            _scaled_up(each[:, self.asked], len(self.asked))
+            for each in (self.errors, self.client[None], (self.cluster - laplace)[None])
+        )
+        return error, client, cluster + np.array([laplace.sum(), 0.0])
 
 
 def _scaled_up(errors: Floats, k: int) -> Floats:
