@@ -166,15 +166,15 @@ def _with(column, value, dtype=None):
 
 
 MISTAKES = [
-    (_with("income", None, pl.Float64), {}, ["3 rows", "client", "'income'", "NaN", "fill"]),
+    (_with("income", None, pl.Float64), {}, ["3 rows", "client", "'income'", "NaN", "fill", "na='drop'"]),
     (_with("income", float("nan")), {}, ["3 rows", "client", "'income'", "NaN", "fill"]),
     (_with("income", float("inf")), {}, ["3 rows", "client", "'income'", "inf", "fill"]),
     (_with("y", float("-inf")), {}, ["3 rows", "client", "'y'", "inf"]),
     (_with("income", -1.0), {"formula": "y ~ log(income) + (1 | client)"}, ["3 rows", "client", "log(income)", "finite"]),
     (_with("zone", None, pl.String), {"formula": "y ~ zone + (1 | client)"}, ["3 rows", "'zone'", "category"]),
-    (_with("client", None, pl.Int64), {}, ["3 rows", "no client id", "'client'"]),
+    (_with("client", None, pl.Int64), {}, ["3 rows", "no client id", "'client'", "na='drop'"]),
     (_with("w", -1.0), {"weights": "w"}, ["3 rows", "negative", "'w'"]),
-    (_with("w", 0.5), {"frequency": "w"}, ["rows", "'w'", "whole number"]),
+    (_with("w", 0.5), {"frequency": "w"}, ["rows", "(such as client", "'w'", "whole number"]),
     (
         _with("cluster", "elsewhere"),
         {"client": "client", "cluster": "cluster"},
@@ -211,6 +211,17 @@ def test_mistakes_are_found_by_the_engine(engine, spoil, setting, facts):
     with pytest.raises(CoveyError) as caught:
         covey.fit(engines(table)[engine], spec)
     assert [fact for fact in facts if fact not in str(caught.value)] == [], str(caught.value)
+
+
+@pytest.mark.parametrize("column", ["income", "client"])
+def test_all_engines_name_the_smallest_id(column):
+    """Of the clients with missing values, or without an id of the client of their clusters."""
+    table = table_of(6, 100, 10)
+    bad = table.with_columns(pl.when(pl.int_range(100) % 3 == 0).then(None).otherwise(pl.col(column)).alias(column))
+    ids = bad.filter(pl.col(column).is_null())["client" if column == "income" else "cluster"]
+    for lazy in engines(bad).values():
+        with pytest.raises(CoveyError, match=f"such as {ids.name} {ids.min()!r}"):
+            covey.fit(lazy, Spec(formula="y ~ income + (1 | cluster/client)"))
 
 
 def test_the_command_line_fits_patterns_and_databases(tmp_path):

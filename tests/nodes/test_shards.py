@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import numpy as np
 import polars as pl
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import covey
@@ -48,11 +48,16 @@ MODELS = [
 
 @pytest.mark.filterwarnings("ignore::covey.errors.ConvergenceWarning")
 @settings(max_examples=9)
-@given(seed=st.integers(0, 10_000), at=st.integers(0, len(MODELS) - 1), shards=st.integers(1, 7))
-def test_the_same_fit_on_any_shards(tmp_path_factory, seed, at, shards):
+@given(seed=st.integers(0, 10_000), at=st.integers(0, len(MODELS) - 1), shards=st.integers(1, 7), files=st.integers(1, 4))
+@example(seed=1, at=0, shards=3, files=4)  # years and incomes as they are
+def test_the_same_fit_on_any_shards(tmp_path_factory, seed, at, shards, files):
+    """For any partition of the table into files, with a client's rows in several of them."""
     table, spec = counts_of(seed), replace(MODELS[at], tests=False)
     spec = replace(spec, gamma=2.0) if isinstance(spec.gamma, dict) else spec
-    folder = lay_out(table.lazy(), tmp_path_factory.mktemp("rows") / "shards", "client", shards)
+    place = tmp_path_factory.mktemp("rows")
+    for part in range(files):
+        table[part::files].write_parquet(place / f"{part}.parquet")
+    folder = lay_out(pl.scan_parquet(place / "*.parquet"), place / "shards", "client", shards)
     assert len(parts_of(folder)) <= shards
     assert_equal(
         covey.fit(table, spec), covey.fit(folder, spec), 1e-6 if spec.family != "gaussian" and spec.gamma is None else 1e-10

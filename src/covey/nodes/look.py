@@ -219,16 +219,15 @@ class LazyRows:
 
     def mistakes(self) -> list[_Mistake]:
         """What must not occur in any row, in the order in which it is reported."""
-        spec, found = self.problem.spec, list[_Mistake]()
+        spec, found, drop = self.problem.spec, list[_Mistake](), ", or drop such rows with na='drop' (--na drop)"
+        leave = f"leave the rows out{drop}"
         for name, what in zip(self.ids, ("cluster", "client")[2 - len(self.ids) :], strict=True):
-            found.append(
-                _Mistake(self.missing(name), f"have no {what} id in column {name!r}; fill the column or leave the rows out")
-            )
+            found.append(_Mistake(self.missing(name), f"have no {what} id in column {name!r}; fill the column or {leave}"))
         for name in self.categorical:
-            found.append(_Mistake(self.missing(name), f"have no category in column {name!r}; fill it or leave the rows out"))
+            found.append(_Mistake(self.missing(name), f"have no category in column {name!r}; fill it or {leave}"))
         fill = "fill the values or leave the rows out"
         for name in self.numbers:
-            found.append(_Mistake(self.missing(name), f"have no value (NaN or null) in column {name!r}; {fill}"))
+            found.append(_Mistake(self.missing(name), f"have no value (NaN or null) in column {name!r}; {fill}{drop}"))
             if self.kind(name).is_float():
                 finite = nw.col(name).is_finite() | self.missing(name)
                 found.append(_Mistake(~finite, f"have an infinite value (inf) in column {name!r}; {fill}"))
@@ -274,13 +273,19 @@ class LazyRows:
         found.refuse(mistakes)
         return found
 
-    def example(self, condition: nw.Expr) -> str:
-        """A client that has rows where a condition is true, for an error message."""
+    def example(self, condition: nw.Expr, *, everywhere: bool = False) -> str:
+        """For an error message, the smallest id of a client that has rows where a condition is true, or of their cluster.
+
+        ``everywhere`` if the rows may be left out otherwise, such as by their frequency.
+        """
         if not self.ids:
             return ""
-        rows = collected(self.usable.filter(condition).select(*self.ids).head(1)).rows()
-        known = [str(value) if value is None else repr(value) for value in (rows[0] if rows else ())]
-        return f" (such as client {known[-1]})" if known and known[-1] != "None" else ""
+        rows = (self.table if everywhere else self.usable).filter(condition)
+        smallest = collected(rows.select(*(nw.col(name).min() for name in self.ids))).row(0)
+        for what, value in zip(("client", "cluster"), reversed(smallest), strict=False):
+            if value is not None:
+                return f" (such as {what} {value!r})"
+        return ""
 
 
 @dataclass(frozen=True)
@@ -307,7 +312,7 @@ class Look:
             count = int(self.found[own(f"mistake_{at}")].sum())
             if count:
                 n = f"{count:,} rows" if count > 1 else "1 row"
-                where = self.rows.example(mistake.condition) if not mistake.everywhere else ""
+                where = self.rows.example(mistake.condition, everywhere=mistake.everywhere)
                 text = mistake.text.replace("have ", "has ", 1) if count == 1 else mistake.text
                 raise DataError(f"{n}{where} {text}.")
         if not self.found[_USABLE].sum():
@@ -343,7 +348,7 @@ class Look:
     def refuse_new_categories(self, design: Formula) -> None:
         """Raise an error for categories that training did not see."""
         for name, levels in design.levels.items():
-            new = [value for value in self.frame()[name].unique().to_list() if value not in levels]
+            new = sorted((value for value in self.frame()[name].unique().to_list() if value not in levels), key=str)
             if new:
                 where = self.rows.example(nw.col(name) == new[0])
                 raise DataError(
