@@ -98,12 +98,12 @@ def _component_rows(name: str, level: LevelComponents, tree: Hierarchy) -> list[
 def title(model: Model) -> str:
     kind = model.spec.loss.title
     what = f"Baseline {model.spec.baseline!r}, {kind}" if model.spec.baseline else f"Hierarchical {kind} model"
-    if _is_plain(model):
+    if is_plain(model):
         what = f"{kind[0].upper()}{kind[1:]} regression without groups"
     return f"{what}: {model.spec.formula or ' + '.join(model.terms)}"
 
 
-def _is_plain(model: Model) -> bool:
+def is_plain(model: Model) -> bool:
     """Whether the model is a plain regression with standard errors."""
     return model.learned is not None and not model.learned.components.grouped
 
@@ -119,7 +119,7 @@ def facts(model: Model) -> list[str]:
     # A private fit across sites does not count rows.
     rows = "" if model.elsewhere is not None and model.n_rows == 0 else f"{counted(model.n_rows, 'row')} of "
     lines = [f"{rows}{clients}{away}"]
-    if _is_plain(model):
+    if is_plain(model):
         freedom = model.posterior.freedom().min()
         use = "normal quantiles" if np.isinf(freedom) else f"quantiles of t with {freedom:g} degrees of freedom"
         lines = [f"{counted(model.n_rows, 'row')}, no groups: a plain regression; intervals use {use}"]
@@ -181,7 +181,7 @@ def _learned_tables(model: Model, coverage: float) -> list[str]:
         rows.append([row["term"], *(["0", "-", "-", "-"] if known else estimate), *spreads])
     lines = table(rows, [_first(model), 10, 10, 19, 8, 24, 23])
     s2 = components.residual
-    if _is_plain(model):
+    if is_plain(model):
         return lines if s2 is None else [*lines, f"residual {model.spec.loss.dispersion_name} {np.sqrt(s2):.4g}"]
     sd = "" if s2 is None else f" ({model.spec.loss.dispersion_name} {np.sqrt(s2):.4g})"
     shares = zip(("clusters", "clients"), (components.cluster, components.client), components.shares[:2], strict=True)

@@ -15,6 +15,7 @@ from covey._typing import Floats
 from covey.model.model import Model
 from covey.model.new_rows import Observed
 from covey.model.residuals import residuals
+from covey.model.summary import is_plain
 from covey.report import diagnostics
 from covey.report.findings import fingerprint, normality, surprises
 from covey.report.page import Page
@@ -23,16 +24,16 @@ from covey.report.pictures import many, plural, words
 NEEDS = "This part needs the rows: pass data=, the table that the model was fitted to (in the shell, --data)."
 
 
-def assumptions(page: Page, model: Model, rows: Observed | None) -> None:
+def assumptions(page: Page, model: Model, rows: Observed | None, private: Mapping[str, Any]) -> None:
     """Verdicts on convergence, effects, residuals and calibration."""
     page.section("assumptions", "Assumptions, checked")
     end = model.convergence
-    page.verdict("Convergence", "good" if end.converged else "bad", _sentence(end.message))
+    page.verdict("Convergence", "good" if end.converged else "fair" if private else "bad", _sentence(end.message))
     found = surprises(model)
     if found is not None:
         verdict, why = normality(found[1][np.isfinite(found[1]) & (found[1] != 0)])
         page.verdict(f"Normal distribution of the effects of {plural(words(model)[0])} ({found[0]})", verdict, why)
-    else:
+    elif not is_plain(model):
         page.need("The distribution of effects needs learned variances and the sums of all clients.")
     if rows is None:
         page.need(f"Residuals{' and calibration' if model.classes is not None else ''}: {NEEDS}")
@@ -104,7 +105,7 @@ def not_told_apart(page: Page, model: Model) -> None:
 # Federation, and how to repeat it
 
 
-def federation(page: Page, run: Mapping[str, Any] | None) -> None:
+def federation(page: Page, model: Model, run: Mapping[str, Any] | None) -> None:
     """What a federated run sent, and the privacy that it spent."""
     page.section("federation", "What left each site")
     if not run:
@@ -117,10 +118,16 @@ def federation(page: Page, run: Mapping[str, Any] | None) -> None:
         page.paragraphs(f"Without {site} ({why}).")
     private = run.get("privacy")
     if private:
-        spent = ", ".join(
-            f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in private.items()
+        settings = ", ".join(
+            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+            for name, value in private.items()
+            if name not in ("epsilon", "delta")
         )
-        page.paragraphs(f"Differential privacy was spent: {spent}.")
+        client, cluster = words(model)
+        page.paragraphs(
+            f"Privacy spent for every {client}: epsilon {private['epsilon']:g}, delta {private['delta']:g}. Sums over the "
+            f"{plural(client)} of each {cluster} left the sites with noise ({settings})."
+        )
     else:
         page.paragraphs("No noise was added (no epsilon): sums over the clients of each cluster left the sites.")
     sent = run.get("exchanges") or ()
@@ -163,6 +170,8 @@ def reproduce(page: Page, model: Model, data: Any) -> None:
     else:
         page.code(f"SHA-256 of the table (columns by name, values as text): {fingerprint(data)}")
     page.heading("Commands")
+    if model.elsewhere is not None:
+        page.paragraphs("These repeat the fit where all rows are in one place; covey federate repeats it across sites.")
     page.code(
         "import covey, json\n"
         'spec = covey.Spec.from_json(json.loads(open("specification.json").read()))    # the specification above\n'

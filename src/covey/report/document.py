@@ -14,7 +14,7 @@ from covey.model.client_means import ClientMeans, client_means
 from covey.model.explained import r2
 from covey.model.model import Model
 from covey.model.new_rows import Observed, group_rows, observed_rows
-from covey.model.summary import facts, title
+from covey.model.summary import facts, is_plain, title
 from covey.problem.rows import Arrays
 from covey.report import pictures
 from covey.report.checks import NEEDS, assumptions, not_told_apart, reproduce
@@ -23,7 +23,7 @@ from covey.report.findings import RIVALS, Gains, gains, surprises
 from covey.report.page import Page
 from covey.report.pictures import many, plural, words
 
-_GROUPS_BYTES = 1_900_000  # of the table that the search reads, so that a report has at most 3 MB
+_MOST_BYTES = 2_970_000  # of a report, with the table that the search reads
 _CLUSTERS = 300  # rows of the table of clusters
 _TOP = 10
 
@@ -48,16 +48,17 @@ def report(
     say("writing the report")
     page = Page(heading or title(model), f"Report of a model by covey {__version__}.")
     means = _means(model, rows)
-    _answer(page, model, question, held)
+    private = dict((federation or {}).get("privacy") or {})
+    _answer(page, model, question, held, private)
     _model(page, model, rows)
     _coefficients(page, model, data)
     _gains(page, model, held, data is not None)
     _surprises(page, model, means)
-    _search(page, model, means)
-    assumptions(page, model, rows)
+    assumptions(page, model, rows, private)
     not_told_apart(page, model)
-    left_sites(page, federation)
+    left_sites(page, model, federation)
     reproduce(page, model, data)
+    _search(page, model, means)  # last: its table takes the bytes that are left
     return page.html()
 
 
@@ -75,24 +76,38 @@ def _response(model: Model) -> str:
 # The question and the answer
 
 
-def _answer(page: Page, model: Model, question: str | None, held: Gains | None) -> None:
-    client, cluster = words(model)
+def _answer(page: Page, model: Model, question: str | None, held: Gains | None, private: Mapping[str, Any]) -> None:
     page.section("answer", "The question and the answer")
-    clustered = model.hierarchy.n_clusters > 1
-    where = f"{plural(client)} in {plural(cluster)}" if clustered else plural(client)
+    page.paragraphs(question or _question(model))
+    page.answer(*_sentences(model, held, private))
+
+
+def _question(model: Model) -> str:
+    client, cluster = words(model)
     others = [term for term in model.terms if term != "Intercept"]
-    depends = f"depend on {_and(others[:4])}{' and more' if len(others) > 4 else ''}, and how does it " if others else ""
-    page.paragraphs(question or f"How does {_response(model)} {depends}differ between {where}?")
-    page.answer(*_sentences(model, held))
+    depends = f"depend on {_and(others[:4])}{' and more' if len(others) > 4 else ''}" if others else ""
+    if is_plain(model):
+        return f"How does {_response(model)} {depends}?" if others else f"What is the {_response(model)}?"
+    where = f"{plural(client)} in {plural(cluster)}" if model.hierarchy.n_clusters > 1 else plural(client)
+    return f"How does {_response(model)} {depends}{', and how does it ' if others else ''}differ between {where}?"
 
 
 def _and(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def _sentences(model: Model, held: Gains | None) -> list[str]:
+def _sentences(model: Model, held: Gains | None, private: Mapping[str, Any]) -> list[str]:
     client, cluster = words(model)
-    said = [f"The model learned from {many(model.n_rows, 'row')} of {many(int(model.clients_of_cluster.sum()), client)}."]
+    of = [many(model.n_rows, "row")] if model.n_rows else []  # a private run does not count rows
+    of += [] if is_plain(model) else [many(int(model.clients_of_cluster.sum()), client)]
+    said = [f"The model learned from {' of '.join(of)}."]
+    if private:
+        said.append(
+            f"Differential privacy protects every {client} (epsilon {private['epsilon']:g}, delta {private['delta']:g}): sums "
+            "left the sites with noise, so estimates are noisy too, and how near they are to the optimum is unknown."
+        )
+    if not model.convergence.converged and not private:
+        said.append(f"Caution: the fit did not converge ({model.convergence.message}).")
     learned = model.learned
     if learned is not None and learned.components.grouped and np.isfinite(learned.components.shares).all():
         between, within, rest = (100 * share for share in learned.components.shares)
@@ -109,8 +124,6 @@ def _sentences(model: Model, held: Gains | None) -> list[str]:
             f"{_change(ours, pooled)} than with one pooled model, and {_change(ours, local)} than with a model for each "
             f"{client} alone ({held.error_name}; smaller is better)."
         )
-    if not model.convergence.converged:
-        said.append(f"Caution: the fit did not converge ({model.convergence.message}).")
     return said
 
 
@@ -152,7 +165,11 @@ def _model(page: Page, model: Model, rows: Observed | None) -> None:
     ]
     if components.residual is not None:
         sds.append(("residual", "", float(np.sqrt(components.residual)), None))
-    page.table("Standard deviations between groups", ["between", "term", "standard deviation", "standard error"], sds)
+    page.table(
+        "Standard deviations" if is_plain(model) else "Standard deviations between groups",
+        ["between", "term", "standard deviation", "standard error"],
+        sds,
+    )
     if components.tests:
         tests = [
             (words(model)[0 if each.level == "client" else 1], each.statistic, each.parameters, each.p_value)
@@ -161,9 +178,9 @@ def _model(page: Page, model: Model, rows: Observed | None) -> None:
         page.table("Likelihood-ratio tests of each level", ["variation between", "statistic", "parameters", "p-value"], tests)
     try:
         marginal, conditional = r2(model, rows)
+        groups = "" if is_plain(model) else f", the common terms and the groups {100 * conditional:.1f}%"
         page.paragraphs(
-            f"The common terms explain {100 * marginal:.1f}% of the variance, the common terms and the groups "
-            f"{100 * conditional:.1f}% (R2 of Nakagawa and Schielzeth)."
+            f"The common terms explain {100 * marginal:.1f}% of the variance{groups} (R2 of Nakagawa and Schielzeth)."
         )
     except CoveyError as problem:
         page.need(str(problem))
@@ -209,8 +226,13 @@ def _coefficients(page: Page, model: Model, data: Any) -> None:
 def _gains(page: Page, model: Model, held: Gains | None, has_data: bool) -> None:
     client, cluster = words(model)
     page.section("gains", "Who gains and who loses")
-    if held is None and model.learned is not None and not model.learned.components.grouped:
+    if is_plain(model):
         page.need("A regression without groups has no groups that gain or lose; name their column and fit again.")
+        return
+    if held is None and not model.hierarchy.n_clients:
+        page.need(
+            f"The models of {plural(client)} are at their sites; a report of a site's model compares its {plural(client)}."
+        )
         return
     if held is None:
         page.need("The rows are not those of the fit, or none can be held out." if has_data else NEEDS)
@@ -241,6 +263,9 @@ def _gains(page: Page, model: Model, held: Gains | None, has_data: bool) -> None
 def _surprises(page: Page, model: Model, means: ClientMeans | None) -> None:
     client, cluster = words(model)
     page.section("surprises", f"The most surprising {plural(client)}")
+    if is_plain(model):
+        page.need("A regression without groups has none to compare.")
+        return
     found = surprises(model)
     if found is None:
         page.need("This part needs learned variances and the sums of all clients, which this model does not have.")
@@ -250,14 +275,21 @@ def _surprises(page: Page, model: Model, means: ClientMeans | None) -> None:
     tree, rows = model.hierarchy, []
     for i in order:
         own = [None, None] if means is None else [_finite(means.alone[i]), _finite(means.cluster[i])]
-        upper = str(tree.cluster_ids[int(tree.parent[i])])
-        rows.append([str(tree.client_ids[i]), upper, int(model.rows[i]), *own, float(scores[i])])
+        upper = [str(tree.cluster_ids[int(tree.parent[i])])] if tree.n_clusters > 1 else []
+        rows.append([str(tree.client_ids[i]), *upper, int(model.rows[i]), *own, float(scores[i])])
     above = cluster if tree.n_clusters > 1 else "global"
     page.paragraphs(
         f"How far each {client} is from what the {above} model expects, in standard deviations of such deviations ({term}). "
         f"About 5% of {plural(client)} are expected beyond 2; {100 * float((np.abs(scores) > 2).mean()):.1f}% are."
     )
-    head = [client, cluster, "rows", "own mean", f"expected by the {above} model", "standard deviations"]
+    head = [
+        client,
+        *([cluster] if tree.n_clusters > 1 else []),
+        "rows",
+        "own mean",
+        f"expected by the {above} model",
+        "standard deviations",
+    ]
     page.table(f"The {len(rows)} most surprising {plural(client)}", head, rows)
     if model.learned is not None and model.learned.has_sums:
         page.figure(pictures.caterpillar(model), (8.0, 6.4))
@@ -265,10 +297,13 @@ def _surprises(page: Page, model: Model, means: ClientMeans | None) -> None:
 
 def _search(page: Page, model: Model, means: ClientMeans | None) -> None:
     client, cluster = words(model)
-    page.section("search", f"Any {client}: its own story")
+    page.section("search", f"Any {client}: its own story", before="assumptions")
     tree, n = model.hierarchy, model.hierarchy.n_clients
+    if is_plain(model):
+        page.need("A regression without groups has none to search.")
+        return
     if not n:
-        page.need("The models of clients are at their sites, not in this model.")
+        page.need(f"The models of {plural(client)} are at their sites, not in this model.")
         return
     found, learned = surprises(model), model.learned
     term = found[0] if found is not None else model.terms[0]
@@ -285,27 +320,27 @@ def _search(page: Page, model: Model, means: ClientMeans | None) -> None:
         "words": {"client": client, "cluster": cluster, "term": term, "above": cluster if tree.n_clusters > 1 else "global"},
         "clusters": [str(each) for each in tree.cluster_ids.to_list()] if tree.n_clusters > 1 else [None] * tree.n_clusters,
     }
-    ids, counts = [str(each) for each in tree.client_ids.to_list()], model.rows
-    order = np.argsort(-counts, kind="stable")
-    document["rows"], size = [], 0
-    for i in order.tolist():
-        row = [ids[i], int(tree.parent[i]), int(counts[i]), *(_short(values[i]) for values in columns)]
-        size += len(json.dumps(row, separators=(",", ":")))
-        if size > _GROUPS_BYTES:
-            break
-        document["rows"].append(row)
-    page.paragraphs(
-        "Type a part of the name: number of rows, own mean, estimate with interval, and how far and why it was moved towards "
-        "the others."
-    )
-    if len(document["rows"]) < n:
-        kept = len(document["rows"])
-        page.paragraphs(f"The search has the {kept:,} of {n:,} {plural(client)} with the most rows; covey show has all.")
-    page.search(f"Find a {client}", document)
     if learned is not None and learned.has_sums and len(model.reliability()):  # a variance of zero has no reliability
         page.figure(pictures.reliability(model))
     if means is not None:
         page.figure(pictures.shrinkage_of(means, model))
+    ids, counts = [str(each) for each in tree.client_ids.to_list()], model.rows
+    order = np.argsort(-counts, kind="stable")
+    document["rows"], size = [], len(page.html().encode())
+    for i in order.tolist():
+        row = [ids[i], int(tree.parent[i]), int(counts[i]), *(_short(values[i]) for values in columns)]
+        size += len(json.dumps(row, separators=(",", ":")).replace("<", "\\u003c")) + 1
+        if size > _MOST_BYTES:
+            break
+        document["rows"].append(row)
+    about = [
+        "Type a part of the name: number of rows, own mean, estimate with interval, and how far and why it was moved towards "
+        "the others."
+    ]
+    if len(document["rows"]) < n:
+        kept = len(document["rows"])
+        about.append(f"The search has the {kept:,} of {n:,} {plural(client)} with the most rows; covey show has all.")
+    page.search(about, f"Find {'an' if client[:1].lower() in 'aeiou' else 'a'} {client}", document)
 
 
 def _short(value: float) -> float | None:

@@ -14,9 +14,15 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from PIL import Image
+
 from covey.report.style import Draw, figure_of
 
 _DPI = 100
+_COLOURS = 128
 
 _CSS = """
 :root{--ink:#1c1c1c;--paper:#fff;--soft:#f3f5f7;--line:#c9ced6;--accent:#005a8d;--good:#0b6b3a;--fair:#8a5300;--bad:#a31515}
@@ -31,6 +37,7 @@ h2{font-size:1.3rem;margin:2.4rem 0 .6rem;border-bottom:1px solid var(--line);pa
 h3{font-size:1.05rem;margin:1.4rem 0 .4rem}
 a{color:var(--accent)}
 nav ol{columns:2;padding-left:1.2rem;margin:.4rem 0}
+@media (max-width:36rem){nav ol{columns:1}}
 .skip{position:absolute;left:-999rem}
 .skip:focus{left:1rem;top:.5rem;background:var(--paper);padding:.4rem .7rem}
 .answer{background:var(--soft);border-left:.3rem solid var(--accent);padding:.7rem 1rem;margin:1rem 0}
@@ -40,10 +47,11 @@ table{border-collapse:collapse;width:100%;font-size:.92rem;margin:.6rem 0}
 caption{text-align:left;font-weight:600;padding:.3rem 0}
 th,td{padding:.3rem .55rem;border-bottom:1px solid var(--line);text-align:left;vertical-align:top}
 td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}
+td.n{white-space:nowrap}
 th button{font:inherit;font-weight:600;color:inherit;background:none;border:0;padding:0;cursor:pointer;text-align:inherit}
-th button::after{content:" \\2195";opacity:.45}
-th[aria-sort=ascending] button::after{content:" \\2191";opacity:1}
-th[aria-sort=descending] button::after{content:" \\2193";opacity:1}
+th button::after{content:"\\00a0\\2195";opacity:.45}
+th[aria-sort=ascending] button::after{content:"\\00a0\\2191";opacity:1}
+th[aria-sort=descending] button::after{content:"\\00a0\\2193";opacity:1}
 :focus-visible{outline:3px solid var(--accent);outline-offset:2px}
 figure{margin:1rem 0}
 figure img{max-width:100%;height:auto;border:1px solid var(--line)}
@@ -98,11 +106,15 @@ _JS = """
   var story = document.getElementById("story"), count = document.getElementById("count");
   var names = all.rows.map(function (row) { return String(row[0]).toLowerCase(); });
   function text(tag, words) { var node = document.createElement(tag); node.textContent = words; return node; }
+  function name(row, join, end) {
+    var id = String(row[0]), upper = all.clusters[row[1]];
+    return upper === null || (", " + id).endsWith(", " + upper) ? id : id + join + upper + end;
+  }
   function show(n) { return n === null ? "-" : String(Number(n.toPrecision(4))); }
   function tell(row) {
-    var w = all.words, id = String(row[0]), upper = all.clusters[row[1]];
+    var w = all.words;
     story.textContent = "";
-    story.appendChild(text("h3", upper === null ? id : id + " (" + w.cluster + " " + upper + ")"));
+    story.appendChild(text("h3", name(row, " (" + w.cluster + " ", ")")));
     var lines = ["It has " + row[2].toLocaleString("en") + (row[2] === 1 ? " row." : " rows.")];
     if (row[3] !== null && row[5] !== null) {
       lines.push("The mean of its own rows is " + show(row[3]) + "; the " + w.above + " model predicts " + show(row[4]) +
@@ -139,8 +151,7 @@ _JS = """
     count.textContent = total === 0 ? "No group has this in its name." : total.toLocaleString("en") +
       (total === 1 ? " group" : " groups") + (total > 8 ? ", the first 8 are shown" : "");
     found.forEach(function (at) {
-      var item = document.createElement("li"), row = all.rows[at], upper = all.clusters[row[1]];
-      var button = text("button", upper === null ? String(row[0]) : row[0] + ", " + upper);
+      var item = document.createElement("li"), row = all.rows[at], button = text("button", name(row, ", ", ""));
       button.type = "button";
       button.addEventListener("click", function () { tell(row); });
       item.appendChild(button);
@@ -159,14 +170,17 @@ class Page:
     def __init__(self, title: str, about: str) -> None:
         self.title, self.about = title, about
         self.sections: list[tuple[str, str, list[str]]] = []
+        self.body: list[str] = []
         self.groups: str | None = None
 
-    def section(self, name: str, heading: str) -> None:
-        """Begin a section; ``name`` is its anchor."""
-        self.sections.append((name, heading, []))
+    def section(self, name: str, heading: str, *, before: str | None = None) -> None:
+        """Begin a section at the end, or before another one; ``name`` is its anchor."""
+        names = [each[0] for each in self.sections]
+        self.body = []
+        self.sections.insert(len(names) if before is None else names.index(before), (name, heading, self.body))
 
     def add(self, html: str) -> None:
-        self.sections[-1][2].append(html)
+        self.body.append(html)
 
     def paragraphs(self, *sentences: str) -> None:
         for each in sentences:
@@ -217,21 +231,21 @@ class Page:
         for name in ("light", "dark"):
             figure = figure_of(draw, dark=name == "dark", size=size)
             title = " ".join(figure.axes[0].get_title("left").split())
-            bytes_ = io.BytesIO()
-            figure.savefig(bytes_, format="png", dpi=_DPI, metadata={"Software": None}, pil_kwargs={"optimize": True})
-            source = base64.b64encode(bytes_.getvalue()).decode()
+            source = base64.b64encode(_png(figure)).decode()
             images.append(f'<img class="{name}" alt="{escape(title)}" src="data:image/png;base64,{source}">')
         self.add(f"<figure>{''.join(images)}</figure>")
         return title
 
-    def search(self, label: str, document: Any) -> None:
-        """A search over groups; ``document`` has their rows."""
+    def search(self, about: Sequence[str], label: str, document: Any) -> None:
+        """A search over groups at the head of the section; ``document`` has their rows."""
         self.groups = json.dumps(document, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-        self.add(
+        self.body[:0] = [f"<p>{escape(each)}</p>" for each in about]
+        self.body.insert(
+            len(about),
             f'<div class="search"><label for="find">{escape(label)}</label>'
             '<input type="search" id="find" autocomplete="off" aria-controls="hits story">'
             '<p id="count" role="status" aria-live="polite"></p><ul id="hits"></ul>'
-            '<div id="story" tabindex="-1" aria-live="polite"></div></div>'
+            '<div id="story" tabindex="-1" aria-live="polite"></div></div>',
         )
 
     def html(self) -> str:
@@ -256,6 +270,16 @@ class Page:
             f'<main id="main">{parts}</main><footer><p>{escape(self.about)}</p></footer>'
             f"{data}<script>{_JS}</script></body></html>\n"
         )
+
+
+def _png(figure: Figure) -> bytes:
+    """The figure with 128 colours: a third of the bytes that all colours need."""
+    canvas, bytes_ = FigureCanvasAgg(figure), io.BytesIO()
+    figure.set_dpi(_DPI)
+    canvas.draw()  # type: ignore[no-untyped-call]
+    picture = Image.fromarray(np.asarray(canvas.buffer_rgba())[..., :3].copy())  # type: ignore[no-untyped-call]
+    picture.quantize(_COLOURS, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(bytes_, "png", optimize=True)
+    return bytes_.getvalue()
 
 
 def _right(number: bool) -> str:
