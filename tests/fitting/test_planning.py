@@ -85,7 +85,7 @@ def test_solvers_that_do_not_fit_say_why():
     data = GroupedData.from_arrays(X, np.arange(8.0), np.repeat([0, 1], 4))
     found = plan(data, gamma=1.0)
     assert [math.isinf(cost.seconds) for cost in found.costs] == [False, False, True, True, True, True, True]
-    assert "does not fit: No rate is known for this problem: in some direction it is flat" in str(found)
+    assert "no estimate: No rate is known for this problem: in some direction it is flat" in str(found)
 
 
 def test_a_plan_for_responses_of_zero_and_for_equal_columns():

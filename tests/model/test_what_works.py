@@ -84,7 +84,7 @@ def test_each_cell_holds(loaded, at):
     method = re.sub("`", "", ROWS[at][0])
     for model, cell in zip(loaded.values(), ROWS[at][1:4], strict=True):
         ask = ASK[method]
-        if cell == "saved model":
+        if cell == "saved":
             ask(model, None)
             continue
         with pytest.raises((CoveyError, TypeError)):

@@ -242,8 +242,8 @@ def test_columns_of_clients_and_clusters(rhs, client, cluster, grouping):
             "(1 | a) + (1 | b)",
             None,
             None,
-            "The formula groups by 'a' and by 'b', but does not say which lies within the other; write (1 | a/b), or set "
-            "cluster='a' and client='b', if each 'b' lies within one 'a'. Crossed groupings are not supported.",
+            "The formula groups by 'a' and by 'b', and crossed groupings are not supported. If each 'b' lies within one 'a', "
+            "write (1 | a/b), or set cluster='a' and client='b'.",
         ),
         (
             "(1 | c)",
@@ -253,6 +253,7 @@ def test_columns_of_clients_and_clusters(rhs, client, cluster, grouping):
             "cluster= to match.",
         ),
         ("(1 | a) + (1 | b)", "b", None, "The bars name 'a', 'b' as groups, with client='b' and cluster=None; ..."),
+        ("(1 | a) + (1 | b) + (1 | c)", None, None, "The formula has 3 groupings, 'a', 'b', 'c'; covey fits one, ..."),
         ("(1 | b)", None, "a", "The bars name 'b' as groups, with client=None and cluster='a'; ..."),
         ("(1 | a/b) + (1 | c)", None, None, "The bars name 'a', 'c' as groups, with client='b' and cluster='a'; ..."),
         (

@@ -37,7 +37,7 @@ def plan(
     max_iter: Annotated[int, typer.Option(help="Largest number of iterations of a solver in the figure.")] = 20_000,
     as_json: AsJson = False,
 ) -> None:
-    """Estimate iterations, exchanges on each connection, bytes and time of every solver; the cheapest is marked.
+    """Estimate iterations, exchanges on each connection, bytes and time of every solver; that with the shortest time is marked.
 
     [bold]Example[/bold]   covey plan homes.parquet "log_radon ~ floor" --client county --cluster state --latency 0.05
     """

@@ -37,7 +37,7 @@ __all__ = [
 
 
 class HierarchicalRegressor(HierarchicalEstimator, RegressorMixin, BaseEstimator):
-    """Linear mixed model: a linear regression for every client, every cluster and the whole.
+    """Linear mixed model: a linear regression for every client, every cluster and all rows together.
 
     Examples
     --------
@@ -54,7 +54,7 @@ class HierarchicalRegressor(HierarchicalEstimator, RegressorMixin, BaseEstimator
 
 
 class HierarchicalClassifier(HierarchicalEstimator, ClassifierMixin, BaseEstimator):
-    """Logistic mixed model: a logistic regression for every client, every cluster and the whole.
+    """Logistic mixed model: a logistic regression for every client, every cluster and all rows together.
 
     The response has two classes, of any type of label; or successes of trials, as ``cbind(successes, failures)`` in a formula
     or as a share with ``trials``. The classes are then 0 and 1, and ``predict_proba`` gives the probability of a success.

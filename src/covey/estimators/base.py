@@ -90,8 +90,8 @@ class HierarchicalEstimator(PlotMethods):
         """Fit a problem; ``given`` are arrays beside ``X``."""
         if y is None and (draft.formula is None or draft.formula.response is None):
             raise DataError(
-                f"{type(self).__name__} requires y to be passed, but the target y is None; or name it in the formula, "
-                "as in 'y ~ x'."
+                f"There is no response. {type(self).__name__} requires y to be passed, but the target y is None; or give a "
+                "formula that names it, as in 'y ~ x'."
             )
         columns, lazy = None, as_lazy(X)
         if lazy is not None:

@@ -33,9 +33,9 @@ def compare(*models: HierarchicalEstimator) -> IntoDataFrame:
     data frame
         One row for each model, in order of the number of parameters: ``model``, ``parameters``, ``log_likelihood``, ``aic``,
         ``bic``, ``statistic``, ``df`` and ``p_value``. The last three are missing in the first row, and in the row of a model
-        that does not contain all terms of the model before it (not nested). P-values are those of chi-squared. Where variances
-        are tested they are too large, because zero is on the boundary; :meth:`HierarchicalRegressor.likelihood_ratio` allows
-        for that.
+        that does not contain all terms of the model before it (not nested). P-values are those of chi-squared. If
+        models differ in variances, the p-value is too large, because zero is on the boundary;
+        :meth:`HierarchicalRegressor.likelihood_ratio` allows for that.
 
     Examples
     --------

@@ -126,8 +126,8 @@ class EffectMethods(InferenceMethods):
         client, cluster, offset : (n_rows,) arrays, optional
             Ids and offsets, if they are not columns of ``X``.
         effects : {"new", "fitted"}
-            Whether the coefficients of groups are drawn anew in each draw, from the variance components (the default of lme4),
-            or are those of the fitted model (``re.form = NULL`` of lme4).
+            ``"new"`` draws new random effects in each draw, from the variance components (the default of lme4). ``"fitted"``
+            keeps the estimated random effects (``re.form = NULL`` of lme4).
 
         Returns
         -------
@@ -155,7 +155,7 @@ class EffectMethods(InferenceMethods):
         scale: Scale = "link",
         coverage: float = 0.95,
     ) -> IntoDataFrame:
-        """Estimate the mean linear predictor of each category, or the response, by the global model (``emmeans`` of R).
+        """Estimate the mean of each category by the global model, as linear predictor or as response (``emmeans`` of R).
 
         Combinations of the other categories count equally. Numeric columns are at their mean over rows.
 
@@ -341,6 +341,7 @@ class EffectMethods(InferenceMethods):
         ----------
         X, y, client, cluster, sample_weight, offset, frequency, trials : optional
             The rows, as they were passed to ``fit``. A linear model does not need them, counts and classes do.
+            A Gamma model has no profiles; use :meth:`bootstrap`.
         which : {"components", "penalties", "coefficients"}
             Standard deviations of clients, clusters and residual, with correlations if there are any; the learned penalties
             ``gamma`` of clients and ``lam`` of clusters for each term, which are the residual variance (1 for counts and
@@ -372,10 +373,10 @@ class EffectMethods(InferenceMethods):
     def robust(self, correction: Correction = "CR1", *, coverage: float = 0.95) -> IntoDataFrame:
         """Tabulate the global coefficients with cluster-robust (sandwich) standard errors; for linear models.
 
-        They hold in large samples also if the covariances of the model are wrong, as long as its top groups are independent:
-        clusters, or clients if no term varies between clusters. Intervals and p-values are those of a t distribution with
-        Satterthwaite's degrees of freedom, as in ``coef_test`` of clubSandwich. The operator of a fit across sites has the sums
-        for this if terms vary between clusters.
+        They are valid with many groups, even if the covariances of the model are wrong. The groups are the clusters, or the
+        clients if no term varies between clusters, and must be independent. Intervals and p-values are those of a t
+        distribution with Satterthwaite's degrees of freedom, as in ``coef_test`` of clubSandwich. The operator of a fit across
+        sites has the sums for this if terms vary between clusters.
 
         Parameters
         ----------

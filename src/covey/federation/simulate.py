@@ -157,6 +157,6 @@ def split_among_sites(table: Any, spec: Spec, sites: int | str) -> dict[str, Any
         _, codes = encode(ids, "client")
         n_clients = int(codes.max()) + 1
         if not 1 <= sites <= n_clients:
-            raise DataError(f"{sites!r} sites cannot share {n_clients} clients; give from 1 to that many.")
+            raise DataError(f"'sites' must be from 1 to {n_clients}, the number of clients. Got {sites!r} instead.")
         names, codes = [f"site{at + 1:0{len(str(sites))}}" for at in range(sites)], codes % sites
     return {name: frame[np.flatnonzero(codes == at)].to_native() for at, name in enumerate(names)}

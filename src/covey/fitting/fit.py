@@ -163,9 +163,9 @@ def check_elsewhere(spec: Spec) -> None:
     for asked, what in ((spec.baseline is not None, f"baseline={spec.baseline!r}"), (spec.learns == "cv", "penalty='cv'")):
         if asked:
             raise SolverError(f"{what} is not supported across sites; leave it out, and give or learn gamma and lam.")
-    for name in ("checkpoint", "start"):
+    for name, why in (("checkpoint", "the coordinator's journal resumes a run there"), ("start", "clients are at the sites")):
         if name in (spec.options or {}):
-            raise SolverError(f"The option {name!r} needs all clients in memory; leave it out of a fit across sites.")
+            raise SolverError(f"The option {name!r} is not supported across sites; leave it out: {why}.")
 
 
 def _check_several(spec: Spec) -> None:
@@ -310,6 +310,6 @@ def _refuse_one_client(network: Network, problem: Problem) -> None:
 
 def _only_one(level: str, named: str) -> DataError:
     return DataError(
-        f"There is only one {level}{named}, so a variance between {level}s cannot be estimated; leave out {level}= (or its "
-        "part of the bar), or write the formula without bars and give gamma and lam."
+        f"There is only one {level}{named}, so a variance between {level}s cannot be estimated; leave out {level}=, or its "
+        "name in the bars of the formula. With given penalties (gamma, lam) and no bars, one is enough."
     )

@@ -89,7 +89,7 @@ class Plan:
         for cost in self.costs:
             mark = "* " if cost.solver == self.cheapest else "  "
             if math.isinf(cost.seconds):
-                lines.append(f"{mark}{cost.solver:{width}}{'':>3}does not fit: {cost.note}")
+                lines.append(f"{mark}{cost.solver:{width}}{'':>3}no estimate: {cost.note}")
                 continue
             counts = "".join(f"{large(number):>13}" for number in (cost.iterations, cost.within, cost.between))
             modes = (cost.seconds, cost.rounds, cost.lock_step)
@@ -115,12 +115,12 @@ def plan(
     speeds: IntoDataFrame | None = None,
     **settings: Any,
 ) -> Plan:
-    """Predict iterations, exchanges, bytes and time of each solver on a network; the fastest is marked.
+    """Predict iterations, exchanges, bytes and time of each solver on a network; the one with the shortest time is marked.
 
     Parameters
     ----------
     table : GroupedData or data frame
-        The rows. A data frame also needs ``formula`` and ``client``, and ``cluster`` if there are clusters.
+        The rows. A data frame also needs ``spec``, or ``formula`` and ``client`` (and ``cluster`` if there are clusters).
     spec : Spec, optional
         The problem. Give either ``spec``, or ``family`` and ``settings``. If the rows are grouped already, the columns that it
         names are not used.
@@ -164,7 +164,7 @@ def plan(
     check_accuracy(accuracy)
     problem = resolve(Spec(**settings) if spec is None else spec)
     if problem.has_bars:
-        raise SolverError("A plan is for solvers that let every term vary; leave out the bars, and name client= and cluster=.")
+        raise SolverError("plan does not read bars; write the formula without them, and name client= and cluster=.")
     data, problem = (table, problem) if isinstance(table, GroupedData) else read_rows(table, problem)
     if data is table:
         problem.loss.check(data.y, lambda row: f"row {row}")

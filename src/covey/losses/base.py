@@ -36,6 +36,14 @@ Link = Literal["identity", "logit", "log"]
 FAMILIES: dict[str, type[Loss]] = {}
 """All families by name, in order of registration."""
 
+_OTHER_NAMES = {
+    "binomial": "bernoulli",
+    "logistic": "bernoulli",
+    "normal": "gaussian",
+    "linear": "gaussian",
+    "count": "poisson",
+}
+
 _NONE = np.empty(0)
 _LARGEST_LOG = 50.0  # exp(50) is 5e21, more than any exposure
 _NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(40)
@@ -50,9 +58,10 @@ def family_of(family: str | Loss) -> type[Loss]:
     if isinstance(family, Loss):
         return type(family)
     if family not in FAMILIES:
+        other = _OTHER_NAMES.get(str(family).lower())
+        fix = f"Write {other!r}." if other else "A loss of your own needs covey.losses.from_functions in every process."
         raise CoveyError(
-            f"The 'family' parameter must be one of {', '.join(map(repr, FAMILIES))}. Got {family!r} instead. Register your "
-            "own loss with covey.losses.from_functions in every process that uses it."
+            f"The 'family' parameter must be one of {', '.join(map(repr, FAMILIES))}. Got {family!r} instead. {fix}"
         )
     return FAMILIES[family]
 

@@ -56,7 +56,9 @@ def grid_of(model: Model, terms: Sequence[str], at: Mapping[str, Any], data: Any
         elif name in levels:
             values[name] = list(levels[name])
         elif name in terms:
-            raise DataError(f"Column {name!r} holds numbers, so say at which: at={{{name!r}: [...]}}.")
+            raise DataError(
+                f"Column {name!r} is numeric; give values, at={{{name!r}: [0, 1]}}, or write C({name}) in the formula."
+            )
         else:
             values[name] = [_mean(model, design, name, data)]
     count = int(np.prod([len(each) for each in values.values()], dtype=np.float64)) if values else 1

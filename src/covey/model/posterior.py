@@ -28,7 +28,7 @@ import numpy as np
 from scipy import special
 
 from covey._typing import Anything, Floats, Ints
-from covey.errors import SolverError
+from covey.errors import CoveyError, SolverError
 from covey.solvers.direct.elimination import Spread, cluster_covariances, descend, eliminate, posterior
 from covey.tree.hierarchy import Level, Resolved, segment_sum
 from covey.variance.components import Learned
@@ -53,7 +53,7 @@ class Posterior:
             )
         if not self.learned.has_sums:
             raise SolverError(
-                "This model has no sums of its clients, which intervals and updates need: save the original fit again with "
+                "This model was saved without the sums of its clients, which this needs: save the fitted model again with "
                 "sums=True, or use the models at the sites."
             )
         return self.learned
@@ -319,5 +319,6 @@ def p_value(estimate: Floats, error: Floats, freedom: Floats) -> Floats:
 def quantile(coverage: float, freedom: Any = np.inf) -> Any:
     """The half width of an interval in standard errors, given degrees of freedom. Checks ``coverage``."""
     if not (isinstance(coverage, int | float | np.number) and 0 < coverage < 1):
-        raise SolverError(f"The 'coverage' parameter must lie between 0 and 1. Got {coverage!r} instead.")
+        percent = f" For {coverage:g}% write {coverage / 100:g}." if isinstance(coverage, int | float) and coverage > 1 else ""
+        raise CoveyError(f"The 'coverage' parameter must lie between 0 and 1. Got {coverage!r} instead.{percent}")
     return np.where(np.isinf(freedom), special.ndtri(0.5 + coverage / 2), special.stdtrit(freedom, 0.5 + coverage / 2))[()]

@@ -342,8 +342,8 @@ def check_engine(table: Any, engine: str | None, address: str | None) -> None:
     if engine is not None and engine not in ENGINES:
         raise one_of("engine", engine, ENGINES)
     if engine is not None and not is_shards(table):
-        what = repr(str(table)) if isinstance(table, str | Path) else "the table"
-        raise DataError(f"engine={engine!r} needs a folder of shards, which {what} is not; write one with covey shard.")
+        what = f"{str(table)!r} is none" if isinstance(table, str | Path) else "this is a table"
+        raise DataError(f"engine={engine!r} needs a folder of shards, and {what}; write one with covey shard.")
 
 
 def _all(holder: Holder, asked: Record) -> Iterator[Any]:

@@ -81,7 +81,8 @@ class Spec:
     lam : number, sequence or mapping from ids, or None
         Given penalty that pulls clusters towards the global model. It is 1 if only ``gamma`` is given.
     alpha : number, sequence or mapping from ids, or None
-        Can replace ``lam``. 0 makes the clusters independent, 1 makes them equal.
+        From 0 to 1, given instead of ``lam``: ``lam / (lam + sum of the clients' gamma)``. 0 makes the clusters independent,
+        1 makes them equal.
     penalty : {"auto", "reml", "ml", "cv"}
         How the amount of shrinkage is found: variance components by restricted or full maximum likelihood, or penalties by
         cross-validation. ``auto`` takes REML for the Gaussian family and ML for the others.
@@ -111,9 +112,9 @@ class Spec:
     options : mapping or None
         Options of the solver by name, such as ``{"p0": 0.1}`` for ``l2gd``.
     tol : float
-        Newton stops when the gradient norm is below ``tol``. A randomised algorithm stops when the objective is certified to be
-        within ``tol`` (relative) of its minimum. ``apgd`` does so if the option ``mu`` is given; otherwise its gap is
-        estimated.
+        With given penalties, Newton stops when the gradient norm is below ``tol``. A randomised algorithm stops when the
+        objective is certified to be within ``tol`` (relative) of its minimum. ``apgd`` does so if the option ``mu`` is given;
+        otherwise its gap is estimated.
     max_iter : int or None
         The largest number of iterations. None takes the solver's default.
     seed : int

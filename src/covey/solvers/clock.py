@@ -11,8 +11,8 @@ computed and sent. Three modes differ in who waits for whom:
 
 The coefficients are the same bits in all modes. Asynchronous is never later than the others. Rounds are usually earlier than
 lock-step, but not always: a round waits for the cluster with the most local steps before its exchange, and in each round that
-may be another cluster (tests/solvers/test_clock.py has an example). They take at most as many times as long as asynchronous as
-there are clusters; docs/explanation/asynchrony.md has the proofs.
+may be another cluster (tests/solvers/test_clock.py has an example). With ``k`` clusters they take at most ``k`` times as
+long as asynchronous; docs/explanation/asynchrony.md has the proofs.
 """
 
 from __future__ import annotations

@@ -359,9 +359,13 @@ def grouping_of(bars: Sequence[Bar], client: str | None = None, cluster: str | N
     if client is None and cluster is None and len(alone) == 2:
         a, b = alone
         raise FormulaError(
-            f"The formula groups by {quoted(a)} and by {quoted(b)}, but does not say which lies within the other; write "
-            f"(1 | {a}/{b}), or set cluster={quoted(a)} and client={quoted(b)}, if each {quoted(b)} lies within "
-            f"one {quoted(a)}. Crossed groupings are not supported."
+            f"The formula groups by {quoted(a)} and by {quoted(b)}, and crossed groupings are not supported. If each "
+            f"{quoted(b)} lies within one {quoted(a)}, write (1 | {a}/{b}), or set cluster={quoted(a)} and client={quoted(b)}."
+        )
+    if client is None and cluster is None and len(alone) > 2:
+        raise FormulaError(
+            f"The formula has {len(alone)} groupings, {', '.join(map(quoted, list(alone)[:5]))}; covey fits one, or two nested "
+            "ones, such as (1 | state/county)."
         )
     if not set(alone) <= {client, cluster}:
         raise FormulaError(

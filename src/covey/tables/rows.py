@@ -340,8 +340,8 @@ def refuse_infinite(X: Floats, terms: Sequence[str], place: Place) -> None:
 
 def _bad_value(what: str, value: float, place: str) -> DataError:
     word = "NaN" if np.isnan(value) else "infinite (inf)"
-    drop = ", or drop such rows with na='drop' (--na drop)" if np.isnan(value) else ""
-    return DataError(f"{what} is {word} in {place}; fill the value or leave the row out{drop}.")
+    drop = " A fit can drop such rows: na='drop' (in the shell --na drop)." if np.isnan(value) else ""
+    return DataError(f"{what} is {word} in {place}; fill the value or leave the row out.{drop}")
 
 
 def _vector(values: Any, name: str, n_rows: int) -> Floats:

@@ -188,7 +188,8 @@ class Transform:
         if len(bad):
             word = "NaN" if np.isnan(x[bad[0]]) else "infinite (inf)"
             what = ast.unparse(self.argument)
-            raise DataError(f"Column {what!r} is {word} in row {bad[0]}; fill the value or leave the row out.")
+            drop = " A fit can drop such rows: na='drop' (in the shell --na drop)." if np.isnan(x[bad[0]]) else ""
+            raise DataError(f"Column {what!r} is {word} in row {bad[0]}; fill the value or leave the row out.{drop}")
 
     def _next(self, x: Floats, state: State) -> tuple[Floats, Floats]:
         """The polynomial of the next degree, and the factor of the second sum."""

@@ -405,10 +405,15 @@ def _refuse_unseen(values: Any, found: Ints, what: str, cluster: Any = None) -> 
         raise DataError(f"No {what} ids were given; pass {what}= or set unseen='parent'.")
     labels = as_labels(values, what).gather(lost)
     _refuse_missing(labels, lost, what, "fill them in, or set unseen='parent'")
-    shown = labels.to_list() if cluster is None else list(zip(as_labels(cluster, "cluster").gather(lost), labels, strict=True))
+    above = None if cluster is None else as_labels(cluster, "cluster").gather(lost).to_list()
+    ids = labels.to_list() if above is None else list(zip(above, labels, strict=True))
+    ids = list(dict.fromkeys(ids))
+    one = len(ids) == 1
+    shown = repr(ids[0]) if above is None else f"{ids[0][1]!r} of cluster {ids[0][0]!r}"
+    who = f"{what.capitalize()} {shown} was" if one else f"{what.capitalize()}s {listing(ids, 5)} were"
     raise DataError(
-        f"{what.capitalize()}s {listing(list(dict.fromkeys(shown)), 5)} were not seen in training; "
-        "leave their rows out, or set unseen='parent' to use the model one level up."
+        f"{who} not seen in training; leave {'its' if one else 'their'} rows out, or set unseen='parent' to use the model one "
+        "level up."
     )
 
 

@@ -182,9 +182,8 @@ def _refuse_no_residual(evidence: ResidualEvidence, rows: float, total: float, s
     free = rows - evidence.rank - shared
     if total <= 1e-24 * squares or (free > 0 and rest <= 1e-14 * total):
         raise DataError(
-            "The residual variance is zero: the terms fit the response exactly, overall or within every client or cluster, so "
-            "no variance can be estimated; look for a constant response or terms that determine it, or leave out the bars and "
-            "give gamma."
+            "The terms fit the response exactly, so the residual variance is zero and no variance can be estimated. Check "
+            "whether the response is constant, overall or within every client or cluster, or a term is a copy of it."
         )
 
 

@@ -165,7 +165,7 @@ def sweep(
 ) -> Fit:
     """Compute the exact minimiser for a quadratic loss.
 
-    If columns are on very different scales, rounding leaves a residual. Further sweeps then remove it.
+    If columns are on very different scales, rounding leaves a residual. Newton steps then remove it.
 
     Parameters
     ----------
@@ -176,7 +176,7 @@ def sweep(
     centre : (d,) array, optional
         A given global model. The other models are then the best ones given it.
     tol : float
-        Gradient norm at which further sweeps stop.
+        Gradient norm at which these Newton steps stop.
     james_stein : bool
         Whether to shrink the global model (:mod:`covey.solvers.direct.james_stein`).
 

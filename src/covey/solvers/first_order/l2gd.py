@@ -299,8 +299,8 @@ def l2gd_setup(
     top = Centres.of(penalty)
     if chances.present is not None and switching:
         raise SolverError(
-            "participation below 1 needs steps='constant': clusters that do not take part do not count the iterations, and "
-            "steps='switching' depends on their number; give a smaller eta instead."
+            "participation below 1 needs steps='constant', because steps='switching' needs all clusters to count the same "
+            "iterations; give a smaller eta instead."
         )
     closed = network.loss.quadratic and network.loss.compiled and network.ask(CountBasis()).number <= _LARGEST_BASIS
     return Setup(

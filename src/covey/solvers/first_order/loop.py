@@ -61,7 +61,8 @@ class Control:
         factor of e, and more later in a run
     start : a fit or coefficients (n, d) to begin at; by default zero
     minimum : the minimum of the objective, if you have it; the history then has the true gap
-    checkpoint : file to write at each check, in memory only; a run whose checkpoint exists continues from it, to the same bits
+    checkpoint : file to write at each check, in memory and on shards; a run whose checkpoint exists continues from it, to the
+        same bits
     progress : called at each check with the iteration, the objective and the gradient norm
     vote : how an exchange between clusters is decided: one draw ("central"), or the majority of one draw for each cluster
         ("majority"), as if there were no central server
@@ -264,10 +265,10 @@ class Loop:
         note = f" ({setup.constants.note})" if setup.constants.note else ""
         message = f"gradient norm {here.norm:.1e} after {t:,} iterations and {ledger.exchanges:,} exchanges{note}"
         if not done:
-            bound = "" if gap is None else f" with a certified gap of {gap:.1e}"
+            bound = "" if gap is None else f" (the gap to the minimum is at most {gap:.1e})"
             worse = rows[0]["objective"] < here.value
             advice = "the objective has grown: give a smaller step eta" if worse else setup.advice
-            message = f"stopped{bound} above the tolerance: {message}; {advice}"
+            message = f"stopped before it reached the tolerance{bound}: {message}; {advice}"
             warn(message)
         end = Convergence(setup.name, done, t, ledger.exchanges, here.value, here.norm, gap, message)
         fit = Fit.of(self.network, here.w, here.wbar, end, pl.DataFrame(rows, schema=HISTORY), ledger)

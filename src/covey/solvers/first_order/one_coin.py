@@ -112,8 +112,8 @@ def noise(objective: Objective, theta: Floats, p: float) -> float:
 
 
 _WHOLE = (
-    "one random choice for all clusters is what this variant is. Use solver='l2gd', which has the option, and is this variant "
-    "with p=0 and tau=1."
+    "all clusters share one random choice. Use solver='l2gd' with p=0 and tau=1, which is the same algorithm and has this "
+    "option."
 )
 
 

@@ -235,9 +235,7 @@ def cost(setting: Setting) -> Cost:
     L = np.maximum(loss.smoothness(data), FLOOR * known.L) if known.q > 0 else np.full(data.n_clients, known.L)
     q = float((np.linalg.eigvalsh(loss.hessian(data, best))[:, 0] / L).min())
     if not q > 1e-12:
-        raise SolverError(
-            "The theorem of ProxSkip needs strongly convex losses, but the loss of some client is flat somewhere."
-        )
+        raise SolverError("Its theorem needs the loss of every client to be strongly convex. The solver still runs.")
     found = recipe(known)
     p = found.probabilities.p0
     potential = (L[:, None] * best**2 + loss.gradient(data, best) ** 2 / (L[:, None] * p * p)).sum()
@@ -251,8 +249,8 @@ def cost(setting: Setting) -> Cost:
 
 
 _WHOLE = (
-    "its proximal step needs the coefficients of every client, and theorems for a random part of the clients are for one model "
-    "of all clients, not for this penalty; use solver='l2gd'."
+    "its proximal step needs every client, and no theorem that we know covers partial participation with this penalty; use "
+    "solver='l2gd'."
 )
 
 
