@@ -124,7 +124,7 @@ def test_shapes_of_arrays(arguments, message):
             r"The response is -3 in row 2 \(client 'b'\); the poisson family takes counts",
         ),
         (HierarchicalPoissonRegressor, [0] * 6, r"The response is 0 in every row"),
-        (HierarchicalRegressor, ["1", "x", "2", "3", "4", "5"], r"The response must be numbers"),
+        (HierarchicalRegressor, ["1", "x", "2", "3", "4", "5"], r"The response must be numbers, but is 'x' in row 1"),
     ],
 )
 def test_responses_that_the_family_cannot_have(estimator, y, message):

@@ -6,9 +6,10 @@ import numpy as np
 import polars as pl
 import pytest
 
-from covey.errors import CoveyError, FederationError
+from covey.errors import CoveyError, DataError, FederationError
 from covey.federation.operator.agreement import _levels, check_tags
 from covey.federation.operator.settings import Members, RunSettings
+from covey.federation.site.policy import Policy
 from covey.federation.site.table import profile_of
 from covey.federation.wire.codec import client_tags
 from covey.federation.wire.messages import Profile
@@ -76,6 +77,12 @@ def test_errors_about_rows_stay_at_the_site(tmp_path, capsys):
     assert "Column 'x' is NaN in row 8 (client 'c3')" in (tmp_path / "s1" / "refusal.txt").read_text()
     assert "client 'c3'" in capsys.readouterr().err
     refused(parts, r"Site 's1': Column 'x' is NaN in row 8 .client 'c3'.", share_row_errors=True)
+
+
+def test_the_path_of_a_missing_table_stays_at_the_site(tmp_path):
+    gone = DataError("There is no file '/secure/patients.csv'; check the path.")
+    assert "patients" not in Policy(1).public_sentence(gone, tmp_path)
+    assert "patients" in (tmp_path / "refusal.txt").read_text()
 
 
 def test_a_category_that_the_operator_does_not_list():

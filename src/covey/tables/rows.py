@@ -352,12 +352,24 @@ def _vector(values: Any, name: str, n_rows: int) -> Floats:
             raise TypeError
         vector = raw.astype(np.float64, copy=False)
     except (TypeError, ValueError):
-        raise DataError(f"{what.capitalize()} must be numbers; convert the column, or choose another family.") from None
+        raise DataError(
+            f"{what.capitalize()} must be numbers{_first_text(raw)}; convert the column, or choose another family."
+        ) from None
     if vector.ndim != 1:
         raise DataError(f"{what.capitalize()} must be one column; got shape {vector.shape}.")
     if len(vector) != n_rows:
         raise DataError(f"There are {len(vector)} values of {what} for {n_rows} rows of X; they must match.")
     return vector
+
+
+def _first_text(raw: Any) -> str:
+    """The first value that is no number, as a clause, if there is one."""
+    for row, value in enumerate(raw.tolist() if raw.ndim == 1 else ()):
+        try:
+            float(value)
+        except (TypeError, ValueError):
+            return f", but is {value!r} in row {row}"
+    return ""
 
 
 def group_ids(client: Any, cluster: Any, n_rows: int, nested: bool) -> tuple[Anything | None, Ints, Hierarchy]:

@@ -31,7 +31,7 @@ ANY = "any"  # in the list of operators
 SOLVERS = ("sweep", "newton", "learn", "gradient")
 CHOICES = {"replies": ("all", "vectors"), "approve": ("ask", "policy"), "solvers": SOLVERS, "transforms": TRANSFORMS}
 _ABOUT_SETTINGS = (FederationError, FormulaError, PenaltyError, SolverError)  # errors that are not about rows
-_ABOUT_SCHEMA = ("There is no column", "The table has no rows", "There is no file")  # nor are those that begin so
+_ABOUT_SCHEMA = ("There is no column", "The table has no rows")  # nor are those that begin so; a path is the site's own matter
 
 
 def rule(open_: Any, strict: Any, comment: str, least: int = 0) -> Any:
