@@ -248,7 +248,7 @@ def test_curvature_is_the_smallest_eigenvalue_of_the_hessian(seed):
 def test_what_only_memory_can_do_is_refused():
     data, loss, penalty = problem(3, "gaussian", weighted=False)
     network = Sharded(data, loss, penalty, np.zeros(data.n_clients))
-    with pytest.raises(SolverError, match="The 'checkpoint' parameter needs all clients in memory"):
+    with pytest.raises(SolverError, match="The 'checkpoint' parameter does not work across sites"):
         solve(network, penalty, solver="l2gd", options={"checkpoint": "run.npz"})
     with pytest.raises(SolverError, match="james_stein=True needs the curvature, which 'l2gd'"):
         solve(network, penalty, solver="l2gd", james_stein=True)

@@ -6,7 +6,7 @@ that trust each other, so a Ray cluster is for machines of one owner and not for
 
 The coordinator keeps the messages that each actor has answered. If an actor dies, or its machine does, another actor opens the
 shard again and answers these messages once more, so that its state has the same bits. After ``SAVE_EVERY`` messages the state
-itself is fetched in their place.
+itself is kept instead of them.
 """
 
 from __future__ import annotations
@@ -197,7 +197,8 @@ def actors(folder: str | Path, draft: Problem, address: str | None = None) -> It
     ----------
     folder : the shards; all machines of the cluster read them under this path
     draft : the problem; a loss that is not covey's own is sent to the actors
-    address : address of the cluster, such as ``"auto"`` or ``"ray://head:10001"``. By default the cluster that this process
+    address : address of the cluster, such as ``"auto"`` or ``"ray://head:10001"``; not used if this process is connected to
+        one already. By default the cluster that this process
         is connected to, or the one in ``RAY_ADDRESS``, or else a new one on this machine, which ends with the context
     """
     ray = _ray()

@@ -54,7 +54,7 @@ def _relation(path: Path, table: str | None, named_by: str) -> Any:
     if not path.is_file():
         raise DataError(f"There is no file {str(path)!r}; check the path.")
     if find_spec("duckdb") is None:
-        raise DataError("A DuckDB database needs the package duckdb; install covey[duckdb].")
+        raise DataError("A DuckDB database needs the package duckdb; pip install '.[duckdb]' in the folder of covey.")
     import duckdb
 
     try:

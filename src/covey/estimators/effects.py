@@ -126,7 +126,8 @@ class EffectMethods(InferenceMethods):
         client, cluster, offset : (n_rows,) arrays, optional
             Ids and offsets, if they are not columns of ``X``.
         effects : {"new", "fitted"}
-            ``"new"`` draws new random effects in each draw, from the variance components (the default of lme4). ``"fitted"``
+            ``"new"`` draws new random effects in each draw, from the variance components (the default of lme4; with
+            ``per_cluster=True`` clients have the mean covariance of all clusters). ``"fitted"``
             keeps the estimated random effects (``re.form = NULL`` of lme4).
 
         Returns
@@ -245,7 +246,9 @@ class EffectMethods(InferenceMethods):
             labels, L, family = differences(grid, [*within, *named], within, method)
         else:
             if by or at or data is not None:
-                raise DataError("Weights of terms are complete; leave out by=, at= and data=, or name a column.")
+                raise DataError(
+                    "by=, at= and data= apply only to a contrast of a column; leave them out with weights of terms."
+                )
             (labels, L), family = combinations_of(self.model_, what), 0
             if adjust == "tukey":
                 raise DataError("Tukey's adjustment is for comparisons of means; use adjust='holm' for other contrasts.")
@@ -335,7 +338,7 @@ class EffectMethods(InferenceMethods):
         """Compute profile-likelihood intervals of variance components, penalties or global coefficients.
 
         The components and penalties of a REML fit are profiled by its restricted likelihood. lme4 always profiles the full
-        likelihood; to get its numbers, fit with ``penalty="ml"``. Coefficients are profiled by the full likelihood in both.
+        likelihood; to get its numbers, fit with ``penalty="ml"``. Coefficients always use the full likelihood, as in lme4.
 
         Parameters
         ----------

@@ -88,8 +88,8 @@ def simulate_sites(
     settings : RunSettings, optional
         Settings of the run: timeout and retries, masks, allow-list, differential privacy.
     minimum : int
-        The least number of clients that a site must have in each cluster and in each category; a category within a cluster is
-        not checked. A site with fewer refuses the run, which then ends.
+        The least number of clients that a site must have in each cluster and in each category; in
+        a private run, a category within a cluster is not checked. A site with fewer refuses the run, which then ends.
     models : Path, optional
         Folder in which each site writes the models of its clients.
     out : Path, optional

@@ -122,8 +122,8 @@ def plan(
     table : GroupedData or data frame
         The rows. A data frame also needs ``spec``, or ``formula`` and ``client`` (and ``cluster`` if there are clusters).
     spec : Spec, optional
-        The problem. Give either ``spec``, or ``family`` and ``settings``. If the rows are grouped already, the columns that it
-        names are not used.
+        The problem. Give either ``spec``, or ``family`` and ``settings``. If ``table`` is a GroupedData, the columns
+        that it names are ignored.
     family : str or Loss, optional
         "gaussian", "bernoulli", "poisson", "gamma", or a loss from :func:`covey.losses.from_functions`. The default is
         "gaussian".

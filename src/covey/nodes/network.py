@@ -125,12 +125,12 @@ class Message(Record, Generic[R]):
 
     @property
     def cells(self) -> Anything | None:
-        """The clusters that the message concerns, boolean ``(k,)``; None for all. Other nodes do not receive it."""
+        """The clusters that the message concerns, boolean ``(k,)``; None for all. Others get it only with masks."""
         return None
 
     @property
     def sizes(self) -> Sizes:
-        """Lengths of the axes of the reply (:class:`~covey.records.Axes`) that are not numbers of clusters or terms."""
+        """Lengths of the axes of the reply (:class:`~covey.records.Axes`) other than those of clusters and of terms."""
         return {}
 
     @property
@@ -229,7 +229,7 @@ class Network(ABC):
 
     @abstractmethod
     def collect(self) -> list[Arrived]:
-        """Wait until a message is answered, and return those that are; none, if none is under way."""
+        """Wait until at least one message is answered; return all that are, or an empty list if none is under way."""
 
     def ask(self, message: Message[R]) -> R:
         """Send one message, wait for all replies and return their sum. No other message may be under way."""

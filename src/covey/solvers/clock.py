@@ -2,11 +2,11 @@
 
 Clients of a cluster work at the same time, and clusters share no resource. In an exchange within a cluster every client sends a
 message up to the cluster's server and gets one down. In an exchange between clusters each server also sends one message up to
-the centre and gets one down; it needs the messages of all clusters. The random choices of a run (:mod:`.schedule`) fix what is
-computed and sent. Three modes differ in who waits for whom:
+the centre and gets one down; it needs the messages of all clusters that take part. The random choices of a run
+(:mod:`.schedule`) fix what is computed and sent. Three modes differ in who waits for whom:
 
     lock-step       every cluster waits for all others after every iteration
-    rounds          after every round: the r-th exchange within each cluster since the last one between clusters
+    rounds          after every round; round r ends with the r-th exchange within each cluster since one between clusters
     asynchronous    only at an exchange between clusters
 
 The coefficients are the same bits in all modes. Asynchronous is never later than the others. Rounds are usually earlier than

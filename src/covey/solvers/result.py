@@ -144,7 +144,7 @@ def certified_gap(gradient_norm: float, mu: float) -> float | None:
 def _need_places(network: Network, parameter: str) -> None:
     """Raise an error that names the ``parameter`` if the nodes have other owners."""
     if not network.places:
-        raise SolverError(f"The {parameter!r} parameter needs all clients in memory; leave it out across a network.")
+        raise SolverError(f"The {parameter!r} parameter does not work across sites; leave it out.")
 
 
 def begin_at(network: Network, start: Fit | Floats | None) -> None:

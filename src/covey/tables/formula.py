@@ -360,9 +360,9 @@ def _read_bar(text: str, sign: str) -> list[Bar]:
     stroke = strokes[0]
     terms, groups = text[1 : stroke.start()].strip(), text[stroke.end() : -1].strip()
     if not terms:
-        raise FormulaError(f"The bar term {quoted(text)} has nothing left of its bar; write 1 for an intercept that varies.")
+        raise FormulaError(f"The bar term {quoted(text)} has no terms before its bar; write 1 for an intercept that varies.")
     if not groups:
-        raise FormulaError(f"The bar term {quoted(text)} has nothing right of its bar; name the column of the groups.")
+        raise FormulaError(f"The bar term {quoted(text)} has no group after its bar; name the column of the groups.")
     outer, sep, inner = _read_groups(groups)
     parsed, diagonal = Terms.parse(terms), len(stroke[0]) == 2
     upper, lower = Bar(parsed, outer, None, diagonal), Bar(parsed, inner, outer, diagonal)

@@ -135,7 +135,7 @@ class Transform:
         numbers = tuple(float(value) for value in state)
         partly = len(numbers) == self.size or (not self.spline and len(numbers) % 2 == 0 and len(numbers) < self.size)
         if not partly or not np.isfinite(numbers).all() or (self.spline and not (np.diff(numbers) > 0).all()):
-            raise FormulaError(f"What {self.text} remembers of its training rows is damaged; fit the model again.")
+            raise FormulaError(f"The values that {self.text} learned from its training rows are damaged; fit the model again.")
         return numbers
 
     # From rows to the state

@@ -226,7 +226,7 @@ def _common_problem(profiles: Mapping[str, Profile], draft: Problem, settings: R
     factors = [name for name in columns if first.kinds[name] == "categories"]
     unlisted = [name for name in [response] * two_classes + factors if name not in categories]
     if private is not None and unlisted:
-        why = f"A private run needs a list of all values of column {unlisted[0]!r}, since those that occur reveal something"
+        why = f"A private run needs a list of all values of column {unlisted[0]!r}: asking sites which occur reveals something"
         raise FederationError(f"{why} about rows; give --categories '" + "{" + f'"{unlisted[0]}": ["...", "..."]' + "}'.")
     levels = {name: _levels(name, profiles, categories) for name in factors}
     classes = None

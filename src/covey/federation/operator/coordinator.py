@@ -89,7 +89,7 @@ class Federation(Network):
         return reply
 
     def lanes(self) -> Bools | None:
-        """Clusters whose sites have no other cluster; with masks a sum needs all sites, so that all clusters are one lane."""
+        """Groups of clusters that share no site with others; with masks a sum needs all sites, so all are one lane."""
         if self.settings.secure:
             return None
         clusters, profiles = self.agreement.agreed.clusters, self._setup.profiles

@@ -345,9 +345,9 @@ def check_spec(spec: Spec) -> None:
 
 
 def check_delta(delta: float, clients: int) -> None:
-    """Refuse a delta that would allow to publish the rows of one client."""
+    """Refuse a delta so large that publishing the rows of one client would satisfy it."""
     if delta * clients >= 1:
-        why = f"A delta of {delta:g} for {clients} clients promises too little: it allows to show the rows of one client"
+        why = f"A delta of {delta:g} for {clients} clients is too large: publishing one client's rows would satisfy it"
         raise SolverError(f"{why}; give one well below 1/{clients}.")
 
 

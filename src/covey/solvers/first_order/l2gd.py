@@ -261,7 +261,7 @@ def next_pull(
 
 
 def _partial_pull(top: Centres, shares: Shares, eta: Floats, present: Floats, means: Floats, here: Anything) -> Pull:
-    """The step between the clusters that are ``here (k,)``, which is unbiased: each is as often present as ``present`` says.
+    """The step of an exchange between the clusters ``here (k,)``; unbiased, as ``present`` is the probability to take part.
 
     A cluster knows its own average. The others' averages get the weight ``omega_l / present_l``, so that ``strength theta -
     force`` is on average ``theta - tbar`` for a cluster that is here.
@@ -399,11 +399,12 @@ def l2gd(
         cluster has the smallest one with the expected smoothness of Corollary 3.6 (opt_conv_rate); "common" is the paper's
         common value.
     tau : float or (k,) array, optional
-        Share of the step towards the cluster average that an exchange between clusters takes; by default that of
+        Share of the step towards the cluster average that an exchange between clusters takes; exchanges within clusters
+        take the rest. By default that of
         Proposition 3.3 (opt_tau).
     participation : float or (k,) array, optional
         Probability that a cluster takes part in an exchange between clusters, drawn for each cluster and exchange; by default
-        1. Steps are unbiased, and shorter by theory. Only for ``steps="constant"``.
+        1. Steps stay unbiased, but the theorem requires a smaller ``eta``. Only for ``steps="constant"``.
     mu, L : float, optional
         Strong convexity of the objective and smoothness of the clients' losses; by default measured on the data.
     **options
