@@ -145,7 +145,7 @@ FIT = ("fit", "homes.csv", "log_radon ~ floor", "--client", "county", "--cluster
         ((*FIT, "--baseline", "pooled"), "The 'baseline' parameter must be one of"),
         (
             (*FIT, "--solver", "proxskip", "--option", "participation=0.5"),
-            "no option 'participation': its proximal step needs the coefficients of every client",
+            "no option 'participation': its proximal step needs every client",
         ),
         (
             (*FIT, "--gamma", "10", "--solver", "l2gd", "--option", "participation=available"),

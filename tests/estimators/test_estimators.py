@@ -117,11 +117,11 @@ def test_levels_and_unseen_groups(drawn):
     assert model.predict(row.drop("client", "cluster"), level="global")[0] == pytest.approx(x @ model.global_coef_)
     model.set_params(unseen="raise")
     assert model.predict(row)[0] == pytest.approx(x @ model.coef_[i])
-    with pytest.raises(ValueError, match=r"Clients 'nobody' were not seen in training"):
+    with pytest.raises(ValueError, match=r"Client 'nobody' was not seen in training"):
         model.predict(new_client)
     with pytest.raises(ValueError, match=r"1 row has no client id \(first: row 0\)"):
         model.predict(missing)
-    with pytest.raises(ValueError, match=r"Clusters 'nowhere' were not seen"):
+    with pytest.raises(ValueError, match=r"Cluster 'nowhere' was not seen"):
         model.predict(new_cluster, level="cluster")
 
 

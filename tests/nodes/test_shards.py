@@ -131,7 +131,7 @@ def test_mistakes_about_engines(tmp_path):
     folder = lay_out(table.lazy(), tmp_path / "shards", "client", 2)
     cases = [
         (table, {"engine": "ray"}, "needs a folder of shards"),
-        ("rows.parquet", {"engine": "ray"}, "'rows.parquet' is not"),
+        ("rows.parquet", {"engine": "ray"}, "'rows.parquet' is none"),
         (folder, {"engine": "spark"}, "must be one of 'ray'"),
         (folder, {"address": "auto"}, "add engine='ray'"),
     ]

@@ -218,7 +218,7 @@ def test_a_timeline_names_the_clusters(radon, homes):
     assert "'rounds'" in title(ax)
     with pytest.raises(CoveyError, match="asynchronous"):
         model.plot.timeline(homes, axes(), mode="late")
-    with pytest.raises(CoveyError, match="every term vary"):
+    with pytest.raises(CoveyError, match="does not read bars"):
         radon.plot.timeline(homes, axes())
 
 

@@ -64,7 +64,7 @@ def test_an_unseen_class_gets_the_model_of_its_school(ids):
     rows = np.column_stack([np.ones(3), new["x"]])
     upper = np.array([model.cluster_coef_[1], model.global_coef_, model.cluster_coef_[2]])
     np.testing.assert_allclose(model.predict(new), (rows * upper).sum(axis=1))
-    with pytest.raises(DataError, match=r"Clients \('s1', 99\) were not seen"):
+    with pytest.raises(DataError, match=r"Client 99 of cluster 's1' was not seen"):
         strict.predict(new[:1])
     # Class 0 of school s0 is not class 0 of school s5, also if no other school had a class 0 in training.
     moved = frame[:1].with_columns(school=pl.lit("s5"), **{"class": pl.lit(0)})

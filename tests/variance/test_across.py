@@ -257,8 +257,8 @@ REFUSED = [
         Shape((0,), (0, 1)),
         "The term 'x' is constant within every cluster",
     ),
-    (rows(CLIENT, CLIENT // 5, y=2.0 * CONSTANT), Shape((0,), (0,)), "The residual variance is zero"),
-    (rows(CLIENT, CLIENT // 5, y=CONSTANT[6 * (CLIENT // 5)]), Shape((), (0,)), "The residual variance is zero"),
+    (rows(CLIENT, CLIENT // 5, y=2.0 * CONSTANT), Shape((0,), (0,)), "The terms fit the response exactly"),
+    (rows(CLIENT, CLIENT // 5, y=CONSTANT[6 * (CLIENT // 5)]), Shape((), (0,)), "The terms fit the response exactly"),
     (
         rows(np.arange(80) // 2, np.arange(80) // 20, x=np.tile([-1.0, 1.0], 40)),
         Shape((0, 1), ()),

@@ -90,7 +90,7 @@ def test_the_fix_for_a_constant_term_works(loss):
 def test_no_residual():
     data = table(y=lambda X, client, rng: X @ [1.0, 2.0] + rng.normal(size=20)[client])
     sentence = error_of(data, Shape((0,), (0,)))
-    assert sentence.startswith("The residual variance is zero")
+    assert sentence.startswith("The terms fit the response exactly")
     assert "look for a constant response or terms that determine it" in sentence
 
 
@@ -102,7 +102,7 @@ def test_no_residual():
 def test_a_response_that_is_a_combination_of_terms(y):
     for shape in (BOTH, Shape((0,), (0,)), Shape((), (0,))):
         sentence = error_of(table(y=y), shape)
-        assert sentence.startswith("The residual variance is zero")
+        assert sentence.startswith("The terms fit the response exactly")
         assert "look for a constant response or terms that determine it" in sentence
 
 
@@ -115,7 +115,7 @@ def test_exact_lines_of_different_slopes_have_a_residual_if_slopes_are_common():
 
 def test_no_residual_within_clusters_if_only_clusters_vary():
     data = table(y=lambda X, client, rng: X @ [1.0, 2.0] + rng.normal(size=4)[client // 5])
-    assert error_of(data, Shape((), (0,))).startswith("The residual variance is zero")
+    assert error_of(data, Shape((), (0,))).startswith("The terms fit the response exactly")
 
 
 def test_a_response_with_a_large_mean_is_not_taken_for_a_constant():
@@ -213,4 +213,4 @@ def test_a_constant_response_without_degrees_of_freedom_is_an_error():
     rng = np.random.default_rng(0)
     X = np.column_stack([np.ones(60), rng.normal(size=60)])
     data = GroupedData.from_arrays(X, np.ones(60), np.arange(60) // 2, np.arange(60) // 6, terms=["Intercept", "x"])
-    assert error_of(data, Shape((0, 1), (0, 1))).startswith("The residual variance is zero")
+    assert error_of(data, Shape((0, 1), (0, 1))).startswith("The terms fit the response exactly")

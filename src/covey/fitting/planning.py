@@ -164,7 +164,7 @@ def plan(
     check_accuracy(accuracy)
     problem = resolve(Spec(**settings) if spec is None else spec)
     if problem.has_bars:
-        raise SolverError("plan does not read bars; write the formula without them, and name client= and cluster=.")
+        raise SolverError("A plan does not read bars; write the formula without them, and name client= and cluster=.")
     data, problem = (table, problem) if isinstance(table, GroupedData) else read_rows(table, problem)
     if data is table:
         problem.loss.check(data.y, lambda row: f"row {row}")
