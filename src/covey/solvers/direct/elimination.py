@@ -15,7 +15,7 @@ nearest to its parent. ``log|K|`` is what integrating the child out adds to twic
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, NamedTuple, Protocol
 
 import numpy as np
 
@@ -28,7 +28,6 @@ from covey.tables.rows import GroupedData
 from covey.threads import block_count, share
 from covey.tree.hierarchy import segment_sum
 
-Factors = dict[int, tuple[Floats, Any]]  # by child: LU factors and pivots
 MANY = 16  # varying terms; from more on, matrices are solved by LAPACK, and clients in the space of their rows
 
 
@@ -182,30 +181,13 @@ def _moved(spread: Spread, i: int, force: Floats) -> Floats:
     return np.asarray(spread.scale[i] * (force if S is None else S @ force))
 
 
-def wide_factors(A: Floats, spread: Spread) -> Factors:
-    """LU factors of ``I + A S`` for :func:`descend`, if there are so many terms that it needs them; none otherwise."""
-    if spread.width <= MANY:
-        return {}
-    from scipy.linalg import lu_factor  # slow to import, and only wide problems need it
-
-    attached = np.flatnonzero(~spread.detached).tolist()
-    return {i: lu_factor(_pivots(A[i], spread, i), overwrite_a=True, check_finite=False) for i in attached}
-
-
-def descend(
-    A: Floats, b: Floats, spread: Spread, parent: Ints, x: Floats, factors: Factors | None = None
-) -> tuple[Floats, Floats]:
-    """Each child's solution given its parent's ``x[parent]``, and the force ``r - C x`` that its parent exerts on it.
-
-    ``factors`` are the :func:`wide_factors` of an earlier call with the same ``A`` and ``spread``.
-    """
+def descend(A: Floats, b: Floats, spread: Spread, parent: Ints, x: Floats) -> tuple[Floats, Floats]:
+    """Each child's solution given its parent's ``x[parent]``, and the force ``r - C x`` that its parent exerts on it."""
     t, force = np.empty_like(b), np.empty_like(b)
     if spread.width > MANY:
-        from scipy.linalg import lu_solve
-
-        rest = b - np.einsum("iab,ib->ia", A, x[parent])
-        for i, factor in (wide_factors(A, spread) if factors is None else factors).items():
-            force[i] = lu_solve(factor, rest[i], check_finite=False)  # r - C x = K^-1 (b - A x): one right-hand side
+        for i in np.flatnonzero(~spread.detached).tolist():
+            # r - C x = K^-1 (b - A x): one right-hand side
+            force[i] = np.linalg.solve(_pivots(A[i], spread, i), b[i] - A[i] @ x[parent[i]])
         t = x[parent] + spread.moved(force)
     else:
         share(kernels.descend, block_count(len(b)), A, b, spread.scale, spread.shape, spread.width, parent, x, t, force)

@@ -36,7 +36,7 @@ from covey.nodes.network import Message, Network, Node
 from covey.objective.objective import Penalty
 from covey.objective.theory import Constants, alpha_weights, largest_gamma, mixing
 from covey.records import Axes, Record, Reply
-from covey.solvers.direct.elimination import Quadratic, Spread, descend, marginalise, wide_factors
+from covey.solvers.direct.elimination import Quadratic, Spread, descend, marginalise
 from covey.solvers.direct.newton import newton
 from covey.solvers.direct.newton_node import NewtonState
 from covey.solvers.direct.sweep import solve_top
@@ -187,10 +187,9 @@ class TakeHessians(Message[SeenHessian], label="take Hessians", phase="measure")
     total: Annotated[Floats, Axes("k")]
 
     def at(self, node: Node) -> SeenHessian:
-        for name in ("hessian", "factors"):
-            node.cache.pop(name, None)
-        tree = node.data.hierarchy
-        return SeenHessian(segment_sum(_seen(node) / self.total[tree.parent][:, None, None], tree.cluster_ptr))
+        node.cache.pop("hessian", None)
+        tree, zero = node.data.hierarchy, np.zeros((node.data.n_clients, node.data.n_terms))
+        return SeenHessian(segment_sum(_eliminated(node, zero)[0] / self.total[tree.parent][:, None, None], tree.cluster_ptr))
 
 
 @dataclass(frozen=True)
@@ -222,7 +221,7 @@ class ApplyInverse(Message[KrylovImage], label="apply inverse", phase="measure")
         state = node.state(KrylovState)
         now = state.ahead / self.length
         unit = state.unit[:, None]
-        image, _ = _descend(node, unit * now, self.w)
+        image, _ = descend(_hessian(node), unit * now, _spread(node), node.data.hierarchy.parent, self.w)
         node.keep(KrylovState(state.now, now, unit * image, state.unit))
         return KrylovImage(total(now * unit * image), node_sums(node, self.total, image))
 
@@ -278,27 +277,18 @@ def _spread(node: Node) -> Spread:
     return Spread.of_penalty(node.gamma, node.data.n_terms)
 
 
-def _seen(node: Node) -> Floats:
-    """What a cluster sees of the Hessian of each client, ``C (n, d, d)``; zero for clients with ``gamma = 0``."""
-    n, d = node.data.n_clients, node.data.n_terms
-    rest = np.zeros((n, d)), np.zeros(n), np.zeros(n)
-    clients = marginalise(Quadratic(_hessian(node), *rest), _spread(node), np.array([0, n]))
-    return np.where((node.gamma > 0)[:, None, None], clients.C, 0.0)
-
-
-def _descend(node: Node, b: Floats, w: Floats) -> tuple[Floats, Floats]:
-    """The clients' part of the image of ``b (n, d)``, if their centres are ``w (k, d)``, and the forces on the clients."""
-    A, spread = _hessian(node), _spread(node)
-    if "factors" not in node.cache:  # one factorisation for all Lanczos steps
-        node.cache["factors"] = wide_factors(A, spread)
-    return descend(A, b, spread, node.data.hierarchy.parent, w, node.cache["factors"])
+def _eliminated(node: Node, b: Floats) -> tuple[Floats, Floats]:
+    """What a cluster sees of each client: ``C (n, d, d)`` and ``r (n, d)``; zero for clients with ``gamma = 0``."""
+    n = node.data.n_clients
+    clients = marginalise(Quadratic(_hessian(node), b, np.zeros(n), np.zeros(n)), _spread(node), np.array([0, n]))
+    tied = node.gamma > 0
+    return np.where(tied[:, None, None], clients.C, 0.0), np.where(tied[:, None], clients.r, 0.0)
 
 
 def _keep(node: Node, state: KrylovState) -> KrylovVector:
     node.keep(state)
-    tree, (k, d) = node.data.hierarchy, (node.data.n_clusters, node.data.n_terms)
-    _, seen = _descend(node, state.unit[:, None] * state.ahead, np.zeros((k, d)))  # the force at the centre zero
-    return KrylovVector(segment_sum(seen, tree.cluster_ptr), total(state.ahead**2))
+    seen = _eliminated(node, state.unit[:, None] * state.ahead)[1]
+    return KrylovVector(segment_sum(seen, node.data.hierarchy.cluster_ptr), total(state.ahead**2))
 
 
 def smallest_curvature(network: Network, penalty: Penalty) -> float:
