@@ -330,7 +330,7 @@ def cost(setting: Setting) -> Cost:
 # The solver
 
 
-_WHOLE = "its momentum needs the exact gradient, from all clusters; use solver='l2gd'."
+_WHOLE = "its momentum needs the exact gradient, from every cluster; use solver='l2gd'."
 
 
 @algorithm(place=6, first_order=True, reference=reference, cost=cost, refuses={"participation": _WHOLE})
