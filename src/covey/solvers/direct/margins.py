@@ -36,8 +36,10 @@ class Grams:
 
     @classmethod
     def of(cls, data: GroupedData, loss: Loss) -> Grams | None:
-        """None if clients cannot be solved in the space of their margins, or if these are larger than the rows."""
+        """None if clients cannot be solved in the space of their margins, if there is only one, or if margins take more."""
         counts = np.diff(data.client_ptr)
+        if data.n_clients == 1:  # nothing to gain; on separated classes the last bits decide where the fit ends
+            return None
         if data.n_terms <= MANY or loss.quadratic or not loss.compiled or loss.ridge or (counts > data.n_terms).any():
             return None
         squares = counts**2
