@@ -38,7 +38,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -55,11 +55,13 @@ from covey.solvers.direct.elimination import (
     invert,
     solve_symmetric,
 )
-from covey.solvers.direct.hessians import Hessians, WholeHessians
+from covey.solvers.direct.factors import Factors
+from covey.solvers.direct.hessians import Hessians, WholeHessians, given
 from covey.solvers.direct.lanes import StackedMarginal
 from covey.solvers.direct.spaces import space_of
 from covey.solvers.result import Progress
 from covey.variance.columns import (
+    ClientSums,
     LearningState,
     NonFiniteClients,
     Slopes,
@@ -306,20 +308,35 @@ def _integrated(node: Node, asked: IntegrateClients) -> tuple[ClientMarginal, ..
     now, order = working_columns(node), asked.order
 
     def compute() -> tuple[ClientMarginal, ...]:
-        ptr, about = node.data.hierarchy.cluster_ptr, asked.about_client_fits
-        H, b, aside = _losses(node, order, whole=about, at_mode=asked.at_mode)
+        marginalise = _marginaliser(node, asked)
         keys = [S.tobytes() for S in asked.S]
         most = keys.index(Counter(keys).most_common(1)[0][0])
         base, found = asked.S[most], dict[bytes, ClientMarginal]()
         for key, S in zip([keys[most], *keys], [base, *asked.S], strict=True):
             if key not in found:
-                near = found.get(keys[most])
+                near, ptr = found.get(keys[most]), node.data.hierarchy.cluster_ptr
                 other = near.changed(base[0], S[0], ptr) if isinstance(near, StackedMarginal) and len(S) == 1 else None
-                found[key] = other or H.marginalise(b, client_spread(node, S, order), ptr, aside)
+                found[key] = other or marginalise(S)
         return tuple(found[key] for key in keys)
 
     flags = np.array([asked.about_client_fits, asked.at_mode])
     return from_cache(node, "integrated", (asked.S, *order.key, now.basis, now.origin, flags), compute)
+
+
+def _marginaliser(node: Node, asked: IntegrateClients) -> Callable[[Floats], ClientMarginal]:
+    """The function that eliminates the node's clients, given their covariances ``S (1 or k, d, d)``."""
+    now, order, ptr = working_columns(node), asked.order, node.data.hierarchy.cluster_ptr
+    if asked.about_client_fits or space_of(len(order.terms), order.width) == "rows":
+        H, b, aside = _losses(node, order, whole=asked.about_client_fits, at_mode=asked.at_mode)
+        return lambda S: H.marginalise(b, client_spread(node, S, order), ptr, aside)
+
+    def factors() -> Factors:
+        H, b, aside = _losses(node, order, at_mode=asked.at_mode)
+        return Factors.of(H.leading(order.width), H.by_cell(ptr), given(b), aside, ptr)
+
+    kept = (node.state(ClientSums).units.C,) if asked.at_mode else ()
+    name = "factors at the mode" if asked.at_mode else "factors"
+    return from_cache(node, name, (now.basis, now.origin, *order.key, *kept), factors).marginalise
 
 
 def _losses(

@@ -23,12 +23,13 @@ from covey._typing import Anything, Floats, Ints
 from covey.losses import Loss
 from covey.nodes.network import Blocks
 from covey.records import Axes, Reply
-from covey.solvers.direct import kernels
+from covey.solvers.direct import factor_kernels, kernels
 from covey.tables.rows import GroupedData
 from covey.threads import block_count, share
 from covey.tree.hierarchy import segment_sum
 
 MANY = 16  # varying terms; from more on, matrices are solved by LAPACK, and clients in the space of their rows
+_REGULAR = 1e-4  # the product of the pivots of a matrix with a unit diagonal from which it has full rank for certain
 
 
 @dataclass(frozen=True)
@@ -277,19 +278,35 @@ def solve_columns(A: Floats, B: Floats) -> tuple[Floats, Ints]:
     size = np.sqrt(np.maximum(np.einsum("...aa->...a", A), 0.0))
     unit = np.where(size > 0, size, 1.0)
     scaled = A / (unit[..., :, None] * unit[..., None, :])
-    d = A.shape[-1]
-    values, vectors = np.linalg.eigh(scaled)
-    cut = 16 * d * np.finfo(float).eps * np.maximum(values[..., -1:], 0.0)
-    inverse = np.where(values > cut, 1.0 / np.where(values > cut, values, 1.0), 0.0)
-    along = inverse[..., None] * (vectors.swapaxes(-1, -2) @ (B / unit[..., None]))
-    X: Floats = (vectors @ along) / unit[..., None]
-    deficient = (values[..., 0] <= cut[..., 0]).ravel()
+    X, rank = _solve_scaled(scaled.reshape(-1, *A.shape[-2:]), (B / unit[..., None]).reshape(-1, *B.shape[-2:]))
+    X = X.reshape(B.shape) / unit[..., None]
+    deficient = rank < A.shape[-1]
     if deficient.any():
-        flat_A, flat_B, flat_X = A.reshape(-1, d, d), B.reshape(-1, *B.shape[-2:]), X.reshape(-1, *B.shape[-2:])
-        pseudo = np.linalg.pinv(flat_A[deficient], rcond=16 * d * np.finfo(float).eps, hermitian=True)
+        flat_A, flat_B, flat_X = A.reshape(-1, *A.shape[-2:]), B.reshape(-1, *B.shape[-2:]), X.reshape(-1, *B.shape[-2:])
+        pseudo = np.linalg.pinv(flat_A[deficient], rcond=_cut(A.shape[-1]), hermitian=True)
         flat_X[deficient] = pseudo @ flat_B[deficient]
         X = flat_X.reshape(B.shape)
-    return X, (values > cut).sum(axis=-1)
+    return X, rank.reshape(A.shape[:-2])
+
+
+def _cut(d: int) -> float:
+    """Eigenvalues of ``(d, d)`` matrices below this share of the largest are zero but for rounding."""
+    return 16 * d * float(np.finfo(float).eps)
+
+
+def _solve_scaled(A: Floats, B: Floats) -> tuple[Floats, Ints]:
+    """``A^-1 B`` and the rank of each ``A (m, d, d)`` with a unit diagonal; ``X`` is right where the rank is ``d``."""
+    X, d = np.empty_like(B), A.shape[-1]
+    rank, regular = np.full(len(A), d), np.zeros(len(A), dtype=bool)
+    if d <= MANY:
+        share(factor_kernels.solve_regular, block_count(len(A)), A, B, _REGULAR, X, regular)
+    rest = np.flatnonzero(~regular)
+    if len(rest):
+        values, vectors = np.linalg.eigh(A[rest])
+        above = values > _cut(d) * np.maximum(values[:, -1:], 0.0)
+        along = np.where(above, 1.0 / np.where(above, values, 1.0), 0.0)[:, :, None] * (vectors.swapaxes(1, 2) @ B[rest])
+        X[rest], rank[rest] = vectors @ along, above.sum(axis=1)
+    return X, rank
 
 
 def invert(A: Floats, free: Anything | None = None) -> tuple[Floats, float]:

@@ -77,6 +77,10 @@ class Hessians(ABC):
         """The first ``q`` rows of each Hessian, ``(n, q, d)``; the others must be shared."""
 
     @abstractmethod
+    def by_cell(self, ptr: Ints) -> Floats:
+        """The sums ``(k, d, d)`` by cell. If only leading rows are kept, only the block of the others need be right."""
+
+    @abstractmethod
     def smallest_curvature(self, loss: Loss) -> float:
         """A lower bound on the curvature of all clients' losses at any point, given their Hessians at one."""
 
@@ -88,26 +92,29 @@ class WholeHessians(Hessians):
     A: Floats
 
     def marginalise(self, b: Floats | None, spread: Spread, ptr: Ints, aside: tuple[Floats, Floats]) -> Marginal:
-        return marginalise(Quadratic(self.A, _given(b), *aside), spread, ptr)
+        return marginalise(Quadratic(self.A, given(b), *aside), spread, ptr)
 
     def curvature(self, spread: Spread, ptr: Ints) -> Marginal:
         nothing = np.zeros(len(self.A))
         return self.marginalise(np.zeros(self.A.shape[:2]), spread, ptr, (nothing, nothing))
 
     def eliminate(self, b: Floats | None, spread: Spread, ptr: Ints, aside: tuple[Floats, Floats]) -> Quadratic:
-        return eliminate(Quadratic(self.A, _given(b), *aside), spread, ptr)
+        return eliminate(Quadratic(self.A, given(b), *aside), spread, ptr)
 
     def lift(self, b: Floats, spread: Spread, ptr: Ints, aside: tuple[Floats, Floats]) -> Floats:
         return self.eliminate(b, spread, ptr, aside).r
 
     def descend(self, b: Floats | None, spread: Spread, parent: Ints, x: Floats) -> tuple[Floats, Floats]:
-        return descend(self.A, _given(b), spread, parent, x)
+        return descend(self.A, given(b), spread, parent, x)
 
     def bend(self, data: GroupedData, loss: Loss, theta: Floats, spread: Spread, P: Floats) -> Floats:
         return loss.bend(data, theta, posterior(self.A, spread, data.hierarchy.parent, P))
 
     def leading(self, q: int) -> Floats:
         return self.A[:, :q]
+
+    def by_cell(self, ptr: Ints) -> Floats:
+        return segment_sum(self.A, ptr)
 
     def smallest_curvature(self, loss: Loss) -> float:
         return loss.smallest_curvature(self.A)
@@ -143,7 +150,7 @@ class LeadingHessians(Hessians):
         return self.sum_shared()
 
     def marginalise(self, b: Floats | None, spread: Spread, ptr: Ints, aside: tuple[Floats, Floats]) -> Marginal:
-        b = _given(b)
+        b = given(b)
         S, C, r, log_determinants = self._absorbed(b, spread)
         n, q, d = C.shape
         k = len(ptr) - 1
@@ -189,7 +196,7 @@ class LeadingHessians(Hessians):
         return S, C, r, log_determinants
 
     def descend(self, b: Floats | None, spread: Spread, parent: Ints, x: Floats) -> tuple[Floats, Floats]:
-        b = _given(b)
+        b = given(b)
         S, C, r, _ = self._absorbed(b, spread)
         t, force = x[parent], np.zeros_like(b)
         q = r.shape[1]
@@ -208,11 +215,17 @@ class LeadingHessians(Hessians):
     def leading(self, q: int) -> Floats:
         return self.A
 
+    def by_cell(self, ptr: Ints) -> Floats:
+        (_, q, d), k = self.A.shape, len(ptr) - 1
+        total = np.zeros((k, d, d))
+        total[:, q:, q:] = self.shared
+        return total
+
     def smallest_curvature(self, loss: Loss) -> float:
         return loss.ridge
 
 
-def _given(b: Floats | None) -> Floats:
+def given(b: Floats | None) -> Floats:
     if b is None:
         raise TypeError("only clients in row space know their linear terms")
     return b

@@ -326,6 +326,9 @@ class RowSpace(Hessians):
         share(kernels.cross_products, block_count(self.n), self.R, curves, self.ptr, np.arange(q), A)
         return A
 
+    def by_cell(self, ptr: Ints) -> Floats:
+        return segment_sum(self.leading(self.R.shape[1]), ptr)
+
     def smallest_curvature(self, loss: Loss) -> float:
         d = self.R.shape[1]
         if not loss.quadratic or (self.counts < d).any():
