@@ -20,7 +20,7 @@ from covey.problem.problem import Spec, refuse_odd_table
 from covey.problem.settings import COLUMNS, Penalties, column_name, declared
 from covey.solvers.registry import first_order
 from covey.threads import use_threads
-from covey.tree.hierarchy import UNSEEN, Level, Unseen, to_array
+from covey.tree.hierarchy import UNSEEN, Level, Unseen
 
 # The settings of a Spec that are parameters of an estimator with the same name.
 SETTINGS = tuple(name for name in declared() if name not in ("family", "nested", "seed"))
@@ -199,6 +199,21 @@ class EstimatorCore:
             raise AttributeError(f"This {type(self).__name__} is not fitted yet; call fit first.")
         return self.model_
 
+    @property
+    def clients_(self) -> Anything:
+        """The id of each client, ``(n_clients,)``."""
+        return self._fitted.hierarchy.clients
+
+    @property
+    def clusters_(self) -> Anything:
+        """The id of each cluster, ``(n_clusters,)``."""
+        return self._fitted.hierarchy.clusters
+
+    @property
+    def client_clusters_(self) -> Anything:
+        """The id of each client's cluster, ``(n_clients,)``."""
+        return self._fitted.hierarchy.clusters_of_clients
+
     def _spec(self) -> Spec:
         if self.unseen not in UNSEEN:
             raise one_of("unseen", self.unseen, UNSEEN)
@@ -290,8 +305,6 @@ class EstimatorCore:
     def _adopt(self, model: Model) -> Self:
         self.model_, self.terms_ = model, model.terms
         self.coef_, self.cluster_coef_, self.global_coef_ = model.theta, model.w, model.wbar
-        tree = model.hierarchy
-        self.clients_, self.clusters_, self.client_clusters_ = tree.clients, tree.clusters, to_array(tree.cluster_of_client)
         self.convergence_, self.ledger_ = model.convergence, model.ledger
         self.history_ = None if model.history is None else self._native(model.history)
         self.n_iter_ = max(1, model.convergence.iterations)

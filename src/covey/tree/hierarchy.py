@@ -19,6 +19,7 @@ from covey._typing import Anything, Floats, Ints
 from covey.errors import DataError, listing, one_of
 from covey.kernels import find_in_table, rank_in_table
 
+_MOSTLY = 0.8  # from this share of distinct texts on, sorting all of them is faster than finding the distinct ones first
 _KINDS = {
     pl.Int64: "integers",
     pl.String: "text",
@@ -81,6 +82,8 @@ def _runs(labels: pl.Series) -> tuple[pl.Series, Ints | None]:
 
 
 def _encode_text(labels: pl.Series) -> tuple[pl.Series, Ints]:
+    if cast(int, labels.approx_n_unique()) > _MOSTLY * len(labels):
+        return _encode_by_sorting(labels)
     # polars numbers the categories in the order in which it meets them. Only the distinct texts are sorted.
     met = labels.cast(pl.Categorical).to_physical().to_numpy().astype(np.int64)
     numbers, codes = _encode_integers(met)
@@ -91,6 +94,15 @@ def _encode_text(labels: pl.Series) -> tuple[pl.Series, Ints]:
     rank = np.empty(len(order), dtype=np.int64)
     rank[order] = np.arange(len(order))
     return texts.gather(order), rank[codes]
+
+
+def _encode_by_sorting(labels: pl.Series) -> tuple[pl.Series, Ints]:
+    order = labels.arg_sort()
+    ordered = labels.gather(order)
+    new = ordered.ne_missing(ordered.shift(1))
+    codes = np.empty(len(labels), dtype=np.int64)
+    codes[order.to_numpy()] = np.cumsum(new.to_numpy()) - 1
+    return ordered.filter(new), codes
 
 
 def _encode_any(labels: pl.Series, what: str) -> tuple[pl.Series, Ints]:
@@ -285,13 +297,17 @@ class Hierarchy:
         """Number of clients of each cluster, ``(k,)``."""
         return np.diff(self.cluster_ptr)
 
-    @property
+    @cached_property
     def clients(self) -> Anything:
         return to_array(self.client_ids)
 
-    @property
+    @cached_property
     def clusters(self) -> Anything:
         return to_array(self.cluster_ids)
+
+    @cached_property
+    def clusters_of_clients(self) -> Anything:
+        return to_array(self.cluster_of_client)
 
     @property
     def cluster_of_client(self) -> pl.Series:

@@ -14,7 +14,6 @@ from typing import Annotated, Any, TypeVar
 import numpy as np
 
 from covey._typing import Anything, Floats, Ints
-from covey.losses import loss_of
 from covey.nodes.network import Message, Network, Node, R
 from covey.nodes.requests import TakeState, joined
 from covey.records import Axes, Record, Reply
@@ -23,6 +22,8 @@ from covey.solvers.direct.hessians import Hessians, LeadingHessians, WholeHessia
 from covey.solvers.direct.spaces import hessians, linear_clients, space_of
 from covey.solvers.result import Fit
 from covey.tables.rows import GroupedData
+from covey.threads import share
+from covey.variance import kernels
 from covey.variance.components import Components, Learned, LevelComponents, Whole
 from covey.variance.parameters import Shape
 
@@ -353,29 +354,27 @@ class SumRows(Message[RowTotals], label="totals of rows", phase="learn"):
     basis: Annotated[Floats, Axes("d d")]
 
     def at(self, node: Node) -> RowTotals:
-        ones, data = _ones(node.data), replace(node.data, X=_combined(node.data.X, self.basis))
+        data = replace(node.data, X=_combined(node.data.X, self.basis))
         rows, weight = int(data.rows_per_client.sum()), float(data.weight_of_client.sum())
         # Sums of rows with weights give means with weights, which serve to centre columns as well.
-        share = 1.0 if data.sums is None else rows / weight
-        gaussian, zero = loss_of("gaussian"), np.zeros((data.n_clients, data.n_terms))
-        if space_of(data.n_terms, 0) == "terms":
-            here = gaussian.expand(data, zero)
-            gram = here.hessian.sum(axis=0)
-        else:
-            here = gaussian.expand_rows(data, zero)
-            gram = by_cell(data.X, data.X, here.curves, np.array([0, data.n_rows]))[0]
+        per_row = 1.0 if data.sums is None else rows / weight
+        ones, total, squares = _column_sums(data.X)
+        response = data.y if data.offset is None else data.y - data.offset
+        weights = np.ones(data.n_rows) if data.weights is None else data.weights
+        starts = np.append(np.arange(0, data.n_rows, kernels.ROWS), data.n_rows)
+        gram = by_cell(data.X, data.X, weights, starts).sum(axis=0)
         return RowTotals(
             rows,
             float(data.rows_that_count.sum()),
             weight,
             sum_log_weights(data),
-            ones,
-            share * (np.array([column.sum() for column in data.X.T]) if data.sums is None else data.unit @ data.X),
-            share * np.einsum("la,la->a", data.X, data.X),
+            ones if data.X is node.data.X and data.sums is None else _ones(node.data),
+            per_row * (total if data.sums is None else data.unit @ data.X),
+            per_row * squares,
             gram,
-            -here.gradient.sum(axis=0),
+            (weights * response) @ data.X,
             float(data.y.sum()),
-            2 * float(here.value.sum()),
+            float((weights * response) @ response),
             float(node.loss.constant(data)),
             float(node.loss.perfect(data).sum()) if node.loss.dispersion else 0.0,
         )
@@ -384,9 +383,17 @@ class SumRows(Message[RowTotals], label="totals of rows", phase="learn"):
 def _ones(data: GroupedData) -> Floats:
     """The number of rows where a column is 1, ``(d,)``; if there are only sums, all rows or none."""
     if data.sums is None:
-        return np.array([np.count_nonzero(column == 1.0) for column in data.X.T], dtype=np.float64)
+        return _column_sums(data.X)[0]
     rows = float(data.rows_per_client.sum())
     return np.array([rows if np.array_equal(column, data.unit) else 0.0 for column in data.X.T])
+
+
+def _column_sums(X: Floats) -> tuple[Floats, Floats, Floats]:
+    """For each column the number of ones, the sum, and the sum of squares."""
+    blocks, d = -(-len(X) // kernels.ROWS), X.shape[1]
+    ones, total, squares = np.empty((blocks, d), dtype=np.int64), np.empty((blocks, d)), np.empty((blocks, d))
+    share(kernels.column_sums, blocks, X, ones, total, squares)
+    return ones.sum(axis=0).astype(np.float64), total.sum(axis=0), squares.sum(axis=0)
 
 
 def uncentred(fit: Fit, learned: Learned, columns: WorkingColumns) -> tuple[Fit, Learned]:

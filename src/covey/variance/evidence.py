@@ -22,7 +22,9 @@ from covey.solvers.direct.elimination import Quadratic, solve_columns
 from covey.solvers.direct.hessians import by_cell, leading_products
 from covey.solvers.direct.spaces import space_of
 from covey.tables.rows import GroupedData
+from covey.threads import block_count, share
 from covey.tree.hierarchy import segment_sum
+from covey.variance import kernels
 from covey.variance.columns import WorkingColumns, client_losses, client_rows, is_identity
 from covey.variance.separation import n_alike
 
@@ -30,7 +32,6 @@ ROUNDING = 1e-13  # clients' columns are proportional to this precision
 PROPORTIONAL = 1e-10  # degrees of freedom count columns as proportional to this precision
 _ALIKE = 1e-12  # relative to a mean that is itself rounded
 _DETERMINED = 1e-8
-_BLOCK = 1 << 12  # clients whose matrices are in memory at the same time
 
 
 @dataclass(frozen=True)
@@ -219,21 +220,19 @@ class GramRows:
 
     def n_not_proportional(self, precision: float) -> Floats:
         """For each pair of terms, the number of matrices with columns of ``X`` that are not proportional."""
-        count = np.zeros(self.A.shape[1:])
-        for start in range(0, len(self.A), _BLOCK):
-            block, size = self.A[start : start + _BLOCK], self.diagonal[start : start + _BLOCK]
-            full = size[:, self.terms, None] * size[:, None, :]
-            count += (full - block**2 > precision * np.maximum(full, 1e-300)).sum(axis=0)
-        return self._in_place(count, both=True)
+        blocks, (_, q, d) = block_count(len(self.A)), self.A.shape
+        count = np.empty((blocks, q, d), dtype=np.int64)
+        share(kernels.count_not_proportional, blocks, self.A, self.diagonal, self.terms, precision, count)
+        return self._in_place(count.sum(axis=0), both=True)
 
     def n_not_determined(self, inverse: Floats) -> Floats:
         """The number of clients or clusters whose coefficient of a term the common coefficients do not determine, ``(d,)``."""
-        count = np.zeros(self.A.shape[2])
-        for start in range(0, len(self.A), _BLOCK):
-            block, total = self.A[start : start + _BLOCK], self.diagonal[start : start + _BLOCK, self.terms]
-            fitted = np.einsum("iac,iac->ia", block, block @ inverse)
-            count[self.terms] += (total - fitted > _DETERMINED * total).sum(axis=0)
-        return count
+        blocks, (_, q, d) = block_count(len(self.A)), self.A.shape
+        count, whole = np.empty((blocks, q), dtype=np.int64), np.zeros(d)
+        arrays = self.A, self.diagonal, self.terms, np.ascontiguousarray(inverse)
+        share(kernels.count_not_determined, blocks, *arrays, _DETERMINED, count)
+        whole[self.terms] = count.sum(axis=0)
+        return whole
 
     def _in_place(self, rows: Floats, *, both: bool) -> Floats:
         whole = np.zeros((rows.shape[1], rows.shape[1]))
