@@ -22,16 +22,21 @@ def gram():
     return np.einsum("nma,nmb->nab", X, X)
 
 
-def test_sums_of_columns():
-    rng = np.random.default_rng(1)
-    X = rng.normal(size=(2 * kernels.ROWS + 17, 3))
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("shifted", [False, True])
+def test_sums_of_rows(weighted, shifted):
+    rng, blocks = np.random.default_rng(1), 3
+    n = 2 * kernels.ROWS + 17
+    X, y = rng.normal(size=(n, 3)), 5.0 + rng.normal(size=n)
     X[::3, 1], X[:, 2] = 1.0, 1.0
-    blocks = 3
-    ones, total, squares = np.full((blocks, 3), -1), np.full((blocks, 3), np.nan), np.full((blocks, 3), np.nan)
-    kernels.column_sums(0, blocks, X, ones, total, squares)
+    weights = rng.uniform(0.0, 2.0, size=n) if weighted else np.empty(0)
+    offset = rng.normal(size=n) if shifted else np.empty(0)
+    ones, sums = np.full((blocks, 3), -1), np.full((blocks, 3, 4), np.nan)
+    kernels.sum_rows(0, blocks, X, y, weights, offset, ones, sums)
     np.testing.assert_array_equal(ones.sum(axis=0), (X == 1.0).sum(axis=0))
-    np.testing.assert_allclose(total.sum(axis=0), X.sum(axis=0), rtol=1e-12)
-    np.testing.assert_allclose(squares.sum(axis=0), (X**2).sum(axis=0), rtol=1e-12)
+    r, w = y - (offset if shifted else 0.0), weights if weighted else 1.0
+    expected = [[*X.sum(axis=0), y.sum()], [*(X**2).sum(axis=0), 0.0], [*((w * r) @ X), (w * r * r).sum()]]
+    np.testing.assert_allclose(sums.sum(axis=0), expected, rtol=1e-11)
 
 
 @pytest.mark.parametrize("terms", [[0], [1, 3], [0, 1, 2, 3]])

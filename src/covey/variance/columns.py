@@ -358,8 +358,7 @@ class SumRows(Message[RowTotals], label="totals of rows", phase="learn"):
         rows, weight = int(data.rows_per_client.sum()), float(data.weight_of_client.sum())
         # Sums of rows with weights give means with weights, which serve to centre columns as well.
         per_row = 1.0 if data.sums is None else rows / weight
-        ones, total, squares = _column_sums(data.X)
-        response = data.y if data.offset is None else data.y - data.offset
+        ones, (total, squares, products) = _sum_rows(data)
         weights = np.ones(data.n_rows) if data.weights is None else data.weights
         starts = np.append(np.arange(0, data.n_rows, kernels.ROWS), data.n_rows)
         gram = by_cell(data.X, data.X, weights, starts).sum(axis=0)
@@ -369,12 +368,12 @@ class SumRows(Message[RowTotals], label="totals of rows", phase="learn"):
             weight,
             sum_log_weights(data),
             ones if data.X is node.data.X and data.sums is None else _ones(node.data),
-            per_row * (total if data.sums is None else data.unit @ data.X),
-            per_row * squares,
+            per_row * (total[:-1] if data.sums is None else data.unit @ data.X),
+            per_row * squares[:-1],
             gram,
-            (weights * response) @ data.X,
-            float(data.y.sum()),
-            float((weights * response) @ response),
+            products[:-1],
+            float(total[-1]),
+            float(products[-1]),
             float(node.loss.constant(data)),
             float(node.loss.perfect(data).sum()) if node.loss.dispersion else 0.0,
         )
@@ -383,17 +382,18 @@ class SumRows(Message[RowTotals], label="totals of rows", phase="learn"):
 def _ones(data: GroupedData) -> Floats:
     """The number of rows where a column is 1, ``(d,)``; if there are only sums, all rows or none."""
     if data.sums is None:
-        return _column_sums(data.X)[0]
+        return _sum_rows(data)[0]
     rows = float(data.rows_per_client.sum())
     return np.array([rows if np.array_equal(column, data.unit) else 0.0 for column in data.X.T])
 
 
-def _column_sums(X: Floats) -> tuple[Floats, Floats, Floats]:
-    """For each column the number of ones, the sum, and the sum of squares."""
-    blocks, d = -(-len(X) // kernels.ROWS), X.shape[1]
-    ones, total, squares = np.empty((blocks, d), dtype=np.int64), np.empty((blocks, d)), np.empty((blocks, d))
-    share(kernels.column_sums, blocks, X, ones, total, squares)
-    return ones.sum(axis=0).astype(np.float64), total.sum(axis=0), squares.sum(axis=0)
+def _sum_rows(data: GroupedData) -> tuple[Floats, Floats]:
+    """The numbers of ones in the columns ``(d,)``, and the sums ``(3, d + 1)`` of :func:`.kernels.sum_rows` over all rows."""
+    blocks, d = -(-data.n_rows // kernels.ROWS), data.n_terms
+    ones, sums = np.empty((blocks, d), dtype=np.int64), np.empty((blocks, 3, d + 1))
+    weights, offset = (np.empty(0) if values is None else values for values in (data.weights, data.offset))
+    share(kernels.sum_rows, blocks, data.X, data.y, weights, offset, ones, sums)
+    return ones.sum(axis=0).astype(np.float64), sums.sum(axis=0)
 
 
 def uncentred(fit: Fit, learned: Learned, columns: WorkingColumns) -> tuple[Fit, Learned]:

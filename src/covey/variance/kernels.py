@@ -13,17 +13,30 @@ ROWS = 1 << 12  # rows that are summed at a time
 
 
 @njit(nogil=True, cache=True, fastmath=FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
-def column_sums(begin: int, end: int, X: Floats, ones: Ints, total: Floats, squares: Floats) -> None:
-    """For each block of rows, set the number of ones in a column, its sum, and the sum of its squares, ``(blocks, d)``."""
+def sum_rows(
+    begin: int, end: int, X: Floats, y: Floats, weights: Floats, offset: Floats, ones: Ints, sums: Floats
+) -> None:  # fmt: skip
+    """For each block of rows, set the numbers of ones in the columns, ``(blocks, d)``, and ``sums (blocks, 3, d + 1)``.
+
+    With ``r = y - offset`` these are the sums of ``[X | y]``, of ``[X^2 | 0]``, and of ``w r [X | r]``. ``weights`` and
+    ``offset`` may be empty.
+    """
     n, d = X.shape
+    weighted, shifted = len(weights) > 0, len(offset) > 0
     for block in range(begin, end):
-        ones[block], total[block], squares[block] = 0, 0.0, 0.0
+        ones[block], sums[block] = 0, 0.0
+        total, squares, products = sums[block, 0], sums[block, 1], sums[block, 2]
         for row in range(block * ROWS, min((block + 1) * ROWS, n)):
+            response = y[row] - offset[row] if shifted else y[row]
+            pull = weights[row] * response if weighted else response
             for a in range(d):
                 x = X[row, a]
                 ones[block, a] += x == 1.0
-                total[block, a] += x
-                squares[block, a] += x * x
+                total[a] += x
+                squares[a] += x * x
+                products[a] += pull * x
+            total[d] += y[row]
+            products[d] += pull * response
 
 
 @njit(nogil=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
