@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import polars as pl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.errors import SolverError
 from covey.losses import FAMILIES, Gaussian, kernels, loss_of
-from covey.threads import block_count
+from covey.tables.rows import GroupedData
+from covey.threads import BLOCK, block_count
+from covey.tree.hierarchy import Hierarchy
 from tests.conftest import random_problem, seeds
 
 
@@ -53,6 +56,39 @@ def test_bend_of_a_quadratic_is_zero():
     assert not Gaussian().bend(data, theta, np.tile(np.eye(data.n_terms), (data.n_clients, 1, 1))).any()
 
 
+@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("d", [1, 3, 14])
+@pytest.mark.parametrize("full", [False, True], ids=["plain", "weights and offset"])
+def test_clients_of_all_sizes(name, d, full):
+    """Clients without rows, several in a tile, exactly one tile, and more than one; more clients than in a block."""
+    rng = np.random.default_rng(3)
+    counts = np.concatenate([[0, 127, 1, 128, 129, 0, 300], rng.integers(0, 9, size=2 * BLOCK), [700, 0]])
+    n, rows = len(counts), counts.sum()
+    X, offset = rng.normal(size=(rows, d)), rng.normal(size=rows)
+    y = {"bernoulli": rng.integers(0, 2, size=rows), "poisson": rng.poisson(2.0, size=rows)}.get(
+        name, rng.gamma(2.0, size=rows)
+    )
+    hierarchy = Hierarchy(np.array([0, n]), pl.Series(np.arange(n)), pl.Series(["all"]))
+    ptr, beside = np.concatenate([[0], np.cumsum(counts)]), (rng.uniform(0.0, 2.0, size=rows), offset) if full else ()
+    data = GroupedData(X, y.astype(np.float64), ptr, hierarchy, tuple(f"x{a}" for a in range(d)), *beside)
+    theta, loss, root = 0.3 * rng.normal(size=(n, d)), loss_of(name), rng.normal(size=(n, d, d))
+    plain = uncompiled(loss).expand(data, theta)
+    for order in (0, 1, 2):
+        here = loss.expand(data, theta, order)
+        np.testing.assert_allclose(here.value, plain.value, rtol=1e-10, atol=1e-10)
+        np.testing.assert_allclose(here.gradient, plain.gradient[: len(here.gradient)], rtol=1e-9, atol=1e-9)
+        np.testing.assert_allclose(here.hessian, plain.hessian[: len(here.hessian)], rtol=1e-9, atol=1e-9)
+        assert (len(here.gradient), len(here.hessian)) == (n * (order > 0), n * (order > 1))
+    by_rows = loss.expand_rows(data, theta)
+    np.testing.assert_allclose(by_rows.curves, uncompiled(loss).expand_rows(data, theta).curves, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(by_rows.gradient, plain.gradient, rtol=1e-9, atol=1e-9)
+    P = root @ root.swapaxes(1, 2)
+    variance = np.einsum("la,lab,lb->l", X, P[data.client_of_row], X)
+    for given_as in ({"P": P}, {"variance": variance}):
+        expected = uncompiled(loss).bend(data, theta, P)
+        np.testing.assert_allclose(loss.bend(data, theta, **given_as), expected, rtol=1e-9, atol=1e-8)
+
+
 @given(seed=seeds)
 def test_curvature_floor(seed):
     """One over the trace of the inverse; zero for a singular matrix."""
@@ -88,7 +124,8 @@ def test_exponentials_keep_nan():
 @pytest.mark.parametrize("margin", [-800.0, -5.0, 0.0, 5.0, 800.0])
 def test_slope_and_pointwise(name, margin):
     loss, y = loss_of(name), 1.0
-    value, factor, first, second = kernels.pointwise(loss.code, margin, y)
+    power = np.exp(kernels.exponent(loss.code, margin))
+    value, factor, first, second = kernels.pointwise(loss.code, margin, y, power)
     at = np.array([margin]), np.array([y])
     assert value + np.log(factor) == pytest.approx(loss.values(*at)[0], rel=1e-12, abs=1e-14)
     assert first == pytest.approx(loss.slopes(*at)[0], rel=1e-12, abs=1e-14)

@@ -45,6 +45,7 @@ _OTHER_NAMES = {
 }
 
 _NONE = np.empty(0)
+_WIDE = 12  # columns from which on values and gradients are computed row by row
 _LARGEST_LOG = 50.0  # exp(50) is 5e21, more than any exposure
 _NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(40)
 
@@ -319,16 +320,13 @@ class Loss(ABC):
 
     def expand_rows(self, data: GroupedData, theta: Floats) -> Expansion:
         """Return value, gradient and the curvature of each row at ``theta (n, d)``. No Hessians are built."""
-        n, d = theta.shape
-        value, gradient, curves = np.empty(n), np.empty((n, d)), np.empty(data.n_rows)
+        d = theta.shape[1]
+        curves = np.empty(data.n_rows)
         if self.code is None:
             value, gradient, _ = self._expand_with_numpy(data, theta, 1)
             curves = _weighted(self.curvatures(data.margin(theta), data.y), data) * self.scale(data)[data.client_of_row]
         else:
-            _, X, y, weights, offset, scale, _, ptr = self.operands(data)
-            at = np.ascontiguousarray(theta)
-            rows = self.code, X, y, weights, offset, scale, ptr
-            share(kernels.expand_rows, block_count(n), *rows, at, value, gradient, curves)
+            value, gradient, _ = self._expand_compiled(self.code, data, theta, 1, curves)
         if self.ridge:
             value += 0.5 * self.ridge * (theta**2).sum(axis=1)
             gradient += self.ridge * theta
@@ -347,16 +345,21 @@ class Loss(ABC):
             hessian = scale[:, None, None] * segment_sum(products, data.client_ptr)
         return value, gradient, hessian
 
-    def _expand_compiled(self, code: int, data: GroupedData, theta: Floats, order: int) -> tuple[Floats, Floats, Floats]:
-        """Expand the loss of the family with this code without the ridge."""
+    def _expand_compiled(
+        self, code: int, data: GroupedData, theta: Floats, order: int, curves: Floats = _NONE
+    ) -> tuple[Floats, Floats, Floats]:
+        """Expand the loss of the family with this code without the ridge. Unless ``curves`` is empty, fill it."""
         _, X, y, weights, offset, scale, _, ptr = self.operands(data)
         n, d = theta.shape
-        value = np.empty(n)
-        gradient = np.empty((n if order >= 1 else 0, d))
-        hessian = np.empty((n if order >= 2 else 0, d, d))
-        at = np.ascontiguousarray(theta)
-        share(kernels.expand, block_count(n), code, order, X, y, weights, offset, scale, ptr, at, value, gradient, hessian)
-        return value, gradient, hessian
+        value, blocks = np.empty(n), block_count(n)
+        rows = X, y, weights, offset, scale, ptr, np.ascontiguousarray(theta)
+        if order == 2 or (d < _WIDE and not len(curves)):
+            gradient, hessian = np.empty((n if order >= 1 else 0, d)), np.empty((n if order >= 2 else 0, d, d))
+            share(kernels.expand, blocks, code, order, *rows, value, gradient, hessian)
+        else:
+            gradient, hessian = np.empty((n, d)), np.empty((0, d, d))
+            share(kernels.expand_rows, blocks, code, *rows, value, gradient, curves)
+        return value, gradient if order >= 1 else gradient[:0], hessian
 
     def value(self, data: GroupedData, theta: Floats) -> Floats:
         """Return the loss of each client, ``(n,)``."""

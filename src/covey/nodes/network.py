@@ -355,11 +355,12 @@ class Blocks:
     @classmethod
     def of(cls, ptr: Ints) -> Blocks:
         """Divide the children ``ptr[j]:ptr[j + 1]`` of each parent into blocks of at most ``BLOCK``."""
-        counts = -(-np.diff(ptr) // BLOCK)
+        counts, parents = -(-np.diff(ptr) // BLOCK), np.arange(len(ptr))
+        if (counts == 1).all():
+            return cls(ptr, parents[:-1], parents, True)
         owner = np.repeat(np.arange(len(counts)), counts)
         first = np.repeat(np.cumsum(counts) - counts, counts)
         starts = ptr[:-1][owner] + BLOCK * (np.arange(len(owner)) - first)
-        parents = np.arange(len(ptr))
         return cls(np.append(starts, ptr[-1]), owner, np.searchsorted(owner, parents), np.array_equal(owner, parents[:-1]))
 
     @property

@@ -435,8 +435,10 @@ def _refuse_unseen(values: Any, found: Ints, what: str, cluster: Any = None) -> 
 
 def segment_sum(values: Floats, ptr: Ints) -> Floats:
     """Return the sums of ``values[ptr[j]:ptr[j + 1]]`` along the first axis; an empty segment sums to zero."""
-    total = np.zeros((len(ptr) - 1, *values.shape[1:]))
     filled = ptr[1:] > ptr[:-1]
+    if filled.all() and len(filled) and values.dtype == np.float64:
+        return np.add.reduceat(values, ptr[:-1], axis=0)
+    total = np.zeros((len(ptr) - 1, *values.shape[1:]))
     if filled.any():
         total[filled] = np.add.reduceat(values, ptr[:-1][filled], axis=0)
     return total

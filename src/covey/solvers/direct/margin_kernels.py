@@ -8,7 +8,7 @@ import numpy as np
 
 from covey._typing import Anything, Floats, Ints
 from covey.compiling import njit
-from covey.losses.kernels import FASTMATH, pointwise
+from covey.losses.kernels import FASTMATH, exponent, pointwise
 
 _STEPS = 50
 _ARMIJO = 1e-4
@@ -42,7 +42,8 @@ def solve_margins(
             new = 0.0
             for r in range(m):
                 row = first + r
-                plain, share, one, two = pointwise(family, new_eta[r], y[row])
+                power = math.exp(exponent(family, new_eta[r]))
+                plain, share, one, two = pointwise(family, new_eta[r], y[row], power)
                 weight = factor[i] * (weights[row] if len(weights) else 1.0)
                 new += weight * (plain + math.log(share)) + 0.5 * new_a[r] * (new_eta[r] - start[row])
                 z[r], along[r] = weight * one, weight * two
