@@ -363,7 +363,7 @@ def separated():
 
 
 def test_a_coefficient_without_finite_estimate_is_an_error():
-    with pytest.raises(ValueError, match=r"The common term 'z' separates the classes.*leave it out"):
+    with pytest.raises(ValueError, match=r"The fixed effect 'z' separates the classes.*leave it out"):
         estimate(in_memory(separated(), Bernoulli()), INTERCEPTS)
 
 

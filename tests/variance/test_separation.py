@@ -90,7 +90,7 @@ def test_counts_of_zero_in_one_group():
         ("y ~ f*x + (f | g)", SEPARATED, ["'f[T.c]'"]),
     ],
 )
-def test_a_common_term_that_separates_all_rows_is_refused_with_the_fix(formula, frame, facts):
+def test_a_fixed_effect_that_separates_all_rows_is_refused_with_the_fix(formula, frame, facts):
     with pytest.raises(DataError, match="no finite estimate") as caught:
         HierarchicalClassifier(formula=formula).fit(frame)
     sentence = str(caught.value)

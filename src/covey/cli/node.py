@@ -101,7 +101,7 @@ def init(
     chosen: dict[str, Any] = {"client": client, "groups": grouping, "columns": rest, "families": ["gaussian"]}
     chosen |= {"solvers": ["sweep", "learn"], "secure": False, "replies": "all", "share": 0.75}
     chosen["operators"] = [ANY] if insecure else [] if operator is None else [bare(operator.read_text(encoding="utf-8"))]
-    text = "# What this site allows. The rest is refused. A rule that is left out allows as little as it can,\n"
+    text = "# What this site allows. The rest is refused. A rule that is left out has a cautious default,\n"
     text += "# but without epsilon no noise is required.\n"
     for name, comment in PLACES.items():
         unused = name == "table_name" and table_name is None

@@ -86,7 +86,7 @@ def _print_instead(
     elif robust is not None:
         found, title = estimator.robust(robust), f"Global coefficients with cluster-robust standard errors ({robust})"
     elif r2:
-        found, title = pl.DataFrame([estimator.r2(table_for(data, path))._asdict()]), "R2: by common terms, and with groups"
+        found, title = pl.DataFrame([estimator.r2(table_for(data, path))._asdict()]), "R2: by fixed effects, and with groups"
     else:
         found = estimator.profile(table_for(data, path), which=profile)
         title = f"95% profile intervals of {profile}"

@@ -273,7 +273,7 @@ class HierarchicalGammaRegressor(_LogLinear):
     """Gamma mixed model of positive responses, such as costs and durations, with a log link.
 
     The coefficient of variation is constant. Its square, the dispersion, is estimated with the penalties and is then in
-    ``components_.residual``. A row with weight 2 counts as two rows.
+    ``components_.residual``. A weight of 2 counts the log-likelihood of a row twice; the number of rows stays the same.
 
     Examples
     --------

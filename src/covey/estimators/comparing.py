@@ -19,9 +19,9 @@ from covey.variance.profile import maximum_likelihood
 def compare(*models: HierarchicalEstimator) -> IntoDataFrame:
     """Compare models of the same rows by likelihood-ratio tests, AIC and BIC, as ``anova`` of lme4.
 
-    Restricted likelihoods (REML) of models with different common terms cannot be compared. So linear models that were fitted by
-    REML are first fitted again by maximum likelihood, from the sums that they keep; no rows are needed. Each model is tested
-    against the one before it, in the order of their numbers of parameters.
+    Restricted likelihoods (REML) of models with different fixed effects cannot be compared. So linear models that were fitted
+    by REML are first fitted again by maximum likelihood, from the sums that they keep; no rows are needed. Each model is
+    tested against the one before it, in the order of their numbers of parameters.
 
     Parameters
     ----------

@@ -40,9 +40,9 @@ class EstimatorCore:
         grouping: clients and the global model.
     weights, offset : str, int or None
         Columns of ``X`` with row weights and with an offset, which is added to the linear predictor. Cross-validation splits
-        them with the rows of ``X``. You can pass the arrays ``sample_weight`` and ``offset`` to ``fit`` instead. A weight is a
-        precision, not a count: it multiplies the loss of its row, and in the linear model the variance of the row is the
-        residual variance divided by its weight. The number of rows stays the same. The offset may also be an expression of
+        them with the rows of ``X``. You can pass the arrays ``sample_weight`` and ``offset`` to ``fit`` instead. A weight
+        multiplies the loss of its row: in the linear model the variance of the row is the residual variance divided by its
+        weight. A weight is no count: the number of rows stays the same. The offset may also be an expression of
         columns, ``"log(expected)"``, or stand in the formula, ``offset(log(expected))``.
     frequency : str, int or None
         Column of ``X`` that says how often each row counts: a row with frequency 3 is three equal rows, in the likelihood, in

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class EffectMethods(InferenceMethods):
-    """What a fitted model says about its rows, its groups and its common terms."""
+    """What a fitted model says about its rows, its groups and its fixed effects."""
 
     @property
     def cov_(self) -> Floats:
@@ -295,7 +295,7 @@ class EffectMethods(InferenceMethods):
         client: ArrayLike | None = None,
         cluster: ArrayLike | None = None,
     ) -> R2:
-        """Compute the shares of variance that the common terms, and these and the groups, explain (Nakagawa and Schielzeth).
+        """Compute the shares of variance that the fixed effects, and these and the groups, explain (Nakagawa and Schielzeth).
 
         Parameters
         ----------

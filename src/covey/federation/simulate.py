@@ -88,8 +88,9 @@ def simulate_sites(
     settings : RunSettings, optional
         Settings of the run: timeout and retries, masks, allow-list, differential privacy.
     minimum : int
-        The least number of clients that a site must have in each cluster and in each category; in
-        a private run, a category within a cluster is not checked. A site with fewer refuses the run, which then ends.
+        The least number of clients in each sum of a site: in each cluster, and for each term in it. A private run checks
+        only the clients of each cluster, and those of each category at the whole site. A site with fewer refuses the run,
+        which then ends.
     models : Path, optional
         Folder in which each site writes the models of its clients.
     out : Path, optional

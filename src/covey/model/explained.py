@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class R2(NamedTuple):
-    """Shares of variance: ``marginal`` by the common terms, ``conditional`` by these and the groups."""
+    """Shares of variance: ``marginal`` by the fixed effects, ``conditional`` by these and the groups."""
 
     marginal: float
     conditional: float

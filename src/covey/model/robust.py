@@ -13,7 +13,7 @@ clubSandwich (Pustejovsky and Tipton 2018), with ``m`` groups, ``p`` coefficient
     CR2                the symmetric A_j with A_j (V_j - X_j M X_j') A_j = V_j: the covariance is unbiased if V_j is right
     CR3                A_j = (I - X_j M X_j'V_j^-1)^-1, the jackknife
 
-CR2 is computed in the space that the group's columns span: those of its common terms, and of the varying terms of each of its
+CR2 is computed in the space that the group's columns span: those of its fixed effects, and of the varying terms of each of its
 clients. Outside that space ``A_j`` is the identity and does not meet ``X_j``. The scalar products of the columns, in the sums
 of clients, are enough as long as every row has weight 1.
 

@@ -136,7 +136,8 @@ def facts(model: Model) -> list[str]:
         of = "" if components.rows == model.n_rows else f", learned from {counted(int(components.rows), 'row')}"
         criteria = f"AIC {components.aic:.1f}, BIC {components.bic:.1f}, {components.parameters} parameters{of}"
         if components.method == "REML":
-            criteria += "; compare only models with the same common terms" + (", also standardised" if spec.standardize else "")
+            also = ", also standardised" if spec.standardize else ""
+            criteria += f"; compare only models with the same fixed effects{also}"
         lines.append(f"{components.method}: log-likelihood {components.log_likelihood:.2f}, {criteria}")
         lines.append(model.convergence.message)
         return [*lines, *_test_lines(components), *(f"note: {note}" for note in components.notes)]

@@ -62,8 +62,8 @@ def _learned_of(model: Model) -> Learned:
     """The variance components and the sums of all clients, which updates need."""
     if model.learned is None:
         raise SolverError(
-            "update, add_clients and remove_clients need learned variance components, and this model has none (its penalties "
-            "were given, or it has no penalties); fit all rows again, or learn the penalties."
+            "update, add_clients and remove_clients need variance components, and this model has none; fit all rows again, or "
+            "fit with penalty='reml' or 'ml'."
         )
     return model.posterior.require_sums(all_clients=True)
 

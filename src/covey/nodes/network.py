@@ -125,7 +125,10 @@ class Message(Record, Generic[R]):
 
     @property
     def cells(self) -> Anything | None:
-        """The clusters that the message concerns, boolean ``(k,)``; None for all. Others get it only with masks."""
+        """The clusters that the message concerns, boolean ``(k,)``; None for all.
+
+        Sites without these clusters get it only with masks, or if a message without a reply travels with it.
+        """
         return None
 
     @property

@@ -99,7 +99,7 @@ def not_told_apart(page: Page, model: Model) -> None:
                 own = found.filter(term=term)
                 unclear = int((own["deviation"].abs() <= 1.96 * own["conditional_variance"].sqrt()).sum())
                 said.append(f"{unclear:,} of {many(len(own), noun)} cannot be told apart from the {above} model in {term}.")
-    page.items(said or ["Nothing: every level and every common term is distinguishable."])
+    page.items(said or ["Nothing: every level and every fixed effect is distinguishable."])
 
 
 # Federation, and how to repeat it

@@ -114,7 +114,7 @@ def _sentences(model: Model, held: Gains | None, private: Mapping[str, Any]) -> 
         groups = f"{within:.0f}% lies between {plural(client)}"
         if model.hierarchy.n_clusters > 1:
             groups = f"{between:.0f}% lies between {plural(cluster)}, {within:.0f}% between the {plural(client)} of a {cluster}"
-        said.append(f"Of the variation that the common terms leave open, {groups}, and {rest:.0f}% within {plural(client)}.")
+        said.append(f"Of the variation that the fixed effects leave open, {groups}, and {rest:.0f}% within {plural(client)}.")
     if learned is not None:
         said += _effects(model)
     if held is not None:
@@ -178,9 +178,9 @@ def _model(page: Page, model: Model, rows: Observed | None) -> None:
         page.table("Likelihood-ratio tests of each level", ["variation between", "statistic", "parameters", "p-value"], tests)
     try:
         marginal, conditional = r2(model, rows)
-        groups = "" if is_plain(model) else f", the common terms and the groups {100 * conditional:.1f}%"
+        groups = "" if is_plain(model) else f", the fixed effects and the groups {100 * conditional:.1f}%"
         page.paragraphs(
-            f"The common terms explain {100 * marginal:.1f}% of the variance{groups} (R2 of Nakagawa and Schielzeth)."
+            f"The fixed effects explain {100 * marginal:.1f}% of the variance{groups} (R2 of Nakagawa and Schielzeth)."
         )
     except CoveyError as problem:
         page.need(str(problem))

@@ -52,12 +52,12 @@ def solve(
         ``gamma (n,)`` and ``lam (k,)``; the nodes must have the same ``gamma``.
     solver : str
         Name of a solver. "auto" is the sweep for a quadratic loss and Newton for any other. It is ``apgd``
-        if the clients are in other processes, the matrices of all clusters together exceed 32 MB, and ``apgd`` can be used.
+        across sites, if the matrices of all clusters together exceed 32 MB and ``apgd`` can be used.
     start : Fit or (n, d) array, optional
         A fit to begin at, if all clients are in memory. The randomised algorithms also take coefficients.
     tol : float
-        For Newton, the gradient norm at which it stops. For ``apgd`` and the randomised algorithms, the share of the objective
-        by which it may be above its minimum.
+        For Newton, the gradient norm at which it stops. ``apgd`` and the randomised algorithms stop
+        when the gap of the objective to its minimum is at most ``tol`` times the objective, measured above a perfect fit.
     max_iter : int, optional
         Largest number of iterations; by default that of the solver.
     seed : int

@@ -4,7 +4,7 @@ If all rows of a group have one class, its rows alone would make its coefficient
 finite, so the model is fitted, and a note says how many groups there are. The same holds for the rows of one category in a
 group, if its coefficient varies.
 
-If a common term separates the responses of all rows, its coefficient has no finite estimate for any random effects:
+If a fixed effect separates the responses of all rows, its coefficient has no finite estimate for any random effects:
 the likelihood rises without end along the separating direction, so it rises after integration too. Only then is it an error.
 """
 
@@ -64,15 +64,15 @@ def notes_on_groups(
 
 
 def separation(terms: Sequence[str], runaway: Anything, loss: Loss) -> DataError:
-    """The error if the coefficients of common terms grow without bound; ``runaway (d,)`` says which."""
+    """The error if fixed effects grow without bound; ``runaway (d,)`` says which."""
     names = [terms[a] for a in np.flatnonzero(runaway).tolist()]
     categories = [_CATEGORY.fullmatch(name) for name in names if name != "Intercept"]
     columns = {match[1] if match else None for match in categories}
     alike = "the same class" if loss.two_classes else "the count 0"
     responses = "classes" if loss.two_classes else "counts"
-    what, fix = f"The common terms {listing(names, 3)} separate the {responses} of all rows", "leave one of them out"
+    what, fix = f"The fixed effects {listing(names, 3)} separate the {responses} of all rows", "leave one of them out"
     if len(names) == 1:
-        what, fix = f"The common term {names[0]!r} separates the {responses} of all rows", "leave it out"
+        what, fix = f"The fixed effect {names[0]!r} separates the {responses} of all rows", "leave it out"
     if len(columns) == 1 and None not in columns and ":" not in "".join(names):
         (column,) = columns
         levels = listing([match[2] for match in categories if match], 3)

@@ -255,8 +255,9 @@ def _reason(link: Link, problem: httpx.HTTPError) -> str:
             return "the link does not know the key of this node, or still holds its last connection for up to a minute"
         return f"the link answers with the error {response.status_code}"
     if "CERTIFICATE_VERIFY_FAILED" in str(problem):
-        why = f"The certificate of the link {link.address} is not one that {str(link.certificate)!r} vouches for"
-        raise FederationError(f"{why}; get it from the operator, and use a host name that it has.") from None
+        why = f"{str(link.certificate)!r} does not confirm the certificate of the link {link.address}"
+        fix = "get that file from the operator again, and use a host name that the certificate lists"
+        raise FederationError(f"{why}; {fix}.") from None
     return f"no connection to the link {link.address}"
 
 

@@ -319,7 +319,7 @@ def read_reply(message: bytes, reply: bytes | Failure | None, limits: Limits) ->
             "broken": Unusable(f"it failed while it answered ({sentence}); see the log at the site"),
         }.get(str(refusal.reason), Unusable(sentence, final=True))
     if (found.run, found.epoch, found.exchange) != (asked.run, asked.epoch, asked.exchange):
-        return Unusable(f"it answered message {found.exchange} of epoch {found.epoch} instead; run only one node of this name")
+        return Unusable(f"it answered message {found.exchange} of start {found.epoch} instead; run only one node of this name")
     return found
 
 

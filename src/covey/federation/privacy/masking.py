@@ -180,7 +180,7 @@ def check_roster(history: Sequence[Collection[str]], roster: Collection[str]) ->
     >>> check_roster(["abcd"], ["a", "b"])
     >>> check_roster(["abcd"], ["a", "b", "c"])
     Traceback (most recent call last):
-    covey.errors.FederationError: Without 'd' the totals would show its part by difference to an earlier epoch; wait for it...
+    covey.errors.FederationError: Without 'd' the totals would show its part by difference to an earlier start; ...
     """
     if len(set(roster)) < MINIMUM_SITES or len(set(roster)) < len(roster):
         raise FederationError(f"A fit under masks takes two different sites or more. Got {listing(roster)}.")
@@ -192,11 +192,11 @@ def check_roster(history: Sequence[Collection[str]], roster: Collection[str]) ->
         present.setdefault(tuple(site in total for total in totals), []).append(site)
     alone = [sites[0] for sites in present.values() if len(sites) == 1]
     if gone := [site for site in alone if site not in roster]:
-        why = f"Without {gone[0]!r} the totals would show its part by difference to an earlier epoch"
+        why = f"Without {gone[0]!r} the totals would show its part by difference to an earlier start"
         raise FederationError(f"{why}; wait for it, or also leave out another site that dropped out with it.")
     if alone:
-        why = f"The totals of all epochs together would show the part of {alone[0]!r}"
-        raise FederationError(f"{why}; take the roster of an earlier epoch, or wait for the missing sites.")
+        why = f"The totals of all starts of the run together would show the part of {alone[0]!r}"
+        raise FederationError(f"{why}; take the sites of an earlier start, or wait for the missing sites.")
 
 
 def _stream(key: bytes, shape: tuple[int, ...]) -> Exact:

@@ -38,7 +38,7 @@ class Approvals:
         """
         kept, name = self.read(), question_id(question)
         if kept["runs"].get(run, name) != name:
-            raise FederationError("This run has joined with another problem; start a new run.")
+            raise FederationError("This site has joined this run for another problem; start a new run.")
         if run in kept["runs"]:
             if join and not going_on:
                 raise FederationError("This run has ended at this site, or the site has lost its state; start a new run.")

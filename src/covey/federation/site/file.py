@@ -1,7 +1,7 @@
 """The file ``site.toml`` in the home of a site: where its table, its key and the link are, and what the site allows.
 
-An unknown name or an unusable value is refused when the node starts. A rule that is left out allows as little as it can, but
-without a limit of epsilon no noise is required.
+An unknown name or an unusable value is refused when the node starts. A rule that is left out has a cautious
+default, but without a limit of epsilon no noise is required.
 """
 
 from __future__ import annotations

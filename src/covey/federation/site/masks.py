@@ -33,12 +33,12 @@ def check_peers(own: str, peers: Peers | None, policy: Policy, run: str, asked: 
     for name in sorted(others & peers.keys()):
         parts, signature = signed(run, name, asked.keys[name]), asked.signatures.get(name, "")
         if not any(verified(public, signature, *parts) for public in peers[name]):
-            why = f"The mask key of site {name!r} is not signed with a key that this site knows for it"
-            raise refusal("peers", why, "add the site's new public key")
+            why = f"Site {name!r} signed its mask key with a key that this site does not know"
+            raise refusal("peers", why, f"add the new public key of {name!r}")
         known += 1
     if known < (policy.pinned or len(others)):
         strange = sorted(others - peers.keys())
-        why = f"This site does not know site {strange[0]!r} of this run" if strange else "Too few known sites take part"
+        why = f"This site does not know site {strange[0]!r}" if strange else "Too few known sites take part"
         raise refusal("peers", why, "add its public key, or say with 'pinned' how many known sites suffice")
 
 

@@ -43,9 +43,9 @@ def refusal(name: str, why: str, change: str) -> FederationError:
     """The error for a request that a rule does not allow.
 
     >>> str(refusal("columns", "This site does not answer about column 'hiv'", "add it to the list"))
-    "This site does not answer about column 'hiv'. Its owner can add it to the list: rule 'columns' in site.toml."
+    "This site does not answer about column 'hiv'. The owner of this site can add it to the list: rule 'columns' in site.toml."
     """
-    return FederationError(f"{why}. Its owner can {change}: rule {name!r} in site.toml.")
+    return FederationError(f"{why}. The owner of this site can {change}: rule {name!r} in site.toml.")
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,11 @@ class Policy:
     operators: Sequence[str] | None = rule(
         None, (), 'Public keys of the operators who may ask; "any" is everybody whom the link lets in.'
     )
-    pinned: int = rule(0, 0, "How many sites of [peers] must take part in a masked run; 0: all sites of the run must be there.")
+    pinned: int = rule(
+        0, 0, "How many sites of [peers] must take part in a masked run; 0: every other site must be in [peers]."
+    )
     runs: int | None = rule(None, 20, "The most runs that this site takes part in.", 1)
-    messages: int | None = rule(None, 200, "The most messages of one run that it answers.", 1)
+    messages: int | None = rule(None, 200, "The most messages that it answers in one start of a run.", 1)
     retention: int | None = rule(None, 30, "Days without a message after which it deletes what it remembers of a run.")
     share_row_errors: bool = False  # whether errors about rows may leave the site; only in a simulation
 
@@ -120,7 +122,7 @@ class Policy:
     def check_message(self, message: Message[Any], exchange: int) -> None:
         """Refuse messages of solvers that are not allowed, and more messages than are allowed."""
         if self.messages is not None and exchange >= self.messages:
-            raise refusal("messages", f"This site answers {self.messages} messages of a run", "raise the number")
+            raise refusal("messages", f"This site answers {self.messages} messages in one start of a run", "raise the number")
         for part in message.parts:
             if (solver := solver_of(type(part))) is not None:
                 self._check_all("solvers", f"This site does not answer {part.label!r}, a message of", [solver])

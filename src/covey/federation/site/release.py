@@ -175,8 +175,9 @@ class Released:
         now = {keyed_hash((client, rows), kept["key"])[:16]: cell for client, rows, cell, weight in ids if weight > 0}
         for before in kept["runs"].values() if policy.minimum > 1 else ():
             if 0 < _least_difference(now, before) < policy.minimum:
-                why = f"Clients of a cell or of the run differ from those of an earlier run by fewer than {policy.minimum}"
-                raise refusal("minimum", f"{why}, so that both together would show these few", "lower the number")
+                why = f"At this site the clients of a cell, or all clients, differ by fewer than {policy.minimum} from those of"
+                why = f"{why} an earlier run; both runs together would show these few"
+                raise refusal("minimum", why, "lower the number")
         if now in kept["runs"].values():
             return
         starts = sum(name == run or name.startswith(f"{run}, start ") for name in kept["runs"])

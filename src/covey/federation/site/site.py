@@ -228,7 +228,7 @@ class Site:
             return Ready("its owner would be asked")
         if asked.private is None and self.weak_sums(draft):
             why = "This site has sums over too few clients, or with a client that dominates"
-            raise refusal("minimum", f"{why}; covey site check names them there", "lower the number, or group more coarsely")
+            raise refusal("minimum", f"{why}; covey site check names them there", "lower 'minimum' or raise 'share'")
         return Ready("it would take part")
 
     def weak_sums(self, draft: Problem) -> list[WeakSum]:
@@ -253,7 +253,8 @@ class Site:
             raise FederationError(f"Site {self.name!r} is not on the roster of this run; {fix}.")
         self.budget.admit(agreed.private, asked.run, asked.epoch)
         if asked.epoch >= MOST_STARTS:
-            raise FederationError(f"A site joins the starts of a run at most {MOST_STARTS} times; start a new run.")
+            why = f"This run has started {MOST_STARTS} times, and a site takes part in no more starts"
+            raise FederationError(f"{why}; use a lower degree in poly, or start a new run.")
         problem, private = _read_problem(agreed.problem), agreed.private is not None
         self.policy.check_problem(problem)
         design = check_design(problem, private=private)
@@ -424,7 +425,8 @@ def _out_of_step(asked: Envelope, run: SiteRun) -> Refusal | None:
             return None
     elif (asked.epoch, asked.after) == (run.epoch, run.exchange) and asked.exchange > asked.after:
         return None
-    here = f"this site is at message {run.exchange} of epoch {run.epoch}, this is message {asked.exchange} of {asked.epoch}"
+    got = f"it got message {asked.exchange} of start {asked.epoch}"
+    here = f"this site is at message {run.exchange} of start {run.epoch} of the run, but {got}"
     if (asked.epoch, asked.exchange) <= (run.epoch, run.exchange):
         return Refusal("stale", here)
     return Refusal("behind", here)

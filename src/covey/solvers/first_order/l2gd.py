@@ -11,8 +11,9 @@
 exchanges in one call of a kernel. For a quadratic loss the kernel has a closed form in the eigenbasis of each client's Hessian:
 along an eigenvector, each step multiplies the difference from the client's own minimiser by ``1 - step * eigenvalue``.
 
-With partial participation each cluster takes part in an exchange between clusters with a probability of its own. Those that do
-use the averages of those present, weighted so that the step is unbiased, and the others do nothing in that iteration.
+With partial participation each cluster takes part in an exchange between clusters with a probability of its own. Clusters
+that take part use the averages of all clusters that take part, weighted so that the step is unbiased. The others do nothing in
+that iteration.
 
 Rate and largest step are those of Theorem 3.5 (conv_rate), the probabilities those of Corollary 3.6 (opt_conv_rate).
 """
@@ -396,8 +397,8 @@ def l2gd(
         Probability that an iteration is an exchange between clusters; by default that of Corollary 3.6 (opt_conv_rate).
     p : float, (k,) array or "common", optional
         Probability of an exchange within each cluster, in an iteration without an exchange between clusters. By default each
-        cluster has the smallest one with the expected smoothness of Corollary 3.6 (opt_conv_rate); "common" is the paper's
-        common value.
+        cluster has the smallest probability that keeps the expected smoothness of Corollary 3.6
+        (opt_conv_rate); "common" is the paper's common value.
     tau : float or (k,) array, optional
         Share of the step towards the cluster average that an exchange between clusters takes; exchanges within clusters
         take the rest. By default that of
