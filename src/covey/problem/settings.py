@@ -87,7 +87,8 @@ class Spec:
         How the amount of shrinkage is found: variance components by restricted or full maximum likelihood, or penalties by
         cross-validation. ``auto`` takes REML for the Gaussian family and ML for the others.
     vary : list of terms, mapping from "client" and "cluster" to lists, or None
-        The terms whose coefficients vary by group. None means all terms, but for those that are constant within every group.
+        The terms whose coefficients vary by group. None takes what the bars say. Without bars it means all terms, but for
+        those that are constant within every group.
     covariance : {"isotropic", "diagonal", "full"}, mapping from "client" and "cluster" to one of them, or None
         The covariance of the varying coefficients: one variance, one variance for each term, or with correlations. None takes
         what the bars say, full for ``|`` and diagonal for ``||``; without bars it is diagonal.
