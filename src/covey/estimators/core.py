@@ -106,9 +106,9 @@ class EstimatorCore:
         Options of the randomised algorithms: ``steps``, ``eta``, ``p0``, ``p``, ``tau``, ``rho``, ``mu``, ``L``, ``L_row``,
         ``vote``, ``every``, ``checkpoint``, ``minimum``. The functions in :mod:`covey.solvers` explain them.
     tol : float
-        With given penalties, Newton stops when the gradient norm is below ``tol``. A randomised algorithm stops when the
-        objective is certified to be within ``tol`` (relative) of its minimum; so does ``"apgd"``, but its gap is an estimate
-        unless the option ``mu`` is given.
+        With given penalties, Newton stops when the gradient norm is below ``tol``. A randomised algorithm stops when the gap
+        of the objective to its minimum is certified to be at most ``tol`` times the objective, measured above a perfect fit;
+        so does ``"apgd"``, but its gap is an estimate unless the option ``mu`` is given.
     max_iter : int or None
         The most iterations. None is 100 for Newton, 10,000 for ``"apgd"``, and for the randomised algorithms twice the number
         that their theorem gives, but at most a million. A warning says if the limit was reached.

@@ -241,7 +241,8 @@ class Network(ABC):
         return reply
 
     def lanes(self) -> Bools | None:
-        """Sets of clusters that share no node, as rows of booleans ``(lanes, k)``; None if all are one set.
+        """Sets of clusters such that no node has clients in two of them, as rows of booleans ``(lanes, k)``; None if there is
+        only one set.
 
         A message to one lane does not wait for the replies of the others.
         """

@@ -87,8 +87,8 @@ class Spec:
         How the amount of shrinkage is found: variance components by restricted or full maximum likelihood, or penalties by
         cross-validation. ``auto`` takes REML for the Gaussian family and ML for the others.
     vary : list of terms, mapping from "client" and "cluster" to lists, or None
-        The terms whose coefficients vary by group. None takes what the bars say. Without bars it means all terms, but for
-        those that are constant within every group.
+        The terms whose coefficients vary by group. None takes what the bars say. Without bars it means the
+        intercept and all terms that are not constant within every group.
     covariance : {"isotropic", "diagonal", "full"}, mapping from "client" and "cluster" to one of them, or None
         The covariance of the varying coefficients: one variance, one variance for each term, or with correlations. None takes
         what the bars say, full for ``|`` and diagonal for ``||``; without bars it is diagonal.
@@ -113,9 +113,9 @@ class Spec:
     options : mapping or None
         Options of the solver by name, such as ``{"p0": 0.1}`` for ``l2gd``.
     tol : float
-        With given penalties, Newton stops when the gradient norm is below ``tol``. A randomised algorithm stops when the
-        objective is certified to be within ``tol`` (relative) of its minimum. ``apgd`` does so if the option ``mu`` is given;
-        otherwise its gap is estimated.
+        With given penalties, Newton stops when the gradient norm is below ``tol``. A randomised algorithm stops when the gap
+        of the objective to its minimum is certified to be at most ``tol`` times the objective, measured above a perfect fit.
+        ``apgd`` does so if the option ``mu`` is given; otherwise its gap is estimated.
     max_iter : int or None
         The largest number of iterations. None takes the solver's default.
     seed : int

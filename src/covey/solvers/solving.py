@@ -54,7 +54,7 @@ def solve(
         Name of a solver. "auto" is the sweep for a quadratic loss and Newton for any other. It is ``apgd``
         across sites, if the matrices of all clusters together exceed 32 MB and ``apgd`` can be used.
     start : Fit or (n, d) array, optional
-        A fit to begin at, if all clients are in memory. The randomised algorithms also take coefficients.
+        A fit to begin at. ``apgd`` and the randomised algorithms also take coefficients, but not across sites.
     tol : float
         For Newton, the gradient norm at which it stops. ``apgd`` and the randomised algorithms stop
         when the gap of the objective to its minimum is at most ``tol`` times the objective, measured above a perfect fit.
