@@ -79,7 +79,8 @@ class EstimatorCore:
         random-effect variance.
     vary : list of terms, mapping from "client" and "cluster" to lists, or None
         Terms that differ by client and by cluster. The others are common to all. None takes what the bars say;
-        without bars all terms vary. Terms that are constant within every client (or cluster) then do not vary there.
+        without bars all terms vary, except that a term (other than the intercept) that is constant within every client or
+        cluster does not vary there. With an isotropic covariance it does.
     covariance : {None, "isotropic", "diagonal", "full"}, or mapping from "client" and "cluster" to one of them
         Covariance of the varying terms: one variance for all of them (the paper's model), one for each, or correlations too.
         None takes what the bars say, full for ``|`` and diagonal for ``||``; without bars it is diagonal.
@@ -99,7 +100,8 @@ class EstimatorCore:
         Fit a simpler model for comparison: one model for all rows, one for each client alone, or clients without clusters.
     solver : {"auto", "sweep", "newton", "apgd", "proxskip", "l2gd", "al2sgd_plus", "one_coin"}
         ``"sweep"`` is exact for the linear model, ``"newton"`` fits any family. ``"apgd"`` exchanges vectors only. The four
-        randomised algorithms iterate with vectors, but in most cases exchange matrices once to measure ``mu``. ``"auto"`` takes
+        randomised algorithms iterate with vectors, but to measure the smallest
+        curvature of the objective, ``mu``, they exchange matrices. ``"auto"`` takes
         ``"sweep"`` or ``"newton"``; across sites ``"apgd"`` if the matrices of all clusters exceed 32 MB. :func:`covey.plan`
         shows what each would cost on a network.
     options : mapping or None
@@ -107,8 +109,9 @@ class EstimatorCore:
         ``vote``, ``every``, ``checkpoint``, ``minimum``. The functions in :mod:`covey.solvers` explain them.
     tol : float
         With given penalties, Newton stops when the gradient norm is below ``tol``. A randomised algorithm stops when the gap
-        of the objective to its minimum is certified to be at most ``tol`` times the objective, measured above a perfect fit;
-        so does ``"apgd"``, but its gap is an estimate unless the option ``mu`` is given.
+        of the objective to its minimum is certified to be at most ``tol`` times the difference between the objective and the
+        value that it would have if every row were fitted perfectly. So does ``"apgd"``, but its gap is an estimate unless
+        the option ``mu`` is given.
     max_iter : int or None
         The most iterations. None is 100 for Newton, 10,000 for ``"apgd"``, and for the randomised algorithms twice the number
         that their theorem gives, but at most a million. A warning says if the limit was reached.

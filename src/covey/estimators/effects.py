@@ -357,7 +357,7 @@ class EffectMethods(InferenceMethods):
         data frame
             One row for each parameter: its level, terms and kind, the estimate and the ends of the interval. A standard
             deviation with a lower end of 0 may be zero as far as the data tell; its penalty then has the upper end infinity.
-            A correlation with a term that does not vary has no estimate, and the interval from -1 to 1.
+            A correlation with a term whose variance is estimated as zero has no estimate, and the interval from -1 to 1.
 
         Examples
         --------

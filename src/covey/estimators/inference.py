@@ -354,7 +354,7 @@ class InferenceMethods(EstimatorCore):
         (11879, 11929)
         >>> later.update(homes[-50:])
         Traceback (most recent call last):
-        covey.errors.DataError: These rows are in the model already...
+        covey.errors.DataError: All these rows (...) are in the model already...
         """
         rows = self._group(X, Arrays(y, client, cluster, sample_weight, offset, frequency, trials))
         return copy(self)._adopt(update(self.model_, rows, repeat=repeat))

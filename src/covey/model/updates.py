@@ -48,11 +48,8 @@ def update(model: Model, data: GroupedData, *, repeat: bool = False) -> Model:
     batch, held = Batches.of(data).moved(places[model.hierarchy.n_clients :]), model.batches or Batches.from_table(None)
     held = held.moved(places[: model.hierarchy.n_clients])
     if not repeat and held.holds(batch):
-        what = "These rows are" if data.n_rows > 1 else "This row is"
-        raise DataError(
-            f"{what} in the model already ({data.n_rows:,} of {data.n_clients:,} clients, with equal values); if they are new "
-            "rows that happen to be equal, pass repeat=True."
-        )
+        size = f"rows: {data.n_rows:,}, clients: {data.n_clients:,}"
+        raise DataError(f"All these rows ({size}) are in the model already; if they are new, pass repeat=True.")
     added = _with_rows(model, learned, data, tree, places)
     dropped = model.dropped if data.dropped is None else data.dropped + model.dropped
     return replace(added, dropped=dropped, batches=held.joined(batch))

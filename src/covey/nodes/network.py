@@ -138,7 +138,7 @@ class Message(Record, Generic[R]):
 
     @property
     def parts(self) -> tuple[Message[Any], ...]:
-        """The messages that are sent as this one."""
+        """The messages that this one contains: itself, or those of a batch."""
         return (self,)
 
     def at(self, node: Node) -> R:

@@ -88,7 +88,8 @@ class Spec:
         cross-validation. ``auto`` takes REML for the Gaussian family and ML for the others.
     vary : list of terms, mapping from "client" and "cluster" to lists, or None
         The terms whose coefficients vary by group. None takes what the bars say. Without bars it means the
-        intercept and all terms that are not constant within every group.
+        intercept and each term that takes different values in the rows of at least one group; with an isotropic covariance
+        all terms.
     covariance : {"isotropic", "diagonal", "full"}, mapping from "client" and "cluster" to one of them, or None
         The covariance of the varying coefficients: one variance, one variance for each term, or with correlations. None takes
         what the bars say, full for ``|`` and diagonal for ``||``; without bars it is diagonal.
@@ -114,8 +115,9 @@ class Spec:
         Options of the solver by name, such as ``{"p0": 0.1}`` for ``l2gd``.
     tol : float
         With given penalties, Newton stops when the gradient norm is below ``tol``. A randomised algorithm stops when the gap
-        of the objective to its minimum is certified to be at most ``tol`` times the objective, measured above a perfect fit.
-        ``apgd`` does so if the option ``mu`` is given; otherwise its gap is estimated.
+        of the objective to its minimum is certified to be at most ``tol`` times the difference between the objective and the
+        value that it would have if every row were fitted perfectly. ``apgd`` does so if
+        the option ``mu`` is given; otherwise its gap is estimated.
     max_iter : int or None
         The largest number of iterations. None takes the solver's default.
     seed : int

@@ -49,7 +49,7 @@ def solve(
     network : Network
         The nodes that hold the clients' rows: :class:`~covey.nodes.network.InMemory` for data in memory.
     penalty : Penalty
-        ``gamma (n,)`` and ``lam (k,)``; the nodes must have the same ``gamma``.
+        ``gamma (n,)`` and ``lam (k,)``. The nodes must have these values of ``gamma`` too; they may differ between clients.
     solver : str
         Name of a solver. "auto" is the sweep for a quadratic loss and Newton for any other. It is ``apgd``
         across sites, if the matrices of all clusters together exceed 32 MB and ``apgd`` can be used.
@@ -57,7 +57,8 @@ def solve(
         A fit to begin at. ``apgd`` and the randomised algorithms also take coefficients, but not across sites.
     tol : float
         For Newton, the gradient norm at which it stops. ``apgd`` and the randomised algorithms stop
-        when the gap of the objective to its minimum is at most ``tol`` times the objective, measured above a perfect fit.
+        when the gap of the objective to its minimum is at most ``tol`` times the difference between the objective
+        and the value that it would have if every row were fitted perfectly.
     max_iter : int, optional
         Largest number of iterations; by default that of the solver.
     seed : int

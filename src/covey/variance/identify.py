@@ -146,9 +146,10 @@ def _refuse_proportional(
                 continue
         other, term = sorted((terms[a], terms[b]), key=lambda name: name != "Intercept")
         what = "constant" if other == "Intercept" else f"proportional to {other!r}"
+        few = "" if moments is None else f", and {'its values' if other == 'Intercept' else 'their ratios'} are too few"
         raise DataError(
-            f"The term {term!r} is {what} within every {level}, so its variation between {level}s cannot be separated from "
-            f"that of {other!r}; leave it out of the terms that vary by {level} (vary=, or its bar). It keeps its global "
+            f"The term {term!r} is {what} within every {level}{few}, so its variation between {level}s cannot be separated "
+            f"from that of {other!r}; leave it out of the terms that vary by {level} (vary=, or its bar). It keeps its global "
             "coefficient."
         )
 

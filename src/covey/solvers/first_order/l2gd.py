@@ -405,7 +405,8 @@ def l2gd(
         Proposition 3.3 (opt_tau).
     participation : float or (k,) array, optional
         Probability that a cluster takes part in an exchange between clusters, drawn for each cluster and exchange; by default
-        1. Steps stay unbiased, but the theorem requires a smaller ``eta``. Only for ``steps="constant"``.
+        1. Steps stay unbiased. The largest step of the theorem is then smaller, and so is the default ``eta``. Only for
+        ``steps="constant"``.
     mu, L : float, optional
         Strong convexity of the objective and smoothness of the clients' losses; by default measured on the data.
     **options
