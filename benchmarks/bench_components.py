@@ -29,7 +29,8 @@ from covey.datasets import load_radon
 
 HERE = Path(__file__).parent
 PEERS_PYTHON = os.environ.get("COVEY_PEERS_PYTHON", sys.executable)
-THREADS = dict.fromkeys(("OMP_NUM_THREADS", "NUMBA_NUM_THREADS", "RAYON_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "2")
+_POOLS = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS", "RAYON_NUM_THREADS", "OPENBLAS_NUM_THREADS", "COVEY_THREADS")
+THREADS = dict.fromkeys(_POOLS, "2")
 
 
 @dataclass(frozen=True)

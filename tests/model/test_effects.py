@@ -125,6 +125,46 @@ def test_models_that_are_not_nested_have_no_test(homes, radon):
     assert found["aic"].is_not_null().all()
 
 
+@pytest.mark.parametrize(
+    ("small", "large", "nested"),
+    [
+        ("1 + (1 + floor | county)", "floor + week + (1 + floor || county)", False),
+        ("1 + (1 + floor || county)", "floor + (1 + floor | county)", True),
+        ("1 + (1 | county)", "floor + (1 + floor || county)", True),
+    ],
+)
+def test_a_model_with_fewer_covariances_does_not_contain_one_with_more(homes, small, large, nested):
+    homes = homes.with_columns(week=pl.int_range(pl.len()) % 7)
+    models = [covey.fit(homes, Spec(formula=f"log_radon ~ {rhs}", tests=False)) for rhs in (small, large)]
+    found = covey.compare(*models)
+    assert found["model"][0].endswith(small)
+    assert (found["p_value"][1] is not None) == nested
+
+
+def test_simulate_takes_weights_and_trials_that_are_not_columns():
+    """A row of weight 100 has a hundredth of the residual variance; of 10 trials a share is a number of tenths."""
+    rng = np.random.default_rng(0)
+    client, x = np.repeat(np.arange(40), 10), rng.normal(size=400)
+    y = x + rng.normal(size=40)[client] + rng.normal(size=400)
+    model = covey.HierarchicalRegressor(random_state=0, tests=False).fit(x[:, None], y, client=client)
+    plain, heavy = (
+        model.simulate(x[:, None], 20, client=client, effects="fitted", sample_weight=weight)
+        - model.predict(x[:, None], client=client)[:, None]
+        for weight in (None, np.full(400, 100.0))
+    )
+    np.testing.assert_allclose(plain / 10, heavy, rtol=1e-9)
+    share = rng.integers(0, 11, 400) / 10
+    classes = covey.HierarchicalClassifier(random_state=0, tests=False).fit(
+        x[:, None], share, client=client, trials=np.full(400, 10)
+    )
+    drawn = classes.simulate(x[:, None], client=client, trials=np.full(400, 10)) * 10
+    assert np.abs(drawn - drawn.round()).max() < 1e-9
+    assert 1 < drawn.mean() < 9
+    assert drawn.max() > 1
+    with pytest.raises(CoveyError, match="one positive number"):
+        classes.simulate(x[:, None], client=client, trials=[1.0])
+
+
 def test_a_saved_model_says_the_same(radon, homes, tmp_path):
     again = covey.load(radon.save(tmp_path / "model"))
     for name in ("random_effects", "robust"):

@@ -62,7 +62,7 @@ def test_a_draft_becomes_a_problem_of_known_categories_without_data():
     problem = draft.agree(Schema(("zone",), {"zone": ["u", "v", "w"]}))
     assert problem.terms == ("Intercept", "zone[T.v]", "zone[T.w]") == problem.vary.client
     assert problem.spec.nested
-    with pytest.raises(CoveyError, match="not known yet"):
+    with pytest.raises(CoveyError, match="draft: the categories"):
         draft.terms  # noqa: B018
 
 

@@ -242,8 +242,8 @@ def test_columns_of_clients_and_clusters(rhs, client, cluster, grouping):
             "(1 | a) + (1 | b)",
             None,
             None,
-            "The formula groups by 'a' and by 'b', and crossed groupings are not supported. If each 'b' lies within one 'a', "
-            "write (1 | a/b), or set cluster='a' and client='b'.",
+            "The formula groups by 'a' and by 'b', and crossed groupings are not supported. If one is within the other, "
+            "write (1 | outer/inner): (1 | a/b) if each 'b' is in one 'a', else (1 | b/a).",
         ),
         (
             "(1 | c)",

@@ -21,11 +21,13 @@ class RunOptions:
     minimum: Annotated[int | None, typer.Option(help="To simulate: least clients in each cluster and category (1).")] = None
     speeds: Annotated[
         Path | None,
-        typer.Option(help="To simulate: time of a randomised algorithm's run, from a table as for covey plan."),
+        typer.Option(help="To simulate: speeds of clusters, as for covey plan; prints how long a randomised algorithm takes."),
     ] = None
     link: Annotated[str | None, typer.Option(help="To deploy: the link, as Flower's config.toml names it.")] = None
     sites: Annotated[str | None, typer.Option(help="To deploy: the least number of sites, or their names: a,b,c.")] = None
-    wait: Annotated[float | None, typer.Option(help="To deploy: seconds to wait for sites to connect (60).")] = None
+    wait: Annotated[
+        float | None, typer.Option(help="To deploy: seconds to wait for sites to connect, and for owners to decide (60).")
+    ] = None
     pause: Annotated[
         float | None, typer.Option(help="To deploy: seconds before a message is sent again, for a site to come back (20).")
     ] = None

@@ -32,7 +32,10 @@ def runs(
     if question is None:
         for name, asked in kept["questions"].items():
             print(printable(f"{name}  {asked['decision']:8}  {asked['asked']}  {asked['spec']['formula']}"))
-        print(f"{len(kept['questions'])} questions; {len(kept['runs'])} of at most {file.policy.runs} runs have joined")
+        joined, most = len(kept["runs"]), file.policy.runs
+        print(
+            f"{len(kept['questions'])} questions; this site has joined {joined} of the {most} runs that its rule 'runs' allows"
+        )
         return
     if question not in kept["questions"]:
         from covey.errors import FederationError, did_you_mean
@@ -47,7 +50,7 @@ def approve(question: Question = None, home: Home = Path()) -> None:
 
 
 def refuse(question: Question = None, home: Home = Path()) -> None:
-    """Refuse a question, until it is approved."""
+    """Refuse a question. 'covey site approve' can change this later."""
     _decide(home, question, "refused")
 
 
@@ -72,7 +75,7 @@ def check(
     problem: Annotated[Path, typer.Argument(help="File with settings of a fit as JSON: formula, client, cluster and others.")],
     home: Home = Path(),
 ) -> None:
-    """Say what would leave this site in a fit, and which sums are over too few clients. Nothing is sent.
+    """Say what would leave this site in a fit, and which sums may not, since they are over too few clients. Nothing is sent.
 
     [bold]Example[/bold]   covey site check problem.json --home north
     """
@@ -151,6 +154,9 @@ def _sums_in_words(file: SiteFile, draft: Problem) -> str:
     lines += [f"terms          {', '.join(data.terms)}"]
     sizes = [f"{cell}: {n} clients" for cell, n in zip(tree.cluster_ids.to_list(), tree.sizes.tolist(), strict=True)]
     lines += [f"cells          {len(sizes)}: {'; '.join(sizes[:12])}{'; ...' if len(sizes) > 12 else ''}"]
+    kinds = "vectors" if policy.replies == "vectors" else "vectors, and matrices of products of terms"
+    lines += ["leaves first   names of clusters and categories, keyed hashes of ids, numbers of clients and rows, the sum of y"]
+    lines += [f"then leaves    sums over the clients of a cell: {kinds}; no rows, no model of a client"]
     moments = draft.spec.standardize
     weak = list(weak_sums(data, policy.minimum, policy.share, moments=moments))
     rule = f"at least {policy.minimum} clients in each, none with more than {policy.share:.0%} of a sum of squares"

@@ -138,8 +138,8 @@ class HierarchicalClassifier(HierarchicalEstimator, ClassifierMixin, BaseEstimat
         level : {"client", "cluster", "global"}
             The level of the model that predicts.
         expected : bool
-            Whether to take the mean over unknown groups. False sets their effects to zero, like
-            ``allow.new.levels = TRUE`` of lme4, and so does a model with given penalties.
+            Whether to take the mean over unknown groups. False sets their effects to zero, as ``allow.new.levels = TRUE`` does
+            in lme4. A model with given penalties has no estimated variances, so it always sets them to zero.
 
         Returns
         -------

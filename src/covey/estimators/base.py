@@ -157,10 +157,9 @@ class HierarchicalEstimator(PlotMethods):
         level : {"client", "cluster", "global"}
             The level of the model that predicts.
         expected : bool
-            Whether to take the mean over unknown groups. False sets the effects of unknown groups to zero, like
-            ``allow.new.levels = TRUE`` of lme4; with ``level="global"`` this is ``re.form = NA``. It makes no difference
-            without ``components_``: given penalties are not estimates of variances, so such a model always predicts at a random
-            effect of zero.
+            Whether to take the mean over unknown groups. False sets their effects to zero, as ``allow.new.levels = TRUE`` does
+            in lme4, with ``level="global"`` as ``re.form = NA`` does. A model with given penalties has no estimated variances,
+            so it always sets them to zero.
 
         Returns
         -------

@@ -12,7 +12,7 @@ from scipy import special
 from covey.errors import DataError, SolverError
 from covey.estimators.base import HierarchicalEstimator
 from covey.model.model import Model
-from covey.variance.components import Components, Learned
+from covey.variance.components import Components, Learned, LevelComponents
 from covey.variance.profile import maximum_likelihood
 
 
@@ -33,9 +33,9 @@ def compare(*models: HierarchicalEstimator) -> IntoDataFrame:
     data frame
         One row for each model, in order of the number of parameters: ``model``, ``parameters``, ``log_likelihood``, ``aic``,
         ``bic``, ``statistic``, ``df`` and ``p_value``. The last three are missing in the first row, and in the row of a model
-        that does not contain all terms of the model before it (not nested). P-values are those of chi-squared. If
-        models differ in variances, the p-value is too large, because zero is on the boundary;
-        :meth:`HierarchicalRegressor.likelihood_ratio` allows for that.
+        that does not contain the model before it (not nested): that lacks one of its terms, or has a more restricted
+        covariance. P-values are those of chi-squared. If models differ in variances, the p-value is too large, because zero is
+        on the boundary; :meth:`HierarchicalRegressor.likelihood_ratio` allows for that.
 
     Examples
     --------
@@ -91,10 +91,19 @@ def _likelihood(model: Model, learned: Learned) -> float:
 
 
 def _is_nested(small: Components, large: Components, first: Model, second: Model) -> bool:
-    """Whether every term of the smaller model is in the larger, also among those that vary."""
+    """Whether the larger model contains the smaller: its terms, and the covariances at both levels."""
     pairs = ((small.client, large.client), (small.cluster, large.cluster))
-    vary = all(set(a.terms) <= set(b.terms) for a, b in pairs)
-    return vary and set(first.terms) - set(small.zero) <= set(second.terms) - set(large.zero)
+    fixed = set(first.terms) - set(small.zero) <= set(second.terms) - set(large.zero)
+    return fixed and all(_allows(large, small) for small, large in pairs)
+
+
+def _allows(large: LevelComponents, small: LevelComponents) -> bool:
+    """Whether every covariance that one level may have is also possible for another."""
+    if not set(small.terms) <= set(large.terms) or len(small.covariance) > len(large.covariance):
+        return False
+    if large.kind == "isotropic" and len(large.terms) > 1:
+        return not small.terms or (small.kind == "isotropic" and small.terms == large.terms)
+    return large.kind == "full" or small.kind != "full" or len(small.terms) <= 1
 
 
 def _refuse_other_rows(models: list[Model], learned: list[Learned]) -> None:

@@ -94,24 +94,24 @@ class EstimatorCore:
         Penalty that pulls the coefficients of every client to zero, in addition to the others.
     james_stein : bool
         Multiply the global coefficients by the positive-part James-Stein factor, a number from 0 to 1. With more than two
-        coefficients and penalties that are about right, this lowers the expected squared error, most if the true coefficients
-        are near zero. Row weights count as precisions. Across sites the Gaussian loss needs no further exchange for it.
+        coefficients and penalties that are about right, this lowers their expected squared error, most if the true
+        coefficients are near zero. Row weights count as precisions.
     baseline : {None, "single-model", "locally-trained", "single-cluster"}
         Fit a simpler model for comparison: one model for all rows, one for each client alone, or clients without clusters.
     solver : {"auto", "sweep", "newton", "apgd", "proxskip", "l2gd", "al2sgd_plus", "one_coin"}
-        ``"sweep"`` is exact for the linear model, ``"newton"`` fits any family. ``"apgd"`` exchanges vectors only. The four
-        randomised algorithms iterate with vectors, but to measure the smallest
-        curvature of the objective, ``mu``, they exchange matrices. ``"auto"`` takes
-        ``"sweep"`` or ``"newton"``; across sites ``"apgd"`` if the matrices of all clusters exceed 32 MB. :func:`covey.plan`
-        shows what each would cost on a network.
+        ``"sweep"`` is exact for the linear model, ``"newton"`` fits any family, and ``"auto"`` takes one of the two; leave it
+        there unless you study algorithms or communication. ``"apgd"`` exchanges vectors only. The randomised algorithms (the
+        last four) iterate with vectors, but exchange matrices to measure ``mu``, the smallest curvature of the objective.
+        Across sites ``"auto"`` takes ``"apgd"`` if the matrices of all clusters exceed 32 MB. :func:`covey.plan` shows what
+        each would cost on a network.
     options : mapping or None
         Options of the randomised algorithms: ``steps``, ``eta``, ``p0``, ``p``, ``tau``, ``rho``, ``mu``, ``L``, ``L_row``,
         ``vote``, ``every``, ``checkpoint``, ``minimum``. The functions in :mod:`covey.solvers` explain them.
     tol : float
-        With given penalties, Newton stops when the gradient norm is below ``tol``. A randomised algorithm stops when the gap
-        of the objective to its minimum is certified to be at most ``tol`` times the difference between the objective and the
-        value that it would have if every row were fitted perfectly. So does ``"apgd"``, but its gap is an estimate unless
-        the option ``mu`` is given.
+        With given penalties, Newton stops when the gradient norm is below ``tol``. For the other iterative solvers let ``F`` be
+        the objective, ``F*`` its minimum and ``F0`` its value if every row were fitted perfectly. They stop once an upper
+        bound on ``F - F*`` is at most ``tol * (F - F0)``. The bound is proven; that of ``"apgd"`` is an estimate unless you
+        give its option ``mu``.
     max_iter : int or None
         The most iterations. None is 100 for Newton, 10,000 for ``"apgd"``, and for the randomised algorithms twice the number
         that their theorem gives, but at most a million. A warning says if the limit was reached.
@@ -120,8 +120,9 @@ class EstimatorCore:
     unseen : {"parent", "raise"}
         What ``predict`` does for a client or cluster that was not in the training rows: use the model one level up, or raise.
     random_state : int, RandomState or None
-        Random numbers of the randomised algorithms, of the folds of cross-validation and of the bootstrap. An int gives the
-        same result in each call; None gives another result in each call. Other fits are deterministic and ignore it.
+        Random numbers of the randomised algorithms, of the folds of cross-validation, of the bootstrap, of ``simulate`` and of
+        quantile residuals. An int gives the same result in each call, None another one. Other fits are deterministic and
+        ignore it. A model of :func:`covey.fit` has the ``seed`` of its ``Spec``, 0 by default.
     threads : int or None
         The number of threads. None is the number in the environment variable ``COVEY_THREADS``, or else as many as processors
         are free at the moment. Results have the same bits for any number.
@@ -129,14 +130,19 @@ class EstimatorCore:
     Attributes
     ----------
     coef_ : (n_clients, n_terms) array
-        Coefficients of the clients, in the order of ``clients_`` and ``terms_``.
+        Coefficients of the clients, in the order of ``clients_`` and ``terms_``: the whole model of each client, not its
+        deviation. A term that does not vary has the global coefficient. Deviations are in :meth:`random_effects`.
+    terms_ : tuple of str
+        Names of the terms.
     clients_, client_clusters_ : (n_clients,) arrays
         The id of each client and that of its cluster, in the types of the columns. With ``cluster/client`` in the formula a
         client id is unique only within its cluster, so that the pair identifies a client.
     cluster_coef_ : (n_clusters, n_terms) array
         Coefficients of the clusters, in the order of ``clusters_``.
     global_coef_ : (n_terms,) array
-        Coefficients of the global model.
+        Coefficients of the global model (fixed effects).
+    cov_ : (n_terms, n_terms) array
+        Covariance matrix of ``global_coef_``, if variances were learned.
     components_ : Components
         Variance components, log-likelihood and tests, if the penalties were learned by likelihood.
     convergence_ : Convergence

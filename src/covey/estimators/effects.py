@@ -113,9 +113,11 @@ class EffectMethods(InferenceMethods):
         cluster: ArrayLike | None = None,
         offset: ArrayLike | None = None,
         *,
+        sample_weight: ArrayLike | None = None,
+        trials: ArrayLike | None = None,
         effects: Effects = "new",
     ) -> Floats:
-        """Draw responses from the fitted model.
+        """Draw responses from the fitted model, with the random numbers of ``random_state``.
 
         Parameters
         ----------
@@ -123,17 +125,19 @@ class EffectMethods(InferenceMethods):
             The rows to draw responses for.
         n : int
             The number of draws.
-        client, cluster, offset : (n_rows,) arrays, optional
-            Ids and offsets, if they are not columns of ``X``.
+        client, cluster, offset, sample_weight, trials : (n_rows,) arrays, optional
+            Ids, offsets, row weights and numbers of trials, if they are not columns of ``X``. Without weights and trials every
+            row has one.
         effects : {"new", "fitted"}
             ``"new"`` draws new random effects in each draw, from the variance components (the default of lme4; with
-            ``per_cluster=True`` clients have the mean covariance of all clusters). ``"fitted"``
-            keeps the estimated random effects (``re.form = NULL`` of lme4).
+            ``per_cluster=True`` clients have the mean covariance of all clusters). ``"fitted"`` keeps the estimated random
+            effects (``re.form = NULL`` of lme4).
 
         Returns
         -------
         (n_rows, n) array
-            One column for each draw. Classes are 0 and 1; successes of trials are shares.
+            One column for each draw. Classes are 0 and 1; successes of trials are shares. If ``random_state`` is an int, as
+            after :func:`covey.fit`, each call returns the same numbers.
 
         Examples
         --------
@@ -143,7 +147,7 @@ class EffectMethods(InferenceMethods):
         >>> model.simulate(homes, n=2).shape
         (11929, 2)
         """
-        X, given = self._rows(X, client=client, cluster=cluster, offset=offset)
+        X, given = self._rows(X, client=client, cluster=cluster, offset=offset, weights=sample_weight, trials=trials)
         return simulate(self.model_, X, whole("n", n, least=1), seed=self._seed(), effects=effects, **given)
 
     def means(

@@ -135,13 +135,15 @@ class InferenceMethods(EstimatorCore):
     ) -> Floats:
         """Predict an interval for the mean response of each row, or for a new response.
 
-        With ``level="client"`` the interval is for the mean response of the row's client. It includes the variation between
-        clients if the client is unseen, and also that between clusters if the cluster is unseen. With ``level="cluster"`` it is
-        for the mean response of all clients of the row's cluster, and includes the variation between clusters if the cluster is
-        unseen. With ``level="global"`` it is for the mean response of clients of all clusters. Interval ends are those of the
-        linear predictor, transformed to the response. Intervals of a linear model include the uncertainty of the variance
-        components. Those of other families do so only for ``level="global"`` and for unseen clusters; the others are too short
-        with few groups.
+        - ``level="client"``: for the mean response of the row's client. Includes the variation between clients if the client is
+          unseen, and that between clusters if the cluster is unseen.
+        - ``level="cluster"``: for the mean response of all clients of the row's cluster. Includes the variation between
+          clusters if the cluster is unseen.
+        - ``level="global"``: for the mean response of clients of all clusters.
+
+        The interval is computed for the linear predictor, and each end is converted to the response (for a mean over clients,
+        to the mean response at that end). Intervals of a linear model include the uncertainty of the variance components. Those
+        of other families do so only for ``level="global"`` and for unseen clusters; the others are too short with few groups.
 
         Parameters
         ----------
@@ -328,9 +330,10 @@ class InferenceMethods(EstimatorCore):
     ) -> Self:
         """Return a copy of the estimator with further rows, of clients that it has or of new ones, without a refit.
 
-        The variance components stay as they are; see ``add_clients``. The model remembers hashes of the rows of its fit and of
-        each update, also on disk with ``sums``. An update is refused if, for each of its clients, exactly the same rows came
-        together before. A part of the rows, or a mixture of old and new ones, is not recognised.
+        The variance components stay as they are; see ``add_clients``. The model keeps hashes of the rows of its fit and of each
+        update, also on disk with ``sums``, as a guard against adding the same table twice: an update is refused if every client
+        in it brings exactly the rows of the fit, or of one earlier update. A part of the rows, or a mixture of old and new
+        ones, is not recognised.
 
         Parameters
         ----------

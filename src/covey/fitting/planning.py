@@ -65,7 +65,7 @@ class Plan:
 
     @property
     def cheapest(self) -> str:
-        """The solver with the shortest time, if clusters wait only at exchanges between clusters."""
+        """The solver with the smallest ``seconds``."""
         return min(self.costs, key=lambda cost: cost.seconds).solver
 
     @property

@@ -213,7 +213,9 @@ class Loss(ABC):
     def check_drawable(self, weights: Floats) -> None:
         """Raise an error if random responses of rows with these weights cannot be drawn."""
         if (weights != 1).any():
-            raise SolverError("Only the bootstrap of a linear model takes weights; repeat the rows instead of weighting them.")
+            raise SolverError(
+                "Responses with weights are drawn for linear models only; repeat the rows instead of weighting them."
+            )
 
     def draw_rows(self, margin: Floats, weights: Floats | None, rng: np.random.Generator, dispersion: float = 1.0) -> Floats:
         """Draw random responses of rows with weights that :meth:`check_drawable` accepts."""

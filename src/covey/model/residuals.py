@@ -9,7 +9,7 @@ import polars as pl
 from scipy import special
 
 from covey._typing import Floats, Ints
-from covey.errors import SolverError, one_of
+from covey.errors import DataError, SolverError, one_of
 from covey.model.new_rows import Observed, ids_of, new_rows
 from covey.problem.problem import as_frame
 from covey.tables.design import numeric
@@ -60,7 +60,9 @@ def _dispersion(model: Model, kind: str) -> float:
     return model.learned.dispersion
 
 
-def simulate(model: Model, X: Any, n: int, *, seed: int, effects: Effects = "new", **where: Any) -> Floats:
+def simulate(
+    model: Model, X: Any, n: int, *, seed: int, effects: Effects = "new", weights: Any = None, trials: Any = None, **where: Any
+) -> Floats:
     """Responses ``(rows, n)`` drawn from a model with learned variances, for the rows of ``X``.
 
     With the effects ``new`` each column of the result has other groups: the coefficients of clusters and clients are drawn
@@ -71,7 +73,7 @@ def simulate(model: Model, X: Any, n: int, *, seed: int, effects: Effects = "new
     learned, loss, rng = model.posterior.learned, model.problem.loss, np.random.default_rng(seed)
     rows, chosen, offset = new_rows(model, X, **where)
     margin, dispersion = model.margin_of(rows, chosen, offset), learned.dispersion
-    weights = _weights(model, X)
+    weights = _weights(model, X, weights if trials is None else trials, len(rows))
     if weights is not None and not loss.reml:
         loss.check_drawable(weights)
     out = np.empty((len(rows), n))
@@ -92,8 +94,13 @@ def simulate(model: Model, X: Any, n: int, *, seed: int, effects: Effects = "new
     return out
 
 
-def _weights(model: Model, X: Any) -> Floats | None:
-    """Weights, or numbers of trials, of the rows to draw."""
+def _weights(model: Model, X: Any, given: Any, n_rows: int) -> Floats | None:
+    """Weights, or numbers of trials, of the rows to draw: those given, or a column of ``X``."""
+    if given is not None:
+        weights = np.asarray(given, dtype=np.float64)
+        if weights.shape != (n_rows,) or not (weights > 0).all():
+            raise DataError(f"sample_weight and trials need one positive number for each of the {n_rows:,} rows.")
+        return weights
     if not model.spec.named:
         return None
     frame, formula = as_frame(X), model.problem.formula

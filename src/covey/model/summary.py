@@ -173,14 +173,14 @@ def _learned_tables(model: Model, coverage: float) -> list[str]:
     components = model.posterior.learned.components
     levels = {"sd between clusters (se)": components.cluster, "sd between clients (se)": components.client}
     levels = {head: level for head, level in levels.items() if level.terms}
-    rows = [["", "global", "std. error", f"{100 * coverage:g}% interval", "p", *levels]]
+    rows = [["", "estimate", "std. error", f"{100 * coverage:g}% interval", "p", *levels]]
     for row in model.coefficients("global", coverage).iter_rows(named=True):
         interval = f"{row['lower']:.4g} to {row['upper']:.4g}"
         spreads = [_sd(level, row["term"]) for level in levels.values()]
         known = row["term"] in components.zero  # a coefficient that is 0 by the model has no error
         estimate = [f"{row['estimate']:.4g}", f"{row['std_error']:.3g}", interval, _p(row["p_value"])]
         rows.append([row["term"], *(["0", "-", "-", "-"] if known else estimate), *spreads])
-    lines = table(rows, [_first(model), 10, 10, 19, 8, 24, 23])
+    lines = table(rows, [_first(model), 10, 11, 20, 8, 26, 25])
     s2 = components.residual
     if is_plain(model):
         return lines if s2 is None else [*lines, f"residual {model.spec.loss.dispersion_name} {np.sqrt(s2):.4g}"]

@@ -109,7 +109,9 @@ class Problem:
     def design(self) -> Design:
         """The design of the terms."""
         if self.agreed_design is None:
-            raise FormulaError("The categories of this problem's columns are not known yet; agree on them first.")
+            raise FormulaError(
+                "This is a draft: the categories of its columns are unknown until agree() has those of all sites."
+            )
         return self.agreed_design
 
     @property
@@ -186,7 +188,10 @@ class Problem:
     def learn(self, sums: Exact) -> Problem:
         """The same problem after one more round of sums over the rows of all sites."""
         if not isinstance(self.agreed_design, Formula) or sums.shape != (len(self.agreed_design.unlearned), 2):
-            raise FormulaError(f"The sums for the functions of the formula {self.spec.formula!r} have another shape.")
+            raise FormulaError(
+                f"A site sent sums that do not fit the functions of the formula {self.spec.formula!r}; all sites need the same "
+                "version of covey."
+            )
         return replace(self, agreed_design=self.agreed_design.learn(sums))
 
     def of_design(self, design: Design, classes: Classes | None, has_offset: bool) -> Problem:

@@ -36,7 +36,7 @@ LEVELS = ("client", "cluster")
 def setting(default: Any, help: str = "", shell: Any = None) -> Any:
     """A field of :class:`Spec`: its default, its help on the command line, and its type there (None: no option).
 
-    ``{choices}`` and ``{first_order}`` in the help are replaced by the names of all solvers and of the randomised algorithms.
+    ``{choices}`` and ``{first_order}`` in the help are replaced by the names of all solvers and of the first-order ones.
     """
     return field(default=default, metadata={"help": help, "shell": shell})
 
@@ -81,15 +81,14 @@ class Spec:
     lam : number, sequence or mapping from ids, or None
         Given penalty that pulls clusters towards the global model. It is 1 if only ``gamma`` is given.
     alpha : number, sequence or mapping from ids, or None
-        From 0 to 1, given instead of ``lam``: ``lam / (lam + sum of the clients' gamma)``. 0 makes the clusters independent,
-        1 makes them equal.
+        Another way to give ``lam``, as a number from 0 to 1: ``alpha = lam / (lam + g)``, where ``g`` is the sum of ``gamma``
+        over the clients of the cluster. 0 makes the clusters independent, 1 makes them equal.
     penalty : {"auto", "reml", "ml", "cv"}
         How the amount of shrinkage is found: variance components by restricted or full maximum likelihood, or penalties by
         cross-validation. ``auto`` takes REML for the Gaussian family and ML for the others.
     vary : list of terms, mapping from "client" and "cluster" to lists, or None
-        The terms whose coefficients vary by group. None takes what the bars say. Without bars it means the
-        intercept and each term that takes different values in the rows of at least one group; with an isotropic covariance
-        all terms.
+        The terms whose coefficients vary by group. None takes what the bars say. Without bars it means the intercept and each
+        term that is not constant within every group; with an isotropic covariance all terms.
     covariance : {"isotropic", "diagonal", "full"}, mapping from "client" and "cluster" to one of them, or None
         The covariance of the varying coefficients: one variance, one variance for each term, or with correlations. None takes
         what the bars say, full for ``|`` and diagonal for ``||``; without bars it is diagonal.
@@ -114,10 +113,10 @@ class Spec:
     options : mapping or None
         Options of the solver by name, such as ``{"p0": 0.1}`` for ``l2gd``.
     tol : float
-        With given penalties, Newton stops when the gradient norm is below ``tol``. A randomised algorithm stops when the gap
-        of the objective to its minimum is certified to be at most ``tol`` times the difference between the objective and the
-        value that it would have if every row were fitted perfectly. ``apgd`` does so if
-        the option ``mu`` is given; otherwise its gap is estimated.
+        With given penalties, Newton stops when the gradient norm is below ``tol``. For the other iterative solvers let ``F`` be
+        the objective, ``F*`` its minimum and ``F0`` its value if every row were fitted perfectly. They stop once an upper
+        bound on ``F - F*`` is at most ``tol * (F - F0)``. The bound is proven; that of ``apgd`` is an estimate unless you give
+        its option ``mu``.
     max_iter : int or None
         The largest number of iterations. None takes the solver's default.
     seed : int
@@ -149,7 +148,9 @@ class Spec:
     alpha: Pull | None = setting(None, "Instead of --lam: 0 for independent clusters, 1 for one cluster.", float | None)
     penalty: Penalties = setting("auto", "How to learn penalties: reml, ml or cv.", str)
     vary: Sequence[str] | Mapping[str, Sequence[str]] | None = setting(
-        None, "A term that varies by group; repeat the option for more. Default: all terms.", list[str] | None
+        None,
+        "A term that varies by group; repeat for more. Default: the bars, or terms not constant in groups.",
+        list[str] | None,
     )
     covariance: str | Mapping[str, str | None] | None = setting(
         None, "Covariance of varying terms: isotropic, diagonal or full. Default: as the bars say, or diagonal.", str | None
@@ -234,7 +235,7 @@ class Spec:
         if self.trials is not None and not self.loss.two_classes:
             raise SolverError(f"trials= is for the bernoulli family, not {self.family}; leave it out, or choose that family.")
         if self.trials is not None and self.weights is not None:
-            raise SolverError("trials= weights the rows by their numbers of trials; leave out weights=.")
+            raise SolverError("With trials= every row is weighted by its number of trials already; leave out weights=.")
         if self.max_iter is not None:
             whole("max_iter", self.max_iter, least=1)
 
@@ -252,9 +253,10 @@ class Spec:
             self.check_isotropic("james_stein=True")
         for name, value in (("vary", self.vary), ("covariance", self.covariance), ("per_cluster", self.per_cluster or None)):
             if value is not None and not self.by_likelihood:
+                instead = f"{given[0]}=" if given else f"penalty={self.penalty!r}"
                 raise PenaltyError(
-                    f"{name}= says what to learn from the likelihood; leave it out, or leave out gamma, lam, alpha, baseline "
-                    "and penalty='cv'."
+                    f"{name}= says which variances are learned from the likelihood, and with {instead} none is; leave out one "
+                    "of the two."
                 )
         no_likelihood = {
             f"loss={self.family!r}": not loss.likelihood,

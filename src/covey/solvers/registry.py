@@ -36,7 +36,7 @@ class Algorithm:
     name : name of its function
     run : ``run(network, penalty, *, ...) -> Fit``; its keyword-only parameters are its options
     place : its place in tables; ``auto`` takes the first direct solver that fits the loss
-    first_order : whether it exchanges vectors; the other solvers are direct and exchange matrices
+    first_order : whether it iterates with vectors; the other solvers are direct and exchange matrices
     quadratic : whether it needs a quadratic loss
     shared : a dataclass whose fields are further options
     reference : the algorithm in plain numpy, for tests and readers

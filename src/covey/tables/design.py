@@ -359,8 +359,8 @@ def grouping_of(bars: Sequence[Bar], client: str | None = None, cluster: str | N
     if client is None and cluster is None and len(alone) == 2:
         a, b = alone
         raise FormulaError(
-            f"The formula groups by {quoted(a)} and by {quoted(b)}, and crossed groupings are not supported. If each "
-            f"{quoted(b)} lies within one {quoted(a)}, write (1 | {a}/{b}), or set cluster={quoted(a)} and client={quoted(b)}."
+            f"The formula groups by {quoted(a)} and by {quoted(b)}, and crossed groupings are not supported. If one is within "
+            f"the other, write (1 | outer/inner): (1 | {a}/{b}) if each {quoted(b)} is in one {quoted(a)}, else (1 | {b}/{a})."
         )
     if client is None and cluster is None and len(alone) > 2:
         raise FormulaError(

@@ -381,7 +381,9 @@ class Hierarchy:
         if level == "global":
             return Resolved(nobody, nobody)
         if self.nested and client is not None and cluster is None:
-            raise DataError("A client id is unique only within its cluster here, so rows need the ids of their clusters too.")
+            raise DataError(
+                "The model was fitted with cluster/client, so rows need the ids of their clusters and of their clients."
+            )
         j = nobody if cluster is None else lookup(_labels(cluster, "cluster", n_rows), self.cluster_ids, "cluster")
         i = nobody if client is None else self.find(_labels(client, "client", n_rows), j)
         if client is not None and cluster is not None and len(self.parent):  # the model of an operator has no clients

@@ -73,7 +73,7 @@ def bootstrap(
         raise SolverError(f"A bootstrap needs at least 2 draws to estimate their spread. Got {draws!r} instead.")
     by_rows = learned.components.method == "Laplace"
     if by_rows and (data is None or loss is None):
-        raise SolverError("Only the bootstrap of a linear model needs no rows; give the rows that the model was fitted to.")
+        raise SolverError("The bootstrap of this family needs the rows of the fit; pass them as you passed them to fit.")
     if by_rows and loss is not None and data is not None and data.weights is not None:
         loss.check_drawable(data.weights)
     rng, reml = np.random.default_rng(seed), learned.components.method == "REML"

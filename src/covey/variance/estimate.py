@@ -233,7 +233,7 @@ def finish(criterion: Criterion, best: Optimum) -> tuple[Fit, Learned]:
 
 def _convergence(criterion: Criterion, best: Optimum, approximation: Approximation | None) -> Convergence:
     count, method = criterion.evaluations, criterion.method
-    message = f"-2 log-likelihood within about {best.decrement:.0e} of a local optimum after {count} evaluations"
+    message = f"-2 log-likelihood is within about {best.decrement:.0e} of its local minimum, after {count} evaluations"
     if best.failed:
         message = f"the search stopped after {count} evaluations"
     failed = approximation is not None and approximation.failed

@@ -2,8 +2,8 @@
 
 To second order about its mode, a fit by Laplace's approximation is a linear model: its rows have the weights that the
 clients' Hessians have at the mode. The degrees of freedom of the global coefficients are those of this linear model under
-REML, as SAS computes them for a generalised linear mixed model (GLIMMIX with ddfm=satterthwaite). For balanced data they are
-those of containment. Unlike these they do not jump if a covariate is not quite constant within groups.
+REML, from the formula that SAS has for a generalised linear mixed model (GLIMMIX with ddfm=satterthwaite). For balanced data
+they are those of containment. Unlike these they do not jump if a covariate is not quite constant within groups.
 
 With ``bend`` as in :mod:`.linear_likelihood`, the expected Hessian of -2 log-likelihood in the covariances is minus the
 derivative of ``bend``. It needs no responses, and it is defined at a variance of zero too. So a variance that is estimated as

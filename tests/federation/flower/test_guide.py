@@ -73,7 +73,7 @@ def test_the_guide_word_by_word(tmp_path):
         assert "All sums may leave" in said["covey site check problem.json --home east"]
         assert "in 5 clusters (state), at 3 sites" in said["cat result.txt"]
         assert "138 clients (county)" in said["covey show north/model"]
-        assert "1 of at most 20 runs have joined" in said["covey site runs --home east"]
+        assert "joined 1 of the 20 runs" in said["covey site runs --home east"]
         assert re.search(r"\d+ lines, each follows", said["covey site log --home north --verify"])
         assert "3 sites" in said["covey status --link link"]
         assert {(tmp_path / name).stat().st_mode & 0o77 for name in ("link.db", "fit", "east")} == {0}

@@ -360,8 +360,8 @@ def apgd(
     start : Fit or (n, d) array, optional
         Models to begin at; by default zero.
     tol : float
-        Stop when the gap of the objective to its minimum is at most ``tol`` times the objective, measured above that of a
-        perfect fit.
+        Stop when an upper bound on ``F - F*`` is at most ``tol * (F - F0)``: ``F`` is the objective, ``F*`` its minimum and
+        ``F0`` its value if every row were fitted perfectly.
     max_iter : int
         Largest number of exchanges.
     minimum : float, optional
