@@ -72,8 +72,14 @@ def start_node(file: SiteFile) -> None:
     check_flower(_installed())  # before parts of Flower are imported that other versions may not have
     from covey.federation.flower.node import Link, say, serve
     from covey.federation.flower.transport import WHO
+    from covey.federation.site.file import NAME
 
     address, insecure = str(file.places["link"] or ""), bool(file.places["insecure"])
+    if not address:
+        there = "no link in its site.toml" if (file.home / NAME).exists() else "no site.toml; 'covey node init' writes one"
+        raise FederationError(
+            f"The folder {str(file.home)!r} has {there}; give --home if the site has another folder, or --link."
+        )
     if not re.fullmatch(r".+:\d+", address):
         raise FederationError(f"The link must be host and port, such as link.example.org:8000. Got {address!r} instead.")
 
@@ -143,7 +149,8 @@ def status_of(link: str, *, insecure: bool = False) -> dict[str, dict[str, Any]]
             for name, each in seen.items()
         }
     except (ValueError, KeyError, TypeError):
-        raise FederationError(f"The link {link!r} does not list its sites; check that it runs and who may ask it.") from None
+        why = f"'flwr supernode list {link}' gave no list of sites"
+        raise FederationError(f"{why}; check that the link runs and that this machine may use its /v1/control/.") from None
     return {
         name: {**states.get(name, {"state": "online", "since": "now"}), **about.get(name, {})} for name in {**about, **states}
     }

@@ -226,8 +226,8 @@ def _common_problem(profiles: Mapping[str, Profile], draft: Problem, settings: R
     factors = [name for name in columns if first.kinds[name] == "categories"]
     unlisted = [name for name in [response] * two_classes + factors if name not in categories]
     if private is not None and unlisted:
-        why = f"A private run needs a list of all values of column {unlisted[0]!r}: asking sites which occur reveals something"
-        raise FederationError(f"{why} about rows; give --categories '" + "{" + f'"{unlisted[0]}": ["...", "..."]' + "}'.")
+        why = f"In a private run sites may not say which values column {unlisted[0]!r} has; list all its values"
+        raise FederationError(f"{why}: --categories '" + "{" + f'"{unlisted[0]}": ["...", "..."]' + "}'.")
     levels = {name: _levels(name, profiles, categories) for name in factors}
     classes = None
     if two_classes:

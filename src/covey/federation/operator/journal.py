@@ -118,7 +118,7 @@ class Journal:
     def foreign(self, what: str) -> ForeignJournal:
         """The error for a journal of another run."""
         fix = "delete it to start a new run, or give another --out"
-        return ForeignJournal(f"The journal {str(self.path)!r} is of another run (other {what}); {fix}.")
+        return ForeignJournal(f"The journal {str(self.path)!r} is of another run (different {what}); {fix}.")
 
     def close(self, *, done: bool) -> None:
         """Stop writing, and delete the file if it is no longer needed."""

@@ -180,7 +180,7 @@ def check_roster(history: Sequence[Collection[str]], roster: Collection[str]) ->
     >>> check_roster(["abcd"], ["a", "b"])
     >>> check_roster(["abcd"], ["a", "b", "c"])
     Traceback (most recent call last):
-    covey.errors.FederationError: Without 'd' the totals would show its part by difference to an earlier start; ...
+    covey.errors.FederationError: The fit cannot go on without site 'd' alone: ...
     """
     if len(set(roster)) < MINIMUM_SITES or len(set(roster)) < len(roster):
         raise FederationError(f"A fit under masks takes two different sites or more. Got {listing(roster)}.")
@@ -192,11 +192,11 @@ def check_roster(history: Sequence[Collection[str]], roster: Collection[str]) ->
         present.setdefault(tuple(site in total for total in totals), []).append(site)
     alone = [sites[0] for sites in present.values() if len(sites) == 1]
     if gone := [site for site in alone if site not in roster]:
-        why = f"Without {gone[0]!r} the totals would show its part by difference to an earlier start"
-        raise FederationError(f"{why}; wait for it, or also leave out another site that dropped out with it.")
+        why = f"The fit cannot go on without site {gone[0]!r} alone: the new total, subtracted from an earlier one, would be its sum"
+        raise FederationError(f"{why}. Start its node, then give the same command again.")
     if alone:
-        why = f"The totals of all starts of the run together would show the part of {alone[0]!r}"
-        raise FederationError(f"{why}; take the sites of an earlier start, or wait for the missing sites.")
+        why = f"The totals of all starts of this run, combined, would be the sum of site {alone[0]!r} alone"
+        raise FederationError(f"{why}. Start the nodes of the missing sites, then give the same command again.")
 
 
 def _stream(key: bytes, shape: tuple[int, ...]) -> Exact:

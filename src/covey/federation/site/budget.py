@@ -50,7 +50,10 @@ class Budget:
         if privacy is None:
             if self.run is not None or self.total is not None:
                 most = f"epsilon {self.total if self.run is None else self.run:g} at most (delta {self.delta:g})"
-                raise FederationError(f"This site answers only under differential privacy, with {most}; give an epsilon.")
+                raise FederationError(
+                    f"This site answers only under differential privacy, with {most}; give --epsilon (rules 'epsilon' and "
+                    "'epsilon_total' of its site.toml)."
+                )
             return
         start = f"{run}.{epoch}"
         releases = {name: entry for name, entry in self.releases.items() if name != start}
@@ -80,10 +83,12 @@ class Budget:
     def _check(self, run: str, releases: Mapping[str, Any]) -> None:
         """Refuse releases that cost more than this site allows."""
         of_run = {name: entry for name, entry in releases.items() if name.startswith(f"{run}.")}
-        for what, most, made in (("for one run", self.run, of_run), ("for all runs", self.total, releases)):
+        limits = (("for one run", "epsilon", self.run, of_run), ("for all runs", "epsilon_total", self.total, releases))
+        for what, rule, most, made in limits:
             if most is not None and (cost := self._cost(made)) > most:
                 limit = f"to {cost:.4g} (delta {self.delta:g}), but it allows {most:g} at most"
-                raise FederationError(f"This would bring the site's epsilon {what} {limit}; give a smaller --epsilon.")
+                fix = f"give a smaller --epsilon, or ask the site's owner to raise {rule!r} in its site.toml"
+                raise FederationError(f"This would bring the site's epsilon {what} {limit}; {fix}.")
 
 
 def check_private_message(message: Message[Any], privacy: Privacy | None) -> bool:

@@ -81,7 +81,9 @@ class Policy:
     )
     runs: int | None = rule(None, 20, "The most runs that this site takes part in.", 1)
     messages: int | None = rule(None, 200, "The most messages that it answers in one start of a run.", 1)
-    retention: int | None = rule(None, 30, "Days without a message after which it deletes what it remembers of a run.")
+    retention: int | None = rule(
+        None, 30, "Days after which the working file of an unfinished run is deleted; hashes of clients and the log stay."
+    )
     share_row_errors: bool = False  # whether errors about rows may leave the site; only in a simulation
 
     def check_problem(self, problem: Problem) -> None:
