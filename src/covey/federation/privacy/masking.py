@@ -192,7 +192,7 @@ def check_roster(history: Sequence[Collection[str]], roster: Collection[str]) ->
         present.setdefault(tuple(site in total for total in totals), []).append(site)
     alone = [sites[0] for sites in present.values() if len(sites) == 1]
     if gone := [site for site in alone if site not in roster]:
-        why = f"The fit cannot go on without site {gone[0]!r} alone: the new total, subtracted from an earlier one, would be its sum"
+        why = f"The fit cannot go on without site {gone[0]!r} alone: a new total less an earlier one would be its sum"
         raise FederationError(f"{why}. Start its node, then give the same command again.")
     if alone:
         why = f"The totals of all starts of this run, combined, would be the sum of site {alone[0]!r} alone"
