@@ -72,7 +72,9 @@ for _command in (infer.compare, infer.means, infer.contrast, infer.residuals, in
 
 _node = typer.Typer(invoke_without_command=True, callback=_stoppable(node.node))
 _node.command()(_stoppable(node.init))
-_site = typer.Typer(no_args_is_help=True, help="At a site: what was asked, the owner's decisions, the audit log, a dry run.")
+_site = typer.Typer(
+    no_args_is_help=True, help="At a site: what was asked, the owner's decisions, the audit log, a check of a fit."
+)
 for _command in (site.runs, site.approve, site.refuse, site.log, site.check):
     _site.command()(_stoppable(_command))
 app.add_typer(_node, name="node")

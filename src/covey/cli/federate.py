@@ -18,7 +18,7 @@ class RunOptions:
 
     simulate: Annotated[int | None, typer.Option(help="Split the clients among this many sites on this machine.")] = None
     by: Annotated[str | None, typer.Option(help="To simulate: the column with the site of each row.")] = None
-    minimum: Annotated[int | None, typer.Option(help="To simulate: least clients in each cluster and category (1).")] = None
+    minimum: Annotated[int | None, typer.Option(help="To simulate: least clients in each sum that leaves a site (1).")] = None
     speeds: Annotated[
         Path | None,
         typer.Option(help="To simulate: speeds of clusters, as for covey plan; prints how long a randomised algorithm takes."),
@@ -57,7 +57,9 @@ class RunOptions:
         False
     )
     on_loss: Annotated[str, typer.Option(help="When a site is lost: stop, or continue without it.")] = "stop"
-    out: Annotated[Path | None, typer.Option(help="Folder for the models of the clusters and the global model.")] = None
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the models of clusters and the global one; with --simulate also of clients.")
+    ] = None
 
     @property
     def deployed(self) -> bool:

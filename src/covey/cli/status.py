@@ -16,7 +16,7 @@ def status(
 ) -> None:
     """Show the sites of a link: state and since when, versions, keys and rules in short.
 
-    The exit code is 0 if all registered sites are connected and answer, else 1.
+    The exit code is 0 if all registered sites are connected and answer, 1 if not, and 2 if the link does not answer.
 
     [bold]Example[/bold]   covey status --link link
     """

@@ -165,8 +165,8 @@ class HierarchicalEstimator(PlotMethods):
         -------
         (n_rows,) array
             Predictions, in the units of the response. For a lazy table of Polars or DuckDB: a lazy table with the columns
-            ``prediction``, for two classes ``probability``, and ``answered_by``, which are null where a row of a data frame
-            would be an error. The order of its rows may change.
+            ``prediction``, for two classes ``probability``, and ``answered_by``. A row that would be an error in a data frame
+            has nulls in these columns. The order of the rows may change.
 
         Examples
         --------

@@ -105,24 +105,24 @@ class EstimatorCore:
         Across sites ``"auto"`` takes ``"apgd"`` if the matrices of all clusters exceed 32 MB. :func:`covey.plan` shows what
         each would cost on a network.
     options : mapping or None
-        Options of the randomised algorithms: ``steps``, ``eta``, ``p0``, ``p``, ``tau``, ``rho``, ``mu``, ``L``, ``L_row``,
-        ``vote``, ``every``, ``checkpoint``, ``minimum``. The functions in :mod:`covey.solvers` explain them.
+        Options of the solver by name, such as ``{"p0": 0.1}`` for ``"l2gd"``. The functions in :mod:`covey.solvers` explain
+        them.
     tol : float
-        With given penalties, Newton stops when the gradient norm is below ``tol``. For the other iterative solvers let ``F`` be
-        the objective, ``F*`` its minimum and ``F0`` its value if every row were fitted perfectly. They stop once an upper
-        bound on ``F - F*`` is at most ``tol * (F - F0)``. The bound is proven; that of ``"apgd"`` is an estimate unless you
-        give its option ``mu``.
+        For given penalties only. Newton stops when the gradient norm is below ``tol``. For the other iterative solvers let
+        ``F`` be the objective, ``F*`` its minimum and ``F0`` its value if every row were fitted perfectly. They stop once an
+        upper bound on ``F - F*`` is at most ``tol * (F - F0)``. The bound is proven; that of ``"apgd"`` is an estimate unless
+        you give its option ``mu``.
     max_iter : int or None
         The most iterations. None is 100 for Newton, 10,000 for ``"apgd"``, and for the randomised algorithms twice the number
-        that their theorem gives, but at most a million. A warning says if the limit was reached.
+        that their theorem gives, but at least 1,000 and at most a million. A warning says if the limit was reached.
     loss : str, Loss or None
         A loss that replaces the one of the estimator: its name, or what :func:`covey.losses.from_functions` returns.
     unseen : {"parent", "raise"}
         What ``predict`` does for a client or cluster that was not in the training rows: use the model one level up, or raise.
     random_state : int, RandomState or None
         Random numbers of the randomised algorithms, of the folds of cross-validation, of the bootstrap, of ``simulate`` and of
-        quantile residuals. An int gives the same result in each call, None another one. Other fits are deterministic and
-        ignore it. A model of :func:`covey.fit` has the ``seed`` of its ``Spec``, 0 by default.
+        quantile residuals. With an int every call gives the same result, with None a different one. Other fits are
+        deterministic and ignore it. A model of :func:`covey.fit` has the ``seed`` of its ``Spec``, 0 by default.
     threads : int or None
         The number of threads. None is the number in the environment variable ``COVEY_THREADS``, or else as many as processors
         are free at the moment. Results have the same bits for any number.

@@ -126,8 +126,8 @@ class EffectMethods(InferenceMethods):
         n : int
             The number of draws.
         client, cluster, offset, sample_weight, trials : (n_rows,) arrays, optional
-            Ids, offsets, row weights and numbers of trials, if they are not columns of ``X``. Without weights and trials every
-            row has one.
+            Ids, offsets, row weights and numbers of trials, if they are not columns of ``X``. By default the
+            weight, or the number of trials, of a row is 1.
         effects : {"new", "fitted"}
             ``"new"`` draws new random effects in each draw, from the variance components (the default of lme4; with
             ``per_cluster=True`` clients have the mean covariance of all clusters). ``"fitted"`` keeps the estimated random
@@ -162,7 +162,8 @@ class EffectMethods(InferenceMethods):
     ) -> IntoDataFrame:
         """Estimate the mean of each category by the global model, as linear predictor or as response (``emmeans`` of R).
 
-        Combinations of the other categories count equally. Numeric columns are at their mean over rows.
+        Combinations of the other categories count equally. Numeric columns are at their mean over rows, in a model with weights
+        at their weighted mean unless ``data`` is given.
 
         Parameters
         ----------
@@ -173,8 +174,8 @@ class EffectMethods(InferenceMethods):
         at : mapping from columns to values, optional
             Values at which to hold columns: one or several for each.
         data : data frame, optional
-            The rows of the fit, for the means of numeric columns. A linear model has them in its sums, unless the column is
-            part of an expression such as ``log(x)``.
+            The rows of the fit, for the means of numeric columns. A linear model with an intercept and without ``standardize``
+            has the means of those columns in its sums that are terms themselves; an error says which are missing.
         scale : {"link", "response"}
             Linear predictor, or response at a random effect of zero. The offset is zero.
         coverage : float

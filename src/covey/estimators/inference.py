@@ -141,9 +141,10 @@ class InferenceMethods(EstimatorCore):
           clusters if the cluster is unseen.
         - ``level="global"``: for the mean response of clients of all clusters.
 
-        The interval is computed for the linear predictor, and each end is converted to the response (for a mean over clients,
-        to the mean response at that end). Intervals of a linear model include the uncertainty of the variance components. Those
-        of other families do so only for ``level="global"`` and for unseen clusters; the others are too short with few groups.
+        The interval is computed for the linear predictor, and its ends are converted to the response. For a mean over clients,
+        the conversion averages the response over the random effects about each end. Intervals of a linear model include the
+        uncertainty of the variance components. Those of other families do so only for ``level="global"`` and for unseen
+        clusters; the others are too short with few groups.
 
         Parameters
         ----------

@@ -123,7 +123,7 @@ def plan(
         The rows. A data frame also needs ``spec``, or ``formula`` and ``client`` (and ``cluster`` if there are clusters).
     spec : Spec, optional
         The problem. Give either ``spec``, or ``family`` and ``settings``. If ``table`` is a GroupedData, the columns
-        that it names are ignored.
+        that ``spec`` names are ignored. Formulas have no bars here.
     family : str or Loss, optional
         "gaussian", "bernoulli", "poisson", "gamma", or a loss from :func:`covey.losses.from_functions`. The default is
         "gaussian".

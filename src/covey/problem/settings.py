@@ -113,10 +113,10 @@ class Spec:
     options : mapping or None
         Options of the solver by name, such as ``{"p0": 0.1}`` for ``l2gd``.
     tol : float
-        With given penalties, Newton stops when the gradient norm is below ``tol``. For the other iterative solvers let ``F`` be
-        the objective, ``F*`` its minimum and ``F0`` its value if every row were fitted perfectly. They stop once an upper
-        bound on ``F - F*`` is at most ``tol * (F - F0)``. The bound is proven; that of ``apgd`` is an estimate unless you give
-        its option ``mu``.
+        For given penalties only. Newton stops when the gradient norm is below ``tol``. For the other iterative solvers let
+        ``F`` be the objective, ``F*`` its minimum and ``F0`` its value if every row were fitted perfectly. They stop once an
+        upper bound on ``F - F*`` is at most ``tol * (F - F0)``. The bound is proven; that of ``apgd`` is an estimate unless you
+        give its option ``mu``.
     max_iter : int or None
         The largest number of iterations. None takes the solver's default.
     seed : int

@@ -179,7 +179,7 @@ class Transform:
             needed = 2 if self.name == "scale" else self.degree + 1
             raise DataError(
                 f"{self.text} needs at least {needed} different values of {ast.unparse(self.argument)}, and training rows have "
-                "fewer; leave it out, or lower its degree."
+                f"fewer; leave it out{'' if self.name == 'scale' else ', or lower its degree'}."
             )
         return (*state, square, moment / square)
 

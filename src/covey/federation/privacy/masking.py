@@ -195,8 +195,10 @@ def check_roster(history: Sequence[Collection[str]], roster: Collection[str]) ->
         why = f"The fit cannot go on without site {gone[0]!r} alone: a new total less an earlier one would be its sum"
         raise FederationError(f"{why}. Start its node, then give the same command again.")
     if alone:
-        why = f"The totals of all starts of this run, combined, would be the sum of site {alone[0]!r} alone"
-        raise FederationError(f"{why}. Start the nodes of the missing sites, then give the same command again.")
+        why = f"From the totals of all starts of this run the sums of site {alone[0]!r} alone could be computed"
+        raise FederationError(
+            f"{why}, so it does not go on. Start the nodes of the missing sites, then give the same command again."
+        )
 
 
 def _stream(key: bytes, shape: tuple[int, ...]) -> Exact:

@@ -58,7 +58,7 @@ def join_masked_run(site: str, name: str, run: SiteRun, agreed: Agree) -> SiteRu
     if run.salt:
         return run
     if not agreed.salt:
-        raise FederationError("This run is masked, but no key for the client tags arrived; start a new run.")
+        raise FederationError("This run is masked, but no key for the hashes of clients arrived; start a new run.")
     drawing_site, _, text = agreed.salt.rpartition(":")
     shared = pair_secrets(site, name, run, agreed.keys)
     return replace(run, salt=open_sealed(shared[drawing_site], bytes.fromhex(text), f"salt for {site}").hex())

@@ -254,7 +254,7 @@ class Site:
         self.budget.admit(agreed.private, asked.run, asked.epoch)
         if asked.epoch >= MOST_STARTS:
             why = f"This run has started {MOST_STARTS} times, and a site takes part in no more starts"
-            raise FederationError(f"{why}; use a lower degree in poly, or start a new run.")
+            raise FederationError(f"{why}. Start a new run; if no site was lost, with a lower degree in poly.")
         problem, private = _read_problem(agreed.problem), agreed.private is not None
         self.policy.check_problem(problem)
         design = check_design(problem, private=private)

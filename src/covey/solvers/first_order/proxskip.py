@@ -277,7 +277,8 @@ def proxskip(
         The same step for all clients, at most ``1 / L``. By default each client has the step ``1 / L_i`` for its own
         smoothness; if the loss has no bound on its curvature, or if ``L`` is given, all have ``1 / L``.
     p : float, optional
-        Probability of an exchange; by default the root of the objective's strong convexity over the clients' smoothness.
+        Probability of an exchange; by default ``sqrt(mu / L)``, and if each client has a step of its own the same with
+        strong convexity measured relative to each client's smoothness.
     mu, L : float, optional
         Strong convexity of the objective and smoothness of the clients' losses; measured by default.
     **options
