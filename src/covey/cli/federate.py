@@ -38,14 +38,12 @@ class RunOptions:
     secure: Annotated[
         bool, typer.Option("--secure", help="Mask the sums: a coordinator that follows the protocol sees only their totals.")
     ] = False
-    epsilon: Annotated[float | None, typer.Option(help="Differential privacy for every client; needs --gamma and --lam.")] = (
-        None
-    )
+    epsilon: Annotated[float | None, typer.Option(help="Differential privacy for every client; needs given penalties.")] = None
     delta: Annotated[float | None, typer.Option(help="With --epsilon: the probability that its bound fails (1e-6).")] = None
     clip: Annotated[float | None, typer.Option(help="With --epsilon: the most a client adds to a sum (1).")] = None
-    rounds: Annotated[int | None, typer.Option(help="With --epsilon: how often sums are sent (2; 3 for classes, counts).")] = (
-        None
-    )
+    rounds: Annotated[
+        int | None, typer.Option(help="With --epsilon: how often sums are sent (2; 3 if the family is not gaussian).")
+    ] = None
     categories: Annotated[str | None, typer.Option(help='Allowed values of columns, as JSON: \'{"zone": ["a", "b"]}\'.')] = None
     limits: Annotated[str | None, typer.Option(help="The most that a site may send, as JSON: '{\"clusters\": 200000}'.")] = None
     timeout: Annotated[float | None, typer.Option(help="Seconds to wait for a site's reply (600).")] = None

@@ -13,7 +13,9 @@ from covey.cli.node import Home
 if TYPE_CHECKING:
     from covey.federation.site.approval import Approvals
     from covey.federation.site.file import SiteFile
+    from covey.federation.site.release import WeakSum
     from covey.problem.problem import Problem
+    from covey.tables.rows import GroupedData
 
 Question = Annotated[
     str | None, typer.Argument(help="The id of the question, as 'covey site runs' shows it; by default the one that waits.")
@@ -56,7 +58,9 @@ def refuse(question: Question = None, home: Home = Path()) -> None:
 
 def log(
     home: Home = Path(),
-    verify: Annotated[bool, typer.Option("--verify", help="Check that no line was changed, removed or inserted.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Check the chain: no line changed, none removed or inserted between others.")
+    ] = False,
     last: Annotated[int, typer.Option(help="How many lines to print.")] = 20,
 ) -> None:
     """Print the audit log: one line of JSON for each message and each decision."""
@@ -137,17 +141,25 @@ def in_words(file: SiteFile, asked: dict[str, Any]) -> str:
         f"sums           {'masked' if asked['secure'] else 'not masked'}, {noise}",
         f"how often      at most {file.policy.messages} messages",
     ]
-    return "\n".join([*map(printable, lines), "", _sums_in_words(file, draft)])
+    return "\n".join([*map(printable, lines), "", _sums_in_words(file, draft, private=asked["private"] is not None)])
 
 
-def _sums_in_words(file: SiteFile, draft: Problem) -> str:
-    """The columns and cells of a fit at this site, the sums that may not leave, and groupings with which all may."""
+def _sums_in_words(file: SiteFile, draft: Problem, *, private: bool = False) -> str:
+    """The columns and cells of a fit at this site, the sums that may not leave, and groupings with which all may.
+
+    In a private run, whose noise hides single clients, only the numbers of clients are checked.
+    """
     from dataclasses import replace
 
     from covey.federation.site.engine import draft_rows
-    from covey.federation.site.release import weak_sums
+    from covey.federation.site.release import NUMBER, weak_sums
 
-    read, policy = file.reader(), file.policy
+    read, policy, moments = file.reader(), file.policy, draft.spec.standardize
+
+    def weak_sums_of(data: GroupedData) -> list[WeakSum]:
+        found = weak_sums(data, policy.minimum, 1.0 if private else policy.share, moments=moments)
+        return [each for each in found if not private or each.term == NUMBER]
+
     data, _ = draft_rows(read(draft.spec), draft)
     tree = data.hierarchy
     lines = [f"columns used   {', '.join(dict.fromkeys(n for f in draft.formula.factors for n in f.names()[0]))}"]  # type: ignore[union-attr]
@@ -155,11 +167,12 @@ def _sums_in_words(file: SiteFile, draft: Problem) -> str:
     sizes = [f"{cell}: {n} clients" for cell, n in zip(tree.cluster_ids.to_list(), tree.sizes.tolist(), strict=True)]
     lines += [f"cells          {len(sizes)}: {'; '.join(sizes[:12])}{'; ...' if len(sizes) > 12 else ''}"]
     kinds = "vectors" if policy.replies == "vectors" else "vectors, and matrices of products of terms"
-    lines += ["leaves first   names of clusters and categories, keyed hashes of ids, numbers of clients and rows, the sum of y"]
-    lines += [f"then leaves    sums over the clients of a cell: {kinds}; no rows, no model of a client"]
-    moments = draft.spec.standardize
-    weak = list(weak_sums(data, policy.minimum, policy.share, moments=moments))
-    rule = f"at least {policy.minimum} clients in each, none with more than {policy.share:.0%} of a sum of squares"
+    more = "" if private else " and categories, numbers of rows, the sum of y"
+    lines += [f"leaves first   keyed hashes of ids, numbers of clients, names of clusters{more}"]
+    lines += [f"then leaves    sums over the clients of a cell{', with noise' if private else ''}: {kinds}; no rows"]
+    weak = weak_sums_of(data)
+    rule = f"at least {policy.minimum} clients in each"
+    rule += "" if private else f", none with more than {policy.share:.0%} of a sum of squares"
     if not weak:
         return "\n".join([*lines, f"All sums may leave ({rule})."])
     lines += [f"{len(weak)} sums may not leave ({rule}):", *(f"  {each}" for each in weak[:20]), "  ..." * (len(weak) > 20)]
@@ -168,6 +181,6 @@ def _sums_in_words(file: SiteFile, draft: Problem) -> str:
         if group != draft.spec.cluster:
             coarse = replace(draft, spec=replace(draft.spec, cluster=group))
             found, _ = draft_rows(read(coarse.spec), coarse)
-            fine += [str(group)] * (not list(weak_sums(found, policy.minimum, policy.share, moments=moments)))
+            fine += [str(group)] * (not weak_sums_of(found))
     lines += [f"Groupings with which all may leave: {', '.join(fine).replace('None', 'no groups') or 'none of those allowed'}."]
     return "\n".join(line for line in lines if line)

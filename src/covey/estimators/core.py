@@ -113,8 +113,9 @@ class EstimatorCore:
         upper bound on ``F - F*`` is at most ``tol * (F - F0)``. The bound is proven; that of ``"apgd"`` is an estimate unless
         you give its option ``mu``.
     max_iter : int or None
-        The most iterations. None is 100 for Newton, 10,000 for ``"apgd"``, and for the randomised algorithms twice the number
-        that their theorem gives, but at least 1,000 and at most a million. A warning says if the limit was reached.
+        The most iterations of the solver; the search for variances has limits of its own. None is 100 for Newton, 10,000 for
+        ``"apgd"``, and for the randomised algorithms twice the number that their theorem gives, but at least 1,000 and at most
+        a million. A warning says if the limit was reached.
     loss : str, Loss or None
         A loss that replaces the one of the estimator: its name, or what :func:`covey.losses.from_functions` returns.
     unseen : {"parent", "raise"}

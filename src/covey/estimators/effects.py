@@ -174,8 +174,9 @@ class EffectMethods(InferenceMethods):
         at : mapping from columns to values, optional
             Values at which to hold columns: one or several for each.
         data : data frame, optional
-            The rows of the fit, for the means of numeric columns. A linear model with an intercept and without ``standardize``
-            has the means of those columns in its sums that are terms themselves; an error says which are missing.
+            The rows of the fit, for the means of numeric columns. Often not needed: a linear model with an intercept and
+            without ``standardize`` knows the mean of every numeric column that is itself a term (``x``, but not the ``x`` of
+            ``log(x)``). Otherwise an error names the column.
         scale : {"link", "response"}
             Linear predictor, or response at a random effect of zero. The offset is zero.
         coverage : float

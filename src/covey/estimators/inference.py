@@ -142,9 +142,9 @@ class InferenceMethods(EstimatorCore):
         - ``level="global"``: for the mean response of clients of all clusters.
 
         The interval is computed for the linear predictor, and its ends are converted to the response. For a mean over clients,
-        the conversion averages the response over the random effects about each end. Intervals of a linear model include the
-        uncertainty of the variance components. Those of other families do so only for ``level="global"`` and for unseen
-        clusters; the others are too short with few groups.
+        an end is converted to the mean response of clients whose linear predictors vary about this end with the variance of the
+        random effects. Intervals of a linear model include the uncertainty of the variance components. Those of other families
+        do so only for ``level="global"`` and for unseen clusters; the others are too short with few groups.
 
         Parameters
         ----------
@@ -341,7 +341,7 @@ class InferenceMethods(EstimatorCore):
         X, y, client, cluster, sample_weight, offset, frequency, trials : optional
             The rows, as for ``fit``.
         repeat : bool
-            Add the rows even if the model has a batch of equal rows.
+            Add the rows even if the model already has exactly these rows.
 
         Returns
         -------

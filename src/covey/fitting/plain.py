@@ -2,7 +2,7 @@
 
 The covariance of the coefficients is the dispersion times the inverse Hessian of the loss. In a linear model the dispersion is
 the residual sum of squares over the degrees of freedom, and the log-likelihood is the maximum, as for ``lm`` of R. In other
-families the dispersion is its maximum-likelihood estimate, or 1 for counts and classes, as for ``glm``.
+families the dispersion is 1 for counts and classes, as for ``glm``, and its maximum-likelihood estimate for Gamma.
 """
 
 from __future__ import annotations

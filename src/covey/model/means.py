@@ -87,7 +87,10 @@ def _values(name: str, given: Any, levels: Mapping[str, Sequence[Any]]) -> list[
 def _mean(model: Model, design: Columns | Formula, name: str, data: Any) -> float:
     """The mean of a column: of the table ``data``, or from the sums of a linear model."""
     if data is not None:
-        return float(np.nanmean(numeric(as_frame(data), name)))
+        frame, count = as_frame(data), model.spec.frequency
+        values = numeric(frame, name)
+        there = ~np.isnan(values)
+        return float(np.average(values[there], weights=None if count is None else numeric(frame, count)[there]))
     learned, terms = model.learned, list(model.terms)
     plain = name in terms and "Intercept" in terms and not isinstance(model.design, Scaled)
     others = isinstance(design, Formula) and any(

@@ -118,7 +118,7 @@ class Spec:
         upper bound on ``F - F*`` is at most ``tol * (F - F0)``. The bound is proven; that of ``apgd`` is an estimate unless you
         give its option ``mu``.
     max_iter : int or None
-        The largest number of iterations. None takes the solver's default.
+        The largest number of iterations of the solver; None takes its default. The search for variances has limits of its own.
     seed : int
         Seed of all random choices.
 
@@ -255,8 +255,8 @@ class Spec:
             if value is not None and not self.by_likelihood:
                 instead = f"{given[0]}=" if given else f"penalty={self.penalty!r}"
                 raise PenaltyError(
-                    f"{name}= says which variances are learned from the likelihood, and with {instead} none is; leave out one "
-                    "of the two."
+                    f"{name}= says which variances are learned from the likelihood, but with {instead} no variance is learned; "
+                    "leave out one of the two."
                 )
         no_likelihood = {
             f"loss={self.family!r}": not loss.likelihood,

@@ -200,7 +200,7 @@ def expected_sites(wanted: str | int | None, members: Members) -> tuple[str, ...
     if text and not text.isdecimal():
         return tuple(dict.fromkeys(name for name in map(str.strip, text.split(",")) if name))
     if text == "0":
-        raise FederationError("The setting 'sites' must be how many there are, or their names: a,b,c. Got 0 instead.")
+        raise FederationError("The setting 'sites' must be the least number of sites, or their names: a,b,c. Got 0 instead.")
     if text and listed and int(text) != len(listed):
         raise FederationError(f"The setting 'sites' is {text}, and the list of members has {len(listed)}; leave out 'sites'.")
     return listed or int(text or 1)

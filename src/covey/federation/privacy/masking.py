@@ -180,7 +180,7 @@ def check_roster(history: Sequence[Collection[str]], roster: Collection[str]) ->
     >>> check_roster(["abcd"], ["a", "b"])
     >>> check_roster(["abcd"], ["a", "b", "c"])
     Traceback (most recent call last):
-    covey.errors.FederationError: The fit cannot go on without site 'd' alone: ...
+    covey.errors.FederationError: The fit cannot go on if only site 'd' drops out: ...
     """
     if len(set(roster)) < MINIMUM_SITES or len(set(roster)) < len(roster):
         raise FederationError(f"A fit under masks takes two different sites or more. Got {listing(roster)}.")
@@ -192,7 +192,7 @@ def check_roster(history: Sequence[Collection[str]], roster: Collection[str]) ->
         present.setdefault(tuple(site in total for total in totals), []).append(site)
     alone = [sites[0] for sites in present.values() if len(sites) == 1]
     if gone := [site for site in alone if site not in roster]:
-        why = f"The fit cannot go on without site {gone[0]!r} alone: a new total less an earlier one would be its sum"
+        why = f"The fit cannot go on if only site {gone[0]!r} drops out: the earlier total minus the new one would be its sum"
         raise FederationError(f"{why}. Start its node, then give the same command again.")
     if alone:
         why = f"From the totals of all starts of this run the sums of site {alone[0]!r} alone could be computed"

@@ -99,8 +99,9 @@ class Policy:
         self._check_all("columns", "This site does not answer about column", columns)
         self._check_all("groups", "This site does not group clients by column", [spec.cluster])
         self._check_all("families", "This site does not fit the family", [spec.family])
-        if spec.learns is not None:
-            self._check_all("solvers", "This site does not help to learn penalties; give gamma and lam, not", ["learn"])
+        if spec.learns is not None and self.solvers is not None and "learn" not in self.solvers:
+            why = "This site does not help to learn penalties; give --gamma and --lam"
+            raise refusal("solvers", why, "add 'learn' to the list")
 
     def _check_factor(self, factor: Factor) -> None:
         """Refuse an expression that is neither a function of one column nor listed: it could select single rows."""

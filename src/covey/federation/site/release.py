@@ -42,15 +42,20 @@ _KEPT = 1e-9  # combinations of terms with less of the sum of squares than this 
 
 @dataclass(frozen=True)
 class WeakSum:
-    """A sum that may not leave: its cell, its term, how many clients contribute, and the largest share of one of them."""
+    """A sum that may not leave: its cell, its term, how many clients contribute, and the largest share of one of them.
+
+    If ``rare``, all clients contribute, and ``clients`` are those whose values differ from the column's median.
+    """
 
     cell: Any
     term: str
     clients: int
     share: float
+    rare: bool = False
 
     def __str__(self) -> str:
-        return f"{self.term} in {self.cell!r}: {self.clients} clients contribute, one has {self.share:.0%} of the squares"
+        how = "differ from the others" if self.rare else f"contribute, one has {self.share:.0%} of the squares"
+        return f"{self.term} in {self.cell!r}: {self.clients} clients {how}"
 
 
 def weak_sums(
@@ -84,7 +89,7 @@ def weak_sums(
             yield WeakSum(cell, COMBINED, int(n), largest_share)
         else:
             few = (unusual > 0) & (unusual < minimum) & ~weak
-            yield from (WeakSum(cell, labels[j], int(unusual[j]), float(largest[j])) for j in np.flatnonzero(few))
+            yield from (WeakSum(cell, labels[j], int(unusual[j]), float(largest[j]), rare=True) for j in np.flatnonzero(few))
 
 
 def _products(data: GroupedData, first: int, last: int, minimum: int, typical: Floats | None) -> tuple[Floats, Floats]:

@@ -296,7 +296,8 @@ class Site:
             self.audit.add("weak sum", cell=str(weak.cell), term=weak.term, clients=weak.clients, share=round(weak.share, 3))
             where = f"Term {weak.term!r} in cluster {weak.cell!r}" if self.policy.share_row_errors else "At this site"
             many, named = weak.clients < self.policy.minimum, "covey site check names all such sums there"
-            few = f"fewer than {self.policy.minimum} clients contribute to a sum"
+            few = "differ from the others in a column" if weak.rare else "contribute to a sum"
+            few = f"fewer than {self.policy.minimum} clients {few}"
             large = f"one client has more than {self.policy.share:g} of a sum of squares"
             change = f"{'lower' if many else 'raise'} the number, or let clients be grouped more coarsely"
             raise refusal("minimum" if many else "share", f"{where} {few if many else large}; {named}", change)

@@ -277,8 +277,8 @@ def proxskip(
         The same step for all clients, at most ``1 / L``. By default each client has the step ``1 / L_i`` for its own
         smoothness; if the loss has no bound on its curvature, or if ``L`` is given, all have ``1 / L``.
     p : float, optional
-        Probability of an exchange; by default ``sqrt(mu / L)``, and if each client has a step of its own the same with
-        strong convexity measured relative to each client's smoothness.
+        Probability of an exchange. The default is ``sqrt(mu / L)`` if all clients have one step. If each has its own, it is
+        ``sqrt(q)``, where ``q`` is the strong convexity in units of each client's smoothness ``L_i``.
     mu, L : float, optional
         Strong convexity of the objective and smoothness of the clients' losses; measured by default.
     **options
