@@ -118,7 +118,7 @@ def test_a_site_writes_its_rules_checks_a_fit_and_decides(tmp_path):
     shown = in_words(SiteFile.read(home), asked["questions"][name])
     assert "auto?[2J" in shown
     assert "\x1b" not in shown
-    assert all(fact in said for fact in ("waiting", "y ~ x", "0 of at most 20 runs"))
+    assert all(fact in said for fact in ("waiting", "y ~ x", "joined 0 of the 20 runs"))
     said = inside("site", "runs", name, "--home", "north", cwd=tmp_path).stdout
     assert all(fact in said for fact in ("operator without a key", "not masked", "'cluster'", "All sums may leave")), said
     assert "approved" in inside("site", "approve", "--home", "north", cwd=tmp_path).stdout

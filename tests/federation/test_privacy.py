@@ -203,7 +203,7 @@ def test_noise_is_the_systems_unless_a_simulation_gives_a_seed():
 
 def test_a_private_run_needs_lists_of_categories_and_classes():
     sites = sites_of(by_turns(table(6, "bernoulli"), 3))
-    with pytest.raises(FederationError, match="needs a list of all values of column 'y'"):
+    with pytest.raises(FederationError, match="which values column 'y' has; list all"):
         fit(sites, spec("bernoulli"), settings=private_run(categories=None))
     with pytest.raises(FederationError, match="needs a list of all values of column 'z'"):
         fit(sites, spec(), settings=private_run(categories={"y": [0, 1]}))

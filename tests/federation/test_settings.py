@@ -27,7 +27,7 @@ GIVEN = {"formula": "y ~ x + z", "client": "client", "cluster": "cluster", "gamm
         ({"timeout": math.inf}, ["'timeout'", "> 0", "inf"]),
         ({"pause": math.nan}, ["'pause'", ">= 0", "nan"]),
         ({"wait": "long"}, ["'wait'", ">= 0", "'long'"]),
-        ({"sites": 0}, ["'sites'", "how many", "names", "Got 0"]),
+        ({"sites": 0}, ["'sites'", "least number", "names", "Got 0"]),
         ({"on_loss": "go on"}, ["'on_loss'", "'stop', 'continue'", "'go on'"]),
         ({"categories": '{"zz": ["a"]}'}, ["'categories'", "'zz'", "did you mean 'z'?"]),
         ({"categories": '{"weight": ["a"]}'}, ["'categories'", "'weight'", "there are"]),
