@@ -17,6 +17,8 @@ from covey.compiling import njit
 Limbs = npt.NDArray[np.uint64]
 TOO_LARGE = 1 << 30  # from this size on, a sum could reach 2^95 and overflow
 PIECE = 1024  # rows that one thread sums at a time
+_TILE = 128  # rows that are hashed together
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MASK = 0xFFFFFFFF
 _SMALL = 2.0**19
 _BESIDE_FIRST, _BESIDE_SECOND, _BESIDE_THIRD = 1.5 * 2.0**20, 1.5 * 2.0**-12, 1.5 * 2.0**-44
@@ -34,21 +36,31 @@ def _scrambled(state: Any) -> Any:
     return state ^ (state >> np.uint64(31))
 
 
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _hash_step(state: Any, bits: Any) -> Any:
+    """The hash after one more number; 0 and -0 are equal."""
+    return _scrambled((state ^ (bits if bits != np.uint64(1 << 63) else np.uint64(0))) + _GOLDEN)
+
+
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def hash_rows(begin: int, end: int, X: Limbs, y: Limbs, weights: Limbs, offset: Limbs, client_ptr: Ints, code: Limbs) -> None:
-    """Set ``code (n,)`` to a hash of each client's rows, whose numbers are given as bits. It is a sum, so order is free."""
-    golden, minus_zero = np.uint64(0x9E3779B97F4A7C15), np.uint64(1 << 63)
-    for i in range(begin, end):
-        total = np.uint64(0)
-        for row in range(client_ptr[i], client_ptr[i + 1]):
-            state = golden
-            for column in range(X.shape[1]):
-                bits = X[row, column]
-                state = _scrambled((state ^ (bits if bits != minus_zero else np.uint64(0))) + golden)
-            for bits in (y[row], weights[row], offset[row]):
-                state = _scrambled((state ^ (bits if bits != minus_zero else np.uint64(0))) + golden)
-            total += state
-        code[i] = total
+    """Set ``code (n,)`` to a hash of each client's rows, whose numbers are given as bits. It is a sum, so order is free.
+
+    A tile of rows takes each step together, because the steps of one row have to wait for each other.
+    """
+    state, i, last = np.empty(_TILE, np.uint64), begin, client_ptr[end]
+    for first in range(client_ptr[begin], last, _TILE):
+        rows = min(_TILE, last - first)
+        state[:] = _GOLDEN
+        for column in range(X.shape[1]):
+            for r in range(rows):
+                state[r] = _hash_step(state[r], X[first + r, column])
+        for r in range(rows):
+            state[r] = _hash_step(_hash_step(_hash_step(state[r], y[first + r]), weights[first + r]), offset[first + r])
+        for r in range(rows):
+            while first + r >= client_ptr[i + 1]:
+                i += 1
+            code[i] += state[r]
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]

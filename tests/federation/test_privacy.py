@@ -205,7 +205,7 @@ def test_a_private_run_needs_lists_of_categories_and_classes():
     sites = sites_of(by_turns(table(6, "bernoulli"), 3))
     with pytest.raises(FederationError, match="which values column 'y' has; list all"):
         fit(sites, spec("bernoulli"), settings=private_run(categories=None))
-    with pytest.raises(FederationError, match="needs a list of all values of column 'z'"):
+    with pytest.raises(FederationError, match="which values column 'z' has; list all"):
         fit(sites, spec(), settings=private_run(categories={"y": [0, 1]}))
     assert RunSettings.of({"categories": '{"z": ["a"]}'}).categories == {"z": ["a"]}
     with pytest.raises(FederationError, match="'categories'"):
