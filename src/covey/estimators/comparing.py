@@ -32,11 +32,11 @@ def compare(*models: HierarchicalEstimator) -> IntoDataFrame:
     -------
     data frame
         One row for each model, in order of the number of parameters: ``model``, ``parameters``, ``log_likelihood``, ``aic``,
-        ``bic``, ``statistic``, ``df`` and ``p_value``. After REML the first of these differ from ``components_``, since they
-        are those of maximum likelihood. The last three are missing in the first row, and where the smaller model is not nested
-        in the larger: where the larger lacks a term of the smaller, or has a more restricted covariance. P-values are those of
-        chi-squared. If models differ in variances, the p-value is too large, because zero is on the boundary;
-        :meth:`HierarchicalRegressor.likelihood_ratio` allows for that.
+        ``bic``, ``statistic``, ``df`` and ``p_value``. After REML, ``log_likelihood``, ``aic`` and ``bic`` differ from those in
+        ``components_``, since they are of the fit by maximum likelihood. ``statistic``, ``df`` and ``p_value`` are missing in
+        the first row, and where the smaller model is not nested in the larger: where the larger lacks a term of the smaller, or
+        has a more restricted covariance. P-values are those of chi-squared. If models differ in variances, the p-value is too
+        large, because zero is on the boundary; :meth:`HierarchicalRegressor.likelihood_ratio` allows for that.
 
     Examples
     --------

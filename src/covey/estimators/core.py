@@ -110,8 +110,8 @@ class EstimatorCore:
     tol : float
         For given penalties only. Newton stops when the gradient norm is below ``tol``. For the other iterative solvers let
         ``F`` be the objective, ``F*`` its minimum and ``F0`` its value if every row were fitted perfectly. They stop once an
-        upper bound on ``F - F*`` is at most ``tol * (F - F0)``. The bound is proven; that of ``"apgd"`` is an estimate unless
-        you give its option ``mu``.
+        upper bound on ``F - F*`` is at most ``tol * (F - F0)``. The bound is proven, except for ``"apgd"`` without its option
+        ``mu``, where it is an estimate.
     max_iter : int or None
         The most iterations of the solver; the search for variances has limits of its own. None is 100 for Newton, 10,000 for
         ``"apgd"``, and for the randomised algorithms twice the number that their theorem gives, but at least 1,000 and at most

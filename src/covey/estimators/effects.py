@@ -226,7 +226,8 @@ class EffectMethods(InferenceMethods):
         at, data
             As in :meth:`means`.
         adjust : {"none", "bonferroni", "holm", "tukey"}
-            Adjust p-values and intervals for the number of comparisons. Intervals with ``"holm"`` are those of Bonferroni.
+            Adjust p-values and intervals for the number of comparisons: Bonferroni and Holm for all in the table, Tukey for the
+            means of each combination of ``by``. Intervals with ``"holm"`` are those of Bonferroni.
         coverage : float
             Coverage of the intervals.
 

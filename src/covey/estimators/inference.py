@@ -141,10 +141,10 @@ class InferenceMethods(EstimatorCore):
           clusters if the cluster is unseen.
         - ``level="global"``: for the mean response of clients of all clusters.
 
-        The interval is computed for the linear predictor, and its ends are converted to the response. For a mean over clients,
-        an end is converted to the mean response of clients whose linear predictors vary about this end with the variance of the
-        random effects. Intervals of a linear model include the uncertainty of the variance components. Those of other families
-        do so only for ``level="global"`` and for unseen clusters; the others are too short with few groups.
+        The interval is computed for the linear predictor, and its ends are converted to the response. Where it is for a mean
+        over clients, an end ``m`` is converted to the mean of ``g^-1(m + u)``: ``g`` is the link, and ``u`` is normal with the
+        variance of the random effects. Intervals of a linear model include the uncertainty of the variance components. Those of
+        other families do so only for ``level="global"`` and for unseen clusters; the others are too short with few groups.
 
         Parameters
         ----------

@@ -115,8 +115,8 @@ class Spec:
     tol : float
         For given penalties only. Newton stops when the gradient norm is below ``tol``. For the other iterative solvers let
         ``F`` be the objective, ``F*`` its minimum and ``F0`` its value if every row were fitted perfectly. They stop once an
-        upper bound on ``F - F*`` is at most ``tol * (F - F0)``. The bound is proven; that of ``apgd`` is an estimate unless you
-        give its option ``mu``.
+        upper bound on ``F - F*`` is at most ``tol * (F - F0)``. The bound is proven, except for ``apgd`` without its option
+        ``mu``, where it is an estimate.
     max_iter : int or None
         The largest number of iterations of the solver; None takes its default. The search for variances has limits of its own.
     seed : int

@@ -209,4 +209,6 @@ def _rise(coverage: float) -> float:
 
 def _check_size(x: Floats) -> None:
     if len(x) > MANY:
-        raise SolverError(f"This model has {len(x)} parameters, too many for profile intervals; use bootstrap instead.")
+        raise SolverError(
+            f"This model has {len(x)} parameters, too many for profile intervals; bootstrap has those of standard deviations."
+        )
