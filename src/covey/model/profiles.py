@@ -42,9 +42,8 @@ def profile(model: Model, data: GroupedData | None = None, which: Which = "compo
         criterion, x, _ = criterion_of(learned, reml=False if which == "coefficients" else None, centred=False)
         x = search(criterion, x).x
     elif model.problem.loss.dispersion:
-        raise SolverError(
-            f"Profile intervals are not available for the {model.spec.family} family; bootstrap has intervals of standard deviations, coef_frame those of coefficients."
-        )
+        fix = "bootstrap has intervals of standard deviations, coef_frame those of coefficients"
+        raise SolverError(f"Profile intervals are not available for the {model.spec.family} family; {fix}.")
     elif data is None:
         raise DataError(f"The profile of a {model.spec.family} model needs the rows: pass X and y as to fit.")
     else:
