@@ -109,7 +109,7 @@ def test_a_site_writes_its_rules_checks_a_fit_and_decides(tmp_path):
     (home / "site.toml").write_text(text)
     site = SiteFile.read(home).open()
     for _ in range(2):
-        with pytest.raises(FederationError, match="waits"):
+        with pytest.raises(FederationError, match="not decided"):
             fit({"north": site}, spec(formula="y ~ x"))
     said = inside("site", "runs", "--home", "north", cwd=tmp_path).stdout
     name = said.split()[0]

@@ -192,7 +192,7 @@ def test_a_run_that_has_ended_is_not_begun_again(end, tmp_path):
     """It would be another run, at other penalties or with other sites, without another approval."""
     site = Site("s0", lambda _: patients(), Policy(approve="ask"), home=tmp_path)
     owner, carrier = Approvals(tmp_path, site.policy), FaultyTransport({"s0": site})
-    with pytest.raises(FederationError, match="waits"):
+    with pytest.raises(FederationError, match="not decided"):
         fit({"s0": site}, spec())
     owner.decide(next(iter(owner.read()["questions"])), "approved")
     fit({"s0": site}, spec(), carrier)
@@ -425,7 +425,7 @@ def test_a_run_waits_for_its_owner_and_no_row_is_read_before(tmp_path):
 
     site = Site("s0", reads, Policy(approve="ask"), home=tmp_path)
     approvals = Approvals(tmp_path, site.policy)
-    with pytest.raises(FederationError, match="waits for its owner's decision: covey site approve"):
+    with pytest.raises(FederationError, match="owner has not decided yet; at the site: covey site approve"):
         fit({"s0": site}, spec())
     assert not read
     ((name, asked),) = approvals.read()["questions"].items()
@@ -433,12 +433,12 @@ def test_a_run_waits_for_its_owner_and_no_row_is_read_before(tmp_path):
     assert asked["spec"]["formula"] == "y ~ x + z"
     approvals.decide(name, "approved")
     fit({"s0": site}, spec())
-    with pytest.raises(FederationError, match="waits"):  # an approval is good for one run
+    with pytest.raises(FederationError, match="not decided"):  # an approval is good for one run
         fit({"s0": site}, spec())
     approvals.decide(name, "refused")
     with pytest.raises(FederationError, match="has refused"):
         fit({"s0": site}, spec())
-    with pytest.raises(FederationError, match="waits"):  # nor is it good for another question
+    with pytest.raises(FederationError, match="not decided"):  # nor is it good for another question
         fit({"s0": site}, spec(formula="y ~ x"))
     with pytest.raises(FederationError, match="no question 'nothing'"):
         approvals.decide("nothing", "approved")
@@ -466,7 +466,7 @@ def test_an_approved_problem_cannot_be_exchanged_for_another(tmp_path):
     sites = {name: Site(name, lambda _, part=part: part, Policy(approve="ask"), home=tmp_path / name)
              for name, part in by_turns(table(1), 2).items()}  # fmt: skip
     for asked in (spec(formula="y ~ x"), spec()):
-        with pytest.raises(FederationError, match="waits"):
+        with pytest.raises(FederationError, match="not decided"):
             fit(sites, asked)
         for name, site in sites.items():
             approvals = Approvals(tmp_path / name, site.policy)

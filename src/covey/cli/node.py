@@ -43,7 +43,7 @@ def node(
 ) -> None:
     """Connect a site to a link, and answer what its site.toml allows, from its own table, until stopped.
 
-    'covey node init' writes a site.toml. Without one every rule has its default, and every fit is refused.
+    'covey node init' writes a site.toml. Without one, give link, table, name and key; every fit is then refused.
 
     [bold]Example[/bold]   covey node --home north
     """
@@ -57,7 +57,9 @@ def node(
 
 
 def init(
-    table: Annotated[Path, typer.Argument(help="The site's table: .parquet, .csv or .tsv; Parquet files; or .duckdb.")],
+    table: Annotated[
+        Path, typer.Argument(help="The site's table: .parquet, .csv, .tsv or .duckdb, or a folder or pattern of Parquet files.")
+    ],
     home: Home,
     client: Annotated[str, typer.Option(help="Column with the ids of the clients.")],
     table_name: Annotated[str | None, typer.Option(help="Name of the table in a .duckdb file.")] = None,

@@ -59,7 +59,7 @@ def refuse(question: Question = None, home: Home = Path()) -> None:
 def log(
     home: Home = Path(),
     verify: Annotated[
-        bool, typer.Option("--verify", help="Check the chain: no line changed, none removed or inserted between others.")
+        bool, typer.Option("--verify", help="Check the chain: no line but the last was changed, none removed or inserted.")
     ] = False,
     last: Annotated[int, typer.Option(help="How many lines to print.")] = 20,
 ) -> None:
@@ -79,7 +79,7 @@ def check(
     problem: Annotated[Path, typer.Argument(help="File with settings of a fit as JSON: formula, client, cluster and others.")],
     home: Home = Path(),
 ) -> None:
-    """Say what would leave this site in a fit, and which sums may not, since they are over too few clients. Nothing is sent.
+    """Say what would leave this site in a fit, and which sums may not, since few clients or one dominate. Nothing is sent.
 
     [bold]Example[/bold]   covey site check problem.json --home north
     """

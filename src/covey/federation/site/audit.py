@@ -1,8 +1,8 @@
 """The audit log of a site: one line of JSON for each decision and each message, each with the hash of the line before it.
 
 A line says when, what kind of message, of which run and operator, how many bytes came and left, over how many cells, and what
-the site did. It holds no value of the table. A line that is changed, removed or inserted breaks the chain. Lines that are cut
-off at the end do not: compare the last hash with one that was written down elsewhere.
+the site did. It holds no value of the table. A line that is changed, removed or inserted breaks the chain. A change of the
+last line does not, nor do lines that are cut off at the end: compare the last hash with one written down elsewhere.
 """
 
 from __future__ import annotations

@@ -253,8 +253,8 @@ class Site:
             raise FederationError(f"Site {self.name!r} is not on the roster of this run; {fix}.")
         self.budget.admit(agreed.private, asked.run, asked.epoch)
         if asked.epoch >= MOST_STARTS:
-            why = f"This run has started {MOST_STARTS} times, and a site takes part in no more starts"
-            raise FederationError(f"{why}. Start a new run; if no site was lost, with a lower degree in poly.")
+            why = f"This run has started {MOST_STARTS} times, the most that a site allows; start a new run"
+            raise FederationError(f"{why}. If no site was lost, poly needed too many passes: lower its degree.")
         problem, private = _read_problem(agreed.problem), agreed.private is not None
         self.policy.check_problem(problem)
         design = check_design(problem, private=private)
@@ -295,7 +295,7 @@ class Site:
                 continue
             self.audit.add("weak sum", cell=str(weak.cell), term=weak.term, clients=weak.clients, share=round(weak.share, 3))
             where = f"Term {weak.term!r} in cluster {weak.cell!r}" if self.policy.share_row_errors else "At this site"
-            many, named = weak.clients < self.policy.minimum, "covey site check names all such sums there"
+            many, named = weak.clients < self.policy.minimum, "covey site check names such sums there"
             few = "differ from the others in a column" if weak.rare else "contribute to a sum"
             few = f"fewer than {self.policy.minimum} clients {few}"
             large = f"one client has more than {self.policy.share:g} of a sum of squares"

@@ -356,12 +356,12 @@ def apgd(
         ``gamma (n,)``, positive, and ``lam (k,)``.
     mu : float, optional
         Strong convexity of every client's loss. It gives the steps and a certified gap. Without it, steps are adaptive and the
-        gap is estimated from the curvature between exchanges.
+        gap is an estimate from the smallest curvature seen so far between the points of two successive exchanges.
     start : Fit or (n, d) array, optional
         Models to begin at; by default zero.
     tol : float
-        Stop when an upper bound on ``F - F*`` is at most ``tol * (F - F0)``: ``F`` is the objective, ``F*`` its minimum and
-        ``F0`` its value if every row were fitted perfectly.
+        Stop when the bound or estimate of ``F - F*`` is at most ``tol * (F - F0)``: ``F`` is the objective, ``F*`` its minimum
+        and ``F0`` its value if every row were fitted perfectly.
     max_iter : int
         Largest number of exchanges.
     minimum : float, optional

@@ -277,8 +277,9 @@ def proxskip(
         The same step for all clients, at most ``1 / L``. By default each client has the step ``1 / L_i`` for its own
         smoothness; if the loss has no bound on its curvature, or if ``L`` is given, all have ``1 / L``.
     p : float, optional
-        Probability of an exchange. The default is ``sqrt(mu / L)`` if all clients have one step. If each has its own, it is
-        ``sqrt(q)``, where ``q`` is the strong convexity in units of each client's smoothness ``L_i``.
+        Probability of an exchange. With one step ``eta`` for all clients the default is ``sqrt(mu * eta)``. If each has its
+        own, it is ``sqrt(q)``: ``q`` is the strong convexity of the objective after the curvature of each client has been
+        divided by its smoothness ``L_i``.
     mu, L : float, optional
         Strong convexity of the objective and smoothness of the clients' losses; measured by default.
     **options
