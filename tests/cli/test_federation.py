@@ -102,6 +102,12 @@ def test_a_site_writes_its_rules_checks_a_fit_and_decides(tmp_path):
     (tmp_path / "problem.json").write_text(json.dumps(asked))
     said = inside("site", "check", "problem.json", "--home", "north", cwd=tmp_path).stdout
     assert all(fact in said for fact in ("one in 'b': 1 clients", "100%", "a: 20 clients", "none of those allowed")), said
+    assert "keyed hashes of ids" in said
+    assert "squares" not in said.split("then leaves")[0]
+    (tmp_path / "problem.json").write_text(json.dumps(asked | {"standardize": True, "na": "drop"}))
+    said = inside("site", "check", "problem.json", "--home", "north", cwd=tmp_path).stdout
+    first = said.split("then leaves")[0]
+    assert all(fact in first for fact in ("sums of columns and of their squares", "missing values")), said
 
     text = (home / "site.toml").read_text().replace("insecure = false", "insecure = true")
     assert SiteFile.read(home).policy.operators == ()

@@ -142,7 +142,7 @@ def test_arrays_beside_a_lazy_table_and_intervals_of_one_get_a_sentence():
     table = table_of(8, 200, 10)
     with pytest.raises(CoveyError, match="response, ids and weights in columns"):
         covey.HierarchicalRegressor(gamma=1.0).fit(table.lazy(), table["y"], client=table["client"])
-    with pytest.raises(CoveyError, match=r"lazy table \(polars\), and rows are needed here; pass X.collect\(\)"):
+    with pytest.raises(CoveyError, match=r"lazy table \(polars\), and rows are needed here; .*X.collect\(\)"):
         covey.fit(table, FORMULAS[0]).predict_interval(table.lazy())
 
 

@@ -43,7 +43,7 @@ def node(
 ) -> None:
     """Connect a site to a link, and answer what its site.toml allows, from its own table, until stopped.
 
-    'covey node init' writes a site.toml. Without one, give link, table, name and key; every fit is then refused.
+    'covey node init' writes a site.toml. Without one, give --link, --table, --site, --key and --ca; every fit is then refused.
 
     [bold]Example[/bold]   covey node --home north
     """

@@ -59,7 +59,7 @@ def refuse(question: Question = None, home: Home = Path()) -> None:
 def log(
     home: Home = Path(),
     verify: Annotated[
-        bool, typer.Option("--verify", help="Check the chain: no line but the last was changed, none removed or inserted.")
+        bool, typer.Option("--verify", help="Check that no line before the last was changed, removed or inserted.")
     ] = False,
     last: Annotated[int, typer.Option(help="How many lines to print.")] = 20,
 ) -> None:
@@ -79,7 +79,7 @@ def check(
     problem: Annotated[Path, typer.Argument(help="File with settings of a fit as JSON: formula, client, cluster and others.")],
     home: Home = Path(),
 ) -> None:
-    """Say what would leave this site in a fit, and which sums may not, since few clients or one dominate. Nothing is sent.
+    """Say what would leave this site in a fit, and which sums may not, since too few clients contribute or one dominates.
 
     [bold]Example[/bold]   covey site check problem.json --home north
     """
@@ -167,8 +167,12 @@ def _sums_in_words(file: SiteFile, draft: Problem, *, private: bool = False) -> 
     sizes = [f"{cell}: {n} clients" for cell, n in zip(tree.cluster_ids.to_list(), tree.sizes.tolist(), strict=True)]
     lines += [f"cells          {len(sizes)}: {'; '.join(sizes[:12])}{'; ...' if len(sizes) > 12 else ''}"]
     kinds = "vectors" if policy.replies == "vectors" else "vectors, and matrices of products of terms"
-    more = "" if private else " and categories, numbers of rows, the sum of y"
-    lines += [f"leaves first   keyed hashes of ids, numbers of clients, names of clusters{more}"]
+    first = ["keyed hashes of ids", "numbers of clients", "names of clusters", "types of columns"]
+    first += [] if private else ["categories", "numbers of rows", "the sum of y"]
+    first += ["sums of columns and of their squares"] if moments else []
+    first += ["sums for center, scale and poly"] if draft.formula is not None and draft.formula.right.transforms else []
+    first += ["numbers of missing values"] if draft.spec.na == "drop" and not private else []
+    lines += [f"leaves first   {', '.join(first)}"]
     lines += [f"then leaves    sums over the clients of a cell{', with noise' if private else ''}: {kinds}; no rows"]
     weak = weak_sums_of(data)
     rule = f"at least {policy.minimum} clients in each"

@@ -49,7 +49,8 @@ class EstimatorCore:
         degrees of freedom and in the number of rows. Or pass the array ``frequency`` to ``fit``.
     na : {"refuse", "drop"}
         Rows with missing values in the columns that the model uses, including response and ids: raise an error, or drop them
-        and say how many in the summary. New rows to predict must be complete.
+        and say how many in the summary. New rows to predict need all values of the terms; a
+        missing id counts as unseen.
     trials : str, int or None
         Column of ``X`` with the number of trials of each row, for a classifier. The response is then the share of successes.
         In a formula, ``"cbind(successes, failures) ~ x"`` says the same. You can pass the array ``trials`` to ``fit`` instead.
@@ -108,10 +109,10 @@ class EstimatorCore:
         Options of the solver by name, such as ``{"p0": 0.1}`` for ``"l2gd"``. The functions in :mod:`covey.solvers` explain
         them.
     tol : float
-        For given penalties only. Newton stops when the gradient norm is below ``tol``. For the other iterative solvers let
-        ``F`` be the objective, ``F*`` its minimum and ``F0`` its value if every row were fitted perfectly. They stop once an
-        upper bound on ``F - F*`` is at most ``tol * (F - F0)``. The bound is proven, except for ``"apgd"`` without its option
-        ``mu``, where it is an estimate.
+        Newton stops when the gradient norm is below ``tol``. The other iterative solvers stop once an upper bound on ``F - F*``
+        is at most ``tol * (F - F0)``: ``F`` is the present value of the objective, ``F*`` its minimum, and ``F0`` the lowest
+        loss that the rows can have, without penalties (0 for a linear model). The bound is proven, except for ``"apgd"``
+        without its option ``mu``, where it is an estimate. The search for variances does not use ``tol``.
     max_iter : int or None
         The most iterations of the solver; the search for variances has limits of its own. None is 100 for Newton, 10,000 for
         ``"apgd"``, and for the randomised algorithms twice the number that their theorem gives, but at least 1,000 and at most

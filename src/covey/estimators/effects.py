@@ -162,8 +162,8 @@ class EffectMethods(InferenceMethods):
     ) -> IntoDataFrame:
         """Estimate the mean of each category by the global model, as linear predictor or as response (``emmeans`` of R).
 
-        Combinations of the other categories count equally. Numeric columns are at their mean over rows, in a model with weights
-        at their weighted mean unless ``data`` is given.
+        Combinations of the other categories count equally. Numeric columns are held at their mean over rows. In a model with
+        weights this is the weighted mean; with ``data`` it is the plain mean of that table.
 
         Parameters
         ----------
@@ -175,8 +175,8 @@ class EffectMethods(InferenceMethods):
             Values at which to hold columns: one or several for each.
         data : data frame, optional
             The rows of the fit, for the means of numeric columns. Often not needed: a linear model with an intercept and
-            without ``standardize`` knows the mean of every numeric column that is itself a term (``x``, but not the ``x`` of
-            ``log(x)``). Otherwise an error names the column.
+            without ``standardize`` knows the mean of every numeric column that is itself a term and stands in no expression
+            such as ``log(x)``. Otherwise an error names the column.
         scale : {"link", "response"}
             Linear predictor, or response at a random effect of zero. The offset is zero.
         coverage : float

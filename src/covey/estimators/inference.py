@@ -334,7 +334,7 @@ class InferenceMethods(EstimatorCore):
         The variance components stay as they are; see ``add_clients``. The model keeps hashes of the rows of its fit and of each
         update, also on disk with ``sums``, as a guard against adding the same table twice: an update is refused if every client
         in it brings exactly the rows of the fit, or of one earlier update. A part of the rows, or a mixture of old and new
-        ones, is not recognised.
+        ones, is not recognised. Rows that came as sums, from a lazy table, have no hashes.
 
         Parameters
         ----------

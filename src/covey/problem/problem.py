@@ -288,4 +288,5 @@ def refuse_odd_table(X: Any) -> None:
         twice = next((name for name in names if names.count(name) > 1), "")
         raise DataError(f"X has two columns with the name {twice!r}; rename or drop one.") from None
     if lazy:
-        raise DataError(f"X is a lazy table ({type(X).__module__.split('.')[0]}), and rows are needed here; pass X.collect().")
+        what = f"X is a lazy table ({type(X).__module__.split('.')[0]}), and rows are needed here"
+        raise DataError(f"{what}; read it into a data frame (Polars: X.collect(), DuckDB: X.df()).")

@@ -113,10 +113,10 @@ class Spec:
     options : mapping or None
         Options of the solver by name, such as ``{"p0": 0.1}`` for ``l2gd``.
     tol : float
-        For given penalties only. Newton stops when the gradient norm is below ``tol``. For the other iterative solvers let
-        ``F`` be the objective, ``F*`` its minimum and ``F0`` its value if every row were fitted perfectly. They stop once an
-        upper bound on ``F - F*`` is at most ``tol * (F - F0)``. The bound is proven, except for ``apgd`` without its option
-        ``mu``, where it is an estimate.
+        Newton stops when the gradient norm is below ``tol``. The other iterative solvers stop once an upper bound on ``F - F*``
+        is at most ``tol * (F - F0)``: ``F`` is the present value of the objective, ``F*`` its minimum, and ``F0`` the lowest
+        loss that the rows can have, without penalties (0 for a linear model). The bound is proven, except for ``apgd`` without
+        its option ``mu``, where it is an estimate. The search for variances does not use ``tol``.
     max_iter : int or None
         The largest number of iterations of the solver; None takes its default. The search for variances has limits of its own.
     seed : int
@@ -164,7 +164,7 @@ class Spec:
     baseline: str | None = setting(None, "Fit single-model, locally-trained or single-cluster instead.", str | None)
     solver: str = setting("auto", "One of {choices}.", str)
     options: Mapping[str, Any] | None = setting(None, "Option of {first_order}: p0=0.1; may be repeated.", list[str] | None)
-    tol: float = setting(1e-8, "Stop at this gradient norm (newton) or certified gap (randomised algorithms).", float)
+    tol: float = setting(1e-8, "Stop at this gradient norm (newton) or gap (first-order algorithms).", float)
     max_iter: int | None = setting(None, "Largest number of iterations.", int | None)
     seed: int = setting(0, "Seed of random choices.", int)
 

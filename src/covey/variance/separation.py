@@ -82,8 +82,8 @@ def separation(terms: Sequence[str], runaway: Anything, loss: Loss) -> DataError
         fix = f"merge it with another category, or leave out its rows or {column!r}"
     of = f"coefficient{'s' if len(names) > 1 else ''} of {listing(names, 3)} {'have' if len(names) > 1 else 'has'}"
     return DataError(
-        f"{what}, so the {of} no finite estimate; random effects do not help. Either {fix}, or replace the bars by "
-        "client= with gamma= and ridge=."
+        f"{what}, so the {of} no finite estimate; random effects do not help. Either {fix}, or give penalties, "
+        "gamma= and ridge= (with client= in place of bars)."
     )
 
 

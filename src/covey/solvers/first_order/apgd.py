@@ -355,8 +355,9 @@ def apgd(
     penalty : Penalty
         ``gamma (n,)``, positive, and ``lam (k,)``.
     mu : float, optional
-        Strong convexity of every client's loss. It gives the steps and a certified gap. Without it, steps are adaptive and the
-        gap is an estimate from the smallest curvature seen so far between the points of two successive exchanges.
+        Strong convexity of every client's loss. With it the steps are fixed and the gap is certified. Without it the steps are
+        adaptive. After each exchange the curvature is measured along the last step, and the gap is estimated from the smallest
+        value so far.
     start : Fit or (n, d) array, optional
         Models to begin at; by default zero.
     tol : float

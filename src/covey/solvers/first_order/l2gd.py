@@ -397,7 +397,7 @@ def l2gd(
         Probability that an iteration is an exchange between clusters; by default that of Corollary 3.6 (opt_conv_rate).
     p : float, (k,) array or "common", optional
         Probability of an exchange within each cluster, in an iteration without an exchange between clusters. By default each
-        cluster has the smallest probability with which the step of Corollary 3.6 (opt_conv_rate) is still allowed; "common" is
+        cluster has the smallest probability that does not shorten the step of Corollary 3.6 (opt_conv_rate); "common" is
         the paper's common value.
     tau : float or (k,) array, optional
         The step towards the cluster average is split: exchanges between clusters take the share ``tau``, exchanges within
