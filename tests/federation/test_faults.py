@@ -104,7 +104,7 @@ def test_a_site_joins_a_limited_number_of_starts_of_a_run(monkeypatch):
     monkeypatch.setattr("covey.federation.site.site.MOST_STARTS", 1)
     sites = sites_of(by_turns(FRAME, 4))
     away = FaultyTransport(sites, lambda site, message, reply: GONE if site == "s2" and asked(message).exchange >= 3 else reply)
-    with pytest.raises(FederationError, match="starts of a run at most 1"):
+    with pytest.raises(FederationError, match="started 1 times, and a site takes part in no more starts"):
         fit(sites, ASKED, away, on_loss="continue")
 
 

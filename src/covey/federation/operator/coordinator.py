@@ -45,7 +45,7 @@ class Federation(Network):
         self.agreement: Agreement
         self._setup = SetUp(exchanges, draft, settings)
         self._arrived: list[Arrived] = []
-        self._under_way: list[tuple[UnderWay, Message[Any]]] = []
+        self._under_way: list[UnderWay] = []
         self._held: tuple[Message[Any], ...] = ()  # messages without a reply, for the next exchange
         self._phase: Phase | None = None
         self._sizes: dict[str, Any] = {}  # lengths of the axes of replies
@@ -68,12 +68,11 @@ class Federation(Network):
             self._arrived.append(Arrived(message, None))
             return
         sites, held = self._concerned(message), self._held
-        while any(not each.messages.keys().isdisjoint(sites) for each, _ in self._under_way):
+        while any(not each.messages.keys().isdisjoint(sites) for each in self._under_way):
             self._wait()
         self._held = ()
         together = Batch((*held, message)) if held else message
-        begun = self.exchanges.begin(together, self._total(together), sites=sites, phase=self._phase)
-        self._under_way.append((begun, message))
+        self._under_way.append(self.exchanges.begin(together, self._total(together), sites=sites, phase=self._phase))
 
     def collect(self) -> list[Arrived]:
         if not self._arrived:
@@ -103,11 +102,10 @@ class Federation(Network):
 
     def _wait(self) -> None:
         """Wait until some messages are answered, if some are under way."""
-        if any(each.entry is None for each, _ in self._under_way):
-            self.exchanges.ended()
-        done = [each for each in self._under_way if each[0].entry is not None]
-        self._under_way = [each for each in self._under_way if each[0].entry is None]
-        self._arrived += [Arrived(message, each.total()) for each, message in done]
+        if any(each.entry is None for each in self._under_way):
+            self.exchanges.wait()
+        self._arrived += [Arrived(each.asked, each.total()) for each in self._under_way if each.entry is not None]
+        self._under_way = [each for each in self._under_way if each.entry is None]
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:

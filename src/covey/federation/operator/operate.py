@@ -11,14 +11,14 @@ from typing import Any, Literal
 from covey import __version__
 from covey.errors import CoveyError, FederationError, ModelError, one_of
 from covey.federation.operator.coordinator import Federation
-from covey.federation.operator.exchanges import Exchanges, SiteLost, Unusable, read_reply
+from covey.federation.operator.exchanges import Exchanges, SiteLost, read_reply
 from covey.federation.operator.journal import Exchange, ForeignJournal, Halted, Journal
 from covey.federation.operator.report import report
 from covey.federation.operator.settings import RunSettings, expected_sites, spec_of
 from covey.federation.privacy.differential import fit_privately, privacy_statement
 from covey.federation.wire.codec import Envelope, printable
 from covey.federation.wire.messages import AskReady, Deliver, Ready
-from covey.federation.wire.transport import Transport, wait_for_sites
+from covey.federation.wire.transport import Failure, Transport, wait_for_sites
 from covey.fitting.fit import fit, model_without_clients
 from covey.model.files import check_target, learned_to_json, save_model
 from covey.model.model import Elsewhere, Model
@@ -206,8 +206,8 @@ def dry_run(transport: Transport, roster: Sequence[str], draft: Problem, setting
     came = transport.exchange(dict.fromkeys(roster, message), settings.timeout)
     lines = []
     for site in sorted(roster):
-        found = read_reply(message, came.get(site), settings.limits)
-        body = found.why if isinstance(found, Unusable) else found.body
+        found = read_reply(message, came.get(site, Failure("it sent no reply; see the log at the site")), settings.limits)
+        body = found.why if isinstance(found, Failure) else found.body
         lines.append(printable(f"{site}: {body.would if isinstance(body, Ready) else body}"))
     return "\n".join(lines)
 
