@@ -131,22 +131,18 @@ def status_of(link: str, *, insecure: bool = False) -> dict[str, dict[str, Any]]
     Flower lists a node that is not connected without the name of its site, so it goes by its number.
     """
     left, _ = _run({"status": True, "insecure": insecure}, link)
-    about: dict[str, dict[str, Any]] = json.loads(left.get("text", "{}"))
-    names = {each["node"]: name for name, each in about.items()}
+    found: dict[str, dict[str, Any]] = json.loads(left.get("text", "{}"))
+    names = {each["node"]: name for name, each in found.items()}
+    found = {name: {"state": "online", "since": "now", **each} for name, each in found.items()}
     try:
-        listed = json.loads(_flwr("supernode", "list", link, "--format", "json"))["nodes"]
-        seen = {
-            names.get(each["node-id"], f"node {each['node-id']}"): each for each in listed if each["status"] != "unregistered"
-        }
-        states = {
-            name: {"state": each["status"], "since": each["online-at" if each["status"] == "online" else "offline-at"]}
-            for name, each in seen.items()
-        }
+        for each in json.loads(_flwr("supernode", "list", link, "--format", "json"))["nodes"]:
+            if (state := each["status"]) != "unregistered":
+                name = names.get(each["node-id"], f"node {each['node-id']}")
+                since = each["online-at" if state == "online" else "offline-at"]
+                found[name] = {**found.get(name, {}), "state": state, "since": since}
     except (ValueError, KeyError, TypeError):
         raise FederationError(f"The link {link!r} does not list its sites; check that it runs and who may ask it.") from None
-    return {
-        name: {**states.get(name, {"state": "online", "since": "now"}), **about.get(name, {})} for name in {**about, **states}
-    }
+    return found
 
 
 def _flwr(*words: str) -> str:
