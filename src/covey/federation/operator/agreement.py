@@ -72,11 +72,10 @@ class SetUp:
         exchanges.begin_epoch()
         hello = Hello(__version__, draft.to_json(), settings.secure, settings.private)
 
-        def read(replies: dict[str, Any]) -> dict[str, Any]:
-            check_each(replies, lambda profile: check_profile(profile, draft, settings.limits))
-            return replies
+        def check(profile: Any) -> None:
+            check_profile(profile, draft, settings.limits)
 
-        profiles: dict[str, Profile] = exchanges.ask(hello, read, changes=False)
+        profiles: dict[str, Profile] = exchanges.ask(hello, lambda replies: check_each(replies, check), changes=False)
         self.profiles |= profiles
         problem, agreed = _common_problem(profiles, draft, settings)
         salts: dict[str, str] = {}
@@ -118,11 +117,10 @@ class SetUp:
         drawing_site = self._exchanges.roster[0]
         draw = DrawSalt(agreed.keys, agreed.signatures)
 
-        def read(replies: dict[str, Any]) -> dict[str, Any]:
-            check_each(replies, lambda reply: check_reply(draw, reply, {}))
-            return replies
+        def check(reply: Any) -> None:
+            check_reply(draw, reply, {})
 
-        reply = self._exchanges.ask(draw, read, sites=(drawing_site,), changes=False)
+        reply = self._exchanges.ask(draw, lambda found: check_each(found, check), sites=(drawing_site,), changes=False)
         return {site: f"{drawing_site}:{text}" for site, text in reply[drawing_site].sealed.items()}
 
     def _join(self, problem: Problem, agreed: Agree, salts: Mapping[str, str]) -> tuple[dict[str, Joined], SiteTotals]:

@@ -296,16 +296,17 @@ def _digest(messages: Mapping[str, bytes]) -> str:
     return checksum(*(site.encode() + once[id(message)] for site, message in sorted(messages.items()))).hex()
 
 
-def check_each(replies: Mapping[str, Any], check: Check) -> None:
-    """Make a site lost whose reply does not fit."""
+def check_each(replies: dict[str, Any], check: Check) -> dict[str, Any]:
+    """The replies, if all fit; a site whose reply does not is lost."""
     for site, reply in replies.items():
         try:
             check(reply)
         except Misfit as problem:
             raise SiteLost({site: f"{problem}; check its table and its version of covey"}) from None
+    return replies
 
 
-def total_of(replies: Mapping[str, Any], roster: Collection[str], check: Check, *, secure: bool) -> Any:
+def total_of(replies: dict[str, Any], roster: Collection[str], check: Check, *, secure: bool) -> Any:
     """The sum over sites, in the order of their names; a reply that cannot be added makes its site lost."""
     shown = {site: _visible_part(site, body) for site, body in replies.items()} if secure else replies
     check_each(shown, check)
