@@ -103,7 +103,7 @@ def run_fit(
     # Drawn for each run: a name that is never used twice, and the key of the client tags.
     run_journal = Journal(journal, about, {"run": secrets.token_hex(8), "salt": secrets.token_hex(16)})
     exchanges, without = Exchanges(transport, about["roster"], run_journal, settings, say), dict[str, str]()
-    federation = Federation(exchanges, draft, settings)
+    federation = Federation(exchanges, draft)
     if run_journal.entries:
         say(f"continuing a run that was stopped: {len(run_journal.entries)} messages are in the journal")
     try:
@@ -139,7 +139,7 @@ def _fit_with_sites_left(federation: Federation, on_loss: OnLoss, without: dict[
 
 def _fit(federation: Federation) -> Model:
     federation.open()
-    problem, totals, private = federation.agreement.problem, federation.agreement.totals, federation.settings.private
+    problem, totals, private = federation.problem, federation.totals, federation.settings.private
     dropped, stated = None, _privacy_of_run(federation)
     if totals.dropped is not None:
         rows, of, *counts = totals.dropped.tolist()
