@@ -15,7 +15,7 @@ import pytest
 from covey.cli.federate import RunOptions
 from covey.datasets import load_radon
 from covey.errors import CoveyError, DataError, FederationError
-from covey.federation.operator.report import costs, site_lines
+from covey.federation.operator.operate import costs, site_lines
 from covey.federation.operator.settings import Members, RunSettings
 from covey.federation.simulate import simulate_sites
 from covey.problem.problem import Spec

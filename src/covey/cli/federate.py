@@ -138,7 +138,7 @@ def _simulate(data: str, settings: dict[str, Any], options: RunOptions, as_json:
     from dataclasses import asdict
 
     from covey.cli._options import console, print_json, working
-    from covey.federation.operator.report import report
+    from covey.federation.operator.operate import report
     from covey.federation.operator.settings import RunSettings, spec_of
     from covey.federation.simulate import simulate_sites
     from covey.model.files import check_target, is_model
