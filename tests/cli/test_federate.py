@@ -15,8 +15,8 @@ import pytest
 from covey.cli.federate import RunOptions
 from covey.datasets import load_radon
 from covey.errors import CoveyError, DataError, FederationError
-from covey.federation.operator.report import costs, site_lines
-from covey.federation.operator.settings import DEFAULTS, Members, RunSettings
+from covey.federation.operator.operate import costs, site_lines
+from covey.federation.operator.settings import Members, RunSettings
 from covey.federation.simulate import simulate_sites
 from covey.problem.problem import Spec
 from covey.records import decode, encode
@@ -199,7 +199,8 @@ def test_penalties_of_clusters_that_are_dates_travel():
 
 def test_the_help_names_the_defaults_that_hold():
     options = get_type_hints(RunOptions, include_extras=True)
-    for name, value in DEFAULTS.items():
+    made = RunSettings.of({})
+    for name, value in {"timeout": made.timeout, "retries": made.retries, "pause": made.pause, "wait": made.patience}.items():
         assert f"({value:g})." in options[name].__metadata__[0].help
 
 

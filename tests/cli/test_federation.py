@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+from pathlib import Path
 
 import duckdb
 import numpy as np
 import polars as pl
 import pytest
+from typer.main import get_command
 
+from covey.cli import app
 from covey.cli.site import in_words
 from covey.errors import CoveyError, FederationError
 from covey.federation.site.file import SiteFile
@@ -158,3 +162,16 @@ def test_a_site_on_a_database(tmp_path):
     inside("node", "init", "*.parquet", "--home", "south", "--client", "client", cwd=tmp_path)
     assert '\n# table_name = "visits"\n' in (tmp_path / "south" / "site.toml").read_text()
     assert SiteFile.read(tmp_path / "south").places["table"] == str(tmp_path / "*.parquet")
+
+
+@pytest.mark.parametrize("unit", ["covey-link.service", "covey-node@.service"])
+def test_a_unit_of_systemd_starts_a_command_that_exists_and_writes_to_one_folder(unit):
+    lines = (Path(__file__).parents[2] / "deploy" / unit).read_text().splitlines()
+    settings = dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
+    program, name, *words = shlex.split(settings["ExecStart"])
+    get_command(app).commands[name].make_context(name, [*words]).close()  # an unknown option or a missing one is an error
+    (folder,) = settings["ReadWritePaths"].split()
+    places = {**settings, "--home": dict(zip(words[::2], words[1::2], strict=True)).get("--home")}
+    assert folder in (places["--home"], places.get("WorkingDirectory"))
+    assert not folder.startswith(str(Path(program).parents[1]))
+    assert (settings["ProtectSystem"], settings["UMask"], settings["Restart"]) == ("strict", "0077", "on-failure")

@@ -121,7 +121,7 @@ def test_another_version():
 
 
 def test_a_site_itself_refuses_a_coordinator_of_another_version(monkeypatch):
-    monkeypatch.setattr("covey.federation.operator.agreement.__version__", "9.9")
+    monkeypatch.setattr("covey.federation.operator.coordinator.__version__", "9.9")
     refused(by_turns(FRAME, 3), r"Site 's0': This site runs covey .*, the coordinator 9.9")
 
 

@@ -98,16 +98,21 @@ def change(head, rng: random.Random) -> None:
 
 @contextmanager
 def in_time():
+    """End a case that takes too much time of the processor, or that waits for something; other programs may slow it down."""
+
     def late(*_):
         raise AssertionError(f"a case took more than {LONGEST} seconds")
 
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(LONGEST)
+    limits = {signal.SIGPROF: (signal.ITIMER_PROF, LONGEST), signal.SIGALRM: (signal.ITIMER_REAL, 20 * LONGEST)}
+    before = {each: signal.signal(each, late) for each in limits}
+    for timer, seconds in limits.values():
+        signal.setitimer(timer, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        for each, (timer, _) in limits.items():
+            signal.setitimer(timer, 0)
+            signal.signal(each, before[each])
 
 
 def cases(report):

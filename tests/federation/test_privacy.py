@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from scipy.stats import norm
 
 from covey.errors import FederationError, SolverError
-from covey.federation.operator.operate import operate
-from covey.federation.operator.report import report
+from covey.federation.operator.operate import operate, report
 from covey.federation.operator.settings import RunSettings
 from covey.federation.privacy.differential import (
     DELTA,

@@ -10,8 +10,8 @@ import pytest
 
 from covey.errors import FederationError
 from covey.exact import Exact
-from covey.federation.operator.agreement import _check_announced, check_profile, check_spread
-from covey.federation.operator.exchanges import Unusable, read_reply
+from covey.federation.operator.agreement import check_announced, check_profile, check_spread
+from covey.federation.operator.exchanges import read_reply
 from covey.federation.operator.settings import RunSettings
 from covey.federation.wire.codec import Envelope, Placeholder, Refusal, printable
 from covey.federation.wire.messages import Agree, Joined, Profile, SiteMessage, SiteTotals
@@ -135,7 +135,7 @@ def test_escape_sequences_in_values_are_refused():
         assert "control characters" in text
     message = encode(Envelope("run", 0, 0))
     found = read_reply(message, encode(Envelope("run", ESCAPES, ESCAPES)), Limits())
-    assert isinstance(found, Unusable)
+    assert isinstance(found, Failure)
     assert found.why.isprintable()
     assert read_reply(message, Failure(ESCAPES), Limits()).why.isprintable()
     assert len(printable("x" * 5000)) == 2000
@@ -235,7 +235,7 @@ def test_100_000_clusters_take_seconds():
     check_spread({"a": profile, "b": profile})
     found = SiteTotals(np.ones(n, dtype=np.int64), np.ones(n, dtype=np.int64), Exact.zeros())
     check_record(found, SiteTotals, {"k": n, "d": 2})
-    _check_announced("a", Agree({}, names, "text", ("a",), {}, ""), profile, found)
+    check_announced("a", Agree({}, names, "text", ("a",), {}, ""), profile, found)
     assert _is_psd(np.tile(np.eye(3), (n, 1, 1)))
     assert time.process_time() - start < 3.0
 

@@ -254,7 +254,7 @@ def test_sites_are_a_network_like_any_other():
     carrier = FaultyTransport(sites)
     about = {"run": "aa", "salt": "00" * 16}
     exchanges = Exchanges(carrier, tuple(sorted(sites)), Journal(None, {}, about), RunSettings())
-    federation = Federation(exchanges, resolve(asked), RunSettings())
+    federation = Federation(exchanges, resolve(asked))
     federation.open()
     before = len(carrier.messages)
     gamma = SetGamma(np.full(3, 2.0))

@@ -299,8 +299,8 @@ def test_under_masks_every_message_of_the_fit_is_masked(solver):
 def leaves_of_skeleton(skeleton):
     if isinstance(skeleton, Placeholder):
         return
-    if isinstance(skeleton, dict):
-        for each in skeleton.values():
+    if isinstance(skeleton, Record):
+        for each in vars(skeleton).values():
             yield from leaves_of_skeleton(each)
     elif isinstance(skeleton, tuple):
         for each in skeleton:

@@ -20,7 +20,7 @@ from covey.estimators import (
     HierarchicalPoissonRegressor,
     HierarchicalRegressor,
 )
-from covey.federation.operator.report import report
+from covey.federation.operator.operate import report
 from covey.federation.operator.settings import RunSettings
 from covey.tables.values import Dropped
 

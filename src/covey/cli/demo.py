@@ -25,7 +25,7 @@ def demo(
 
     from covey.cli._options import console, print_json, working
     from covey.datasets import load_radon
-    from covey.federation.operator.report import agreement
+    from covey.federation.operator.operate import agreement
     from covey.federation.simulate import simulate_sites
     from covey.fitting.comparison import compare
     from covey.fitting.fit import fit

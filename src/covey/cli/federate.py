@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -95,10 +95,8 @@ class RunOptions:
             raise CoveyError(f"covey federate needs {needed}; got {len(words)} arguments: {' '.join(words)[:80]!r}.")
 
     def settings(self) -> dict[str, Any]:
-        """The options that are settings of a run, by name; paths as text."""
-        from covey.federation.operator.settings import RUN_OPTIONS
-
-        given = {name: getattr(self, name) for name in RUN_OPTIONS}
+        """The options by name; paths as text."""
+        given = {part.name: getattr(self, part.name) for part in fields(self)}
         if not self.deployed:
             given["pause"] = 0.0  # a site on this machine does not have to come back
         return {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
@@ -133,8 +131,7 @@ def federate(
         checked = RunSettings.of(settings)  # before Flower starts a run
         checked.check(resolve(spec_of(settings)))
         expected_sites(settings["sites"], checked.members)
-        key = None if run.operator_key is None else str(run.operator_key)
-        raise typer.Exit(deploy({**settings, "insecure": run.insecure, "operator_key": key}, run.link))
+        raise typer.Exit(deploy(settings, run.link))
     _simulate(words[0], settings, run, as_json)
 
 
@@ -143,7 +140,7 @@ def _simulate(data: str, settings: dict[str, Any], options: RunOptions, as_json:
     from dataclasses import asdict
 
     from covey.cli._options import console, print_json, working
-    from covey.federation.operator.report import report
+    from covey.federation.operator.operate import report
     from covey.federation.operator.settings import RunSettings, spec_of
     from covey.federation.simulate import simulate_sites
     from covey.model.files import check_target, is_model

@@ -13,6 +13,7 @@ Where to look:
 
 - "What happens when a site restarts?" It goes on from ``site/state.py``, which holds what it keeps on disk.
 - "Who decides that a site is lost?" ``operator/exchanges.py``.
+- "On what must sites agree?" ``operator/agreement.py``; the coordinator asks them in ``operator/coordinator.py``.
 - "What does a site send in a REML fit?" Messages of a fit are declared beside the mathematics: those of a linear likelihood in
   ``variance/linear_likelihood.py``, those of Newton's method in ``solvers/direct/newton_node.py``, and so on.
   ``docs/reference/messages.md`` lists all of them.

@@ -10,7 +10,7 @@ import pytest
 
 from .deployment import Deployment
 
-collect_ignore = ["standin", "replaying", "slow"]  # for processes of a deployment, not for this one
+collect_ignore = ["standin", "replaying", "skewed", "slow"]  # for processes of a deployment, not for this one
 
 
 def needs_programs(*programs):

@@ -38,7 +38,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def until(what, patience: float = 30.0, pause: float = 0.1):
+def until(what, patience: float = 180.0, pause: float = 0.1):
     """Wait until this is true, and give it back."""
     deadline = time.monotonic() + patience
     while not (value := what()):
@@ -73,7 +73,7 @@ class Processes:
         }
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
-    def command(self, line: str, *, code: int = 0, patience: float = 60.0) -> str:
+    def command(self, line: str, *, code: int = 0, patience: float = 180.0) -> str:
         done = subprocess.run(
             line,
             shell=True,
@@ -177,13 +177,13 @@ class Deployment(Processes):
     def audit(self, site: str) -> list[dict]:
         return [json.loads(line) for line in (self.folder / site / "audit.jsonl").read_text().splitlines()]
 
-    def run(self, settings: dict, *, wait: float = 60.0) -> tuple[int, str, str]:
+    def run(self, settings: dict, *, wait: float = 180.0) -> tuple[int, str, str]:
         """A run through ``deploy`` in a process of its own: exit code, results, progress (and an error, if there is one)."""
         process = self.start_run(settings, wait=wait)
         out, err = process.communicate(timeout=300)
         return process.returncode, out, err
 
-    def start_run(self, settings: dict, *, wait: float = 60.0) -> subprocess.Popen[str]:
+    def start_run(self, settings: dict, *, wait: float = 180.0) -> subprocess.Popen[str]:
         load = "import json, sys; from covey.federation.flower.launch import deploy"
         code = f"{load}; sys.exit(deploy(json.loads(sys.argv[1]), 'link'))"
         words = json.dumps({"wait": wait, "insecure": self.insecure, **settings})

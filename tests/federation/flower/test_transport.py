@@ -120,6 +120,18 @@ def test_unregistered_nodes_are_refused(tmp_path):
     assert only["stranger"] == only["plain"] == ["it is not connected; start covey node there"]
 
 
+def test_a_node_whose_clock_is_ahead_ends_with_one_sentence(tmp_path):
+    with deployed(tmp_path, changed="skewed") as deployment:
+        deployment.register("north")
+        deployment.start_node("north")
+        assert deployment.processes["north"].wait(60) == 2
+        said = deployment.log("north").splitlines()[-1]
+        link = f"The link {deployment.address} does not accept the key of this node"
+        ahead = re.fullmatch(rf"covey: {link}; set the clock, which differs from the link's by \+(\d+) seconds\.", said)
+        assert ahead, said
+        assert 50 < int(ahead[1]) < 70
+
+
 def test_an_insecure_link_asks_nodes_for_their_names(tmp_path):
     with deployed(tmp_path, changed="standin", insecure=True) as deployment:
         deployment.start_node("north")

@@ -30,6 +30,7 @@ APP = Path(__file__).parent / "app"
 
 _STARTED = re.compile(r"Successfully started run (\d+)")
 _CHATTER = re.compile(r"(\x1b\[\d+m)?(INFO|DEBUG) |Successfully installed ")  # Flower's own lines in the log of a run
+REPORT = "covey report: "  # begins the line of a run's log that has its outcome, if the coordinator cannot leave a file
 _BROKEN = re.compile(r"ServerApp raised an exception$")  # Flower, before it shows what was raised
 
 
@@ -137,23 +138,19 @@ def status_of(link: str, *, insecure: bool = False) -> dict[str, dict[str, Any]]
     Flower lists a node that is not connected without the name of its site, so it goes by its number.
     """
     left, _ = _run({"status": True, "insecure": insecure}, link)
-    about: dict[str, dict[str, Any]] = json.loads(left.get("text", "{}"))
-    names = {each["node"]: name for name, each in about.items()}
+    found: dict[str, dict[str, Any]] = json.loads(left.get("text", "{}"))
+    names = {each["node"]: name for name, each in found.items()}
+    found = {name: {"state": "online", "since": "now", **each} for name, each in found.items()}
     try:
-        listed = json.loads(_flwr("supernode", "list", link, "--format", "json"))["nodes"]
-        seen = {
-            names.get(each["node-id"], f"node {each['node-id']}"): each for each in listed if each["status"] != "unregistered"
-        }
-        states = {
-            name: {"state": each["status"], "since": each["online-at" if each["status"] == "online" else "offline-at"]}
-            for name, each in seen.items()
-        }
+        for each in json.loads(_flwr("supernode", "list", link, "--format", "json"))["nodes"]:
+            if (state := each["status"]) != "unregistered":
+                name = names.get(each["node-id"], f"node {each['node-id']}")
+                since = each["online-at" if state == "online" else "offline-at"]
+                found[name] = {**found.get(name, {}), "state": state, "since": since}
     except (ValueError, KeyError, TypeError):
         why = f"'flwr supernode list {link}' gave no list of sites"
         raise FederationError(f"{why}; check that the link runs and that this machine may use its /v1/control/.") from None
-    return {
-        name: {**states.get(name, {"state": "online", "since": "now"}), **about.get(name, {})} for name in {**about, **states}
-    }
+    return found
 
 
 def _flwr(*words: str) -> str:
@@ -185,7 +182,7 @@ def _run(settings: Mapping[str, Any], link: str) -> tuple[dict[str, str], _RunLo
                     subprocess.run([program, "stop", log.run, link], env=_environment(), stdout=sys.stderr, check=False)
                 kept = " Its messages are kept beside --out; run the same command again to continue." if "out" in given else ""
                 raise KeyboardInterrupt(f"Interrupted; the run has stopped.{kept}") from None
-        left = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
+        left = json.loads(report.read_text(encoding="utf-8")) if report.exists() else log.left
     if log.run is None:
         raise _not_taken(link, " ".join(" ".join(log.before_start).split()))
     if "mistake" in left:
@@ -200,6 +197,7 @@ class _RunLog:
     run: str | None = None
     before_start: list[str] = field(default_factory=list)  # lines before the run has started, or why it did not
     failure: list[str] = field(default_factory=list)  # lines from Flower's report of an exception of the coordinator
+    left: dict[str, str] = field(default_factory=dict)  # the outcome, if the coordinator could not leave it in a file
 
     def read_line(self, line: str) -> None:
         started = _STARTED.search(line)
@@ -207,6 +205,8 @@ class _RunLog:
             self.run = started[1]
         elif self.run is None:
             self.before_start.append(line.strip("\u2500\u2502\u256d\u256e\u2570\u256f "))  # Flower draws a box around errors
+        elif line.startswith(REPORT):
+            self.left = json.loads(line.removeprefix(REPORT))
         elif self.failure or _BROKEN.search(line):
             self.failure.append(line)
         elif not _CHATTER.match(line):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -39,6 +38,7 @@ from flwr.proto.fleet_pb2 import (
 from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
 from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ObjectTree, PullObjectRequest, PushObjectRequest
 from flwr.proto.node_pb2 import Node
+from flwr.supercore.heartbeat import HeartbeatSender
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree, iterate_object_tree
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
@@ -133,14 +133,16 @@ class _Fleet:
             say("the run ended before this reply")
         return True
 
-    def heartbeat(self) -> None:
+    def heartbeat(self) -> bool:
         """Tell the link that this node is there; a link that does not know it any more gets a new connection."""
-        request = SendNodeHeartbeatRequest(node=self._node, heartbeat_interval=HEARTBEAT_DEFAULT_INTERVAL)
-        with suppress(httpx.TransportError):
-            try:
-                self.alive = self._client.SendNodeHeartbeat(request).success
-            except httpx.HTTPStatusError as problem:
-                self.alive = problem.response.is_server_error
+        try:
+            request = SendNodeHeartbeatRequest(node=self._node, heartbeat_interval=HEARTBEAT_DEFAULT_INTERVAL)
+            self.alive = self._client.SendNodeHeartbeat(request).success
+        except httpx.TransportError:
+            return False  # asks for another try soon
+        except httpx.HTTPStatusError as problem:
+            self.alive = problem.response.is_server_error
+        return True
 
     def _call(self, method: Callable[[Any], Any], request: Any) -> Any:
         """Call the link; while it is away, again and again, since after a restart it still knows this node."""
@@ -221,24 +223,19 @@ def _connected(link: Link, stop: _Stop) -> Iterator[_Fleet]:
         if link.key is None:  # a trial without keys: everybody may register
             client.RegisterNode(RegisterNodeFleetRequest(public_key=public_bytes))
         request = ActivateNodeRequest(public_key=public_bytes, heartbeat_interval=HEARTBEAT_DEFAULT_INTERVAL)
-        fleet = _Fleet(client, Node(node_id=client.ActivateNode(request).node_id), stop)
-        end = threading.Event()
-
-        def beat() -> None:
-            while not end.wait(0.6 * HEARTBEAT_DEFAULT_INTERVAL):
-                fleet.heartbeat()
-
-        beats = threading.Thread(target=beat, daemon=True)
-        beats.start()
+        node = Node(node_id=client.ActivateNode(request).node_id)
+        fleet = _Fleet(client, node, stop)
+        heart = HeartbeatSender(fleet.heartbeat)
+        heart.start()
         try:
             yield fleet
         finally:
-            end.set()
+            if heart.is_running:
+                heart.stop()
             with suppress(httpx.HTTPError):
-                client.DeactivateNode(DeactivateNodeRequest(node_id=fleet._node.node_id))
+                client.DeactivateNode(DeactivateNodeRequest(node_id=node.node_id))
                 if link.key is None:
-                    client.UnregisterNode(UnregisterNodeFleetRequest(node_id=fleet._node.node_id))
-            beats.join(timeout=1.0)
+                    client.UnregisterNode(UnregisterNodeFleetRequest(node_id=node.node_id))
 
 
 def _reason(link: Link, problem: httpx.HTTPError) -> str:

@@ -14,6 +14,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from covey.errors import CoveyError
+from covey.federation.flower.launch import REPORT
 from covey.federation.flower.transport import FlowerTransport
 from covey.federation.privacy.signing import load_key
 
@@ -39,17 +40,18 @@ def main(grid: Grid, context: Context) -> None:
         # Flower logs what ends a run with its traceback; a mistake in the settings has none that would help.
         sys.tracebacklimit = 0
         raise
-    if not _leave(report, {"text": text}):
-        print(text, flush=True)
+    _leave(report, {"text": text})
 
 
-def _leave(report: str | None, document: Mapping[str, str]) -> bool:
-    """Write the outcome to a file for the process that started the run, since Flower may lose the end of its log."""
+def _leave(report: str | None, document: Mapping[str, str]) -> None:
+    """Write the outcome to a file for the process that started the run, since Flower may lose the end of its log.
+
+    If this process may not write there, such as a service with a folder of its own for temporary files, the log has to do.
+    """
     try:
         Path(report or "").write_text(json.dumps(document), encoding="utf-8")
     except OSError:
-        return False
-    return True
+        print(f"{REPORT}{json.dumps(document)}", flush=True)
 
 
 def _say(what: str) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
@@ -18,6 +19,7 @@ from flwr.serverapp import Grid
 
 from covey.errors import FederationError, listing
 from covey.federation.privacy.signing import public_text, sign, signed_by_operator
+from covey.federation.wire.codec import printable_texts
 from covey.federation.wire.transport import Failure, Transport
 
 ASK, WHO = "train.covey", "query.covey"  # Flower's types of our messages: for the site, for its node
@@ -34,7 +36,7 @@ _REASONS = {  # by Flower's code of the error
     0: "its node does not answer this message; install the same version of covey everywhere",
     1: _NOT_COVEY,
     2: _NOT_COVEY,
-    3: _AWAY,
+    3: "its node has stopped in its reply, or the message has expired; start covey node there again",
     4: "its reply has expired; give a longer --timeout",
     5: "its node has stopped; start covey node there again",
 }
@@ -96,15 +98,12 @@ class FlowerTransport(Transport):
 
     def about(self) -> dict[str, dict[str, Any]]:
         """What each node that is connected says of itself, by the name of its site."""
-        nodes = self._nodes()
-        asked = {
-            name: Message(RecordDict(), dst_node_id=node, message_type=WHO, ttl=_PATIENCE_FOR_NAMES)
-            for name, node in nodes.items()
-        }
-        found = {}
-        for name, reply in self._carry(asked, _PATIENCE_FOR_NAMES).items():
-            text = reply.content.config_records[RECORD].get("about") if reply is not None and reply.has_content() else None
-            found[name] = {"node": str(nodes[name]), **(json.loads(str(text)) if text else {})}
+        nodes, found = self._nodes(), dict[str, dict[str, Any]]()
+        said = self._who(nodes.values())
+        for name, node in nodes.items():
+            with suppress(ValueError, TypeError, KeyError, RecursionError):  # a changed node may say anything
+                found[name] = {**printable_texts(json.loads(str(said[node]["about"])))}
+            found[name] = {**found.get(name, {}), "node": str(node)}
         return found
 
     def _record(self, site: str, message: bytes) -> dict[str, Any]:
@@ -117,7 +116,10 @@ class FlowerTransport(Transport):
         """Node ids by site name."""
         infos = list(self._grid.get_nodes())
         if not self._named:
-            return _by_name(self._ask([info.node_id for info in infos]))
+            here = [info.node_id for info in infos]
+            said = self._who(node for node in here if node not in self._names)
+            self._names |= {node: str(record["site"]) for node, record in said.items() if "site" in record}
+            return _by_name({node: self._names[node] for node in here if node in self._names})
         nameless = [info.node_id for info in infos if not info.name]
         if nameless:
             why = f"Node {nameless[0]} is connected but was registered without a name"
@@ -125,36 +127,22 @@ class FlowerTransport(Transport):
             raise FederationError(f"{why}; {fix}.")
         return _by_name({info.node_id: info.name for info in infos})
 
-    def _ask(self, nodes: list[int]) -> dict[int, str]:
-        """Names that the nodes give themselves; each node is asked once."""
-        unknown = {
-            str(node): Message(RecordDict(), dst_node_id=node, message_type=WHO, ttl=_PATIENCE_FOR_NAMES)
-            for node in nodes
-            if node not in self._names
-        }
-        for node, reply in self._carry(unknown, _PATIENCE_FOR_NAMES).items():
-            if reply is not None and reply.has_content():
-                self._names[int(node)] = str(reply.content.config_records[RECORD]["site"])
-        return {node: self._names[node] for node in nodes if node in self._names}
+    def _who(self, nodes: Iterable[int]) -> dict[int, ConfigRecord]:
+        """What nodes say of themselves; nothing from those that do not answer in time."""
+        asked = {node: Message(RecordDict(), dst_node_id=node, message_type=WHO, ttl=_PATIENCE_FOR_NAMES) for node in nodes}
+        waiting = {each: node for node, message in asked.items() if (each := self._push(message))}
+        found, until = dict[int, ConfigRecord](), time.monotonic() + _PATIENCE_FOR_NAMES
+        while waiting and time.monotonic() < until:
+            for reply in self._grid.pull_messages([*waiting]):
+                node = waiting.pop(reply.metadata.reply_to_message_id, None)
+                if node is not None and reply.has_content():
+                    found[node] = reply.content.config_records.get(RECORD, ConfigRecord())
+            time.sleep(_PAUSE if waiting else 0.0)
+        return found
 
     def _push(self, message: Message) -> str:
         """The id of a message that was pushed; "" if the link refuses it. A push of several would be refused as a whole."""
         return next(iter(self._grid.push_messages([message])), None) or ""
-
-    def _carry(self, messages: Mapping[str, Message], timeout: float) -> dict[str, Message | None]:
-        """Push all, pull until all have a reply or time is up; None for those that have none."""
-        deadline = time.monotonic() + timeout
-        waiting = {each: name for name, message in messages.items() if (each := self._push(message))}
-        replies: dict[str, Message | None] = dict.fromkeys(messages)
-        while waiting:
-            for reply in self._grid.pull_messages([*waiting]):
-                name = waiting.pop(reply.metadata.reply_to_message_id, None)
-                if name is not None:
-                    replies[name] = reply
-            if not waiting or time.monotonic() >= deadline:
-                break
-            time.sleep(_PAUSE)
-        return replies
 
 
 def _by_name(names: Mapping[int, str]) -> dict[str, int]:

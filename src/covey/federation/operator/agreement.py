@@ -1,179 +1,27 @@
-"""How the sites of a run agree on one problem: they describe their tables, join the run, and send their first sums.
+"""What the sites of a run must have in common before a fit begins: checks of their replies, and the problem that fits them all.
 
-A site that does not fit the others, or the operator's lists, is refused by name before the fit begins.
+A site that does not fit the others, or the operator's lists, is refused by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import polars as pl
 
 from covey._typing import Anything
 from covey._version import __version__
 from covey.errors import DataError, FederationError, listing
-from covey.federation.operator.exchanges import Exchanges, SiteLost, check_each, total_of, unlike_most
+from covey.federation.operator.exchanges import unlike_most
 from covey.federation.operator.journal import Halted
 from covey.federation.operator.settings import RunSettings
-from covey.federation.privacy.differential import check_delta
 from covey.federation.privacy.masking import check_roster
 from covey.federation.wire.codec import SAME_VERSION, ids_from_json, ids_to_json, in_order
-from covey.federation.wire.messages import Agree, DrawSalt, Hello, Joined, Profile, SiteTotals, check_knots, formula_of
-from covey.federation.wire.schema import Limits, Misfit, check_record, check_reply
+from covey.federation.wire.messages import Agree, Profile, SiteTotals, formula_of
+from covey.federation.wire.schema import Limits, Misfit, check_record
 from covey.problem.problem import Classes, Problem, Schema
-from covey.problem.rows import used_columns
-from covey.tables.design import Formula
-from covey.tables.scaling import Scale
-from covey.tree.hierarchy import Hierarchy
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """What all sites agreed on, and their first sums.
-
-    Attributes
-    ----------
-    problem : the problem that all sites solve, in the units of the table
-    agreed : the message that was sent to them
-    totals : numbers of clients and rows of each cluster, over all sites
-    tree : the clusters; clients have numbers in place of ids
-    scale : how terms are standardised, if they are
-    """
-
-    problem: Problem
-    agreed: Agree
-    totals: SiteTotals
-    tree: Hierarchy
-    scale: Scale | None
-
-
-class SetUp:
-    """The set-up of a run and of each new start of it.
-
-    Parameters
-    ----------
-    exchanges : exchanges with the sites
-    draft : the problem, without the categories and clusters of the sites
-    settings : settings of the run
-    """
-
-    def __init__(self, exchanges: Exchanges, draft: Problem, settings: RunSettings) -> None:
-        self.profiles: dict[str, Profile] = {}  # also of lost sites, whose sums are in earlier totals
-        self._exchanges, self._draft, self._settings = exchanges, draft, settings
-        self._rosters: list[tuple[str, ...]] = []
-
-    def agree(self) -> Agreement:
-        """Let all sites of the roster agree on the problem; this starts a new epoch of the run."""
-        draft, settings, exchanges = self._draft, self._settings, self._exchanges
-        check_knots(formula_of(draft)[0].right, private=settings.private is not None)
-        exchanges.begin_epoch()
-        hello = Hello(__version__, draft.to_json(), settings.secure, settings.private)
-
-        def read(replies: dict[str, Any]) -> dict[str, Any]:
-            check_each(replies, lambda profile: check_profile(profile, draft, settings.limits))
-            return replies
-
-        profiles: dict[str, Profile] = exchanges.ask(hello, read, changes=False)
-        self.profiles |= profiles
-        problem, agreed = _common_problem(profiles, draft, settings)
-        salts: dict[str, str] = {}
-        if settings.secure:
-            check_spread(profiles)
-            keys, signatures = ({site: getattr(each, name) for site, each in profiles.items()} for name in ("key", "signature"))
-            agreed = replace(agreed, keys=keys, signatures=signatures)
-            salts = self._sealed_salts(agreed)
-        else:
-            agreed = replace(agreed, salt=exchanges.journal.head["salt"])
-        joined, totals = self._join(problem, agreed, salts)
-        while totals.learning is not None:
-            problem = problem.learn(totals.learning)
-            agreed = replace(agreed, problem=problem.to_json())
-            exchanges.begin_epoch()
-            joined, totals = self._join(problem, agreed, salts)
-        check_tags({site: hashes.tags for site, hashes in joined.items()})
-        for site in joined if agreed.listed else ():
-            settings.members.check_clients(site, joined[site].pairs, exchanges.journal.head["salt"])
-        return self._agreement(problem, agreed, totals)
-
-    def check_left(self, left: tuple[str, ...]) -> None:
-        """Under masks, refuse to continue if the totals of all starts together would show the sums of one site.
-
-        This holds for all its sums, and for those of one cluster or one category.
-        """
-        if not (self._settings.secure and self._rosters):
-            return
-        try:
-            check_roster(self._rosters, left)  # the sites check the same
-            for have in map(set, _owners(self.profiles).values()):
-                if have & set(left):
-                    check_roster([have & set(roster) for roster in self._rosters], have & set(left))
-        except FederationError as problem:
-            raise Halted(str(problem)) from None
-
-    def _sealed_salts(self, agreed: Agree) -> dict[str, str]:
-        """Under masks one site draws the key of the tags; by site, the name of that site and the sealed key."""
-        drawing_site = self._exchanges.roster[0]
-        draw = DrawSalt(agreed.keys, agreed.signatures)
-
-        def read(replies: dict[str, Any]) -> dict[str, Any]:
-            check_each(replies, lambda reply: check_reply(draw, reply, {}))
-            return replies
-
-        reply = self._exchanges.ask(draw, read, sites=(drawing_site,), changes=False)
-        return {site: f"{drawing_site}:{text}" for site, text in reply[drawing_site].sealed.items()}
-
-    def _join(self, problem: Problem, agreed: Agree, salts: Mapping[str, str]) -> tuple[dict[str, Joined], SiteTotals]:
-        """Send every site the agreed problem; the hashes of each site, and the totals."""
-        roster, secure = self._exchanges.roster, self._settings.secure
-        sizes = {"k": len(agreed.clusters), "d": len(problem.terms), "dropped": 2 + len(used_columns(problem))}
-        sizes["learning"] = len(problem.agreed_design.unlearned) if isinstance(problem.agreed_design, Formula) else 0
-        asked = {"moments": bool(problem.spec.standardize), "dropped": problem.spec.na == "drop", "learning": problem.learning}
-        self._rosters.append(roster)
-
-        def check(found: SiteTotals) -> None:
-            check_record(found, SiteTotals, sizes)
-            for name, wanted in asked.items():
-                if (getattr(found, name) is not None) != (wanted and agreed.private is None):
-                    raise Misfit(f"it sent sums that were not asked for, or left some out (SiteTotals.{name})")
-            if found.clients.max() > self._settings.limits.clients:
-                most = f"{self._settings.limits.clients:,}; raise it with --limits"
-                raise Misfit(f"it sent {found.clients.max():,} clients of one cluster, more than the limit of {most}")
-
-        def gather(replies: dict[str, Any]) -> tuple[dict[str, Any], SiteTotals]:
-            check_each(replies, lambda body: check_record(body, tuple[Joined, object]))
-            joined, sums = ({site: body[at] for site, body in replies.items()} for at in (0, 1))
-            total: SiteTotals = total_of(sums, roster, check, secure=secure)
-            for site, found in {}.items() if secure else sums.items():
-                _check_announced(site, agreed, self.profiles[site], found)
-            # One tag for each client: a number without its clients would take memory that nobody has sent.
-            for sites, found in [(roster, total)] if secure else [((site,), found) for site, found in sums.items()]:
-                tags = sum(len(joined[site].tags) for site in sites)
-                if tags != found.clients.sum():
-                    who = "the sites together" if secure else "it"
-                    counted = f"{who} sent {tags:,} tags of clients and counted {found.clients.sum():,} clients"
-                    raise SiteLost(dict.fromkeys(sites, f"{counted}; check the version of covey"))
-            return joined, total
-
-        message = {site: replace(agreed, salt=salts.get(site, "")) for site in roster} if secure else agreed
-        joined, totals = self._exchanges.ask(message, gather)
-        return joined, totals
-
-    def _agreement(self, problem: Problem, agreed: Agree, totals: SiteTotals) -> Agreement:
-        clients = int(totals.clients.sum())
-        if self._settings.private is None:
-            problem.loss.check_total(float(totals.response.floats()))
-        else:
-            check_delta(self._settings.delta, clients)
-        ptr = np.concatenate([[0], np.cumsum(totals.clients)])
-        tree = Hierarchy(ptr, pl.Series(np.arange(clients)), agreed.cluster_ids())
-        scale = None
-        if totals.moments is not None:
-            scale = Scale.of(totals.moments, int(totals.rows.sum()), problem.terms)
-            problem = problem.scaled(scale)
-        return Agreement(problem, agreed, totals, tree, scale)
 
 
 def check_profile(profile: Profile, draft: Problem, limits: Limits) -> None:
@@ -197,7 +45,7 @@ def check_profile(profile: Profile, draft: Problem, limits: Limits) -> None:
         raise Misfit(f"it sent ids that cannot be used: {str(problem).rstrip('.')}") from None
 
 
-def _check_announced(site: str, agreed: Agree, profile: Profile, found: SiteTotals) -> None:
+def check_announced(site: str, agreed: Agree, profile: Profile, found: SiteTotals) -> None:
     """Refuse clients in clusters that are not in the profile of a site, and so were not checked against the allow-list."""
     announced = set(profile.clusters)
     for at in np.flatnonzero(found.clients).tolist():
@@ -209,7 +57,7 @@ def _check_announced(site: str, agreed: Agree, profile: Profile, found: SiteTota
 # What the sites have in common
 
 
-def _common_problem(profiles: Mapping[str, Profile], draft: Problem, settings: RunSettings) -> tuple[Problem, Agree]:
+def common_problem(profiles: Mapping[str, Profile], draft: Problem, settings: RunSettings) -> tuple[Problem, Agree]:
     """The problem that fits the tables of all sites, and the message about it.
 
     In a private run the sites do not send their categories and classes, so the operator must list them.
@@ -263,6 +111,20 @@ def check_spread(profiles: Mapping[str, Profile]) -> None:
         many = f"{sum(other[0] == what for other in alone)} of {sum(other[0] == what for other in found)} {what}"
         why = f"such as {value!r} at {site!r}: there the total is the sum of that site, and masks hide nothing"
         raise FederationError(f"{many} are at one site only, {why}; choose groups that sites share, or leave out --secure.")
+
+
+def check_left(profiles: Mapping[str, Profile], rosters: Sequence[tuple[str, ...]], left: tuple[str, ...]) -> None:
+    """Under masks, refuse to continue if the totals of all starts together would show the sums of one site.
+
+    This holds for all its sums, and for those of one cluster or one category.
+    """
+    try:
+        check_roster(rosters, left)  # the sites check the same
+        for have in map(set, _owners(profiles).values()):
+            if have & set(left):
+                check_roster([have & set(roster) for roster in rosters], have & set(left))
+    except FederationError as problem:
+        raise Halted(str(problem)) from None
 
 
 def check_tags(tags: Mapping[str, Anything]) -> None:

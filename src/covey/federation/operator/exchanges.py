@@ -32,7 +32,7 @@ from covey.federation.wire.codec import SAME_VERSION, Envelope, Refusal, join, p
 from covey.federation.wire.messages import Abandon
 from covey.federation.wire.schema import Limits, Misfit, check_record
 from covey.federation.wire.transport import Failure, Transport
-from covey.nodes.network import Batch, Message, Phase
+from covey.nodes.network import Message, Phase
 from covey.records import Axes, RecordError, checksum, decode, encode, outline
 
 _LAST_WORD = 10.0  # seconds for sites to hear that a run has stopped
@@ -52,22 +52,6 @@ class SiteLost(FederationError):  # noqa: N818 - an event
         super().__init__("; ".join(f"Site {site!r} is lost: {reason}" for site, reason in self.sites.items()) + ".")
 
 
-@dataclass(frozen=True)
-class Unusable:
-    """An unusable reply.
-
-    Attributes
-    ----------
-    why : the reason, as a clause about the site: "it sent no reply"
-    final : whether it is useless to ask again
-    waits : whether the site waits for its owner's decision
-    """
-
-    why: str
-    final: bool = False
-    waits: bool = False
-
-
 @dataclass(eq=False)
 class UnderWay:
     """An exchange that has begun.
@@ -75,15 +59,14 @@ class UnderWay:
     Attributes
     ----------
     place : epoch and number of the exchange
-    asked, phase : the message, or one of them, and its purpose
+    asked, phase : the last part of the message, or of one of them, and the purpose of the exchange
     messages : the encoded message to each site
     gather : combines the replies
-    waiting : sites from which no usable reply has come
-    pending : those of them that have not answered the last attempt
-    replies, problems : what has come
+    patience : until when to wait for owners
+    replies, problems : usable replies, and problems of the last attempt, by site
     attempt : number of attempts that have ended
     again : when the next attempt begins; None while sites are asked
-    began, patience : when it began, and until when to wait for owners
+    began : when it began
     down, up : bytes
     entry : what the journal holds of it, once it has ended
     """
@@ -94,16 +77,19 @@ class UnderWay:
     messages: dict[str, bytes]
     gather: Gather
     patience: float
-    waiting: set[str]
-    pending: set[str] = field(default_factory=set)
     replies: dict[str, Any] = field(default_factory=dict)
-    problems: dict[str, Unusable] = field(default_factory=dict)
+    problems: dict[str, Failure] = field(default_factory=dict)
     attempt: int = 0
-    again: float | None = 0.0
+    again: float | None = None
     began: float = field(default_factory=time.perf_counter)
     down: int = 0
     up: int = 0
     entry: Entry | None = None
+
+    @property
+    def pending(self) -> list[str]:
+        """Sites that have not answered the last attempt."""
+        return [site for site in self.messages if site not in self.replies and site not in self.problems]
 
     def total(self) -> Any:
         """What was made of the replies."""
@@ -150,19 +136,11 @@ class Exchanges:
         self.epoch += 1
         self._under_way, self._last = [], {}
 
-    def ask(
-        self,
-        message: Message[Any] | Mapping[str, Message[Any]],
-        gather: Gather,
-        *,
-        sites: tuple[str, ...] | None = None,
-        phase: Phase | None = None,
-        changes: bool = True,
-    ) -> Any:
-        """One exchange, while no other is under way; returns what ``gather`` makes of the replies."""
-        asked = self.begin(message, gather, sites=sites, phase=phase, changes=changes)
+    def ask(self, message: Message[Any] | Mapping[str, Message[Any]], gather: Gather, **how: Any) -> Any:
+        """One exchange (``how`` as for :meth:`begin`), while no other is under way; what ``gather`` makes of the replies."""
+        asked = self.begin(message, gather, **how)
         while asked.entry is None:
-            self.ended()
+            self.wait()
         return asked.total()
 
     def begin(
@@ -196,10 +174,8 @@ class Exchanges:
                 envelope = Envelope(self.journal.head["run"], self.epoch, number, body, after=after)
                 encoded[id(body), after] = encode(envelope)
             messages[site] = encoded[id(body), after]
-        first = by_site[sites[0]]
-        declared = first.messages[-1] if isinstance(first, Batch) else first
-        place, patience = (self.epoch, number), time.monotonic() + self.settings.patience
-        begun = UnderWay(place, declared, phase or declared.phase, messages, gather, patience, {*sites})
+        asked, patience = by_site[sites[0]].parts[-1], time.monotonic() + self.settings.patience
+        begun = UnderWay((self.epoch, number), asked, phase or asked.phase, messages, gather, patience)
         self._begun += 1
         entry = self.journal.next(sites)
         if entry is None:
@@ -215,45 +191,39 @@ class Exchanges:
             self._last |= dict.fromkeys(messages, number)
         return begun
 
-    def ended(self) -> list[UnderWay]:
-        """Wait until some exchanges that are under way have ended, and return them."""
-        ended = list[UnderWay]()
-        while self._under_way and not ended:
+    def wait(self) -> None:
+        """Wait until some exchange that is under way has ended."""
+        ended = not self._under_way
+        while not ended:
             now = time.monotonic()
             for each in self._under_way:
                 if each.again is not None and each.again <= now:
                     self._attempt(each)
-            for site, reply in self.transport.pull(self._longest_wait()).items():
+            again = [each.again for each in self._under_way if each.again is not None]
+            longest = max(0.0, min(again) - time.monotonic()) if again else self.settings.timeout
+            for site, reply in self.transport.pull(longest).items():
                 for each in self._under_way:
                     if site in each.pending:
                         self._take(each, site, reply)
-            ended = [each for each in [*self._under_way] if each.again is None and not each.pending and self._settled(each)]
-        return ended
-
-    def _longest_wait(self) -> float:
-        """Seconds until the next attempt of an exchange begins."""
-        again = [each.again for each in self._under_way if each.again is not None]
-        return max(0.0, min(again) - time.monotonic()) if again else self.settings.timeout
+            answered = [each for each in self._under_way if each.again is None and not each.pending]
+            ended = sum(map(self._settled, answered)) > 0
 
     def _attempt(self, each: UnderWay) -> None:
         """Send an exchange to the sites from which no usable reply has come."""
-        sites = f"{len(each.messages)} of {len(self.roster)} sites"
-        again = f", again to {len(each.waiting)}" if each.attempt else ""
-        self.say(f"message {self._begun} ({each.asked.label}) to {sites}{again}")
-        messages = {site: message for site, message in each.messages.items() if site in each.waiting}
-        each.again, each.pending, each.problems = None, {*messages}, {}
+        each.again, each.problems = None, {}
+        messages = {site: each.messages[site] for site in each.pending}
+        again = f", again to {len(messages)}" if each.attempt else ""
+        self.say(f"message {self._begun} ({each.asked.label}) to {len(each.messages)} of {len(self.roster)} sites{again}")
         each.down += sum(map(len, messages.values()))
         self.transport.push(messages, self.settings.timeout)
 
     def _take(self, each: UnderWay, site: str, reply: bytes | Failure) -> None:
         """What has come from a site."""
-        each.pending.discard(site)
         each.up += len(reply) if isinstance(reply, bytes) else 0
         read = read_reply(each.messages[site], reply, self.settings.limits)
-        if isinstance(read, Unusable):
+        if isinstance(read, Failure):
             each.problems[site] = read
         else:
-            each.waiting.discard(site)
             each.replies[site] = read.body
 
     def _settled(self, each: UnderWay) -> bool:
@@ -261,24 +231,23 @@ class Exchanges:
         for site, problem in sorted(each.problems.items()):
             if problem.final:
                 raise Halted(f"Site {site!r}: {problem.why}")
-        if each.waiting:
-            now = time.monotonic()
-            if all(problem.waits for problem in each.problems.values()) and now < each.patience:
-                each.again = now + _ASK_OWNER_AGAIN
-                return False
+        now = time.monotonic()
+        if each.problems and now < each.patience and all(problem.waits for problem in each.problems.values()):
+            each.again = now + _ASK_OWNER_AGAIN
+        elif each.problems:
             each.attempt += 1
             if each.attempt > self.settings.retries:
-                raise SiteLost({site: each.problems[site].why for site in sorted(each.waiting)})
+                raise SiteLost({site: problem.why for site, problem in sorted(each.problems.items())})
             each.again = now + self.settings.pause
-            return False
-        seconds = time.perf_counter() - each.began
-        total = each.gather({site: each.replies[site] for site in sorted(each.replies)})
-        about = Exchange(each.asked.label, each.phase, len(each.messages), each.down, each.up, seconds)
-        entry = Entry(_digest(each.messages), encode(total), about, tuple(sorted(each.messages)))
-        self.journal.add(entry)
-        self._under_way.remove(each)
-        self._end(each, entry)
-        return True
+        else:
+            seconds = time.perf_counter() - each.began
+            total = each.gather(dict(sorted(each.replies.items())))
+            about = Exchange(each.asked.label, each.phase, len(each.messages), each.down, each.up, seconds)
+            entry = Entry(_digest(each.messages), encode(total), about, tuple(sorted(each.messages)))
+            self.journal.add(entry)
+            self._under_way.remove(each)
+            self._end(each, entry)
+        return each.entry is not None
 
     def _end(self, each: UnderWay, entry: Entry) -> None:
         each.entry = entry
@@ -295,31 +264,29 @@ class Exchanges:
 # Replies
 
 
-def read_reply(message: bytes, reply: bytes | Failure | None, limits: Limits) -> Envelope | Unusable:
+def read_reply(message: bytes, reply: bytes | Failure, limits: Limits) -> Envelope | Failure:
     """The reply to a message, or why it cannot be used."""
-    if reply is None:
-        return Unusable("it sent no reply; see the log at the site")
     if isinstance(reply, Failure):
-        return Unusable(printable(reply.why))
+        return Failure(printable(reply.why))
     if len(reply) > limits.bytes:
-        return Unusable(f"it sent {len(reply):,} bytes, more than the limit of {limits.bytes:,}; raise it with --limits")
+        return Failure(f"it sent {len(reply):,} bytes, more than the limit of {limits.bytes:,}; raise it with --limits")
     try:
         found = decode(reply, limits.header)
     except RecordError as problem:
-        return Unusable(printable(f"it sent bytes that cannot be read ({problem}){SAME_VERSION}"))
+        return Failure(printable(f"it sent bytes that cannot be read ({problem}){SAME_VERSION}"))
     if not isinstance(found, Envelope) or not found.well_formed:
-        return Unusable(f"it sent bytes that are not a reply{SAME_VERSION}")
+        return Failure(f"it sent bytes that are not a reply{SAME_VERSION}")
     asked, refusal = decode(message), found.body
     if isinstance(refusal, Refusal):
         sentence = printable(refusal.sentence)
         return {
-            "behind": Unusable("it has lost its state of the run; put its home folder back, or start a new run"),
-            "stale": Unusable(f"it is ahead of the coordinator ({sentence}); start a new run"),
-            "waiting": Unusable(sentence, waits=True),
-            "broken": Unusable(f"it failed while it answered ({sentence}); see the log at the site"),
-        }.get(str(refusal.reason), Unusable(sentence, final=True))
+            "behind": Failure("it has lost its state of the run; put its home folder back, or start a new run"),
+            "stale": Failure(f"it is ahead of the coordinator ({sentence}); start a new run"),
+            "waiting": Failure(sentence, waits=True),
+            "broken": Failure(f"it failed while it answered ({sentence}); see the log at the site"),
+        }.get(str(refusal.reason), Failure(sentence, final=True))
     if (found.run, found.epoch, found.exchange) != (asked.run, asked.epoch, asked.exchange):
-        return Unusable(f"it answered message {found.exchange} of start {found.epoch} instead; run only one node of this name")
+        return Failure(f"it answered message {found.exchange} of start {found.epoch} instead; run only one node of this name")
     return found
 
 
@@ -329,16 +296,17 @@ def _digest(messages: Mapping[str, bytes]) -> str:
     return checksum(*(site.encode() + once[id(message)] for site, message in sorted(messages.items()))).hex()
 
 
-def check_each(replies: Mapping[str, Any], check: Check) -> None:
-    """Make a site lost whose reply does not fit."""
+def check_each(replies: dict[str, Any], check: Check) -> dict[str, Any]:
+    """The replies, if all fit; a site whose reply does not is lost."""
     for site, reply in replies.items():
         try:
             check(reply)
         except Misfit as problem:
             raise SiteLost({site: f"{problem}; check its table and its version of covey"}) from None
+    return replies
 
 
-def total_of(replies: Mapping[str, Any], roster: Collection[str], check: Check, *, secure: bool) -> Any:
+def total_of(replies: dict[str, Any], roster: Collection[str], check: Check, *, secure: bool) -> Any:
     """The sum over sites, in the order of their names; a reply that cannot be added makes its site lost."""
     shown = {site: _visible_part(site, body) for site, body in replies.items()} if secure else replies
     check_each(shown, check)

@@ -1,4 +1,4 @@
-"""A whole federated run: settings in, models at the sites and at the operator, and a report."""
+"""A whole federated run: settings in, models at the sites and at the operator, and a report of the model, sites and costs."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from typing import Any, Literal
 from covey import __version__
 from covey.errors import CoveyError, FederationError, ModelError, one_of
 from covey.federation.operator.coordinator import Federation
-from covey.federation.operator.exchanges import Exchanges, SiteLost, Unusable, read_reply
+from covey.federation.operator.exchanges import Exchanges, SiteLost, read_reply
 from covey.federation.operator.journal import Exchange, ForeignJournal, Halted, Journal
-from covey.federation.operator.report import report
 from covey.federation.operator.settings import RunSettings, expected_sites, spec_of
 from covey.federation.privacy.differential import fit_privately, privacy_statement
 from covey.federation.wire.codec import Envelope, printable
 from covey.federation.wire.messages import AskReady, Deliver, Ready
-from covey.federation.wire.transport import Transport, wait_for_sites
+from covey.federation.wire.transport import Failure, Transport, wait_for_sites
 from covey.fitting.fit import fit, model_without_clients
+from covey.fitting.planning import size
 from covey.model.files import check_target, learned_to_json, save_model
 from covey.model.model import Elsewhere, Model
+from covey.model.summary import describe, table
 from covey.problem.problem import Problem, resolve
 from covey.problem.rows import used_columns
 from covey.records import encode
@@ -29,6 +30,7 @@ from covey.tables.values import Dropped
 
 OnLoss = Literal["stop", "continue"]
 ON_LOSS = ("stop", "continue")
+AGREE = 1e-8  # tolerance for coefficients: a search for variances stops at a tolerance of its own
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def run_fit(
     # Drawn for each run: a name that is never used twice, and the key of the client tags.
     run_journal = Journal(journal, about, {"run": secrets.token_hex(8), "salt": secrets.token_hex(16)})
     exchanges, without = Exchanges(transport, about["roster"], run_journal, settings, say), dict[str, str]()
-    federation = Federation(exchanges, draft, settings)
+    federation = Federation(exchanges, draft)
     if run_journal.entries:
         say(f"continuing a run that was stopped: {len(run_journal.entries)} messages are in the journal")
     try:
@@ -139,7 +141,7 @@ def _fit_with_sites_left(federation: Federation, on_loss: OnLoss, without: dict[
 
 def _fit(federation: Federation) -> Model:
     federation.open()
-    problem, totals, private = federation.agreement.problem, federation.agreement.totals, federation.settings.private
+    problem, totals, private = federation.problem, federation.totals, federation.settings.private
     dropped, stated = None, _privacy_of_run(federation)
     if totals.dropped is not None:
         rows, of, *counts = totals.dropped.tolist()
@@ -206,8 +208,8 @@ def dry_run(transport: Transport, roster: Sequence[str], draft: Problem, setting
     came = transport.exchange(dict.fromkeys(roster, message), settings.timeout)
     lines = []
     for site in sorted(roster):
-        found = read_reply(message, came.get(site), settings.limits)
-        body = found.why if isinstance(found, Unusable) else found.body
+        found = read_reply(message, came.get(site, Failure("it sent no reply; see the log at the site")), settings.limits)
+        body = found.why if isinstance(found, Failure) else found.body
         lines.append(printable(f"{site}: {body.would if isinstance(body, Ready) else body}"))
     return "\n".join(lines)
 
@@ -224,3 +226,42 @@ def operate(transport: Transport, settings: Mapping[str, Any], say: Callable[[st
     outcome = run_fit(transport, roster, draft, run, journal=journal, out=out, on_loss=on_loss, say=say)
     text = report(outcome)
     return text if out is None else f"{text}\n\nmodels of the clusters and the global model written to {out}"
+
+
+# The report
+
+
+def report(outcome: Outcome) -> str:
+    """The report of a run."""
+    return "\n".join([describe(outcome.model), "", *site_lines(outcome), "", *costs(outcome.exchanges)])
+
+
+def agreement(outcome: Outcome, apart: float) -> str:
+    """Whether a run gives the coefficients of the fit in memory, and what was sent for it."""
+    if apart <= AGREE:
+        result = f"coefficients of clients, clusters and the global model agree with the above (largest difference {apart:.0e})"
+    else:
+        result = f"coefficients differ from those above by up to {apart:.1e}"
+    head = f"The same fit across {len(outcome.roster)} sites that keep their rows: {result}."
+    return "\n".join([head, "What was sent:", *costs(outcome.exchanges)])
+
+
+def site_lines(outcome: Outcome) -> list[str]:
+    """The sites that took part, and those that did not."""
+    lines = [f"Sites: {', '.join(outcome.roster)}"]
+    lines += [f"Without {site} ({why}): its clients are in no sum of this fit" for site, why in outcome.without.items()]
+    late = "took part, but was lost at the end"
+    lines += [f"{site} {late} ({why}): it has no models of its clients from this fit" for site, why in outcome.missed.items()]
+    return lines
+
+
+def costs(exchanges: Sequence[Exchange]) -> list[str]:
+    """A table of what was sent, by label of the message."""
+    labels = dict.fromkeys(each.label for each in exchanges)
+    groups = {label: [each for each in exchanges if each.label == label] for label in labels} | {"in all": exchanges}
+    rows = [("message", "times", "sites", "down", "up", "seconds")]
+    for label, group in groups.items():
+        down, up, seconds = (sum(getattr(each, name) for each in group) for name in ("down", "up", "seconds"))
+        sites = max((each.sites for each in group), default=0)
+        rows.append((label, str(len(group)), str(sites), size(down), size(up), f"{seconds:.2f}"))
+    return table(rows, (-26, 6, 6, 11, 11, 9))

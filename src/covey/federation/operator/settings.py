@@ -92,16 +92,6 @@ class Members:
         return {tuple(tag) for tag in client_tags(pairs, salt).tolist()}
 
 
-DEFAULTS: dict[str, Any] = {"timeout": 600.0, "retries": 2, "pause": 20.0, "wait": 60.0}
-"""Defaults across machines, in seconds except for ``retries``. A site has ``pause`` seconds to come back before it is asked
-again. All sites have ``wait`` seconds to connect at first.
-"""
-RUN_OPTIONS = (
-    *DEFAULTS, "sites", "members", "categories", "secure", "epsilon", "delta", "clip", "rounds", "on_loss", "out", "dry_run",
-    "limits",
-)  # fmt: skip
-
-
 @dataclass(frozen=True)
 class RunSettings:
     """Settings of a run, beside the specification of the model.
@@ -118,8 +108,8 @@ class RunSettings:
     private, delta : differential privacy of the fit, if any, and the probability with which its bound may fail
     """
 
-    timeout: float = DEFAULTS["timeout"]
-    retries: int = DEFAULTS["retries"]
+    timeout: float = 600.0
+    retries: int = 2
     pause: float = 0.0
     secure: bool = False
     categories: Mapping[str, Any] | None = None
@@ -131,26 +121,26 @@ class RunSettings:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> RunSettings:
-        """The settings of the run among those of a command; one that is None is not given."""
-        given = {**DEFAULTS, **_given(settings)}
-        number("setting 'timeout', in seconds,", given["timeout"], above=0)
-        for name in ("pause", "wait"):
-            number(f"setting {name!r}, in seconds,", given[name], least=0)
+        """The settings of the run among those of a command; one that is None is not given.
+
+        By default a site has 20 seconds to come back before it is asked again, and all sites have 60 to connect.
+        """
+        given = {"timeout": cls.timeout, "retries": cls.retries, "pause": 20.0, "wait": 60.0, **_given(settings)}
         private, delta = privacy_of(given, str(given.get("family", "gaussian")))
         categories = _mapping(given, "categories", '{"zone": ["a", "b"]}', list)
         for name, values in categories.items():
             if len({repr(value) for value in values}) < len(values):
                 raise FederationError(f"The 'categories' of column {name!r} have a value twice; list each value once.")
         return cls(
-            timeout=given["timeout"],
+            timeout=number("setting 'timeout', in seconds,", given["timeout"], above=0),
             retries=whole("setting 'retries'", given["retries"]),
-            pause=given["pause"],
+            pause=number("setting 'pause', in seconds,", given["pause"], least=0),
             secure=given.get("secure", False),
             categories=categories,
             members=Members.read(given.get("members")),
             private=private,
             delta=delta,
-            patience=given["wait"],
+            patience=number("setting 'wait', in seconds,", given["wait"], least=0),
             limits=Limits.of(_mapping(given, "limits", '{"clusters": 200000}', int)),
         )
 

@@ -8,15 +8,8 @@ uniform integers modulo ``2^576`` (ChaCha20). One of the two sites adds the stre
 streams cancel exactly. Without the secrets of the pairs, the masked sums of a smaller set of sites cannot be distinguished from
 uniform noise.
 
-The masks protect the sums of each site against such a coordinator, and against everybody who reads the network. What they do
-not hide:
-
-- A total is a total. With two sites, each can subtract its own part from what it learns of the totals; the models that it gets
-  are functions of them. A coordinator that colludes with all sites but one can compute the sums of that one. Rosters of two
-  are allowed: the coordinator alone still learns only the total.
-- Public keys travel through the coordinator. One that cheats could replace them by its own, unless the sites name each other in
-  ``[peers]``; then the replaced key has a wrong signature and is refused.
-- The shape of a reply, and which of its values are not finite or, with ``n`` limbs, ``2^(32 n - 2)`` or more.
+The masks protect the sums of each site against such a coordinator, and against everybody who reads the network.
+``docs/explanation/what-leaves-a-site.md`` lists what they do not hide.
 
 A stream hides one reply only. It depends on the two sites, the run, the epoch, the exchange, the roster and the question, so
 that different sums get different streams. A site that is asked the same again sends the same bytes. The caller must ensure that

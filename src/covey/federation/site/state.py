@@ -127,9 +127,9 @@ class RunStore:
 
 @contextmanager
 def locked(folder: Path | None, name: str = "lock") -> Iterator[None]:
-    """Wait until no other process holds the lock of this folder, and hold it; without a folder there is nothing to lock.
+    """Wait until no other process, such as ``covey site approve``, holds the lock of this folder; then hold it.
 
-    A transport may start a process for every message while an older one still runs.
+    Without a folder there is nothing to lock.
     """
     if folder is None:
         yield

@@ -18,7 +18,7 @@ import polars as pl
 from covey._typing import Anything
 from covey.errors import FederationError
 from covey.exact import WIDE, Exact
-from covey.records import Record, RecordError, build, names
+from covey.records import Record, RecordError, names
 
 SAME_VERSION = "; install the same version of covey everywhere"  # the fix in errors about unreadable messages
 _ID_TYPES: dict[str, Any] = {
@@ -101,7 +101,20 @@ def split(reply: Any) -> tuple[Any, Exact]:
     All numbers become :data:`~covey.exact.WIDE` sums, so that the encoding does not show how large they are.
     """
     numbers = [Exact.of(np.empty(0), WIDE)]
-    skeleton = _take_numbers(reply, numbers)
+
+    def take(value: Any) -> Placeholder:
+        if isinstance(value, Exact):
+            wide = value.limbs.shape[-1] == WIDE
+            numbers.append((value if wide else value.widened()).reshape(-1))
+            return Placeholder("wide" if wide else "exact", tuple(value.shape))
+        array = np.asarray(value)
+        if array.dtype.kind not in "fiu":
+            raise TypeError(f"a {type(value).__name__} cannot be masked")
+        numbers.append(Exact.of(array.astype(np.float64).ravel(), WIDE))
+        kind = array.dtype.str if isinstance(value, np.ndarray) else "float" if array.dtype.kind == "f" else "int"
+        return Placeholder(kind, tuple(array.shape))
+
+    skeleton = _with_numbers(reply, take)
     return skeleton, Exact.join(numbers)
 
 
@@ -109,8 +122,10 @@ def join(skeleton: Any, numbers: Exact) -> Any:
     """Put a skeleton and its numbers together again; a sum that is not finite becomes infinity."""
     at = 0
 
-    def take(place: Placeholder) -> Any:
+    def fill(place: Any) -> Any:
         nonlocal at
+        if not isinstance(place, Placeholder):
+            raise RecordError(f"A masked reply shows a {type(place).__name__}.")
         start, at = at, at + math.prod(place.shape)
         part = numbers[start:at].reshape(*place.shape)
         if place.kind in ("exact", "wide"):
@@ -122,41 +137,21 @@ def join(skeleton: Any, numbers: Exact) -> Any:
             raise RecordError(f"A reply has numbers of the unknown kind {str(place.kind)[:20]!r}.")
         return floats.astype(np.dtype(place.kind))
 
-    reply = _fill(skeleton, take)
+    reply = _with_numbers(skeleton, fill)
     if numbers.shape != (at,):
         raise RecordError(f"A reply has numbers of shape {numbers.shape} for {at} places.")
     return reply
 
 
-def _take_numbers(value: Any, numbers: list[Exact]) -> Any:
-    """The skeleton of a value; its numbers are appended to ``numbers``."""
-    if isinstance(value, Exact):
-        wide = value.limbs.shape[-1] == WIDE
-        numbers.append((value if wide else value.widened()).reshape(-1))
-        return Placeholder("wide" if wide else "exact", tuple(value.shape))
-    if isinstance(value, np.ndarray) and value.dtype.kind in "fiu":
-        numbers.append(Exact.of(value.astype(np.float64).ravel(), WIDE))
-        return Placeholder(value.dtype.str, tuple(value.shape))
-    if isinstance(value, int | float | np.number) and not isinstance(value, bool):
-        numbers.append(Exact.of(np.array([float(value)]), WIDE))
-        return Placeholder("int" if isinstance(value, int | np.integer) else "float", ())
-    if isinstance(value, Record):
-        return {name: _take_numbers(getattr(value, name), numbers) for name in names(value)} | {"": type(value).__name__}
-    if isinstance(value, tuple | list):
-        return tuple(_take_numbers(part, numbers) for part in value)
+def _with_numbers(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A value of records and tuples with others in place of its numbers."""
     if value is None or isinstance(value, bool | str):
         return value
-    raise TypeError(f"a {type(value).__name__} cannot be masked")
-
-
-def _fill(value: Any, take: Callable[[Placeholder], Any]) -> Any:
-    if isinstance(value, Placeholder):
-        return take(value)
-    if isinstance(value, dict):
-        return build(value[""], {name: _fill(part, take) for name, part in value.items() if name})
-    if isinstance(value, tuple):
-        return tuple(_fill(part, take) for part in value)
-    return value
+    if isinstance(value, tuple | list):
+        return tuple(_with_numbers(part, change) for part in value)
+    if isinstance(value, Record) and not isinstance(value, Exact | Placeholder):
+        return type(value)(**{name: _with_numbers(getattr(value, name), change) for name in names(value)})
+    return change(value)
 
 
 # Ids

@@ -16,9 +16,18 @@ from covey.errors import FederationError, listing
 
 @dataclass(frozen=True)
 class Failure:
-    """Why there is no reply from a site, as a clause about it: "it is not connected"."""
+    """Why there is no usable reply from a site.
+
+    Attributes
+    ----------
+    why : the reason, as a clause about the site: "it is not connected"
+    final : whether it is useless to ask again
+    waits : whether the site waits for its owner's decision
+    """
 
     why: str
+    final: bool = False
+    waits: bool = False
 
 
 class Transport(ABC):
