@@ -102,8 +102,8 @@ class EstimatorCore:
         ``"sweep"`` is exact for the linear model, ``"newton"`` fits any family. ``"apgd"`` exchanges vectors only. The four
         randomised algorithms iterate with vectors, but to measure the smallest
         curvature of the objective, ``mu``, they exchange matrices. ``"auto"`` takes
-        ``"sweep"`` or ``"newton"``; across sites ``"apgd"`` if the matrices of all clusters exceed 32 MB. :func:`covey.plan`
-        shows what each would cost on a network.
+        ``"sweep"`` or ``"newton"``; across sites ``"apgd"`` if the matrices of all clusters exceed 32 MB or a site
+        sends vectors only. :func:`covey.plan` shows what each would cost on a network.
     options : mapping or None
         Options of the randomised algorithms: ``steps``, ``eta``, ``p0``, ``p``, ``tau``, ``rho``, ``mu``, ``L``, ``L_row``,
         ``vote``, ``every``, ``checkpoint``, ``minimum``. The functions in :mod:`covey.solvers` explain them.
