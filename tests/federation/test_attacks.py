@@ -32,7 +32,7 @@ from covey.tables.scaling import Scale
 from covey.variance.columns import TermOrder
 from covey.variance.linear_likelihood import IntegrateClients
 
-from .sites import FaultyTransport, by_turns, fit, kind, sites_of, spec, table
+from .sites import FaultyTransport, by_turns, fit, in_memory, kind, sites_of, spec, table
 
 SECURE = RunSettings(retries=1, timeout=1.0, secure=True)
 
@@ -374,9 +374,22 @@ def test_messages_of_other_solvers_are_refused_whatever_the_problem_says():
 
 
 def test_a_site_that_sends_vectors_only_refuses_matrices():
-    sites = sites_of(by_turns(table(1), 2), replies="vectors")
+    parts = by_turns(table(1), 2)
     with pytest.raises(FederationError, match="rule 'replies'"):
-        fit(sites, spec())
+        fit(sites_of(parts, replies="vectors"), spec(solver="sweep"))
+
+
+@pytest.mark.parametrize("family", ["gaussian", "bernoulli"])
+def test_auto_takes_vectors_if_one_site_sends_nothing_else(family):
+    """The other sites would send matrices. For what apgd cannot do, the site's refusal names its rule."""
+    parts = by_turns(table(1, family), 3)
+    sites = sites_of(parts) | {"s1": sites_of(parts, replies="vectors", solvers=("gradient",))["s1"]}
+    outcome = fit(sites, spec(family))
+    assert outcome.model.convergence.solver == "apgd"
+    np.testing.assert_allclose(outcome.model.w, in_memory(table(1, family), spec(family)).w, atol=1e-3)
+    assert fit(sites_of(parts), spec(family)).model.convergence.solver != "apgd"
+    with pytest.raises(FederationError, match="rule 'solvers'"):
+        fit(sites, spec(james_stein=True))
 
 
 def test_limits_on_runs_and_messages():

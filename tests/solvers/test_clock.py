@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from covey import Spec, fit, plan, simulate_sites
@@ -102,6 +102,26 @@ def test_a_round_for_every_exchange_is_never_later_than_lock_step(table, p0, rho
     assert found[0].seconds <= found[1].seconds * (1 + 1e-12) + 1e-12
     np.testing.assert_allclose(found[0].computing.sum(axis=0), found[1].computing.sum(axis=0), rtol=1e-9, atol=1e-9)
     np.testing.assert_allclose(found[0].sending.sum(axis=0), found[1].sending.sum(axis=0), rtol=1e-9, atol=1e-9)
+
+
+@settings(max_examples=200)
+@given(k=st.integers(2, 6), p0=st.floats(0, 0.6), seed=st.integers(0, 99), data=st.data())
+def test_rounds_that_part_an_iteration_are_later_than_lock_step_for_some_speeds(k, p0, seed, data):
+    """The proof in docs/explanation/asynchrony.md, with its speeds: iteration t is in a later round in j than in i."""
+    schedule, T = schedule_of(p0, data.draw(lists(st.floats(0, 0.9), k)), 0.0, seed, False), 40
+    choices = schedule.choices(0, T)
+    rounds, place = group(choices, 0, False), np.zeros((T, k), dtype=int)
+    for r, j in np.ndindex(*rounds.steps.shape):
+        end = rounds.start[r, j] + rounds.steps[r, j] + (rounds.within[r, j] > 0 or rounds.between[r] > 0)
+        place[rounds.start[r, j] : end, j] = r
+    parted = np.flatnonzero(np.ptp(place, axis=1))
+    assume(len(parted))
+    t = int(data.draw(st.sampled_from(parted.tolist())))
+    own = np.isin(np.arange(k), [place[t].argmin(), place[t].argmax()]) * 1.0
+    durations = Durations(own, own, own / 2, own / 2)
+    later, slow = (timeline(each, durations, barriers=True).seconds for each in (rounds, by_iteration(choices, False)))
+    assert slow == T + choices.between.sum()
+    assert later >= slow + 1
 
 
 def test_rounds_can_be_later_than_lock_step():

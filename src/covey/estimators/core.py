@@ -103,8 +103,8 @@ class EstimatorCore:
         ``"sweep"`` is exact for the linear model, ``"newton"`` fits any family, and ``"auto"`` takes one of the two; leave it
         there unless you study algorithms or communication. ``"apgd"`` exchanges vectors only. The randomised algorithms (the
         last four) iterate with vectors, but exchange matrices to measure ``mu``, the smallest curvature of the objective.
-        Across sites ``"auto"`` takes ``"apgd"`` if the matrices of all clusters exceed 32 MB. :func:`covey.plan` shows what
-        each would cost on a network.
+        Across sites ``"auto"`` takes ``"apgd"`` if the matrices of all clusters exceed 32 MB or a site sends vectors only.
+        :func:`covey.plan` shows what each would cost on a network.
     options : mapping or None
         Options of the solver by name, such as ``{"p0": 0.1}`` for ``"l2gd"``. The functions in :mod:`covey.solvers` explain
         them.

@@ -109,38 +109,41 @@ def exponentials(x: Floats, m: int, whole: Floats, power: Floats) -> None:
         power[r] *= s * f + 1.0
 
 
-# One client's rows with many columns, four rows at a time, so that the other operand is read and written less often
+# One client's rows with many columns, four rows at a time, so that the other operand is read and written less often. A slice of
+# an array for each client would take as long as the sums, so these functions get whole arrays and the places of the rows.
 
 
-@njit(fastmath=FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
-def margins(x: Floats, shift: Floats, theta: Floats, margin: Floats) -> None:
-    """``margin = x theta + shift``."""
-    rows, d = x.shape
-    for r in range(0, rows - 3, 4):
-        m0, m1, m2, m3 = shift[r], shift[r + 1], shift[r + 2], shift[r + 3]
+@njit(forceinline=True, fastmath=FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
+def margins(x: Floats, low: int, high: int, shift: Floats, theta: Floats, i: int, margin: Floats) -> None:
+    """``margin[r] = x[r]'theta[i] + shift[r]`` for ``low <= r < high``."""
+    d, whole = x.shape[1], low + (high - low) // 4 * 4
+    for r in range(low, whole, 4):
+        m0, m1, m2, m3 = 0.0, 0.0, 0.0, 0.0
         for a in range(d):
-            m0 += x[r, a] * theta[a]
-            m1 += x[r + 1, a] * theta[a]
-            m2 += x[r + 2, a] * theta[a]
-            m3 += x[r + 3, a] * theta[a]
-        margin[r], margin[r + 1], margin[r + 2], margin[r + 3] = m0, m1, m2, m3
-    for r in range(rows // 4 * 4, rows):
+            m0 += x[r, a] * theta[i, a]
+            m1 += x[r + 1, a] * theta[i, a]
+            m2 += x[r + 2, a] * theta[i, a]
+            m3 += x[r + 3, a] * theta[i, a]
+        margin[r], margin[r + 1] = shift[r] + m0, shift[r + 1] + m1
+        margin[r + 2], margin[r + 3] = shift[r + 2] + m2, shift[r + 3] + m3
+    for r in range(whole, high):
         along = shift[r]
         for a in range(d):
-            along += x[r, a] * theta[a]
+            along += x[r, a] * theta[i, a]
         margin[r] = along
 
 
-@njit(fastmath=FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
-def combine(x: Floats, slopes: Floats, g: Floats) -> None:
-    """``g = x' slopes``."""
-    rows, d = x.shape
-    g[:] = 0.0
-    for r in range(0, rows - 3, 4):
+@njit(forceinline=True, fastmath=FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
+def combine(x: Floats, low: int, high: int, slopes: Floats, g: Floats) -> None:
+    """``g = sum of slopes[r] x[r]`` over ``low <= r < high``."""
+    d, whole = x.shape[1], low + (high - low) // 4 * 4
+    for a in range(d):
+        g[a] = 0.0
+    for r in range(low, whole, 4):
         s0, s1, s2, s3 = slopes[r], slopes[r + 1], slopes[r + 2], slopes[r + 3]
         for a in range(d):
             g[a] += (s0 * x[r, a] + s1 * x[r + 1, a]) + (s2 * x[r + 2, a] + s3 * x[r + 3, a])
-    for r in range(rows // 4 * 4, rows):
+    for r in range(whole, high):
         for a in range(d):
             g[a] += slopes[r] * x[r, a]
 

@@ -248,6 +248,11 @@ class Network(ABC):
         """
         return None
 
+    @property
+    def vectors_only(self) -> bool:
+        """Whether a node refuses replies of more than one number for each cluster and term."""
+        return False
+
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
         """Count the messages in the context under this phase, instead of the phase that they declare."""

@@ -1,6 +1,6 @@
 """``solver="auto"`` takes the first direct solver that fits the loss: the sweep for a quadratic loss, Newton for any other.
 
-Across a network whose matrices would be very large it takes ``apgd``, which sends vectors.
+It takes ``apgd``, which sends vectors, across a network whose matrices would be very large or may not leave their nodes.
 
 :func:`solve` runs this solver, or one with a given name, over any network; :func:`minimise` does it for data in memory. The
 order of the solvers is the ``place`` in their declarations (:mod:`.registry`).
@@ -52,7 +52,7 @@ def solve(
         ``gamma (n,)`` and ``lam (k,)``. The nodes must have these values of ``gamma`` too; they may differ between clients.
     solver : str
         Name of a solver. "auto" is the sweep for a quadratic loss and Newton for any other. It is ``apgd``
-        across sites, if the matrices of all clusters together exceed 32 MB and ``apgd`` can be used.
+        across sites if it can be used, and the matrices of all clusters exceed 32 MB or a site sends vectors only.
     start : Fit or (n, d) array, optional
         A fit to begin at. ``apgd`` and the randomised algorithms also take coefficients, but not across sites.
     tol : float
@@ -97,10 +97,11 @@ def solve(
 
 
 def _automatic(network: Network, penalty: Penalty, james_stein: bool) -> registry.Algorithm:
-    """The first direct solver that fits the loss; ``apgd`` if clients are elsewhere and the matrices would be too large."""
+    """The first direct solver that fits the loss; ``apgd`` if matrices would be too large for a network, or are refused."""
     d, k = len(network.terms), network.tree.n_clusters
     tied = bool(((penalty.gamma > 0) & (penalty.gamma < np.inf)).all()) and not james_stein
-    if not network.places and tied and 8 * k * d * (d + 1) // 2 > LARGEST_MATRICES:
+    large = not network.places and 8 * k * d * (d + 1) // 2 > LARGEST_MATRICES
+    if tied and (large or network.vectors_only):
         return registry.find("apgd")
     direct = [registry.find(name) for name in registry.direct()]
     return next(each for each in direct if network.loss.quadratic or not each.quadratic)

@@ -127,20 +127,25 @@ def test_async_al2sgd_plus_converges_to_the_minimiser(family, reduction):
 
 @quietly
 def test_declared_rates_are_the_observed_ones():
-    """On log scales: iterations against the condition number, slope about 1/2 for algorithm 2 and 1 for algorithm 1."""
+    """On log scales: iterations against the condition number, slope about 1/2 for algorithm 2 and 1 for algorithm 1.
+
+    Algorithm 2 with one row in a step (two runs) and with two (one run).
+    """
     kappas = np.array([10.0, 100.0, 1000.0, 10000.0])
-    needed = {"al2sgd_plus": [], "l2gd": []}
+    needed = {1: [], 2: [], "l2gd": []}
     for kappa in kappas:
         data, penalty = conditioned(kappa, common=False)
         known = constants_of(Objective(data, Gaussian(), penalty))
         assert known.mu == pytest.approx(1 / kappa, rel=5e-3)
         best = minimise(data, Gaussian(), penalty, solver="sweep")
-        counts, control = [], {"every": int(np.sqrt(10 * kappa)), "minimum": best.convergence.objective}
-        for seed in range(3):
-            fit = minimise(data, Gaussian(), penalty, solver="al2sgd_plus", seed=seed, tol=1e-16, **control)
-            gap = fit.history["gap"].to_numpy()
-            counts.append(fit.history["iteration"][int(np.argmax(gap <= 1e-8 * gap[0]))])
-        needed["al2sgd_plus"].append(np.mean(counts))
+        control = {"every": int(np.sqrt(10 * kappa)), "minimum": best.convergence.objective, "tol": 1e-16}
+        for batch, seeds_of in ((1, 2), (2, 1)):
+            counts = []
+            for seed in range(seeds_of):
+                fit = minimise(data, Gaussian(), penalty, solver="al2sgd_plus", seed=seed, batch=batch, **control)
+                gap = fit.history["gap"].to_numpy()
+                counts.append(fit.history["iteration"][int(np.argmax(gap <= 1e-8 * gap[0]))])
+            needed[batch].append(np.mean(counts))
         data, penalty = conditioned(kappa, common=True)
         drawn = probabilities(known, known.L)
         eta, times = 1 / (2 * expected_smoothness(known, drawn, known.L)), np.arange(0, 20 * kappa, kappa // 5).astype(int)
@@ -149,7 +154,7 @@ def test_declared_rates_are_the_observed_ones():
         assert (away <= 1e-2 * away[0]).any()
         needed["l2gd"].append(times[int(np.argmax(away <= 1e-2 * away[0]))])
     slope = {name: np.polyfit(np.log(kappas), np.log(counts), 1)[0] for name, counts in needed.items()}
-    assert slope["al2sgd_plus"] <= 0.65, needed
+    assert max(slope[1], slope[2]) <= 0.65, needed
     assert slope["l2gd"] >= 0.85, needed
 
 

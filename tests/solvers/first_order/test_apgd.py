@@ -174,17 +174,21 @@ def test_the_proximal_step_is_the_solve_written_out():
     data = GroupedData.from_arrays(drawn.X[keep], drawn.y[keep], drawn.client[keep], drawn.cluster[keep])
     gamma = np.array([0.5, 1e-9, 3.0, 1.0, 2.0, 9.0])
     node, centre = InMemory.of(data, Gaussian(), gamma).node, np.random.default_rng(0).normal(size=(2, 3))
-    theta, value = apgd._quadratic_step(node, centre)
+    weight = np.array([gamma[:3].sum(), gamma[3:].sum()])
+    reply, theta, cost = apgd.ProximalStep(centre, weight, 0.0).at(node), node.coefficients(), 0.0
     for i, (first, last) in enumerate(pairwise(data.client_ptr.tolist())):
         X, y, c = data.X[first:last], data.y[first:last], centre[data.hierarchy.parent[i]]
         away = np.linalg.lstsq(
             np.concatenate([X, np.sqrt(gamma[i]) * np.eye(3)]), np.concatenate([y - X @ c, np.zeros(3)]), rcond=None
         )[0]
         np.testing.assert_allclose(theta[i], c + away, atol=1e-8)
-        cost = 0.5 * ((y - X @ (c + away)) ** 2).sum() + 0.5 * gamma[i] * (away**2).sum()
-        assert value[i] == pytest.approx(cost, rel=1e-9, abs=1e-10)
+        cost += 0.5 * ((y - X @ (c + away)) ** 2).sum() + 0.5 * gamma[i] * (away**2).sum()
+    assert float(reply.value) == pytest.approx(cost, rel=1e-9)
+    averages = np.stack([gamma[:3] @ theta[:3], gamma[3:] @ theta[3:]]) / weight[:, None]
+    np.testing.assert_allclose(reply.averages.floats(), averages, rtol=1e-12)
     node.gamma = np.full(6, 2.0)  # another penalty in a later run on the same node
-    assert not np.allclose(apgd._quadratic_step(node, centre)[0], theta)
+    apgd.ProximalStep(centre, np.array([6.0, 6.0]), 0.0).at(node)
+    assert not np.allclose(node.coefficients(), theta)
 
 
 def test_mistakes():

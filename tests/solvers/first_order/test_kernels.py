@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covey.exact import WIDE_DIGITS, from_digits
+from covey.exact import DIGITS, WIDE_DIGITS, from_digits
 from covey.losses import loss_of
 from covey.nodes.network import BLOCK, Blocks, Node
 from covey.solvers.first_order import kernels, l2gd
@@ -156,22 +156,27 @@ def test_group(seed, merge):
 
 @pytest.mark.parametrize(("n", "d"), [(300, 1), (5, 3), (40, 13)])
 def test_prepare_proximal(n, d):
-    """The inverses in lower triangles, and the steps that they give, against dense solves."""
+    """The inverses, and the steps, averages and values that they give, against dense solves."""
     rng = np.random.default_rng(d)
     X, gamma, g = rng.normal(size=(n, d + 1, d)), rng.uniform(0.1, 3, size=n), rng.normal(size=(n, d))
     A, own, blocks = X.transpose(0, 2, 1) @ X, np.empty((n, d)), -(-n // BLOCK)
     inverse, pull = np.linalg.inv(A + gamma[:, None, None] * np.eye(d)), A.copy()
     kernels.prepare_proximal(0, blocks, pull, gamma, g, own)
-    np.testing.assert_allclose(np.tril(pull), np.tril(gamma[:, None, None] * inverse), rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(pull, gamma[:, None, None] * inverse, rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(own, -np.einsum("iab,ib->ia", inverse, g), rtol=1e-9, atol=1e-12)
-    parent, centre = rng.integers(0, 2, size=n), rng.normal(size=(2, d))
-    theta, value = np.empty((n, d)), np.empty(n)
-    kernels.proximal_step(0, blocks, pull, own, g, parent, gamma, centre, theta, value)
+    parent, centre, zero = np.sort(rng.integers(0, 2, size=n)), rng.normal(size=(2, d)), rng.normal(size=n)
+    ptr, share, theta = np.searchsorted(parent, [0, 1, 2]), rng.uniform(size=n), np.empty((n, d))
+    sums, values = np.zeros((2, d, DIGITS), dtype=np.int64), np.zeros((2, WIDE_DIGITS), dtype=np.int64)
+    kernels.proximal_step(0, 2, pull, own, g, zero, gamma, share, ptr, np.arange(2), centre, theta, sums, values)
     c = centre[parent]
     expected = np.einsum("iab,ib->ia", inverse, gamma[:, None] * c - g)
     np.testing.assert_allclose(theta, expected, rtol=1e-9, atol=1e-12)
     above = 0.5 * np.einsum("ia,iab,ib->i", theta, A, theta) + (g * theta).sum(axis=1)
-    np.testing.assert_allclose(value, above + 0.5 * gamma * ((theta - c) ** 2).sum(axis=1), rtol=1e-9, atol=1e-11)
+    value = zero + above + 0.5 * gamma * ((theta - c) ** 2).sum(axis=1)
+    for j in range(2):
+        part = parent == j
+        np.testing.assert_allclose(from_digits(sums).floats()[j], share[part] @ theta[part], rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(from_digits(values).floats()[j], value[part].sum(), rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("d", [3, 6, 11, 20])

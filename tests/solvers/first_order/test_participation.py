@@ -34,6 +34,7 @@ from tests.conftest import random_problem, seeds
 from tests.solvers.first_order.shared import (
     Clients,
     begun,
+    conditioned,
     constants_of,
     follow,
     l2gd_rounds,
@@ -186,6 +187,28 @@ def test_the_distance_stays_below_the_bound_of_the_theorem():
     squared = ((paths - best) ** 2).sum(axis=(2, 3))
     error = squared.std(axis=0) / np.sqrt(200)
     assert (np.abs(squared.mean(axis=0) - exact[times]) <= 5 * error).all()
+
+
+def test_the_declared_rate_is_the_observed_one():
+    """Exact second moments, far away along the direction of least curvature, for condition numbers from 10 to 10^4."""
+    declared, observed = [], []
+    for kappa in (10.0, 1e2, 1e3, 1e4):
+        data, penalty = conditioned(kappa, common=True)
+        objective = Objective(data, Gaussian(), penalty)
+        known = constants_of(objective)
+        drawn = probabilities(known, known.of_clients, participation=[0.4, 0.8])
+        eta, best = 1 / (2 * expected_smoothness(known, drawn, known.of_clients)), minimise(data, Gaussian(), penalty).theta
+        n = best.size
+        steps = list(dense(objective, drawn))
+        values, vectors = np.linalg.eigh(sum(chance * M for chance, M, _ in steps))
+        assert values[0] == pytest.approx(1 / kappa)
+        maps = [(chance, np.eye(n) - eta * M, eta * c) for chance, M, c in steps]
+        curve = exact_distances(maps, best, best + 1e3 * vectors[:, 0].reshape(best.shape), 100)
+        rate = (curve[-1] / curve[0]) ** (1 / 100)
+        assert (1 - eta * values[0]) ** 2 <= rate <= 1 - eta * known.mu
+        declared.append(eta * known.mu)
+        observed.append(-np.log(rate))
+    assert np.polyfit(np.log(declared), np.log(observed), 1)[0] == pytest.approx(1.0, abs=0.1)
 
 
 @quietly

@@ -130,6 +130,10 @@ class Federation(Network):
         lanes = np.unique(lane_of)
         return None if len(lanes) == 1 else np.array([np.array(lane_of) == lane for lane in lanes])
 
+    @property
+    def vectors_only(self) -> bool:
+        return any(self._setup.profiles[site].vectors for site in self.exchanges.roster)
+
     def _wait(self) -> None:
         """Wait until some messages are answered, if some are under way."""
         if any(each.entry is None for each in self._under_way):

@@ -219,7 +219,7 @@ class Site:
         table = table_for(self.read(draft.spec), draft, private=private)
         profile = profile_of(table, draft, key, self.policy.minimum, private=private)
         signature = sign(self.identity, *signed(asked.run, self.name, key)) if key and self.identity is not None else ""
-        return replace(profile, signature=signature)
+        return replace(profile, signature=signature, vectors=self.policy.replies == "vectors")
 
     def _ready(self, asked: AskReady, operator: str) -> Ready:
         """Whether this site would take part in a run; it names no cell and no value."""

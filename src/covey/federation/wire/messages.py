@@ -80,6 +80,7 @@ class Profile(Record):
     classes : classes of a binary response that occur at the site
     key : the site's public key for this run, if sums are masked
     signature : of the key, by the key of the site's node
+    vectors : whether the site sends at most one number for each cluster and term in a reply
     """
 
     version: str
@@ -90,6 +91,7 @@ class Profile(Record):
     classes: tuple[Any, ...] | None
     key: str = ""
     signature: str = ""
+    vectors: bool = False
 
 
 @dataclass(frozen=True)

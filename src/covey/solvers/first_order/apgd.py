@@ -36,14 +36,14 @@ import polars as pl
 
 from covey._typing import Floats
 from covey.errors import SolverError, number, warn, whole
-from covey.exact import Exact, segment_sum, total
-from covey.nodes.network import Message, Network, Node
+from covey.exact import WIDE_DIGITS, Exact, from_digits, total
+from covey.nodes.network import Blocks, Message, Network, Node
 from covey.objective.objective import Objective, Penalty
 from covey.records import Axes, Record, Reply
 from covey.solvers.costs import Cost, Setting
 from covey.solvers.direct.elimination import Spread, descend, eliminate, expanded
 from covey.solvers.first_order import kernels
-from covey.solvers.first_order.protocol import AskMeans, Centres, perfect, shares
+from covey.solvers.first_order.protocol import AskMeans, Centres, empty_digits, node_sums, perfect, shares, summed
 from covey.solvers.ledger import Ledger, Links, links
 from covey.solvers.registry import algorithm
 from covey.solvers.result import HISTORY, Checkpoint, Convergence, Fit, Progress, begin_at, entry
@@ -124,13 +124,10 @@ class ProximalStep(Message["ProximalReply"], label="proximal step"):
 
     def at(self, node: Node) -> ProximalReply:
         if node.loss.quadratic and node.loss.compiled:
-            theta, value, error = *_quadratic_step(node, self.centre), _NO_ERROR
-        else:
-            theta, value, errors = proximal_newton(node, self.centre, self.accuracy * node.gamma / self.total.sum())
-            error = total(errors)
-        node.theta = theta
-        average = segment_sum(shares(node, self.total)[:, None] * theta, node.data.hierarchy.cluster_ptr)
-        return ProximalReply(average, total(value), perfect(node), error)
+            node.theta, averages, sum_of_values = QuadraticProx.of(node, self.total).step(self.centre)
+            return ProximalReply(averages, sum_of_values, perfect(node), _NO_ERROR)
+        node.theta, value, errors = proximal_newton(node, self.centre, self.accuracy * node.gamma / self.total.sum())
+        return ProximalReply(node_sums(node, self.total, node.theta).total, total(value), perfect(node), total(errors))
 
 
 @dataclass(frozen=True)
@@ -150,47 +147,52 @@ class ProximalReply(Reply):
 class QuadraticProx:
     """The proximal steps of quadratic losses: ``theta_i = pull_i c_j + own_i``, computed once in a run.
 
-    ``pull (n, d, d)`` is ``gamma_i (A_i + gamma_i I)^-1`` for the Hessian ``A_i``, in its lower triangle. ``own (n, d)`` is
-    ``-pull_i g_i / gamma_i`` for the gradient ``g (n, d)`` at zero, and ``value (n,)`` is the loss at zero.
+    ``pull (n, d, d)`` is ``gamma_i (A_i + gamma_i I)^-1`` for the Hessian ``A_i``. ``own (n, d)`` is ``-pull_i g_i / gamma_i``
+    for the gradient ``g (n, d)`` at zero, and ``value (n,)`` is the loss at zero. ``share (n,)`` are :func:`.protocol.shares`
+    for the clusters' ``total (k,)``.
     """
 
     gamma: Floats
+    total: Floats
+    blocks: Blocks
+    share: Floats
     pull: Floats
     own: Floats
     g: Floats
     value: Floats
 
     @classmethod
-    def of(cls, node: Node) -> QuadraticProx:
+    def of(cls, node: Node, total: Floats) -> QuadraticProx:
         prepared: QuadraticProx | None = node.cache.get(cls)
-        if prepared is None or not np.array_equal(prepared.gamma, node.gamma):
-            n, d = node.data.n_clients, node.data.n_terms
-            here, own = node.loss.expand(node.data, np.zeros((n, d))), np.empty((n, d))
-            # Where the penalty is tiny and the loss is flat, only eigenvalues show what is curvature and what is rounding.
-            weak = np.flatnonzero(node.gamma <= 1e-7 * np.trace(here.hessian, axis1=1, axis2=2))
-            gamma, (values, vectors) = node.gamma[weak, None], np.linalg.eigh(here.hessian[weak])
-            pull = here.hessian
-            share(kernels.prepare_proximal, block_count(n), pull, node.gamma, here.gradient, own)
-            curved = values > 8 * d * 2.0**-52 * values[:, -1:]
-            strength = np.where(curved, values, 0.0) + gamma
-            pull[weak] = np.einsum("iab,ib,icb->iac", vectors, gamma / strength, vectors)
-            along = np.where(curved, np.einsum("iab,ia->ib", vectors, here.gradient[weak]) / strength, 0.0)
-            own[weak] = -np.einsum("iab,ib->ia", vectors, along)
-            prepared = node.cache[cls] = cls(node.gamma, pull, own, here.gradient, here.value)
+        if prepared is not None and np.array_equal(prepared.gamma, node.gamma) and np.array_equal(prepared.total, total):
+            return prepared
+        n, d = node.data.n_clients, node.data.n_terms
+        here, own = node.loss.expand(node.data, np.zeros((n, d))), np.empty((n, d))
+        # Where the penalty is tiny and the loss is flat, only eigenvalues show what is curvature and what is rounding.
+        weak = np.flatnonzero(node.gamma <= 1e-7 * np.trace(here.hessian, axis1=1, axis2=2))
+        gamma, (values, vectors) = node.gamma[weak, None], np.linalg.eigh(here.hessian[weak])
+        pull = here.hessian
+        share(kernels.prepare_proximal, block_count(n), pull, node.gamma, here.gradient, own)
+        curved = values > 8 * d * 2.0**-52 * values[:, -1:]
+        strength = np.where(curved, values, 0.0) + gamma
+        pull[weak] = np.einsum("iab,ib,icb->iac", vectors, gamma / strength, vectors)
+        along = np.where(curved, np.einsum("iab,ia->ib", vectors, here.gradient[weak]) / strength, 0.0)
+        own[weak] = -np.einsum("iab,ib->ia", vectors, along)
+        part, blocks = shares(node, total), Blocks.of(node.data.hierarchy.cluster_ptr)
+        prepared = node.cache[cls] = cls(node.gamma, total, blocks, part, pull, own, here.gradient, here.value)
         return prepared
 
-
-def _quadratic_step(node: Node, centre: Floats) -> tuple[Floats, Floats]:
-    """The proximal step of each client ``(n, d)``, and the value of its problem ``(n,)``."""
-    prox, data = QuadraticProx.of(node), node.data
-    theta, value = np.empty((data.n_clients, data.n_terms)), np.empty(data.n_clients)
-    fixed = prox.pull, prox.own, prox.g, data.hierarchy.parent, node.gamma
-    share(kernels.proximal_step, block_count(data.n_clients), *fixed, centre, theta, value)
-    return theta, value + prox.value
+    def step(self, centre: Floats) -> tuple[Floats, Exact, Exact]:
+        """The proximal step of each client ``(n, d)``, the clusters' averages ``(k, d)``, and the value of all problems."""
+        (n, d), blocks, fixed = self.own.shape, self.blocks, (self.pull, self.own, self.g, self.value, self.gamma, self.share)
+        theta, sums = np.empty((n, d)), empty_digits(blocks, d)
+        values = np.zeros((blocks.count, WIDE_DIGITS), dtype=np.int64)
+        share(kernels.proximal_step, blocks.count, *fixed, blocks.ptr, blocks.owner, centre, theta, sums, values)
+        return theta, summed(blocks, sums).total, from_digits(values.sum(axis=0))
 
 
 def proximal_newton(node: Node, centre: Floats, limit: Floats) -> tuple[Floats, Floats, Floats]:
-    """As :func:`_quadratic_step` for any loss, by damped Newton from the last coefficients; also the errors ``(n,)``.
+    """The same for any loss, by damped Newton from the last coefficients: steps, values ``(n,)`` and errors ``(n,)``.
 
     A client stops when its error is below its ``limit (n,)``, or when the rest is rounding. So its result does not depend on
     the other clients of its node.
@@ -278,8 +280,7 @@ class Coordinator:
         estimate = (1 - q) / (2 * q) * squared + error if 0 < q < np.inf else np.inf
         norm = math.sqrt(float((self._gamma_squared * ((c - v) ** 2).sum(axis=1)).sum()))
         ledger = last.ledger + self.links.count(np.ones_like(self.links.clients), 1)
-        certain = estimate if self.q is not None else None
-        row = entry(last.iteration + 1, value, norm, certain, ledger, self.minimum)
+        row = entry(last.iteration + 1, value, norm, None if self.q is None else estimate, ledger, self.minimum)
         now = ApgdProgress(last.iteration + 1, ahead, c, v, means, t, q, squared, ledger, (*last.history, row))
         return now, estimate, norm, reply.perfect
 
@@ -438,14 +439,13 @@ def _begin(coordinator: Coordinator, start: Fit | Floats | None) -> ApgdProgress
 
 
 def _fit(coordinator: Coordinator, now: ApgdProgress, done: bool) -> Fit:
-    last, ledger = now.history[-1], now.ledger
-    gap, norm = last["certified_gap"], last["gradient_norm"]
+    value, norm, gap = (now.history[-1][name] for name in ("objective", "gradient_norm", "certified_gap"))
     message = f"gradient norm {norm:.1e} after {now.iteration:,} exchanges"
     if coordinator.q is None:
         message += "; its gap is estimated, not proved"
     if not done:
         message = f"stopped above the tolerance: {message}; raise max_iter, or use solver='newton'"
         warn(message)
-    end = Convergence("apgd", done, now.iteration, ledger.exchanges, last["objective"], norm, gap, message)
+    end = Convergence("apgd", done, now.iteration, now.ledger.exchanges, value, norm, gap, message)
     wbar = coordinator.top.centres(now.means)[1]
-    return Fit.of(coordinator.network, now.v, wbar, end, pl.DataFrame(now.history, schema=HISTORY), ledger)
+    return Fit.of(coordinator.network, now.v, wbar, end, pl.DataFrame(now.history, schema=HISTORY), now.ledger)

@@ -18,7 +18,7 @@ from covey.kernels import accumulate_in, accumulate_rows
 from covey.losses.kernels import FASTMATH, GAUSSIAN, combine, exponent, exponentials, margins, slope
 from covey.threads import BLOCK
 
-_NARROW = 8  # columns up to which several columns of all rows are handled together, instead of row by row
+_NARROW = 4  # columns up to which all columns of a row are handled together
 _ROOM = 1024  # rows handled together, which stay in the second-level cache during local steps
 
 
@@ -177,31 +177,49 @@ def _in_eigenbasis(
                 theta[i, a] += V[c, a] * keep[c]
 
 
+@njit(forceinline=True, fastmath=FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
+def _combine_four(x: Floats, low: int, high: int, slopes: Floats) -> tuple[float, float, float, float]:
+    """The sum of :func:`combine` for four columns, in registers; four rows at a time, because one sum waits for the last."""
+    g0, g1, g2, g3, whole = 0.0, 0.0, 0.0, 0.0, low + (high - low) // 4 * 4
+    for r in range(low, whole, 4):
+        s0, s1, s2, s3 = slopes[r], slopes[r + 1], slopes[r + 2], slopes[r + 3]
+        g0 += (s0 * x[r, 0] + s1 * x[r + 1, 0]) + (s2 * x[r + 2, 0] + s3 * x[r + 3, 0])
+        g1 += (s0 * x[r, 1] + s1 * x[r + 1, 1]) + (s2 * x[r + 2, 1] + s3 * x[r + 3, 1])
+        g2 += (s0 * x[r, 2] + s1 * x[r + 1, 2]) + (s2 * x[r + 2, 2] + s3 * x[r + 3, 2])
+        g3 += (s0 * x[r, 3] + s1 * x[r + 1, 3]) + (s2 * x[r + 2, 3] + s3 * x[r + 3, 3])
+    for r in range(whole, high):
+        g0 += slopes[r] * x[r, 0]
+        g1 += slopes[r] * x[r, 1]
+        g2 += slopes[r] * x[r, 2]
+        g3 += slopes[r] * x[r, 3]
+    return g0, g1, g2, g3
+
+
 @njit(fastmath=FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
 def _step_by_step(
     family: int, X: Floats, y: Floats, weights: Floats, offset: Floats, scale: Floats, ridge: float, client_ptr: Ints,
     eta: Floats, units: Floats, h: Floats, first: int, last: int, theta: Floats,
 ) -> None:  # fmt: skip
-    """Gradient steps of clients, as many at a time as fit in the cache, with columns padded to fours for vector registers.
+    """Gradient steps of clients, as many at a time as fit in the cache. Rows of up to four columns are padded to four.
 
     If ``units (n, 1)`` and ``h (n, d)`` are not empty, client ``i`` steps by ``units_i eta`` along its gradient less ``h_i``.
     """
-    d, own = theta.shape[1], len(units) > 0
-    width = (d + 3) // 4 * 4
-    room = _ROOM
+    d, own, narrow, room = theta.shape[1], len(units) > 0, theta.shape[1] <= _NARROW, _ROOM
     for i in range(first, last):
         room = max(room, client_ptr[i + 1] - client_ptr[i])
-    x, target, weight, shift = np.zeros((room, width)), np.empty(room), np.ones(room), np.zeros(room)
+    padded, target, weight, shift = np.zeros((room, _NARROW)), np.empty(room), np.ones(room), np.zeros(room)
     margin, argument, whole, power = np.empty(room), np.empty(room), np.empty(room), np.zeros(room)
-    t, g = np.zeros((last - first, width)), np.empty(width)
+    t, g = np.zeros((last - first, max(d, _NARROW))), np.empty(d)
     i = first
     while i < last:
         stop, base = i, client_ptr[i]
         while stop < last and client_ptr[stop + 1] - base <= room:
             stop += 1
         m = client_ptr[stop] - base
+        x = X[base : base + m]
         target[:m] = y[base : base + m]
-        x[:m, :d] = X[base : base + m]
+        if narrow:
+            padded[:m, :d] = x
         if len(weights) > 0:
             weight[:m] = weights[base : base + m]
         if len(offset) > 0:
@@ -210,16 +228,13 @@ def _step_by_step(
         for s in range(len(eta)):
             for c in range(i, stop):
                 low, high = client_ptr[c] - base, client_ptr[c + 1] - base
-                if width > _NARROW:
-                    margins(x[low:high], shift[low:high], t[c - i], margin[low:high])
-                else:
+                if narrow:
                     t0, t1, t2, t3 = t[c - i, 0], t[c - i, 1], t[c - i, 2], t[c - i, 3]
                     for r in range(low, high):
-                        margin[r] = shift[r] + ((t0 * x[r, 0] + t1 * x[r, 1]) + (t2 * x[r, 2] + t3 * x[r, 3]))
-                    for a in range(4, width, 4):
-                        t0, t1, t2, t3 = t[c - i, a], t[c - i, a + 1], t[c - i, a + 2], t[c - i, a + 3]
-                        for r in range(low, high):
-                            margin[r] += (t0 * x[r, a] + t1 * x[r, a + 1]) + (t2 * x[r, a + 2] + t3 * x[r, a + 3])
+                        across = (t0 * padded[r, 0] + t1 * padded[r, 1]) + (t2 * padded[r, 2] + t3 * padded[r, 3])
+                        margin[r] = shift[r] + across
+                else:
+                    margins(x, low, high, shift, t, c - i, margin)
             if family != GAUSSIAN:
                 for r in range(m):
                     argument[r] = exponent(family, margin[r])
@@ -229,22 +244,17 @@ def _step_by_step(
             for c in range(i, stop):
                 low, high = client_ptr[c] - base, client_ptr[c + 1] - base
                 step = eta[s] * units[c, 0] if own else eta[s]
-                if width > _NARROW:
-                    combine(x[low:high], margin[low:high], g)
-                    for a in range(width):
-                        t[c - i, a] -= step * (scale[c] * g[a] + ridge * t[c - i, a])
+                keep, move = 1.0 - step * ridge, step * scale[c]
+                if narrow:
+                    g0, g1, g2, g3 = _combine_four(padded, low, high, margin)
+                    t[c - i, 0] = keep * t[c - i, 0] - move * g0
+                    t[c - i, 1] = keep * t[c - i, 1] - move * g1
+                    t[c - i, 2] = keep * t[c - i, 2] - move * g2
+                    t[c - i, 3] = keep * t[c - i, 3] - move * g3
                 else:
-                    for a in range(0, width, 4):
-                        g0, g1, g2, g3 = 0.0, 0.0, 0.0, 0.0
-                        for r in range(low, high):
-                            g0 += margin[r] * x[r, a]
-                            g1 += margin[r] * x[r, a + 1]
-                            g2 += margin[r] * x[r, a + 2]
-                            g3 += margin[r] * x[r, a + 3]
-                        t[c - i, a] -= step * (scale[c] * g0 + ridge * t[c - i, a])
-                        t[c - i, a + 1] -= step * (scale[c] * g1 + ridge * t[c - i, a + 1])
-                        t[c - i, a + 2] -= step * (scale[c] * g2 + ridge * t[c - i, a + 2])
-                        t[c - i, a + 3] -= step * (scale[c] * g3 + ridge * t[c - i, a + 3])
+                    combine(x, low, high, margin, g)
+                    for a in range(d):
+                        t[c - i, a] = keep * t[c - i, a] - move * g[a]
                 if own:
                     for a in range(d):
                         t[c - i, a] += step * h[c, a]
@@ -255,20 +265,9 @@ def _step_by_step(
 # APGD
 
 
-@njit(inline="always", error_model="numpy")  # type: ignore[untyped-decorator]
-def _add_product(A: Floats, x: Floats, out: Floats) -> None:
-    """``out += A x`` for a symmetric matrix, of which only the lower triangle is read."""
-    for a in range(len(x)):
-        along, at = 0.0, x[a]
-        for b in range(a):
-            along += A[a, b] * x[b]
-            out[b] += A[a, b] * at
-        out[a] += along + A[a, a] * at
-
-
 @njit(nogil=True, cache=True, fastmath=FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
 def prepare_proximal(begin: int, end: int, A: Floats, gamma: Floats, g: Floats, own: Floats) -> None:
-    """Replace the lower triangle of ``A_i`` by that of ``pull_i = gamma_i (A_i + gamma_i I)^-1``, and fill ``own``.
+    """Replace ``A_i``, of which only the lower triangle is read, by ``pull_i = gamma_i (A_i + gamma_i I)^-1``; fill ``own``.
 
     ``own_i`` is ``-pull_i g_i / gamma_i``. Each step exchanges one unknown of ``(A_i + gamma_i I) x = b`` with one number of
     ``b`` (Gauss and Jordan), without pivots, because the matrix is positive definite.
@@ -295,28 +294,37 @@ def prepare_proximal(begin: int, end: int, A: Floats, gamma: Floats, g: Floats, 
                 for a in range(p + 1, d):
                     M[a, p] = column[a] * inverse
                 M[p, p] = -inverse
-            own[i] = 0.0
-            _add_product(M, g[i], own[i])
             for a in range(d):
                 for b in range(a + 1):
                     M[a, b] *= -gamma[i]
+                    M[b, a] = M[a, b]
+            for a in range(d):
+                along = 0.0
+                for b in range(d):
+                    along += M[a, b] * g[i, b]
+                own[i, a] = -along / gamma[i]
 
 
 @njit(nogil=True, cache=True, fastmath=FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
 def proximal_step(
-    begin: int, end: int, pull: Floats, own: Floats, g: Floats, parent: Ints, gamma: Floats, centre: Floats, theta: Floats,
-    value: Floats,
+    begin: int, end: int, pull: Floats, own: Floats, g: Floats, zero: Floats, gamma: Floats, share: Floats, blocks: Ints,
+    owner: Ints, centre: Floats, theta: Floats, sums: Ints, values: Ints,
 ) -> None:  # fmt: skip
-    """``theta_i = pull_i c + own_i``, and the value ``g'theta / 2 + gamma_i (c - theta_i)'c / 2`` above the loss at zero."""
+    """``theta_i = pull_i c + own_i``; add ``share_i theta_i`` and the values to the digits of a block.
+
+    The value of a client is ``g'theta / 2 + gamma_i (c - theta_i)'c / 2`` above its loss at ``zero``.
+    """
     n, d = theta.shape
+    rows, shift, out = pull.reshape(n * d, d), own.reshape(n * d), theta.reshape(n * d)
     for block in range(begin, end):
-        for i in range(block * BLOCK, min(n, (block + 1) * BLOCK)):
-            c, at, above = centre[parent[i]], theta[i], 0.0
-            at[:] = own[i]
-            _add_product(pull[i], c, at)
+        j, first, last = owner[block], blocks[block], blocks[block + 1]
+        for i in range(first, last):
+            margins(rows, i * d, (i + 1) * d, shift, centre, j, out)
+            above = 0.0
             for a in range(d):
-                above += 0.5 * g[i, a] * at[a] + 0.5 * gamma[i] * (c[a] - at[a]) * c[a]
-            value[i] = above
+                above += g[i, a] * theta[i, a] + gamma[i] * (centre[j, a] - theta[i, a]) * centre[j, a]
+            accumulate_in(values, block, zero[i] + 0.5 * above)
+        accumulate_rows(sums[block], share[first:last], theta[first:last])
 
 
 # ProxSkip
