@@ -165,9 +165,9 @@ class HierarchicalEstimator(PlotMethods):
         Returns
         -------
         (n_rows,) array
-            Predictions, in the units of the response. For a lazy table of Polars or DuckDB: a lazy table with the columns
-            ``prediction``, for two classes ``probability``, and ``answered_by``, which are null where a row of a data frame
-            would be an error. The order of its rows may change.
+            Predictions, in the units of the response. For a lazy table of Polars, DuckDB or Spark: a lazy table with the
+            columns ``prediction``, for two classes ``probability``, and ``answered_by``, which are null where a row of a data
+            frame would be an error. The order of its rows may change.
 
         Examples
         --------
