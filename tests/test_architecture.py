@@ -19,6 +19,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 BASIC = ("_typing", "_version", "errors", "records", "compiling", "threads", "kernels", "exact")
 CORE = ("tree", "tables", "losses", "objective", "problem", "nodes", "solvers", "variance", "model", "fitting", "estimators")
 INTERFACES = ("datasets", "engines", "federation", "reproduce", "report", "cli", "__main__")
+ENGINES = ("duckdb", "ray", "pyspark", "ibis", "sqlglot")
 INSIDE_FEDERATION = ("wire", "privacy", "site", "operator", "simulate", "flower")
 
 
@@ -76,10 +77,32 @@ def test_the_core_needs_no_interface():
     assert not [name for name in at_once(PLOTS) if name.startswith(("matplotlib", "covey.report"))]
     for path in FILES:
         if part(path) in (*BASIC, *CORE) and path != PLOTS:
-            foreign = {"matplotlib", "rich", "typer", "flwr", "duckdb", "ray", "pyspark"}
+            foreign = {"matplotlib", "rich", "typer", "flwr", *ENGINES}
             outside = {name.split(".")[0] for name in imports(path)} & foreign
             assert not outside, path
             assert not used(path) & set(INTERFACES) - {"datasets"}, path
+
+
+def test_no_engine_is_loaded_by_a_fit(tmp_path):
+    """Of a data frame, of a lazy table of Polars and of shards, with predictions of each; the packages of engines are absent.
+
+    None in ``sys.modules`` makes an import fail, as if the package were not installed.
+    """
+    code = f"""
+import sys
+sys.modules.update(dict.fromkeys({ENGINES!r}))
+import covey
+from covey.nodes.shards import lay_out
+homes = covey.datasets.load_radon()
+shards = lay_out(homes.lazy(), "shards", "county", 2)
+for table in (homes, homes.lazy(), shards):
+    model = covey.fit(table, "log_radon ~ floor + (1 | county)")
+    model.predict(homes.lazy()).collect()
+    model.to_sql("homes")
+print(sorted(name for name in sys.modules if name.startswith("covey.engines.")))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.stdout.strip() == "[]", done.stderr
 
 
 def test_flower_is_imported_in_its_folder_only():

@@ -7,13 +7,16 @@ import os
 import re
 import subprocess
 import sys
+from io import StringIO
 
 import numpy as np
 import polars as pl
 import pytest
+from rich.console import Console
 
 from covey import HierarchicalRegressor
 from covey.cli import app
+from covey.cli._options import working
 from covey.solvers import registry
 from tests.test_bad_input import CASES
 
@@ -455,3 +458,12 @@ def test_reproduce_reports_problems_in_the_tables_of_a_charity(tmp_path):
     )
     assert done.returncode == 2
     assert "last week" in done.stderr
+
+
+def test_a_terminal_shows_the_step_and_a_bar_of_its_parts(monkeypatch):
+    file = StringIO()
+    monkeypatch.setattr("covey.cli._options.Console", lambda **_: Console(file=file, force_terminal=True, width=80))
+    with working("reading") as say:
+        say("fitting")
+        say(done=1, of=2)
+    assert f"fitting  |{'=' * 15}{' ' * 15}| 50%" in file.getvalue()

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -20,7 +22,7 @@ from covey import CoveyError, Spec
 from covey.engines.ray import MOST_DEATHS, SAVE_EVERY, Log, actors
 from covey.fitting.fit import fit
 from covey.losses import from_functions
-from covey.nodes.requests import PutSnapshot
+from covey.nodes.requests import PutSnapshot, TakeSnapshot
 from covey.nodes.shards import Shards, lay_out, open_shards, parts_of
 from covey.problem.problem import resolve
 from covey.records import decode
@@ -31,7 +33,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("ignore::covey.err
 
 SOLVERS = [
     Spec(formula="y ~ x", client="client", cluster="cluster", gamma=2.0, solver=solver, max_iter=steps)
-    for solver, steps in (("newton", 50), ("proxskip", 30), ("l2gd", 100), ("one_coin", 100))
+    for solver, steps in (("proxskip", 30), ("l2gd", 100), ("one_coin", 100))
 ]
 
 
@@ -80,7 +82,7 @@ def fit_on_ray(folder, spec, disturb=lambda holder: None):
     """A fit on the cluster, and the number of actors that died; ``disturb`` gets the actors after they have opened rows."""
     draft = resolve(spec)
     with actors(folder, draft) as holder:
-        network, problem = Shards.open(holder, folder, draft, lambda _: None)
+        network, problem = Shards.open(holder, folder, draft)
         disturb(holder)
         return fit(network, problem), sum(holder.deaths)
 
@@ -98,13 +100,22 @@ def at_message(count, holder, act):
 
 
 def kill(holder, shard):
+    """Kill the actor of a shard, and wait until Ray knows that it is dead."""
     import ray
 
     ray.kill(holder.alive[shard])
+    with suppress(ray.exceptions.RayActorError):
+        while True:
+            ray.get(holder.alive[shard].about.remote())
 
 
-@pytest.mark.parametrize("at", range(len(MODELS)))
+KILLED = [(0, 2), (0, SAVE_EVERY + 20), (5, 30), (3, 4), (7, 30), (8, 3)]
+"""Models, and the message before which an actor dies."""
+
+
+@pytest.mark.parametrize("at", sorted(set(range(len(MODELS))) - {at for at, _ in KILLED}))
 def test_every_model_has_the_bits_of_shards_in_this_process(cluster, rows, at):
+    """The others are in the test of actors that are killed."""
     table, folder = rows
     spec = MODELS[at]
     if isinstance(spec.gamma, dict):
@@ -117,7 +128,7 @@ def test_every_solver(cluster, rows, spec):
     assert_same_bits(fit_here(rows[1], spec), fit_on_ray(rows[1], spec)[0])
 
 
-@pytest.mark.parametrize(("at", "message"), [(0, 2), (0, SAVE_EVERY + 20), (5, 30), (3, 4), (7, 30), (8, 3)])
+@pytest.mark.parametrize(("at", "message"), KILLED)
 def test_an_actor_that_is_killed_during_a_fit(cluster, rows, at, message):
     spec = MODELS[at]
     found, deaths = fit_on_ray(rows[1], spec, lambda holder: at_message(message, holder, partial(kill, holder, 1)))
@@ -142,6 +153,51 @@ def test_an_actor_that_is_killed_while_it_works_and_again(cluster, rows):
     found, deaths = fit_on_ray(rows[1], MODELS[6], disturb)
     assert deaths >= 2
     assert_same_bits(fit_here(rows[1], MODELS[6]), found)
+
+
+def test_two_actors_that_are_killed_at_once(cluster, rows):
+    """Both are replaced, while the third one answers."""
+
+    def both(holder):
+        kill(holder, 0)
+        kill(holder, 2)
+
+    found, deaths = fit_on_ray(rows[1], MODELS[6], lambda holder: at_message(12, holder, partial(both, holder)))
+    assert deaths == 2
+    assert_same_bits(fit_here(rows[1], MODELS[6]), found)
+
+
+def test_a_reply_that_is_lost(cluster, rows, monkeypatch):
+    """As when a machine is gone before its reply is fetched: the actor has moved on, so another one takes its place."""
+    import ray
+
+    get, lost = ray.get, []
+
+    def losing(call, *more, **given):
+        found = get(call, *more, **given)
+        if len(lost) < 2:
+            lost.append(call)
+            raise ray.exceptions.ObjectLostError(call.hex(), None, "")
+        return found
+
+    found, deaths = fit_on_ray(rows[1], MODELS[7], lambda holder: monkeypatch.setattr(ray, "get", losing))
+    assert (deaths, len(lost)) == (2, 2)
+    assert_same_bits(fit_here(rows[1], MODELS[7]), found)
+
+
+def test_replies_are_read_as_they_arrive(cluster, rows):
+    """The first shard is slow. Before it answers, the reply of the third is read and the second, which died, is replaced."""
+    draft, seen = resolve(MODELS[6]), []
+    with actors(rows[1], draft) as holder:
+        network, problem = Shards.open(holder, rows[1], draft)
+        noted, start = holder._noted, holder.start
+        holder._noted = lambda at, *more: (seen.append(at), noted(at, *more))[1]
+        holder.start = lambda part: (seen.append(part), start(part))[1]
+        holder.alive[0].__ray_call__.remote(lambda self: time.sleep(3.0))
+        kill(holder, 1)
+        assert len(network.every(TakeSnapshot())) == 3
+        assert set(seen[: seen.index(0)]) >= {2, holder.parts[1]}
+        assert_same_bits(fit_here(rows[1], MODELS[6]), fit(network, problem))
 
 
 def test_a_node_that_is_removed_during_a_fit(cluster, tmp_path):

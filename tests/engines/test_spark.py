@@ -75,7 +75,7 @@ def test_badly_scaled_columns(stored, seed):
 def test_two_queries(stored, monkeypatch):
     asked, real = [], look.collected
     for module in ("covey.nodes.look.collected", "covey.nodes.lazy.collected"):
-        monkeypatch.setattr(module, lambda query: (asked.append(query), real(query))[1])
+        monkeypatch.setattr(module, lambda query, *rows: (asked.append(query), real(query, *rows))[1])
     covey.fit(stored(table_of(2, 500, 12)), FORMULAS[1])
     assert len(asked) == 2
 
@@ -178,3 +178,19 @@ def test_the_statement_that_predicts(spark, stored, tmp_path, at):
     named = "prediction" if model.model_.classes is None else "probability"
     found = [row[named] for row in sorted(rows, key=lambda row: row["row"])]
     assert found == pytest.approx(model.model_.response(new)[1].tolist(), rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore::covey.ConvergenceWarning")
+@pytest.mark.parametrize("at", [0, 3, 5])
+def test_predictions_of_a_dataframe_of_spark_stay_there(stored, at):
+    """With braces in a category, and in the name of a column that the model does not use."""
+    table = test_scoring.table_of(at).with_columns(pl.col("zone").replace("north", "{north}"))
+    new = test_scoring.new_rows(table).with_columns(pl.col("row").cast(pl.Int64), pl.lit(1.0).alias("{row}"))
+    model = covey.fit(table, replace(test_scoring.SPECS[at], tests=False))
+    lazily = model.predict(stored(new))
+    assert type(lazily).__module__.startswith("pyspark.sql")
+    rows = sorted(lazily.collect(), key=lambda row: row["row"])
+    named = "prediction" if model.model_.classes is None else "probability"
+    _, mean, chosen = model.model_.response(new)
+    assert [row[named] for row in rows] == pytest.approx(mean.tolist(), rel=1e-9, abs=1e-9)
+    assert [row["answered_by"] for row in rows] == chosen.level().tolist()

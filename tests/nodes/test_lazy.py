@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import duckdb
 import numpy as np
@@ -72,12 +73,20 @@ FORMULAS = [
 
 
 @settings(max_examples=12)
-@given(seed=st.integers(0, 10_000), clients=st.integers(9, 30), at=st.integers(0, len(FORMULAS) - 1))
-def test_the_same_fit_from_sums_as_from_rows(seed, clients, at):
-    table = table_of(seed, 400, clients)
+@given(
+    seed=st.integers(0, 10_000),
+    clients=st.integers(9, 30),
+    at=st.integers(0, len(FORMULAS) - 1),
+    ends=st.lists(st.integers(0, 400), max_size=4),
+)
+def test_the_same_fit_from_sums_as_from_rows(tmp_path_factory, seed, clients, at, ends):
+    """For any partition of the rows into files, some of them empty."""
+    table, folder = table_of(seed, 400, clients), tmp_path_factory.mktemp("rows")
     spec = replace(FORMULAS[at], tests=at == 0)
     memory = covey.fit(table, spec)
-    for lazy in engines(table).values():
+    for start, end in pairwise([0, *sorted(ends), 400]):
+        table[start:end].write_parquet(folder / f"{start:03d}-{end:03d}-{len(list(folder.iterdir()))}.parquet")
+    for lazy in (pl.scan_parquet(folder / "*.parquet"), duckdb.sql(f"FROM '{folder}/*.parquet'")):
         assert_equal(memory, covey.fit(lazy, spec))
 
 

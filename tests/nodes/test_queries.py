@@ -63,13 +63,22 @@ def spoilt(column, value):
         ({"formula": "y ~ year + (1 | client)", "frequency": "f"}, "f", -1),
         ({"formula": "y ~ year + (1 | client)", "frequency": "f"}, "f", None),
         ({"formula": "y ~ log(income)"}, "income", 0.0),
+        ({"formula": "y ~ income + (1 | client)"}, "income", float("nan")),
+        ({"formula": "y ~ income + (1 | client)"}, "income", float("-inf")),
+        ({"formula": "y ~ year + (1 | client)"}, "y", float("inf")),
+        ({"formula": "y ~ year + (1 | client)", "weights": "w"}, "w", float("nan")),
+        ({"formula": "y ~ year + (1 | client)", "weights": "w"}, "w", float("inf")),
     ],
 )
 def test_rows_that_cannot_be_summed_are_counted(setting, column, value):
     table, categories = table_of(3, 200, 10), ZONES if "zone" in setting["formula"] else {}
     sums_of(table, Spec(**setting), categories)
+    bad = table.with_columns(spoilt(column, value))
     with pytest.raises(CoveyError, match=r"^3 rows.* cannot be summed"):
-        sums_of(table.with_columns(spoilt(column, value)), Spec(**setting), categories)
+        sums_of(bad, Spec(**setting), categories)
+    if value is None or (isinstance(value, float) and not np.isfinite(value)):  # the first query finds it too
+        look = sql_queries(complete(resolve(Spec(**setting)), categories), "duckdb", "bad")[0]
+        assert duckdb.connect().from_arrow(bad.to_arrow()).query("bad", look).pl()["missing " + column][0] == 3
 
 
 def test_a_row_of_frequency_zero_may_have_any_value():

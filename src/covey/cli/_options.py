@@ -22,14 +22,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from covey.errors import SolverError
 from covey.problem.settings import Spec, declared
 from covey.solvers.registry import choices, first_order
+
+if TYPE_CHECKING:
+    from covey._typing import Say
 
 Command = Callable[..., None]
 Decorator = Callable[[Command], Command]
@@ -53,14 +57,20 @@ def console() -> Console:
 
 
 @contextmanager
-def working(first: str) -> Iterator[Callable[[str], None]]:
-    """A line on the terminal that says what is being done; nothing in a pipe."""
-    screen = Console(stderr=True)
+def working(first: str) -> Iterator[Say]:
+    """A line on the terminal that says what is being done, with a bar for its parts; nothing in a pipe."""
+    screen, current = Console(stderr=True), [first]
+
+    def say(step: str = "", done: int = 0, of: int = 0) -> None:
+        current[0] = step or current[0]
+        share = min(done / of, 1.0) if of else 0.0
+        status.update(Text(f"{current[0]}  |{'=' * int(30 * share):30}| {share:.0%}" if of else current[0]))
+
     if not screen.is_terminal:
-        yield lambda _: None
+        yield lambda step="", done=0, of=0: None
         return
     with screen.status(first) as status:
-        yield status.update
+        yield say
 
 
 def print_json(document: Any) -> None:

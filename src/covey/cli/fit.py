@@ -90,7 +90,7 @@ def fit(
             network,
             problem,
             progress=lambda at, _, norm: say(f"fitting all rows: iteration {at:,}, gradient norm {norm:.1e}"),
-            count=lambda done, todo: say(f"cross-validating penalties, {done} of {todo}"),
+            count=lambda done, todo: say("cross-validating penalties", done, todo),
         )
         clock = None if speeds is None else clock_run(model, speeds=read_table(speeds, ids=["cluster"]))
         if out is not None:

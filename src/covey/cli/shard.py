@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated
+from threading import Event, Thread
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from covey.cli._options import working
+
+if TYPE_CHECKING:
+    from covey._typing import Say
 
 
 def shard(
@@ -27,6 +33,28 @@ def shard(
     from covey.nodes.shards import lay_out, parts_of
     from covey.tables.files import scan_table
 
-    with working("writing shards"):
+    with working("writing shards") as say, _watching(out, data, say):
         folder = lay_out(scan_table(data), out, client, shards, source=data)
     print(f"{len(parts_of(folder)):,} shards by {client} in {folder}", file=sys.stderr)
+
+
+@contextmanager
+def _watching(folder: Path, source: str, say: Say) -> Iterator[None]:
+    """Say how much is written, about once a second. Shards are about as large as the files that they come from."""
+    from covey.nodes.shards import files_of
+
+    stop = Event()
+
+    def watch() -> None:
+        with suppress(OSError):  # the error of writing says what is wrong with the files
+            whole = sum(file.stat().st_size for file in files_of(source))
+            while not stop.wait(1.0):
+                say(done=sum(file.stat().st_size for file in files_of(folder)), of=whole)
+
+    thread = Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()

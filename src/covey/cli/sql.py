@@ -22,7 +22,7 @@ def sql(
     dialect: Annotated[str, typer.Option(help="duckdb or spark.")] = "duckdb",
     categories: Categories = None,
 ) -> None:
-    """Print two queries: one counts missing values, the other computes the sums by client that a linear fit needs.
+    """Print two queries: one counts missing and infinite values, the other computes the sums by client that a linear fit needs.
 
     Run the second query, write its result to a Parquet file, and fit it with covey fit --sums.
 
@@ -37,7 +37,7 @@ def sql(
         raise one_of("dialect", dialect, DIALECTS)
     problem = complete(resolve(spec), categories_of(categories))
     look, sums = sql_queries(problem, "spark" if dialect == "spark" else "duckdb", table)
-    print(f"-- Look: every number of missing values must be 0.\n{look};\n")
+    print(f"-- Look: every number of missing or infinite values must be 0.\n{look};\n")
     print(f"-- Sums by client: the input of covey fit --sums.\n{sums};")
 
 

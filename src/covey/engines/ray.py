@@ -14,7 +14,7 @@ from __future__ import annotations
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -115,17 +115,18 @@ class Actors(Holder):
     def __post_init__(self) -> None:
         self.alive = [self.start(part) for part in self.parts]
         self.logs, self.deaths = [Log() for _ in self.parts], [0] * len(self.parts)
-        calls = {at: self._call(at, "about") for at in range(self.count)}
-        for at, part in enumerate(self.parts):
-            version, machine, there = self._reply(at, calls[at], "about")
+        for at, found in self._replies(dict.fromkeys(range(self.count), ("about",))):
+            if isinstance(found, CoveyError):
+                raise found
+            version, machine, there = found
             if version != __version__:
                 raise CoveyError(
                     f"The machine {machine!r} has covey {version}, and this one has {__version__}; install the same version."
                 )
             if not there:
                 raise DataError(
-                    f"The machine {machine!r} cannot read {str(part)!r}; put the shards into a folder that all machines of the "
-                    "cluster share, under the same path."
+                    f"The machine {machine!r} cannot read {str(self.parts[at])!r}; put the shards into a folder that all "
+                    "machines of the cluster share, under the same path."
                 )
 
     @property
@@ -135,53 +136,71 @@ class Actors(Holder):
     def ask(self, asked: Mapping[int, Record]) -> Iterator[Any]:
         texts = {id(record): encode(record) for record in asked.values()}
         sent = {name: text if len(text) < _SHARED else _ray().put(text) for name, text in texts.items()}
-        calls = {at: self._call(at, "answer", sent[id(record)]) for at, record in asked.items()}
-        try:
-            for at in asked:
-                yield self._answered(at, asked[at], texts[id(asked[at])], calls.pop(at))
-        except CoveyError:  # a mistake in one shard; the others answer too, which their logs must say
-            for at, call in calls.items():
-                with suppress(CoveyError):
-                    self._answered(at, asked[at], texts[id(asked[at])], call)
-            raise
+        arriving = self._replies({at: ("answer", sent[id(record)]) for at, record in asked.items()})
+        early = dict[int, Any]()  # replies, and errors, of shards whose turn has not come
+        for turn in asked:
+            while turn not in early:
+                at, found = next(arriving)
+                early[at] = self._noted(at, asked[at], texts[id(asked[at])], found)
+            reply = early.pop(turn)
+            if isinstance(reply, CoveyError):  # the other shards answer too, which their logs must say
+                for at, found in arriving:
+                    self._noted(at, asked[at], texts[id(asked[at])], found)
+                raise reply
+            yield reply
         full = [at for at in asked if len(self.logs[at].since) >= SAVE_EVERY]
         if full:
             list(self.ask(dict.fromkeys(full, TakeSnapshot())))
 
-    def _answered(self, at: int, record: Record, text: bytes, call: Any) -> Any:
-        """Wait for the reply to a record, and note that the actor has answered it."""
-        reply = decode(self._reply(at, call, "answer", text))
+    def _noted(self, at: int, record: Record, text: bytes, found: Any) -> Any:
+        """The decoded reply to a record, or the error in its place; the log notes that the actor has answered."""
+        if isinstance(found, CoveyError):
+            return found
+        reply = decode(found)
         self.logs[at].add(record, text, reply)
-        if isinstance(reply, Mistake):
-            raise _error_of(reply)
-        return reply
+        return _error_of(reply) if isinstance(reply, Mistake) else reply
+
+    def _replies(self, calls: Mapping[int, tuple[Any, ...]]) -> Iterator[tuple[int, Any]]:
+        """Call a method of some actors, all at once; yield the numbers of the shards and the replies as they arrive.
+
+        An actor that dies is replaced while the others work. An error takes the place of a reply that does not come.
+        """
+        ray = _ray()
+        waiting = {self._call(at, *call): at for at, call in calls.items()}
+        deaths = dict.fromkeys(calls, 0)
+        while waiting:
+            ray.wait(list(waiting), num_returns=1)
+            for done in ray.wait(list(waiting), num_returns=len(waiting), timeout=0)[0]:
+                at = waiting.pop(done)
+                try:
+                    found = ray.get(done)
+                except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as problem:  # the actor, or its reply
+                    deaths[at], self.deaths[at] = deaths[at] + 1, self.deaths[at] + 1
+                    if deaths[at] < MOST_DEATHS:
+                        waiting[self._again(at, calls[at])] = at
+                        continue
+                    found = CoveyError(
+                        f"The actor of {self.parts[at].name} has died {MOST_DEATHS} times in a row ({_first_line(problem)}); "
+                        "if it ran out of memory, write more and smaller shards."
+                    )
+                except ray.exceptions.RayTaskError as problem:
+                    failed = f"{type(problem.cause).__name__}: {_first_line(problem.cause)}"
+                    found = CoveyError(f"The actor of {self.parts[at].name} has failed ({failed}).")
+                except ray.exceptions.RayError as problem:
+                    found = CoveyError(f"Ray cannot carry out a message: {_first_line(problem)}.")
+                yield at, found
 
     def _call(self, at: int, method: str, *arguments: Any) -> Any:
         """Call a method of an actor, which answers in the order of the calls."""
         return getattr(self.alive[at], method).remote(*arguments)
 
-    def _reply(self, at: int, call: Any, method: str, *arguments: Any) -> Any:
-        """Wait for a reply. If the actor dies, start another one, bring it up to date, and call the method again."""
-        ray, why = _ray(), None
-        for _ in range(MOST_DEATHS):
-            try:
-                return ray.get(call)
-            except ray.exceptions.RayActorError as problem:
-                why = _first_line(problem)
-            except ray.exceptions.RayTaskError as problem:
-                failed = f"{type(problem.cause).__name__}: {_first_line(problem.cause)}"
-                raise CoveyError(f"The actor of {self.parts[at].name} has failed ({failed}).") from problem
-            except ray.exceptions.RayError as problem:
-                raise CoveyError(f"Ray cannot carry out a message: {_first_line(problem)}.") from None
-            self.deaths[at] += 1
-            self.alive[at] = self.start(self.parts[at])
-            for text in (*self.logs[at].opening, *self.logs[at].since):
-                self._call(at, "answer", text)
-            call = self._call(at, method, *arguments)
-        raise CoveyError(
-            f"The actor of {self.parts[at].name} has died {MOST_DEATHS} times in a row ({why}); if it ran out of memory, write "
-            "more and smaller shards."
-        )
+    def _again(self, at: int, call: tuple[Any, ...]) -> Any:
+        """Start another actor of a shard, bring it up to date, and call its method again."""
+        _ray().kill(self.alive[at])  # it may live, if only its reply is lost
+        self.alive[at] = self.start(self.parts[at])
+        for text in (*self.logs[at].opening, *self.logs[at].since):
+            self._call(at, "answer", text)
+        return self._call(at, *call)
 
     def close(self) -> None:
         for actor in self.alive:

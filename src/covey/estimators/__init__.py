@@ -99,7 +99,7 @@ class HierarchicalClassifier(HierarchicalEstimator, ClassifierMixin, BaseEstimat
         Returns
         -------
         (n_rows,) array
-            Classes, as they are in ``classes_``. For a lazy table of Polars or DuckDB: a lazy table with the columns
+            Classes, as they are in ``classes_``. For a lazy table of Polars, DuckDB or Spark: a lazy table with the columns
             ``prediction``, ``probability`` (of the second class) and ``answered_by``.
 
         Examples

@@ -164,9 +164,9 @@ class HierarchicalEstimator(PlotMethods):
         Returns
         -------
         (n_rows,) array
-            Predictions, in the units of the response. For a lazy table of Polars or DuckDB: a lazy table with the columns
-            ``prediction``, for two classes ``probability``, and ``answered_by``. A row that would be an error in a data frame
-            has nulls in these columns. The order of the rows may change.
+            Predictions, in the units of the response. For a lazy table of Polars, DuckDB or Spark: a lazy table with the
+            columns ``prediction``, for two classes ``probability``, and ``answered_by``. A row that would be an error in a data
+            frame has nulls in these columns. The order of the rows may change.
 
         Examples
         --------

@@ -274,12 +274,13 @@ def _values(sql: Sql, design: Any) -> list[str]:
 
 
 def scored(model: Model, table: Any, *, level: Level = "client", unseen: Unseen = "parent", expected: bool = True) -> Any:
-    """A lazy table of Polars or DuckDB with the columns of :attr:`Scoring.results`; nothing is computed yet."""
+    """A lazy table of Polars, DuckDB or Spark with the columns of :attr:`Scoring.results`; nothing is computed yet."""
     if level not in LEVELS:
         raise one_of("level", level, LEVELS)
     lazy = nw.from_native(table)
     schema = dict(lazy.collect_schema())
-    scoring = Scoring(model, "duckdb", level, unseen, expected, tuple(schema))
+    spark = lazy.implementation.is_pyspark() or lazy.implementation.is_pyspark_connect()
+    scoring = Scoring(model, "spark" if spark else "duckdb", level, unseen, expected, tuple(schema))
     scoring.check()
     tree, ids = model.hierarchy, dict[str, pl.Series]()
     for name, known, what in (
@@ -302,9 +303,11 @@ def scored(model: Model, table: Any, *, level: Level = "client", unseen: Unseen 
         return pl.SQLContext({_ROWS: frame, **tables}).execute(scoring.statement(_ROWS), eager=False)
     if lazy.implementation.is_duckdb():
         return _in_duckdb(table, scoring)
+    if spark:
+        return _in_spark(table, scoring)
     raise DataError(
-        f"Predictions of a lazy table are for Polars and DuckDB; for {lazy.implementation.name.lower()} run the statement "
-        "that model.to_sql writes."
+        f"Predictions of a lazy table are for Polars, DuckDB and Spark; for {lazy.implementation.name.lower()} run the "
+        "statement that model.to_sql writes."
     )
 
 
@@ -331,6 +334,18 @@ def _in_duckdb(relation: Any, scoring: Scoring) -> Any:
     _covey_clients_here, _covey_clusters_here = tables.get(_CLIENTS), tables.get(_CLUSTERS)
     found = {_CLIENTS: "_covey_clients_here", _CLUSTERS: "_covey_clusters_here"}
     return relation.query(_ROWS, scoring.statement(_ROWS, found))
+
+
+def _in_spark(frame: Any, scoring: Scoring) -> Any:
+    """The statement in the session of a DataFrame. Braces stand for DataFrames, so those of the statement are doubled."""
+    session = frame.sparkSession
+    tables = {name: session.createDataFrame(each.to_arrow()) for name, each in scoring.tables().items()}
+    statement = scoring.statement(_ROWS + "_here", {name: name + "_here" for name in tables})
+    statement = statement.replace("{", "{{").replace("}", "}}")
+    frames = {_ROWS: frame, **tables}
+    for name in frames:
+        statement = statement.replace(f" {name}_here AS ", f" {{{name}}} AS ")
+    return session.sql(statement, **frames)
 
 
 # Statements

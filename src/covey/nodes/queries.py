@@ -84,7 +84,10 @@ def sql_queries(problem: Problem, dialect: Dialect, table: str) -> tuple[str, st
     coded = [name for value in found.values for name, _ in value.codes]
     used = dict.fromkeys([*ids, *coded, *held, *filter(None, (spec.weights, spec.frequency))])
     counts = ["COUNT(*) AS " + q("rows")]
-    counts += [f"SUM(CASE WHEN {q(name)} IS NULL THEN 1 ELSE 0 END) AS {q('missing ' + name)}" for name in used]
+    numbers = {*held, *filter(None, (spec.weights, spec.frequency))}
+    for name in used:
+        lost = f"{q(name)} IS NULL" + (f" OR {_endless(sql.column(name))}" if name in numbers else "")
+        counts.append(f"SUM(CASE WHEN {lost} THEN 1 ELSE 0 END) AS {q('missing ' + name)}")
     look = "SELECT\n  " + ",\n  ".join(counts) + f"\nFROM {source}"
 
     values = [sql.term(value) for value in found.values]
@@ -123,15 +126,21 @@ def sql_queries(problem: Problem, dialect: Dialect, table: str) -> tuple[str, st
 def _wrong(problem: Problem, sql: Sql, ids: Sequence[str], coded: Sequence[str], values: Sequence[str]) -> list[str]:
     """Conditions on a row that cannot be summed: a sum leaves out null, so that it would go unnoticed."""
     spec, levels = problem.spec, problem.design.levels if isinstance(problem.design, Formula) else {}
-    found = [f"{each} IS NULL" for each in dict.fromkeys([*map(sql.name, ids), *values])]
+    found = [f"{sql.name(name)} IS NULL" for name in ids]
+    found += [f"{each} IS NULL OR {_endless(each)}" for each in dict.fromkeys(values)]
     for name in dict.fromkeys([*coded, *levels]):
         known = ", ".join(map(sql.literal, levels[name]))
         found.append(f"{sql.name(name)} IS NULL OR {sql.name(name)} NOT IN ({known})")
     for name in filter(None, (spec.weights, spec.frequency)):
-        found.append(f"{sql.column(name)} IS NULL OR {sql.column(name)} < 0")
+        found.append(f"{sql.column(name)} IS NULL OR {sql.column(name)} < 0 OR {_endless(sql.column(name))}")
     if spec.frequency is not None:
         found.append(f"{sql.column(spec.frequency)} <> FLOOR({sql.column(spec.frequency)})")
     return found
+
+
+def _endless(value: str) -> str:
+    """The condition that a number is infinite or NaN, which DuckDB and Spark order after all others."""
+    return f"ABS({value}) > 1.7976931348623157e308"
 
 
 def read_sums(sums: pl.DataFrame, draft: Problem, categories: Categories) -> tuple[GroupedData, Problem]:
@@ -153,7 +162,7 @@ def read_sums(sums: pl.DataFrame, draft: Problem, categories: Categories) -> tup
         clients = [] if spec.client is None else bad[spec.client].drop_nulls().to_list()
         where = f" (such as of client {clients[0]!r})" if clients else ""
         rows = "1 row" if n == 1 else f"{n:,} rows"
-        what = "a missing value, an expression such as log(0) without a value, a category that is not listed in --categories"
+        what = "a missing or infinite value, an expression without one such as log(0), a category that is not in --categories"
         raise DataError(
             f"{rows}{where} cannot be summed: each has {what}, a negative weight, or a frequency that is no whole number >= 0. "
             "Correct these rows or leave them out, and run the query again."
@@ -161,7 +170,7 @@ def read_sums(sums: pl.DataFrame, draft: Problem, categories: Categories) -> tup
     numbers = sums.select(wanted[len(ids) :]).cast(pl.Float64).to_numpy()
     if len(sums) == 0 or not np.isfinite(numbers).all():
         raise DataError(
-            "The table of sums has no rows, or values that are missing or infinite; run the first query of covey sql."
+            "The table of sums has no rows, or sums that are missing or infinite; it must be the whole result of one query."
         )
     centre = sums.select(own(f"c{a}") for a in width).cast(pl.Float64).to_numpy()
     if not (centre == centre[0]).all():

@@ -12,9 +12,9 @@ import json
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from glob import glob
 from importlib import import_module
@@ -26,7 +26,7 @@ import narwhals as nw
 import numpy as np
 import polars as pl
 
-from covey._typing import Anything, Ints
+from covey._typing import Anything, Ints, Say, silent
 from covey.errors import CoveyError, DataError, one_of, unknown_column
 from covey.losses import Loss
 from covey.nodes.network import Arrived, Message, Network, Node, R, Request
@@ -44,7 +44,6 @@ _FORMAT = 1
 _ROWS_OF_A_SHARD = 2_000_000
 ENGINES = ("ray",)
 """Modules of ``covey.engines`` that hold shards elsewhere."""
-Say = Callable[[str], None]
 
 
 def lay_out(
@@ -95,13 +94,17 @@ def lay_out(
     return folder
 
 
-def _fingerprint(table: pl.LazyFrame, source: str | Path) -> dict[str, Any]:
-    """What tells whether a table is the one of some shards: its files with sizes and times, its columns and number of rows."""
+def files_of(source: str | Path) -> list[Path]:
+    """The files that a table is scanned from: a file, those of a folder, or those of a pattern."""
     path = Path(source)
     matching = [path] if path.is_file() else map(Path, glob(str(path), recursive=True))
+    return sorted(path.rglob("*.parquet") if path.is_dir() else matching)
+
+
+def _fingerprint(table: pl.LazyFrame, source: str | Path) -> dict[str, Any]:
+    """What tells whether a table is the one of some shards: its files with sizes and times, its columns and number of rows."""
     try:
-        files = sorted(path.rglob("*.parquet") if path.is_dir() else matching)
-        facts = [[str(each.resolve()), each.stat().st_size, each.stat().st_mtime_ns] for each in files]
+        facts = [[str(each.resolve()), each.stat().st_size, each.stat().st_mtime_ns] for each in files_of(source)]
         rows = int(table.select(pl.len()).collect(engine="streaming").item())
     except (pl.exceptions.PolarsError, OSError) as problem:
         raise DataError(f"The files {str(source)!r} cannot be read: {_first_line(problem)}.") from None
@@ -206,6 +209,7 @@ class Shards(Network):
     whole : all clients, in the order of a table in memory
     where : for each of these shards, the positions of its clients in ``whole``
     occupied : (shards, k) which clusters have clients in each of them
+    say : receives the number of shards that have answered a message
     """
 
     holder: Holder
@@ -215,16 +219,18 @@ class Shards(Network):
     occupied: Anything
     names: tuple[str, ...]
     family: Loss
+    say: Say = silent
     _arrived: list[Arrived] = field(default_factory=list)
 
     @classmethod
-    def open(cls, holder: Holder, folder: Path, draft: Problem, say: Say) -> tuple[Shards, Problem]:
+    def open(cls, holder: Holder, folder: Path, draft: Problem, say: Say = silent) -> tuple[Shards, Problem]:
         """Open the rows of all shards as a draft says, and complete the draft."""
         say("looking at the shards")
         problem, clusters = agree(folder, holder, draft)
         opened: dict[int, OpenedRows] = {}
+        say("reading the shards")
         for at, found in enumerate(_all(holder, OpenRows(packed(problem), to_bytes(clusters)))):
-            say(f"reading shard {at + 1} of {holder.count}")
+            say(done=at + 1, of=holder.count)
             if found is not None:
                 opened[at] = found
         if not opened:
@@ -238,7 +244,8 @@ class Shards(Network):
         ids = [from_bytes(each.clients) for each in opened.values()]
         sizes = np.array([each.sizes for each in opened.values()])
         nested = bool(problem.spec.nested) and problem.spec.cluster is not None
-        return cls._of(holder, tuple(opened), ids, sizes, clusters, nested, problem.terms, problem.loss), problem
+        network = cls._of(holder, tuple(opened), ids, sizes, clusters, nested, problem.terms, problem.loss)
+        return replace(network, say=say), problem
 
     @classmethod
     def of(cls, parts: Sequence[GroupedData], loss: Loss) -> Shards:
@@ -293,8 +300,9 @@ class Shards(Network):
     def ask(self, message: Message[Any]) -> Any:
         total, cells = None, message.cells
         asked = {at: message for at, j in zip(self.parts, self.occupied, strict=True) if cells is None or j[cells].any()}
-        for reply in self.holder.ask(asked):
+        for at, reply in enumerate(self.holder.ask(asked)):
             total = reply if total is None else total + reply
+            self.say(done=at + 1, of=len(asked))
         return total
 
     @property
@@ -307,7 +315,7 @@ class Shards(Network):
 
 @contextmanager
 def open_shards(
-    folder: str | Path, draft: Problem, *, engine: str | None = None, address: str | None = None, say: Say | None = None
+    folder: str | Path, draft: Problem, *, engine: str | None = None, address: str | None = None, say: Say = silent
 ) -> Iterator[tuple[Shards, Problem]]:
     """Read shards as a draft says, complete the draft, and release the shards after the context.
 
@@ -317,7 +325,7 @@ def open_shards(
     draft : the problem, from :func:`resolve`
     engine : None for shards in this process, or one of ``ENGINES``
     address : address of the cluster of the engine
-    say : called with a line about the current step
+    say : receives the current step, and how many shards have done it
 
     Returns
     -------
@@ -332,7 +340,7 @@ def open_shards(
     else:  # loaded by its name, so that the core depends on no engine
         held = import_module(f"covey.engines.{engine}").actors(folder, draft, address)
     with held as holder:
-        yield Shards.open(holder, folder, draft, say or (lambda _: None))
+        yield Shards.open(holder, folder, draft, say)
 
 
 def check_engine(table: Any, engine: str | None, address: str | None) -> None:
