@@ -18,10 +18,10 @@ def main(out: Path, small: bool = False) -> None:
     mpl.use("Agg")
     # --8<-- [start:code]
     homes = covey.datasets.load_radon()
-    homes = homes.sample(2000, seed=0) if small else homes
-    homes = homes.with_columns(above=pl.col("radon") > 4)
-    model = covey.HierarchicalClassifier(formula="above ~ floor + (1 | state/county)", tests=False).fit(homes)
-    model.plot.calibration(homes).figure.savefig(out / "calibration.png", dpi=110)
+    homes = homes.sample(2000 if small else len(homes), shuffle=True, seed=0).with_columns(above=pl.col("radon") > 4)
+    train, test = homes[len(homes) // 5 :], homes[: len(homes) // 5]
+    model = covey.HierarchicalClassifier(formula="above ~ floor + (1 | state/county)", tests=False).fit(train)
+    model.plot.calibration(test).figure.savefig(out / "calibration.png", dpi=110)
     print(model.contrast({"floor": 1.0}))
     # --8<-- [end:code]
 

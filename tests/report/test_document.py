@@ -13,7 +13,11 @@ import pytest
 import covey
 from covey import CoveyError, HierarchicalClassifier, Spec
 from covey.federation.operator.settings import RunSettings
-from covey.report.findings import fingerprint, normality
+from covey.model.new_rows import group_rows
+from covey.problem.rows import Arrays
+from covey.report.checks import _calibrated, by_chance
+from covey.report.diagnostics import calibration_table, shares
+from covey.report.findings import fingerprint, gains, normality
 from tests.cli.shell import inside
 
 SECTIONS = (
@@ -200,6 +204,31 @@ def test_the_report_of_a_private_run_says_what_was_spent(homes, tmp_path):
     assert "left the sites with noise" in text
     assert "learned from 470 counties" in text  # rows are not counted
     assert "did not converge" not in text
+
+
+def test_a_right_model_of_small_groups_is_called_calibrated():
+    """On its own rows such a model looks wrong, because it moves small groups towards the others."""
+    rng = np.random.default_rng(0)
+    client = np.repeat(np.arange(1500), 10)
+    margin = rng.normal(size=1500)[client] - 0.5
+    y = (rng.uniform(size=len(client)) < 1 / (1 + np.exp(-margin))).astype(int)
+    table = pl.DataFrame({"y": y, "client": client})
+    model = HierarchicalClassifier(formula="y ~ 1 + (1 | client)", tests=False).fit(table)
+    seen = calibration_table(model.model_, model.plot._needed(table))
+    assert _calibrated(seen, "")[0] != "good"
+    held = gains(model.model_, group_rows(model.model_, table, Arrays()))
+    assert len(held.rows[0]) == held.test_rows
+    assert _calibrated(shares(*held.rows), "")[0] == "good"
+    wrong = 1 / (1 + np.exp(-2 * margin))
+    assert _calibrated(shares(wrong, y.astype(float), np.ones(len(y))), "")[0] != "good"
+
+
+@pytest.mark.parametrize("rows", [60, 5000])
+def test_equal_spreads_are_found_with_few_and_with_many_rows(rows):
+    """The ratio of the largest to the smallest of five standard deviations is compared with what chance gives."""
+    rng = np.random.default_rng(0)
+    ratios = [np.ptp(np.log(rng.normal(size=(5, rows // 5)).std(axis=1))) for _ in range(400)]
+    assert np.mean(np.exp(ratios) > by_chance(rows // 5)) == pytest.approx(0.05, abs=0.035)
 
 
 def test_the_hash_does_not_depend_on_the_library_or_the_order_of_columns(homes):

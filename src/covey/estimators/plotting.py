@@ -178,6 +178,9 @@ class Plots:
     ) -> Axes:
         """Draw residuals against predictions, against the normal distribution, or by client.
 
+        The residuals of the rows of the fit rise a little along the predictions, even if the model is right, because the
+        model moves clients with few rows towards the others.
+
         Parameters
         ----------
         data : data frame
@@ -204,7 +207,8 @@ class Plots:
         Parameters
         ----------
         data : data frame
-            Rows with their responses.
+            Rows with their responses, best such that were not in the fit: for those of the fit the predicted probabilities of
+            clients with few rows are closer to each other than the shares, even if the model is right.
         ax : Axes, optional
             Where to draw; a new figure by default.
         bins : int

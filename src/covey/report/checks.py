@@ -9,6 +9,7 @@ from importlib.metadata import version
 from typing import Any
 
 import numpy as np
+import polars as pl
 
 from covey import __version__
 from covey._typing import Floats
@@ -17,15 +18,15 @@ from covey.model.new_rows import Observed
 from covey.model.residuals import residuals
 from covey.model.summary import is_plain
 from covey.report import diagnostics
-from covey.report.findings import fingerprint, normality, surprises
+from covey.report.findings import Gains, fingerprint, normality, surprises
 from covey.report.page import Page
 from covey.report.pictures import many, plural, words
 
 NEEDS = "This part needs the rows: pass data=, the table that the model was fitted to (in the shell, --data)."
 
 
-def assumptions(page: Page, model: Model, rows: Observed | None, private: Mapping[str, Any]) -> None:
-    """Verdicts on convergence, effects, residuals and calibration."""
+def assumptions(page: Page, model: Model, rows: Observed | None, private: Mapping[str, Any], held: Gains | None = None) -> None:
+    """Verdicts on convergence, effects, residuals and calibration; ``held`` has rows that a fit did not see."""
     page.section("assumptions", "Assumptions, checked")
     end = model.convergence
     page.verdict("Convergence", "good" if end.converged else "fair" if private else "bad", _sentence(end.message))
@@ -48,12 +49,30 @@ def assumptions(page: Page, model: Model, rows: Observed | None, private: Mappin
     page.verdict("Equal spread of residuals along the predictions", verdict, why)
     page.figure(diagnostics.residuals(model, rows, "fitted"))
     page.figure(diagnostics.residuals(model, rows, "quantile"))
+    if model.learned is not None and not is_plain(model):
+        page.paragraphs(
+            f"The model moves {plural(words(model)[0])} with few rows towards the others. So the residuals of the fit's rows "
+            "rise a little along the predictions, even if the model is right."
+        )
     if model.classes is not None:
-        table = diagnostics.calibration_table(model, rows)
-        apart = float((table["predicted"] - table["observed"]).abs().max() or 0.0)  # type: ignore[arg-type]
-        verdict = "good" if apart < 0.05 else "fair" if apart < 0.1 else "bad"
-        page.verdict("Calibration", verdict, f"Predicted probabilities are off by at most {100 * apart:.1f} percentage points.")
-        page.figure(diagnostics.calibration(model, rows))
+        table = diagnostics.calibration_table(model, rows) if held is None else diagnostics.shares(*held.rows)
+        page.verdict(
+            "Calibration", *_calibrated(table, "that the model was fitted to" if held is None else "that a fit did not see")
+        )
+        page.figure(diagnostics.calibration_of(table, model))
+
+
+def _calibrated(table: pl.DataFrame, rows: str) -> tuple[str, str]:
+    """A verdict on the shares of bins: three of ten intervals miss a right prediction with a chance of about 1%."""
+    apart = float(np.abs(table["predicted"] - table["observed"]).max())
+    missed = int(((table["predicted"] < table["lower"]) | (table["predicted"] > table["upper"])).sum())
+    why = (
+        f"On rows {rows}, predictions differ from observed shares by at most {100 * apart:.1f} percentage points, and the 95% "
+        f"interval of the share misses the prediction in {missed} of {many(len(table), 'bin')} of rows."
+    )
+    if missed <= 2 or apart < 0.03:
+        return "good", why
+    return ("fair" if apart < 0.1 else "bad"), why
 
 
 def _sentence(text: str) -> str:
@@ -68,8 +87,20 @@ def _spread(model: Model, rows: Observed, errors: Floats) -> tuple[str, str]:
         return "fair", "There are too few rows to tell."
     sds = [float(np.std(errors[part])) for part in parts]
     ratio = max(sds) / max(min(sds), 1e-12)
-    text = f"Standard deviations in fifths of the predictions are between {min(sds):.2f} and {max(sds):.2f}."
-    return ("good" if ratio < 1.3 else "fair" if ratio < 1.8 else "bad"), text
+    chance = by_chance(min(map(len, parts)))
+    text = (
+        f"Standard deviations in fifths of the predictions are between {min(sds):.2f} and {max(sds):.2f}, a ratio of "
+        f"{ratio:.2f}; chance alone gives up to {chance:.2f}."
+    )
+    return ("good" if ratio < max(1.3, chance) else "fair" if ratio < max(1.8, chance**1.5) else "bad"), text
+
+
+def by_chance(n: int) -> float:
+    """The 95% quantile of the ratio of the largest to the smallest of five standard deviations of ``n`` normal numbers each.
+
+    Their logs have variance ``1 / (2 (n - 1))``; 3.86 is the quantile of the range of five standard normal numbers.
+    """
+    return float(np.exp(3.86 * np.sqrt(0.5 / (n - 1))))
 
 
 def not_told_apart(page: Page, model: Model) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import matplotlib as mpl
 import numpy as np
 import polars as pl
+from matplotlib.colors import ListedColormap
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from scipy import special
 
 from covey._typing import Floats
@@ -17,7 +20,7 @@ from covey.model.new_rows import Observed
 from covey.model.residuals import residuals as residuals_of
 from covey.report.pictures import MANY, band, log_counts, many, mean_of, percent, plural, words
 from covey.report.plots import draw_timeline, shown_clusters
-from covey.report.style import Draw, Theme
+from covey.report.style import Draw, Theme, room_on
 from covey.solvers.clock import MODES, Mode
 from covey.tables.rows import GroupedData
 
@@ -49,13 +52,14 @@ def _against_fitted(model: Model, rows: Observed, found: Floats) -> Draw:
         if len(found) <= _POINTS:
             ax.scatter(fitted, found, s=12, color=theme.client, alpha=0.5, linewidths=0)
         else:
-            drawn = ax.hexbin(fitted, found, gridsize=60, mincnt=1, bins="log", cmap=theme.ramp, linewidths=0.1)
+            ramp = ListedColormap(mpl.colormaps[theme.ramp](np.linspace(*theme.ends, 256)))  # single rows are visible too
+            drawn = ax.hexbin(fitted, found, gridsize=60, mincnt=1, bins="log", cmap=ramp, linewidths=0.1)
             ax.figure.colorbar(drawn, ax=ax, label="rows (log scale)")
         ax.axhline(0.0, color=theme.ink, linewidth=0.9)
         ax.plot(middle, centre, color=theme.cluster, linewidth=2.0, label="mean of rows with similar predictions")
         ax.set_xlabel(f"predicted {mean_of(model)}")
         ax.set_ylabel("residual (standard normal if the model is right)")
-        ax.legend(loc="best")
+        ax.legend()
         worst = int(np.abs(centre).argmax())
         return (
             f"The mean residual is between {centre.min():.2f} and {centre.max():.2f} in {many(len(parts), 'bin')} of "
@@ -80,7 +84,7 @@ def _against_normal(found: Floats) -> Draw:
         ax.scatter(normal[keep], ordered[keep], s=14, color=theme.client, zorder=3, label="rows")
         ax.set_xlabel("quantile of the normal distribution (standard deviations)")
         ax.set_ylabel("quantile of the residuals (standard deviations)")
-        ax.legend(loc="best")
+        ax.legend()
         return (
             f"The distribution of residuals is within {100 * apart:.1f} percentage points of the normal one; "
             f"{100 * beyond:.2g}% are beyond 3 standard deviations (0.27% expected)"
@@ -135,7 +139,7 @@ def _by_group(model: Model, rows: Observed, found: Floats) -> Draw:
             log_counts(ax, count[use].astype(float))
             ax.set_xlabel(f"rows of the {client}" + (" (log scale)" if ax.get_xscale() == "log" else ""))
             ax.set_ylabel("standard deviation of the residuals (near 1 with many rows)")
-            ax.legend(loc="best")
+            ax.legend()
         if not use.any():
             return f"No {client} has 5 rows or more, so spreads of residuals are not compared"
         low, high = spread[use].min(), spread[use].max()
@@ -152,11 +156,15 @@ def calibration_table(model: Model, rows: Observed, bins: int = 10) -> pl.DataFr
     if model.classes is None:
         raise SolverError(f"Calibration is for classifiers; this is a {model.spec.loss.title} model. Look at its residuals.")
     p = model.problem.loss.mean(model.margin_of(rows.X, rows.chosen, rows.offset))
-    order, total = np.argsort(p, kind="stable"), rows.weights
-    table = []
+    return shares(p, rows.y, rows.weights, bins)
+
+
+def shares(p: Floats, y: Floats, total: Floats, bins: int = 10) -> pl.DataFrame:
+    """The table of :func:`calibration_table` from probabilities, responses and weights ``(N,)``."""
+    order, table = np.argsort(p, kind="stable"), []
     for part in (part for part in np.array_split(order, min(bins, len(order))) if len(part) and total[part].sum() > 0):
         n, z = float(total[part].sum()), 1.959964
-        predicted, observed = (float(np.average(values[part], weights=total[part])) for values in (p, rows.y))
+        predicted, observed = (float(np.average(values[part], weights=total[part])) for values in (p, y))
         centre = (observed + z * z / (2 * n)) / (1 + z * z / n)
         half = z / (1 + z * z / n) * np.sqrt(observed * (1 - observed) / n + z * z / (4 * n * n))
         table.append((predicted, observed, centre - half, centre + half, n))
@@ -165,22 +173,34 @@ def calibration_table(model: Model, rows: Observed, bins: int = 10) -> pl.DataFr
 
 def calibration(model: Model, rows: Observed, bins: int = 10) -> Draw:
     """Observed against predicted probabilities."""
-    found = calibration_table(model, rows, bins)
+    return calibration_of(calibration_table(model, rows, bins), model)
+
+
+def calibration_of(found: pl.DataFrame, model: Model) -> Draw:
+    """The picture of :func:`calibration`, from its table."""
 
     def draw(ax: Axes, theme: Theme) -> str:
         x, y = found["predicted"].to_numpy(), found["observed"].to_numpy()
-        ends = [min(x.min(), y.min()) * 0.9, max(x.max(), found["upper"].max()) * 1.05]
+        ends = [min(x.min(), y.min()) * 0.9, min(1.0, max(x.max(), found["upper"].max()) * 1.05)]
         ax.plot(ends, ends, color=theme.faint, linewidth=1.2, linestyle="--", label="perfect")
         bars = np.stack([y - found["lower"].to_numpy(), found["upper"].to_numpy() - y])
-        ax.errorbar(x, y, yerr=np.maximum(bars, 0), fmt="o", color=theme.client, capsize=3, label="rows, with 95% intervals")
+        ax.errorbar(
+            x,
+            y,
+            yerr=np.maximum(bars, 0),
+            fmt="o",
+            color=theme.client,
+            capsize=3,
+            label="rows with similar predictions, with 95% intervals",
+        )
         ax.set_xlabel(f"predicted {mean_of(model)}")
         ax.set_ylabel("observed share")
-        ax.legend(loc="best")
+        ax.legend()
         apart = np.abs(x - y)
         inside = int(((x >= found["lower"].to_numpy()) & (x <= found["upper"].to_numpy())).sum())
         return (
-            f"Predicted probabilities are off by at most {100 * apart.max():.1f} percentage points; "
-            f"{inside} of {many(len(x), 'bin')} agree with what was observed"
+            f"Predictions differ from observed shares by at most {100 * apart.max():.1f} percentage points; the interval "
+            f"includes the prediction in {inside} of {many(len(x), 'bin')}"
         )
 
     return draw
@@ -197,15 +217,20 @@ def convergence(model: Model) -> Draw:
     norm, step = history["gradient_norm"].to_numpy(), history["iteration"].to_numpy()
 
     def draw(ax: Axes, theme: Theme) -> str:
-        ax.plot(step, np.maximum(norm, 1e-300), color=theme.client, marker="o", markersize=4, label="norm of the gradient")
+        least = 1e-18 * float(norm.max()) or 1e-300
+        ax.plot(step, np.maximum(norm, least), color=theme.client, marker="o", markersize=4, label="norm of the gradient")
         gap = history["certified_gap"].to_numpy().astype(float)
-        if np.isfinite(gap).any():
-            ax.plot(step, np.maximum(gap, 1e-300), color=theme.cluster, linestyle="--", label="certified gap of the objective")
+        both = np.isfinite(gap).any()
+        if both:
+            ax.plot(step, np.maximum(gap, least), color=theme.cluster, linestyle="--", label="certified gap of the objective")
         ax.set_yscale("log")
-        ax.yaxis.set_major_formatter("{x:g}")
+        ax.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
+        ax.xaxis.set_major_formatter("{x:,.0f}")
         ax.set_xlabel("iteration")
-        ax.set_ylabel("distance from the minimum (log scale)")
-        ax.legend(loc="best")
+        low = bool(norm.min() < least or (both and np.nanmin(gap) < least))
+        drawn = f"log scale; values below {least:.0e} are drawn there" if low else "log scale"
+        ax.set_ylabel(f"norm of the gradient{' and gap' if both else ''} ({drawn})")
+        ax.legend()
         end = model.convergence
         state = "converged" if end.converged else "did not converge"
         return (
@@ -227,12 +252,11 @@ def timeline(model: Model, data: GroupedData, mode: Mode = "asynchronous") -> Dr
     _, cluster = words(model)
 
     def draw(ax: Axes, theme: Theme) -> str:
-        shown = shown_clusters(len(names))
-        draw_timeline(ax, found[mode], names, shown, theme.warning)
+        shown = shown_clusters(len(names), max(4, min(30, int(room_on(ax, 140) / 10))))
+        draw_timeline(ax, found[mode], names, shown, (theme.client, theme.cluster, theme.idle, theme.warning))
         ax.set_xlabel("seconds, by the speeds that covey plan takes by default")
         ax.set_ylabel(cluster if len(shown) == len(names) else f"{cluster} ({len(shown)} of {len(names)})")
-        ax.set_ylim(len(shown) - 0.5, -0.6 - 0.13 * len(shown))  # room for the legend above the first bar
-        ax.legend(loc="upper right", ncols=3)
+        ax.legend()
         parts = found[mode].frame
         waits = float((parts["end"] - parts["start"]).filter(parts["kind"] == "waiting").sum())
         share = waits / max(len(names) * found[mode].seconds, 1e-300)
@@ -261,21 +285,24 @@ def exchanges(run: Sequence[Mapping[str, Any]]) -> Draw:
 
     def draw(ax: Axes, theme: Theme) -> str:
         place = np.arange(len(labels))
-        for at, (name, colour) in enumerate((("to the sites", theme.faint), ("from the sites", theme.client))):
-            ax.barh(
-                place + 0.2 * (2 * at - 1),
-                [max(sums[label][at], 1.0) for label in labels],
-                height=0.38,
-                color=colour,
-                label=name,
-            )
+        pairs = np.array([sums[label] for label in labels])
+        ax.hlines(place, pairs.min(axis=1).clip(1), pairs.max(axis=1).clip(1), color=theme.faint, linewidth=1.0, zorder=1)
+        for way, (name, colour, marker) in enumerate(
+            (("to the sites", theme.cluster, "s"), ("from the sites", theme.client, "o"))
+        ):
+            ax.scatter(pairs[:, way].clip(1), place, s=48, color=colour, marker=marker, label=name, zorder=2)
         ax.set_yticks(place, [f"{label} ({times[label]}x)" for label in labels])
-        ax.invert_yaxis()
+        ax.tick_params(axis="y", labelsize=9)
+        ax.set_ylim(len(labels) - 0.4, -0.6)
         ax.set_xscale("log")
-        ax.xaxis.set_major_formatter("{x:,.0f}")
+        ax.xaxis.set_major_locator(LogLocator(subs=(1.0,), numticks=5))
+        ax.xaxis.set_major_formatter(lambda value, _: size(value))
+        ax.xaxis.set_minor_formatter(NullFormatter())
+        ax.grid(axis="x", color=theme.idle, linewidth=0.8)
+        ax.set_axisbelow(True)
         ax.set_xlabel("bytes, all sites together (log scale)")
         ax.set_ylabel("message, and how often")
-        ax.legend(loc="best")
+        ax.legend()
         down, up = (sum(pair[at] for pair in sums.values()) for at in (0, 1))
         top = max(labels, key=lambda label: sum(sums[label]))
         share = sum(sums[top]) / max(down + up, 1.0)

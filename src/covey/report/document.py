@@ -54,7 +54,7 @@ def report(
     _coefficients(page, model, data)
     _gains(page, model, held, data is not None)
     _surprises(page, model, means)
-    assumptions(page, model, rows, private)
+    assumptions(page, model, rows, private, held)
     not_told_apart(page, model)
     left_sites(page, model, federation)
     reproduce(page, model, data)

@@ -28,7 +28,10 @@ RIVALS = {"single-model": "one pooled model", "locally-trained": "local models",
 
 @dataclass(frozen=True)
 class Gains:
-    """Held-out losses of the clients ``(n,)`` under three models, and the weights of their held-out rows."""
+    """Held-out losses of the clients ``(n,)`` under three models, and the weights of their held-out rows.
+
+    ``rows`` has the expected responses of the held-out rows under this model, their responses and their weights.
+    """
 
     losses: dict[str, Floats]
     weights: Floats
@@ -36,6 +39,7 @@ class Gains:
     errors: dict[str, float]
     train_rows: int
     test_rows: int
+    rows: tuple[Floats, Floats, Floats]
 
     def by_cluster(self, model: Model) -> pl.DataFrame:
         """The mean held-out loss of each cluster under each model."""
@@ -85,7 +89,10 @@ def gains(model: Model, data: GroupedData, say: Callable[[str], None] = lambda _
         use = weights > 0
         mean = float((losses[name][use] * weights[use]).sum() / weights[use].sum())
         errors[name] = spec.loss.error(mean, held)
-    return Gains(losses, weights, spec.loss.error_name, errors, train.n_rows, held.n_rows)
+    margin = (held.X * np.repeat(fit.theta, np.diff(held.client_ptr), axis=0)).sum(axis=1)
+    margin = margin if held.offset is None else margin + held.offset
+    rows = spec.loss.mean(margin), held.y, np.ones(held.n_rows) if held.weights is None else held.weights
+    return Gains(losses, weights, spec.loss.error_name, errors, train.n_rows, held.n_rows, rows)
 
 
 def surprises(model: Model) -> tuple[str, Floats] | None:

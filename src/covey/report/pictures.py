@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.ticker import MaxNLocator, NullFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from covey._typing import Floats
 from covey.errors import DataError, SolverError, did_you_mean
@@ -19,7 +19,7 @@ from covey.model.means import estimates, grid_of
 from covey.model.model import Model
 from covey.model.new_rows import Observed
 from covey.model.posterior import quantile
-from covey.report.style import Draw, Theme
+from covey.report.style import Draw, Theme, room_on
 from covey.tables.design import Formula, numeric
 from covey.tables.scaling import Scaled
 from covey.tree.hierarchy import Level
@@ -59,6 +59,13 @@ def _response(model: Model) -> str:
     return "response" if formula is None or formula.response is None else formula.response
 
 
+def scale_of(model: Model) -> str:
+    """The scale of the linear predictor, in words."""
+    link = model.problem.loss.link
+    words = {"identity": f"units of {_response(model)}", "logit": "log-odds", "log": "units of the log of the mean"}
+    return words.get(link, "units of the linear predictor") if link is not None else "units of the linear predictor"
+
+
 def percent(share: float) -> str:
     """A share as text."""
     return f"{100 * share:.0f}%"
@@ -86,14 +93,15 @@ def shrinkage_of(found: ClientMeans, model: Model) -> Draw:
             ax.scatter(n, own, s=16, color=theme.client, label="personalised", zorder=3)
         else:
             for values, colour, label, alpha in (
-                (alone, theme.faint, f"{client} alone, 80% of them", 0.45),
-                (own, theme.client, "personalised, 80% of them", 0.6),
+                (alone, theme.faint, f"{client} alone (middle 80%)", 0.45),
+                (own, theme.client, "personalised (middle 80%)", 0.6),
             ):
                 band(ax, n, values, colour, label, alpha)
         log_counts(ax, n)
         ax.set_xlabel(f"rows of the {client} (log scale)" if ax.get_xscale() == "log" else f"rows of the {client}")
-        ax.set_ylabel(f"mean {_response(model)}, minus that by the {above} model")
-        ax.legend(loc="best")
+        of = f"mean {_response(model)}" if model.classes is None else f"share of {model.classes.tolist()[1]!r}"
+        ax.set_ylabel(f"{of}, minus that by the {above} model")
+        ax.legend()
         return _shrinkage_title(n, alone, own, client, above)
 
     return draw
@@ -115,10 +123,10 @@ def _shrinkage_title(n: Floats, alone: Floats, own: Floats, client: str, above: 
             f"Means of {plural(client)} with at most {many(int(n[few].max()), 'row')} move {percent(moved(few))} of the way to "
             f"the {above} model, those of others {percent(moved(~few))}"
         )
-    few, most = moved(n <= low), moved(n >= high)
+    few, most = n <= low, n >= high
     return (
-        f"The quarter with the fewest rows (at most {low:,.0f}) moves {percent(few)} of the way to the {above} model, "
-        f"the quarter with the most (at least {high:,.0f}) {percent(most)}"
+        f"The quarter with the fewest rows (at most {n[few].max():,.0f}) moves {percent(moved(few))} of the way to the {above} "
+        f"model, the quarter with the most (at least {n[most].min():,.0f}) {percent(moved(most))}"
     )
 
 
@@ -126,6 +134,7 @@ def log_counts(ax: Axes, n: Floats) -> None:
     """A log scale for numbers of rows that differ much."""
     if len(n) and n.max() > 8 * max(n.min(), 1.0):
         ax.set_xscale("log")
+        ax.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if n.max() < 300 * max(n.min(), 1.0) else (1.0,)))
         ax.xaxis.set_major_formatter("{x:,.0f}")
         ax.xaxis.set_minor_formatter(NullFormatter())
     elif len(n):
@@ -180,10 +189,19 @@ def caterpillar(model: Model, level: Level = "client", term: str | None = None, 
     def named(at: int) -> str:
         return f"{noun} {names[at]}" if names[at].isdigit() else names[at]
 
+    what = "The intercept" if term == "Intercept" else f"The coefficient of {term}"
+    title = (
+        f"{what} differs from that of the {above} in {apart:,} of {many(len(value), noun)} (the interval excludes 0); the "
+        f"highest is {named(-1)}, the lowest {named(0)}"
+    )
+    if value[0] == value[-1] == 0.0:
+        title = f"No {noun} differs: the variance of {term} between {plural(noun)} is estimated as zero"
+
     def draw(ax: Axes, theme: Theme) -> str:
-        most = max(2, min(n, int(_room(ax) / 2)))  # so many names have room above each other
+        room = room_on(ax, len(title))
+        most = max(2, min(n, int((room / _LEAST - 3) / 2)))  # so many names have room above each other
         shown = np.arange(len(value))
-        if len(value) > 2 * most:
+        if len(value) > 2 * most + 3:  # the gap takes the room of three names
             shown = np.r_[np.arange(most), np.arange(len(value) - most, len(value))]
         place = np.arange(len(shown)) + (3 * (np.arange(len(shown)) >= most) if len(shown) < len(value) else 0)
         clear = np.abs(value[shown]) > half[shown]
@@ -199,27 +217,18 @@ def caterpillar(model: Model, level: Level = "client", term: str | None = None, 
             ax.text(0.5, most + 1, more, transform=middle, ha="center", va="center", color=theme.faint, bbox=box)
         ax.axvline(0.0, color=theme.cluster, linewidth=1.2, zorder=0)
         ax.set_yticks(place, [name if len(name) <= 28 else name[:27] + "..." for name in np.array(names)[shown]])
-        ax.tick_params(axis="y", labelsize=9 if len(shown) < 0.6 * _room(ax) else 7)
+        ax.tick_params(axis="y", labelsize=min(9.5, max(6.5, 0.8 * room / (place[-1] + 1.6))))
         ax.set_ylim(-0.8, place[-1] + 0.8)
-        ax.set_xlabel(f"{term}: deviation from the {above}, with {percent(coverage)} intervals")
+        per = "" if term == "Intercept" else f" for a unit of {term}"
+        ax.set_xlabel(f"{term}: deviation from the {above}, with {percent(coverage)} intervals ({scale_of(model)}{per})")
         ax.set_ylabel(noun)
-        ax.legend(loc="lower right")
-        if value[0] == value[-1] == 0.0:
-            return f"No {noun} differs: the variance of {term} between {plural(noun)} is estimated as zero"
-        what = "The intercept" if term == "Intercept" else f"The coefficient of {term}"
-        return (
-            f"{what} differs from that of the {above} by more than its interval in {apart:,} of {many(len(value), noun)}; "
-            f"the highest is {named(-1)}, the lowest {named(0)}"
-        )
+        ax.legend()
+        return title
 
     return draw
 
 
-def _room(ax: Axes) -> float:
-    """How many names in small type fit above each other beside the axes, under a title of three lines."""
-    figure = ax.get_figure(root=True)
-    height = 5.0 if figure is None else figure.get_figheight() * min(1.0, ax.get_position().height / 0.77)
-    return max(4.0, (height - 1.3) / 0.115)
+_LEAST = 9.0  # points from a name to the next one
 
 
 def variance_shares(model: Model) -> Draw:
@@ -242,7 +251,8 @@ def variance_shares(model: Model) -> Draw:
         ax.set_yticks(range(len(parts)), [label.replace(" of a ", "\nof a ") for label, _ in parts])
         ax.set_xlim(0, 108)
         ax.set_ylim(len(parts) - 0.4, -0.6)
-        ax.set_xlabel("share of the variance of a row, mean over rows (percent)")
+        of = "a row" if model.problem.loss.reml else "the linear predictor and its residual"
+        ax.set_xlabel(f"share of the variance of {of}, mean over rows (percent)")
         ax.set_ylabel("source of variation")
         largest = max(parts, key=lambda part: part[1])
         groups = sum(share for label, share in parts if label != labels[2])
@@ -274,11 +284,11 @@ def reliability(model: Model, term: str | None = None) -> Draw:
         ax.set_ylim(-0.02, 1.02)
         ax.set_xlabel(f"rows of the {client} (log scale)" if ax.get_xscale() == "log" else f"rows of the {client}")
         ax.set_ylabel(f"reliability of {term} (1: own rows only)")
-        ax.legend(loc="lower right")
+        ax.legend()
         half = float((share >= 0.5).mean())
         enough = n[share >= 0.5]
-        least = f", the smallest of them with {many(int(enough.min()), 'row')}" if len(enough) else ""
-        return f"{percent(half)} of {many(len(n), client)} determine at least half of their own {term}{least}"
+        least = f"; the smallest of these has {many(int(enough.min()), 'row')}" if len(enough) else ""
+        return f"Own rows determine at least half of {term} in {percent(half)} of {many(len(n), client)}{least}"
 
     return draw
 
@@ -346,7 +356,7 @@ def effect(model: Model, column: str, *, data: Any = None, at: Mapping[str, Any]
             ax.set_xticks(place, [str(value) for value in x])
         ax.set_xlabel(column)
         ax.set_ylabel(f"predicted {mean_of(model)}")
-        ax.legend(loc="best")
+        ax.legend()
         change = centre[-1] - centre[0]
         up = (own[-1] > own[0]).mean() if own.shape[1] else np.nan
         agree = up if change > 0 else 1 - up

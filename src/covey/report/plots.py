@@ -138,25 +138,26 @@ def race_figure(histories: Mapping[str, pl.DataFrame], path: Path, *, accuracy: 
     return path
 
 
-def shown_clusters(number: int) -> list[int]:
-    """The positions of the clusters that a timeline shows: all, or some at equal distances."""
-    return np.unique(np.linspace(0, number - 1, min(number, _MOST_BARS)).round().astype(int)).tolist()  # type: ignore[no-any-return]
+_COLOURS = ("#0072b2", "#e69f00", "#dddddd", "#cc79a7")
 
 
-def draw_timeline(panel: Any, found: Timeline, clusters: Sequence[str], shown: Sequence[int], end: str = "#d1495b") -> None:
-    """Bars of what each of the ``shown`` clusters does, and a line in the colour ``end`` where the run ends."""
-    for kind, colour in _ACTIVITIES.items():
+def shown_clusters(number: int, most: int = 30) -> list[int]:
+    """The positions of the clusters that a timeline shows: all, or ``most`` of them at equal distances."""
+    return np.unique(np.linspace(0, number - 1, min(number, most)).round().astype(int)).tolist()  # type: ignore[no-any-return]
+
+
+def draw_timeline(
+    panel: Any, found: Timeline, clusters: Sequence[str], shown: Sequence[int], colours: Sequence[str] = _COLOURS
+) -> None:
+    """Bars of what each of the ``shown`` clusters does, and a line where the run ends, in the last colour."""
+    for kind, colour in zip(("computing", "sending", "waiting"), colours, strict=False):
         for place, cluster in enumerate(shown):
             here = found.frame.filter(pl.col("kind") == kind, pl.col("cluster") == cluster)
             spans = list(zip(here["start"], here["end"] - here["start"], strict=True))
             panel.broken_barh(spans, (place - 0.4, 0.8), color=colour, label=kind if place == 0 else None)
-    panel.axvline(found.seconds, color=end, linewidth=1.2)
+    panel.axvline(found.seconds, color=colours[-1], linewidth=1.2)
     panel.set_yticks(range(len(shown)), [clusters[j] for j in shown], fontsize=8, parse_math=False)
     panel.set_ylim(len(shown) - 0.5, -0.5)
-
-
-_ACTIVITIES = {"computing": "#1f6fb4", "sending": "#e0a030", "waiting": "#dddddd"}
-_MOST_BARS = 30
 
 
 def timeline_figure(timelines: Mapping[Mode, Timeline], clusters: Sequence[str], path: Path) -> Path:

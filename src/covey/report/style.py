@@ -27,10 +27,12 @@ class Theme:
     overall: str
     warning: str
     ramp: str
+    idle: str
+    ends: tuple[float, float]  # the part of the ramp that differs enough from the paper
 
 
-LIGHT = Theme("#1c1c1c", "#ffffff", "#9a9a9a", "#0072b2", "#d55e00", "#1c1c1c", "#cc79a7", "Blues")
-DARK = Theme("#ececec", "#16181c", "#7d828a", "#56b4e9", "#e69f00", "#f4f4f4", "#e78ac3", "Blues_r")
+LIGHT = Theme("#1c1c1c", "#ffffff", "#9a9a9a", "#0072b2", "#d55e00", "#1c1c1c", "#cc79a7", "Blues", "#dddddd", (0.25, 1.0))
+DARK = Theme("#ececec", "#16181c", "#7d828a", "#56b4e9", "#e69f00", "#f4f4f4", "#e78ac3", "Blues_r", "#3b4048", (0.1, 0.95))
 
 
 def settings(theme: Theme) -> Any:
@@ -45,9 +47,7 @@ def settings(theme: Theme) -> Any:
         "axes.titlesize": 12,
         "axes.labelsize": 11,
         "legend.fontsize": 10,
-        "legend.facecolor": theme.paper,
-        "legend.edgecolor": "none",
-        "legend.framealpha": 0.75,
+        "legend.frameon": False,
         "axes.spines.top": False,
         "axes.spines.right": False,
         "lines.linewidth": 1.6,
@@ -80,14 +80,63 @@ def figure_of(draw: Draw, *, dark: bool = False, size: tuple[float, float] = (8.
     return figure
 
 
+def balanced(text: str, width: int) -> str:
+    """The text in as few lines as ``width`` characters allow, the longest of them as short as possible."""
+    lines = wrap(text, width, break_on_hyphens=False)
+    while width > 1 and len(shorter := wrap(text, width - 1, break_long_words=False, break_on_hyphens=False)) == len(lines):
+        if max(map(len, shorter), default=0) > width:
+            break
+        lines, width = shorter, width - 1
+    return "\n".join(lines)
+
+
+def _lay_out(figure: Figure) -> None:
+    engine = figure.get_layout_engine()
+    if engine is not None:
+        engine.execute(figure)
+
+
 def _wrap_labels(ax: Axes, figure: Figure) -> None:
     """Break the labels of axes that are too short for them."""
     place = ax.get_position()
     for axis, length in ((ax.xaxis, figure.get_figwidth() * place.width), (ax.yaxis, figure.get_figheight() * place.height)):
-        lines = wrap(
-            axis.label.get_text(), max(16, int(130 * length / float(axis.label.get_fontsize()))), break_on_hyphens=False
-        )
-        axis.set_label_text("\n".join(lines))
+        most = max(16, int(130 * length / float(axis.label.get_fontsize())))
+        axis.set_label_text(balanced(" ".join(axis.label.get_text().split()), most))
+
+
+def size_on(width: float) -> tuple[float, int]:
+    """The size of a title in points, smaller on axes that are narrow (in inches), and how many characters a line has."""
+    size = 12.0 * min(1.0, max(0.8, width / 5.0))
+    return size, max(24, int(10.4 * width * 12.0 / size))
+
+
+def room_on(ax: Axes, title: int) -> float:
+    """How many points of height are left on the axes under a legend and a title of so many characters."""
+    figure = ax.get_figure(root=True)
+    if figure is None:
+        return 260.0
+    place = ax.get_position()
+    height = figure.get_figheight() * min(1.0, place.height / 0.77)
+    size, most = size_on(0.75 * figure.get_figwidth() * min(1.0, place.width / 0.77))
+    return max(40.0, 72 * height - 1.4 * size * -(-title // most) - 75)
+
+
+def _legend_above(ax: Axes, figure: Figure, fontsize: float) -> float:
+    """Put the legend between the title and the axes, where it covers no data; returns its height in points."""
+    handles, labels = ax.get_legend_handles_labels()
+    if ax.get_legend() is None or not handles:
+        return 0.0
+    width = ax.get_window_extent().width
+    labels = [balanced(" ".join(label.split()), max(12, int(130 * width / figure.dpi / fontsize) - 6)) for label in labels]
+    for columns in range(len(handles), 0, -1):
+        legend = ax.legend(
+            handles, labels, loc="lower left", bbox_to_anchor=(0.0, 1.0), borderaxespad=0.2, borderpad=0.1, ncols=columns,
+            handlelength=1.6, columnspacing=1.2, fontsize=fontsize,
+        )  # fmt: skip
+        size = legend.get_window_extent()
+        if size.width <= width:
+            break
+    return float(size.height * 72 / figure.dpi)
 
 
 def _titled(ax: Axes, draw: Draw, theme: Theme) -> Axes:
@@ -101,9 +150,12 @@ def _titled(ax: Axes, draw: Draw, theme: Theme) -> Axes:
     if figure is None:  # axes that were removed from their figure
         ax.set_title(title, loc="left", parse_math=False)
         return ax
-    figure.draw_without_rendering()  # labels determine how large the axes are
-    _wrap_labels(ax, figure)
-    figure.draw_without_rendering()
-    width = figure.get_figwidth() * ax.get_position().width
-    ax.set_title("\n".join(wrap(title, max(24, int(10.4 * width)), break_on_hyphens=False)), loc="left", parse_math=False)
+    for _ in range(3):  # the title and the legend determine how large the axes are, and the axes how titles and labels break
+        _lay_out(figure)
+        size, most = size_on(figure.get_figwidth() * ax.get_position().width)
+        with mpl.rc_context({"text.parse_math": False}):
+            above = _legend_above(ax, figure, size - 2.0)
+        ax.set_title(balanced(title, most), loc="left", parse_math=False, pad=6.0 + above, fontsize=size)
+        _lay_out(figure)
+        _wrap_labels(ax, figure)
     return ax
