@@ -132,7 +132,7 @@ class Federation(Network):
 
     @property
     def vectors_only(self) -> bool:
-        return any(self._setup.profiles[site].vectors for site in self.exchanges.roster)
+        return any(self.profiles[site].vectors for site in self.exchanges.roster)
 
     def _wait(self) -> None:
         """Wait until some messages are answered, if some are under way."""
