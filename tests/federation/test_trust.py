@@ -290,7 +290,7 @@ def test_a_site_that_sends_no_tags_of_pairs_is_refused_if_the_operator_lists_cli
         return encode(replace(read, body=(replace(read.body[0], pairs=None), read.body[1])))
 
     fit(sites_of(parts), spec(), settings=terms)
-    with pytest.raises(FederationError, match=r"Site 's1' sent no tags of clusters and clients.*install the same covey"):
+    with pytest.raises(FederationError, match=r"Site 's1' sent no keyed hashes of its clients.*same version of covey"):
         fit(sites, spec(), FaultyTransport(sites, without), terms)
 
 

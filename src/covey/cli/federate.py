@@ -45,7 +45,10 @@ class RunOptions:
         int | None, typer.Option(help="With --epsilon: how often sums are sent (2; 3 if the family is not gaussian).")
     ] = None
     categories: Annotated[str | None, typer.Option(help='Allowed values of columns, as JSON: \'{"zone": ["a", "b"]}\'.')] = None
-    limits: Annotated[str | None, typer.Option(help="The most that a site may send, as JSON: '{\"clusters\": 200000}'.")] = None
+    limits: Annotated[
+        str | None,
+        typer.Option(help="What a site may send at most: '{\"clusters\": 200000}'; also categories, clients, bytes, header."),
+    ] = None
     timeout: Annotated[float | None, typer.Option(help="Seconds to wait for a site's reply (600).")] = None
     retries: Annotated[int | None, typer.Option(help="How often a message without reply is sent again (2).")] = None
     operator_key: Annotated[

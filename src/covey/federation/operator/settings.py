@@ -73,8 +73,8 @@ class Members:
     def check_clients(self, site: str, pairs: Anything | None, salt: str) -> None:
         """Refuse pairs of cluster and client, given by their tags, that are not listed for a site, and a site without tags."""
         if pairs is None:
-            needed = "no tags of clusters and clients, which the operator's list needs"
-            raise FederationError(f"Site {site!r} sent {needed}; install the same covey there.")
+            why = f"Site {site!r} sent no keyed hashes of its clients, so they cannot be compared with the list --members"
+            raise FederationError(f"{why}; install the same version of covey there.")
         tags = {other: self._tags(other, salt) for other in dict.fromkeys((site, *self.sites))}
         unknown = {tuple(pair) for pair in pairs.tolist()} - tags[site]
         for other in tags if unknown else ():

@@ -400,8 +400,8 @@ def l2gd(
         cluster has the smallest probability that does not shorten the step of Corollary 3.6 (opt_conv_rate); "common" is
         the paper's common value.
     tau : float or (k,) array, optional
-        The step towards the cluster average is split: exchanges between clusters take the share ``tau``, exchanges within
-        clusters take ``1 - tau``. By default that of Proposition 3.3 (opt_tau).
+        Both kinds of exchange pull a client towards the average of its cluster. The share ``tau`` of this pull comes in
+        exchanges between clusters, the rest in exchanges within clusters. By default that of Proposition 3.3 (opt_tau).
     participation : float or (k,) array, optional
         Probability that a cluster takes part in an exchange between clusters, drawn for each cluster and exchange; by default
         1. Steps stay unbiased. The largest step of the theorem is then smaller, and so is the default ``eta``. Only for
