@@ -57,7 +57,7 @@ def read_table(path: str | Path, *, ids: Sequence[str | None] = (), text: Sequen
 
 
 def _read_csv(path: Path, separator: str, ids: set[str | None], text: set[str | None]) -> pl.DataFrame:
-    names = pl.read_csv(path, separator=separator, n_rows=0, quote_char=None).columns
+    names = pl.read_csv(path, separator=separator, n_rows=0, quote_char=None, truncate_ragged_lines=True).columns
     if len(names) == 1 and ";" in names[0]:
         raise DataError(
             f"The file {str(path)!r} has semicolons between its columns, and covey reads commas; write it again with "
