@@ -17,6 +17,7 @@ from covey.model.new_rows import group_rows
 from covey.problem.rows import Arrays
 from covey.report.checks import _calibrated, by_chance
 from covey.report.diagnostics import calibration_table, shares
+from covey.report.document import _effects, _question
 from covey.report.findings import fingerprint, gains, normality
 from tests.cli.shell import inside
 
@@ -163,6 +164,8 @@ def test_given_penalties_classifiers_and_no_clusters(homes, tmp_path):
     model = HierarchicalClassifier(formula="high ~ floor + (1 | county)", tests=False).fit(some)
     text = "".join(Reader(model.report(tmp_path / "c.html", data=some).read_text()).text)
     assert "Calibration" in text
+    assert "How does the probability of 1 depend on floor" in text
+    assert f"With one unit more of floor, the odds of 1 are multiplied by {np.exp(model.global_coef_[1]):.3g}" in text
     assert "cross-entropy" in text
     arrays = covey.HierarchicalRegressor(gamma=1.0).fit([[0.0], [1.0], [2.0]], [1.0, 3.0, 2.0], client=["a", "b", "b"])
     assert arrays.report(tmp_path / "arrays.html").stat().st_size > 1000
@@ -170,6 +173,16 @@ def test_given_penalties_classifiers_and_no_clusters(homes, tmp_path):
         arrays.report(tmp_path / "arrays.html", data=homes)
     with pytest.raises(CoveyError, match="folder that exists"):
         arrays.report(tmp_path / "nowhere" / "r.html")
+
+
+def test_categories_and_rates_are_said_in_words(homes):
+    place = pl.when(pl.col("floor") == 0).then(pl.lit("basement")).otherwise(pl.lit("above"))
+    some = homes[:800].with_columns(place=place, count=pl.col("radon").round())
+    model = covey.HierarchicalPoissonRegressor(formula="count ~ place + (1 | county)", tests=False).fit(some)
+    (said,) = _effects(model.model_)
+    rate = np.exp(model.global_coef_[1])
+    assert said.startswith(f"With place = basement instead of above, the mean of count is multiplied by {rate:.3g} (95%")
+    assert _question(model.model_) == "How does count depend on place, and how does it differ between counties?"
 
 
 def test_thirty_thousand_groups_fit_in_three_megabytes(tmp_path):
@@ -194,6 +207,17 @@ def test_the_report_of_a_run_across_sites(homes, tmp_path):
     assert "no epsilon" in text
     site = "".join(Reader(covey.load(tmp_path / "sites" / "site1").report(tmp_path / "s.html").read_text()).text)
     assert "site1, site2, site3" in site
+
+
+def test_the_report_of_a_site_does_not_claim_the_rows_of_others(homes, tmp_path):
+    spec = Spec(formula="log_radon ~ floor", client="county", cluster="state", tests=False)
+    covey.simulate_sites(homes[:3000], spec, sites=2, models=str(tmp_path / "sites"))
+    model = covey.load(tmp_path / "sites" / "site1")
+    text = "".join(Reader(model.report(tmp_path / "s.html").read_text()).text)
+    own = f"This site has {model.model_.n_rows:,} rows of {len(model.clients_)} counties."
+    assert f"learned from 3,000 rows at all sites. {own}" in text
+    assert "explained (R2): This part needs the rows" in text
+    assert "Effect of floor: This part needs the rows" in text
 
 
 def test_the_report_of_a_private_run_says_what_was_spent(homes, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import asdict
+from itertools import pairwise
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
@@ -96,18 +97,30 @@ def test_means_from_sums_are_those_of_the_rows(radon, homes):
 
 
 def test_the_observed_shares_of_a_calibration_are_those_of_the_rows(classes):
-    from covey.report.diagnostics import calibration_table
+    from covey.report.diagnostics import bins_of, calibration_table
 
     table, model = classes
     found = calibration_table(model.model_, model.plot._needed(table), 5)
     p = model.predict_proba(table)[:, 1]
-    order = np.argsort(p, kind="stable")
     low = (table["high"] == "low").to_numpy()
-    for part, (predicted, observed) in zip(np.array_split(order, 5), found.select("predicted", "observed").rows(), strict=True):
+    for part, (predicted, observed) in zip(bins_of(p, 5), found.select("predicted", "observed").rows(), strict=True):
         assert predicted == pytest.approx(p[part].mean())
         assert observed == pytest.approx(low[part].mean())
     assert (found["lower"] < found["observed"]).all()
     assert (found["upper"] > found["observed"]).all()
+
+
+@pytest.mark.parametrize("values", [[0.0] * 95 + [1.0] * 5, [0.0] * 5 + [1.0] * 95, [2.0] * 100, list(range(100))])
+def test_bins_do_not_split_equal_values(values):
+    """Else the order of the table would decide who is in which bin."""
+    from covey.report.diagnostics import bins_of
+
+    values = np.array(values, dtype=float)
+    parts = bins_of(np.random.default_rng(0).permutation(values), 10)
+    assert sum(map(len, parts)) == 100
+    assert len(parts) == min(10, len(np.unique(values)))
+    shuffled = np.random.default_rng(0).permutation(values)
+    assert all(shuffled[low].max() < shuffled[high].min() for low, high in pairwise(parts))
 
 
 def test_pictures_say_which_data_they_need(radon, classes, homes, tmp_path):

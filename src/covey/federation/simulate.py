@@ -69,8 +69,8 @@ def simulate_sites(
     *,
     settings: RunSettings | None = None,
     minimum: int = 1,
-    models: Path | None = None,
-    out: Path | None = None,
+    models: str | Path | None = None,
+    out: str | Path | None = None,
     on_loss: OnLoss = "stop",
     noise_seed: int | None = None,
     say: Callable[[str], None] = lambda _: None,
@@ -91,9 +91,9 @@ def simulate_sites(
         The least number of clients in each sum of a site: in each cluster, and for each term in it. A private run checks
         only the clients of each cluster, and those of each category at the whole site. A site with fewer refuses the run,
         which then ends.
-    models : Path, optional
+    models : str or Path, optional
         Folder in which each site writes the models of its clients.
-    out : Path, optional
+    out : str or Path, optional
         Folder for the models of the clusters and the global model.
     on_loss : {"stop", "continue"}
         What to do if a site is lost.
@@ -116,6 +116,7 @@ def simulate_sites(
     (('site1', 'site2', 'site3'), ['hello', 'agree', 'sweep up', 'sweep down', 'deliver'])
     """
     draft = resolve(spec)
+    models, out = (None if folder is None else Path(folder) for folder in (models, out))
     whole("minimum", minimum, least=1)
     settings = RunSettings() if settings is None else settings
     parts = split_among_sites(table, draft.spec, sites)

@@ -221,7 +221,10 @@ def shares_of(y: Any, trials: Any, weights: Any, problem: Problem) -> tuple[Floa
     if not counts and trials is None:
         return None
     if not problem.loss.two_classes:
-        raise DataError(f"Successes of trials are for the bernoulli family, not {problem.loss.name}; use a classifier.")
+        raise DataError(
+            f"Successes of trials are for the family 'bernoulli', not {problem.loss.name!r}; pass family='bernoulli' (in the "
+            "shell --family bernoulli), or use HierarchicalClassifier."
+        )
     if weights is not None or (counts and trials is not None):
         raise DataError(f"The numbers of trials are given, so leave out {'trials=' if weights is None else 'weights'}.")
     try:

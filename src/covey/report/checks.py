@@ -48,12 +48,12 @@ def assumptions(page: Page, model: Model, rows: Observed | None, private: Mappin
     verdict, why = _spread(model, rows, errors)
     page.verdict("Equal spread of residuals along the predictions", verdict, why)
     page.figure(diagnostics.residuals(model, rows, "fitted"))
-    page.figure(diagnostics.residuals(model, rows, "quantile"))
-    if model.learned is not None and not is_plain(model):
+    if not is_plain(model):
         page.paragraphs(
             f"The model moves {plural(words(model)[0])} with few rows towards the others. So the residuals of the fit's rows "
             "rise a little along the predictions, even if the model is right."
         )
+    page.figure(diagnostics.residuals(model, rows, "quantile"))
     if model.classes is not None:
         table = diagnostics.calibration_table(model, rows) if held is None else diagnostics.shares(*held.rows)
         page.verdict(
@@ -81,15 +81,14 @@ def _sentence(text: str) -> str:
 
 def _spread(model: Model, rows: Observed, errors: Floats) -> tuple[str, str]:
     fitted = model.margin_of(rows.X, rows.chosen, rows.offset)
-    order = np.argsort(fitted, kind="stable")
-    parts = [part for part in np.array_split(order, 5) if len(part) >= 10]
+    parts = [part for part in diagnostics.bins_of(fitted, 5) if len(part) >= 10]
     if len(parts) < 2:
         return "fair", "There are too few rows to tell."
     sds = [float(np.std(errors[part])) for part in parts]
     ratio = max(sds) / max(min(sds), 1e-12)
     chance = by_chance(min(map(len, parts)))
     text = (
-        f"Standard deviations in fifths of the predictions are between {min(sds):.2f} and {max(sds):.2f}, a ratio of "
+        f"Standard deviations of rows with similar predictions are between {min(sds):.2f} and {max(sds):.2f}, a ratio of "
         f"{ratio:.2f}; chance alone gives up to {chance:.2f}."
     )
     return ("good" if ratio < max(1.3, chance) else "fair" if ratio < max(1.8, chance**1.5) else "bad"), text

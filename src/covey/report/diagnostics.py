@@ -12,7 +12,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from scipy import special
 
-from covey._typing import Floats
+from covey._typing import Floats, Ints
 from covey.errors import DataError, SolverError, one_of
 from covey.fitting.planning import example_timelines, plan, size
 from covey.model.model import Model
@@ -42,10 +42,24 @@ def residuals(model: Model, rows: Observed, kind: str = "fitted", seed: int = 0)
     return _against_normal(found) if kind == "quantile" else _by_group(model, rows, found)
 
 
+def bins_of(values: Floats, most: int) -> list[Ints]:
+    """Positions of the values in at most ``most`` bins of about equal size, in order; equal values share a bin.
+
+    >>> [len(part) for part in bins_of(np.array([0.1, 0.9, 0.1, 0.1, 0.9]), 5)]
+    [3, 2]
+    """
+    near = np.round((values - values.min()) / max(np.ptp(values), 1e-300), 9)  # equal but for rounding
+    order = np.argsort(near, kind="stable")
+    near, n = near[order], len(order)
+    wanted = (np.arange(1, most) * n) // most
+    low, high = (np.searchsorted(near, near[wanted], side=side) for side in ("left", "right"))
+    cuts = np.unique(np.where(wanted - low <= high - wanted, low, high))
+    return np.split(order, cuts[(cuts > 0) & (cuts < n)])
+
+
 def _against_fitted(model: Model, rows: Observed, found: Floats) -> Draw:
     fitted = model.problem.loss.mean(model.margin_of(rows.X, rows.chosen, rows.offset))
-    order = np.argsort(fitted, kind="stable")
-    parts = [part for part in np.array_split(order, min(20, max(1, len(order) // 15))) if len(part)]
+    parts = bins_of(fitted, min(20, max(1, len(fitted) // 15)))
     middle, centre = (np.array([np.mean(values[part]) for part in parts]) for values in (fitted, found))
 
     def draw(ax: Axes, theme: Theme) -> str:
@@ -152,7 +166,7 @@ def _by_group(model: Model, rows: Observed, found: Floats) -> Draw:
 
 
 def calibration_table(model: Model, rows: Observed, bins: int = 10) -> pl.DataFrame:
-    """Predicted and observed shares of the second class, with 95% intervals (Wilson), in bins of equal numbers of rows."""
+    """Predicted and observed shares of the second class, with 95% intervals (Wilson), in bins of about equally many rows."""
     if model.classes is None:
         raise SolverError(f"Calibration is for classifiers; this is a {model.spec.loss.title} model. Look at its residuals.")
     p = model.problem.loss.mean(model.margin_of(rows.X, rows.chosen, rows.offset))
@@ -161,8 +175,8 @@ def calibration_table(model: Model, rows: Observed, bins: int = 10) -> pl.DataFr
 
 def shares(p: Floats, y: Floats, total: Floats, bins: int = 10) -> pl.DataFrame:
     """The table of :func:`calibration_table` from probabilities, responses and weights ``(N,)``."""
-    order, table = np.argsort(p, kind="stable"), []
-    for part in (part for part in np.array_split(order, min(bins, len(order))) if len(part) and total[part].sum() > 0):
+    table = []
+    for part in (part for part in bins_of(p, min(bins, len(p))) if total[part].sum() > 0):
         n, z = float(total[part].sum()), 1.959964
         predicted, observed = (float(np.average(values[part], weights=total[part])) for values in (p, y))
         centre = (observed + z * z / (2 * n)) / (1 + z * z / n)

@@ -22,6 +22,8 @@ from covey.report.checks import federation as left_sites
 from covey.report.findings import RIVALS, Gains, gains, surprises
 from covey.report.page import Page
 from covey.report.pictures import many, plural, words
+from covey.tables.design import Formula
+from covey.tables.scaling import Scaled
 
 _MOST_BYTES = 2_970_000  # of a report, with the table that the search reads
 _CLUSTERS = 300  # rows of the table of clusters
@@ -84,12 +86,13 @@ def _answer(page: Page, model: Model, question: str | None, held: Gains | None, 
 
 def _question(model: Model) -> str:
     client, cluster = words(model)
-    others = [term for term in model.terms if term != "Intercept"]
+    others = list(model.design.columns) if model.spec.named else [term for term in model.terms if term != "Intercept"]
     depends = f"depend on {_and(others[:4])}{' and more' if len(others) > 4 else ''}" if others else ""
+    response = _response(model) if model.classes is None else f"the {_response(model)}"
     if is_plain(model):
-        return f"How does {_response(model)} {depends}?" if others else f"What is the {_response(model)}?"
+        return f"How does {response} {depends}?" if others else f"What is {response}?"
     where = f"{plural(client)} in {plural(cluster)}" if model.hierarchy.n_clusters > 1 else plural(client)
-    return f"How does {_response(model)} {depends}{', and how does it ' if others else ''}differ between {where}?"
+    return f"How does {response} {depends}{', and how does it ' if others else ''}differ between {where}?"
 
 
 def _and(names: list[str]) -> str:
@@ -100,7 +103,9 @@ def _sentences(model: Model, held: Gains | None, private: Mapping[str, Any]) -> 
     client, cluster = words(model)
     of = [many(model.n_rows, "row")] if model.n_rows else []  # a private run does not count rows
     of += [] if is_plain(model) else [many(int(model.clients_of_cluster.sum()), client)]
-    said = [f"The model learned from {' of '.join(of)}."]
+    said, part = [f"The model learned from {' of '.join(of)}."], model.learned
+    if part is not None and part.whole is not None and model.hierarchy.n_clients:  # of one site
+        said = [f"The model learned from {many(part.components.rows, 'row')} at all sites. This site has {' of '.join(of)}."]
     if private:
         said.append(
             f"Differential privacy protects every {client} (epsilon {private['epsilon']:g}, delta {private['delta']:g}): sums "
@@ -134,16 +139,38 @@ def _change(ours: float, other: float) -> str:
 
 def _effects(model: Model) -> list[str]:
     said = []
+    link, zero = model.problem.loss.link, model.posterior.learned.components.zero
     for row in model.coefficients("global").iter_rows(named=True):
-        if row["term"] == "Intercept" or row["term"] in model.posterior.learned.components.zero:
+        if row["term"] == "Intercept" or row["term"] in zero:
             continue
+        ends = [row["estimate"], row["lower"], row["upper"]]
+        if link in ("logit", "log"):
+            of = f"the odds of {_classes(model)}" if link == "logit" else f"the mean of {pictures.response_of(model)}"
+            shown = [f"{float(np.exp(min(each, 700.0))):.3g}" for each in ends]
+            effect = f"{of} are multiplied by {shown[0]}" if link == "logit" else f"{of} is multiplied by {shown[0]}"
+        else:
+            of = pictures.response_of(model) if link == "identity" else "the linear predictor"
+            shown = [f"{each:.3g}" for each in ends]
+            effect = f"{of} is {abs(row['estimate']):.3g} {'higher' if row['estimate'] > 0 else 'lower'}"
         clear = row["lower"] > 0 or row["upper"] < 0
-        scale = "" if model.problem.loss.reml else " on the scale of the linear predictor"
-        sign = "higher" if row["estimate"] > 0 else "lower"
-        text = f"{row['term']}: one unit more goes with a response that is {abs(row['estimate']):.3g} {sign}{scale}"
         sure = "" if clear else "; this is not distinguishable from no effect"
-        said.append(f"{text} (95% interval {row['lower']:.3g} to {row['upper']:.3g}){sure}.")
+        said.append(f"{_step(model, row['term'])}, {effect} (95% interval {shown[1]} to {shown[2]}){sure}.")
     return said[:6]
+
+
+def _classes(model: Model) -> str:
+    return "a success" if model.classes is None else repr(model.classes.tolist()[1])
+
+
+def _step(model: Model, term: str) -> str:
+    """The change that a coefficient belongs to: from the first category to another one, or a unit more of a number."""
+    design = model.design.inner if isinstance(model.design, Scaled) else model.design
+    column, _, level = term.partition("[T.")
+    column = column.removeprefix("C(").removesuffix(")")
+    levels = design.levels.get(column) if isinstance(design, Formula) else None
+    if levels is not None and level.endswith("]") and "contr" not in column:
+        return f"With {column} = {level[:-1]} instead of {levels[0]}"
+    return f"With one unit more of {term}"
 
 
 # The model
@@ -183,7 +210,7 @@ def _model(page: Page, model: Model, rows: Observed | None) -> None:
             f"The fixed effects explain {100 * marginal:.1f}% of the variance{groups} (R2 of Nakagawa and Schielzeth)."
         )
     except CoveyError as problem:
-        page.need(str(problem))
+        page.need(f"The share of the variance that is explained (R2): {NEEDS if rows is None else problem}")
     if components.grouped and np.isfinite(components.shares).all():
         page.figure(pictures.variance_shares(model), (8.0, 3.2))
 
@@ -217,7 +244,7 @@ def _coefficients(page: Page, model: Model, data: Any) -> None:
         try:
             page.figure(pictures.effect(model, name, data=data))
         except CoveyError as problem:
-            page.need(str(problem))
+            page.need(f"Effect of {name}: {NEEDS if data is None else problem}")
 
 
 # Who gains

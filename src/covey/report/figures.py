@@ -115,18 +115,25 @@ def _james_stein(study: Study) -> tuple[Figure, str]:
 def _race(study: Study) -> tuple[Figure, str]:
     curves = study.table("curves")
     figure, panels = _panels(11.5, 5.8, 2, sharey=True)
-    axes = (("exchanges", "exchanges of a client (log scale)", 0.7), ("bytes", "bytes of the whole network (log scale)", 5e3))
+    axes = (
+        ("exchanges", "exchanges of a client (log scale, from 0.7)", 0.7),
+        ("bytes", "bytes of the whole network (log scale, from 5,000)", 5e3),
+    )
     for panel, (axis, label, least) in zip(panels, axes, strict=True):
         for name in curves["solver"].unique(maintain_order=True).to_list():
             here = curves.filter(pl.col("solver") == name, pl.col("gap") < 100, pl.col(axis) > 0)
             measured, bound = (here.filter(pl.col("kind") == kind) for kind in ("measured", "promised"))
             colour = plot_gap(panel, name, *_smoothed(measured[axis].to_numpy(), measured["gap"].to_numpy()))
             panel.plot(bound[axis].to_numpy(), bound["gap"].to_numpy(), color=colour, linestyle=":")
+        panel.axhline(TARGET, color="#808080", linewidth=1.0, zorder=0)
+        panel.text(0.99, TARGET, f"gap {TARGET:g}", transform=panel.get_yaxis_transform(), ha="right", va="bottom", fontsize=10)
         panel.set_ylim(5e-15, 30)
         panel.set_xlim(left=least)
         panel.set_xlabel(label)
     panels[0].set_ylabel(GAP_LABEL)
-    panels[0].plot([], [], color="#606060", linestyle=":", label="bound of the theorem, in the solver's colour (to 30)")
+    panels[0].plot(
+        [], [], color="#606060", linestyle=":", label="bound of the theorem, in the solver's colour; not drawn above 30"
+    )
     handles = panels[0].get_legend_handles_labels()
     figure.legend(*handles, loc="outside lower center", ncols=4, title="measured (means over a twelfth of a decade)")
     exchanges = dict(study.table("race").select("solver", f"exchanges to {TARGET:g}").iter_rows())
@@ -146,8 +153,11 @@ def _comparison(study: Study) -> tuple[Figure, str]:
     table = study.table("comparison-all")
     solvers = table["solver"].unique(maintain_order=True).to_list()
     problems = table["problem"].unique(maintain_order=True).to_list()
-    figure, panels = _panels(13.5, 5.6, len(problems), sharey=True)
-    for panel, problem in zip(panels, problems, strict=True):
+    figure = Figure(figsize=(11.5, 4.0 * -(-len(problems) // 2) + 1), layout="constrained")
+    panels = list(figure.subplots(-(-len(problems) // 2), 2, sharex=True, sharey=True).ravel())
+    for panel in panels[len(problems) :]:
+        panel.remove()
+    for panel, problem in zip(panels, problems, strict=False):
         here = {row["solver"]: row for row in table.filter(pl.col("problem") == problem).to_dicts()}
         for gap, style, filled in zip(GAPS, STYLES, ("white", None), strict=False):
             column, line = f"exchanges to {gap:g}", {**style, "linestyle": "none"}
@@ -156,24 +166,27 @@ def _comparison(study: Study) -> tuple[Figure, str]:
             below = np.minimum(sd, 0.9 * count)  # a bar to below 0 has no end on a logarithmic axis
             look = {**line, **({"markerfacecolor": filled} if filled else {})}
             panel.errorbar(count, place, xerr=np.array([below, sd]), label=f"to a gap of {gap:g}", **look)
-        for name, row in here.items():
-            if row[f"exchanges to {GAPS[-1]:g}"] is None:
-                low, at = f"ends at {row['lowest gap']:.0e}", panel.get_yaxis_transform()
-                panel.text(1.0, solvers.index(name), low, transform=at, ha="right", va="center", fontsize=8)
+        for name in solvers:
+            row = here.get(name)
+            if row is None or row[f"exchanges to {GAPS[-1]:g}"] is None:
+                end = "does not apply" if row is None else f"ends at a gap of {row['lowest gap']:.1e}"
+                at = panel.get_yaxis_transform()
+                panel.text(1.0, solvers.index(name), end, transform=at, ha="right", va="center", fontsize=9.5, color="#505050")
         panel.set_xscale("log")
-        panel.set_xlim(0.7, 1e5)
-        panel.xaxis.set_major_formatter("{x:g}")
-        panel.set_xlabel("exchanges of a client\n(log scale)")
+        panel.set_xlim(0.7, 3e5)
+        panel.xaxis.set_major_formatter("{x:,.0f}")
         panel.set_yticks(range(len(solvers)), solvers)
         panel.set_ylim(len(solvers) - 0.5, -0.5)
         panel.set_title(problem)
-    panels[0].set_ylabel("covey's solvers, then their rivals")
+    for panel in panels[max(0, len(problems) - 2) : len(problems)]:
+        panel.set_xlabel("exchanges of a client (log scale)")
+    figure.supylabel("covey's solvers, then their rivals", fontsize=11)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     best = study.table("winners").filter(pl.col("gap") == f"{GAPS[-1]:g}").select("problem", "fewest exchanges, vectors only")
-    words = "; ".join(f"{problem}: {winner}" for problem, winner in best.iter_rows())
-    return (
-        figure,
-        f"Fewest exchanges of vectors to a gap of {GAPS[-1]:g}, among covey's solvers: {words} (bars: sd between runs)",
+    words = ", ".join(f"{winner} ({problem})" for problem, winner in best.iter_rows())
+    return figure, (
+        f"Fewest exchanges to a gap of {GAPS[-1]:g} among covey's solvers that send vectors: {words}. Sweep and newton send "
+        "matrices too. Bars: sd between runs"
     )
 
 
@@ -229,6 +242,8 @@ def _penalties(study: Study) -> tuple[Figure, str]:
     figure, (panel,) = _panels(8.5, 5.6)
     drawn = panel.pcolormesh(lams, gammas, scores, shading="nearest", cmap="viridis_r", norm=PowerNorm(0.5), rasterized=True)
     i, j = np.unravel_index(scores.argmin(), scores.shape)
+    edges = [name for name, at, last in (("gamma", i, len(gammas)), ("lam", j, len(lams))) if at in (0, last - 1)]
+    edge = f", the edge of the grid for {' and '.join(edges)}" if edges else ""
     panel.plot(lams[j], gammas[i], marker="*", markersize=15, color="white", markeredgecolor="black", clip_on=False)
     panel.set_xscale("log")
     panel.set_yscale("log")
@@ -238,7 +253,7 @@ def _penalties(study: Study) -> tuple[Figure, str]:
     along = change_along_lam(scores)
     return (
         figure,
-        f"Cross-validation chooses gamma = {gammas[i]:.3g} and lam = {lams[j]:.3g} (star); along lam the score {along}",
+        f"Cross-validation chooses gamma = {gammas[i]:.3g} and lam = {lams[j]:.3g} (star{edge}); along lam the score {along}",
     )
 
 

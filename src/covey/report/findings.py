@@ -120,10 +120,11 @@ def normality(values: Floats) -> tuple[str, str]:
     ordered = np.sort(values)
     apart = float(np.abs(special.ndtr(ordered) - (np.arange(1, n + 1) - 0.5) / n).max())
     chance = 1.36 / np.sqrt(n)  # the 95% quantile of the difference by chance (Kolmogorov)
-    worst = f"The distribution differs from the normal one by at most {100 * apart:.1f} percentage points"
-    if apart <= max(0.03, chance):
-        return "good", f"{worst}."
-    return ("fair" if apart <= max(0.08, 2 * chance) else "bad"), f"{worst}; chance alone gives up to {100 * chance:.1f}."
+    verdict = "good" if apart <= max(0.03, chance) else "fair" if apart <= max(0.08, 2 * chance) else "bad"
+    return verdict, (
+        f"The distribution differs from the normal one by at most {100 * apart:.1f} percentage points; chance alone gives up "
+        f"to {100 * chance:.1f}."
+    )
 
 
 def fingerprint(table: Any) -> str:

@@ -56,6 +56,7 @@ th[aria-sort=descending] button::after{content:"\\00a0\\2193";opacity:1}
 figure{margin:1rem 0}
 figure img{max-width:100%;height:auto;border:1px solid var(--line)}
 figure .dark{display:none}
+@media screen and (max-width:40rem){figure{overflow-x:auto}figure img{max-width:none;width:38rem}}
 @media (prefers-color-scheme:dark){figure .light{display:none}figure .dark{display:inline}}
 .verdict{font-weight:700}
 .good{color:var(--good)}.fair{color:var(--fair)}.bad{color:var(--bad)}
@@ -71,7 +72,7 @@ border:1px solid var(--line);cursor:pointer}
 pre{background:var(--soft);padding:.7rem 1rem;overflow-x:auto;font-size:.85rem;white-space:pre-wrap;overflow-wrap:anywhere}
 footer{margin:3rem auto 2rem;font-size:.85rem}
 @media print{:root{--ink:#000;--paper:#fff;--soft:#fff;--line:#999;--accent:#000;--good:#000;--fair:#000;--bad:#000}
-body{font-size:10.5pt}nav,.search,.skip{display:none}figure,table,.answer{break-inside:avoid}h2{break-after:avoid}
+body{font-size:10.5pt}nav,.search,.skip{display:none}figure,table,.answer{break-inside:avoid}h2,h3{break-after:avoid}
 figure .light{display:inline!important}figure .dark{display:none!important}th button::after{content:""}a{text-decoration:none}}
 """
 
@@ -217,7 +218,7 @@ class Page:
         for at, name in enumerate(head):
             label = f'<button type="button">{escape(name)}</button>' if sortable else escape(name)
             cells.append(f'<th scope="col"{_right(numeric[at])}>{label}</th>')
-        body = ["<tr>" + "".join(_cell(value, numeric[at]) for at, value in enumerate(row)) + "</tr>" for row in rows]
+        body = ["<tr>" + "".join(_cell(value, numeric[at], head[at]) for at, value in enumerate(row)) + "</tr>" for row in rows]
         kind = ' class="sortable"' if sortable else ""
         self.add(
             f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table{kind}>'
@@ -233,13 +234,13 @@ class Page:
             title = " ".join(figure.axes[0].get_title("left").split())
             source = base64.b64encode(_png(figure)).decode()
             images.append(f'<img class="{name}" alt="{escape(title)}" src="data:image/png;base64,{source}">')
-        self.add(f"<figure>{''.join(images)}</figure>")
+        self.add(f'<figure tabindex="0">{"".join(images)}</figure>')
         return title
 
     def search(self, about: Sequence[str], label: str, document: Any) -> None:
         """A search over groups at the head of the section; ``document`` has their rows."""
         self.groups = json.dumps(document, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-        self.body[:0] = [f"<p>{escape(each)}</p>" for each in about]
+        self.body[:0] = [f'<p class="search">{escape(each)}</p>' for each in about]
         self.body.insert(
             len(about),
             f'<div class="search"><label for="find">{escape(label)}</label>'
@@ -286,10 +287,12 @@ def _right(number: bool) -> str:
     return ' class="n"' if number else ""
 
 
-def _cell(value: Any, number: bool) -> str:
+def _cell(value: Any, number: bool, name: str) -> str:
     if value is None:
         return f'<td{_right(number)} data-v="">-</td>' if number else "<td>-</td>"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return f"<td>{escape(str(value))}</td>"
-    shown = f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+    shown = f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
+    if name == "p-value" and value < 1e-4:
+        shown = "&lt; 1e-4"
     return f'<td class="n" data-v="{value!r}">{shown}</td>' if number else f"<td>{shown}</td>"

@@ -54,7 +54,8 @@ def many(number: int, noun: str) -> str:
     return f"{number:,} {noun if number == 1 else plural(noun)}"
 
 
-def _response(model: Model) -> str:
+def response_of(model: Model) -> str:
+    """The name of the response."""
     formula = model.problem.formula
     return "response" if formula is None or formula.response is None else formula.response
 
@@ -62,7 +63,7 @@ def _response(model: Model) -> str:
 def scale_of(model: Model) -> str:
     """The scale of the linear predictor, in words."""
     link = model.problem.loss.link
-    words = {"identity": f"units of {_response(model)}", "logit": "log-odds", "log": "units of the log of the mean"}
+    words = {"identity": f"units of {response_of(model)}", "logit": "log-odds", "log": "units of the log of the mean"}
     return words.get(link, "units of the linear predictor") if link is not None else "units of the linear predictor"
 
 
@@ -99,7 +100,7 @@ def shrinkage_of(found: ClientMeans, model: Model) -> Draw:
                 band(ax, n, values, colour, label, alpha)
         log_counts(ax, n)
         ax.set_xlabel(f"rows of the {client} (log scale)" if ax.get_xscale() == "log" else f"rows of the {client}")
-        of = f"mean {_response(model)}" if model.classes is None else f"share of {model.classes.tolist()[1]!r}"
+        of = f"mean {response_of(model)}" if model.classes is None else f"share of {model.classes.tolist()[1]!r}"
         ax.set_ylabel(f"{of}, minus that by the {above} model")
         ax.legend()
         return _shrinkage_title(n, alone, own, client, above)
@@ -383,4 +384,4 @@ def mean_of(model: Model) -> str:
     """What a prediction is, in the user's words."""
     if model.classes is not None:
         return f"probability of {model.classes.tolist()[1]!r}"
-    return _response(model)
+    return response_of(model)

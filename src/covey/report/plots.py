@@ -127,11 +127,11 @@ def race_figure(histories: Mapping[str, pl.DataFrame], path: Path, *, accuracy: 
             plot_gap(panel, name, history["exchanges"].to_numpy() + 1, history["gap"].to_numpy())
             exchanges[name] = history.filter(pl.col("gap") <= accuracy)["exchanges"].min()
         panel.axhline(accuracy, color="#808080", linewidth=1.0, linestyle=":", zorder=0)
-        panel.text(0.5, accuracy, f"gap {accuracy:g}", transform=panel.get_yaxis_transform(), ha="center", va="bottom")
+        panel.text(1.01, accuracy, f"gap\n{accuracy:g}", transform=panel.get_yaxis_transform(), va="center")
         panel.xaxis.set_major_formatter("{x:,.0f}")
         panel.set_xlabel("exchanges of a client, plus one (log scale)")
         panel.set_ylabel(GAP_LABEL)
-        figure.legend(loc="outside lower center", ncols=len(histories))
+        figure.legend(loc="outside lower center", ncols=4)
         return figure, exchanges_to_gap(exchanges, accuracy)
 
     save_figure(draw, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from textwrap import wrap
@@ -82,6 +83,7 @@ def figure_of(draw: Draw, *, dark: bool = False, size: tuple[float, float] = (8.
 
 def balanced(text: str, width: int) -> str:
     """The text in as few lines as ``width`` characters allow, the longest of them as short as possible."""
+    text = re.sub(r"(?<=\d) (?=([kMGT]?B|s|min|h|d)\b)", "\u00a0", text)  # a number and its unit stay together
     lines = wrap(text, width, break_on_hyphens=False)
     while width > 1 and len(shorter := wrap(text, width - 1, break_long_words=False, break_on_hyphens=False)) == len(lines):
         if max(map(len, shorter), default=0) > width:

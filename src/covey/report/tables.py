@@ -35,7 +35,17 @@ def comparison_table(errors: Mapping[str, float], family: str, rows: int) -> Tab
     table = _table(f"Held-out error on {rows:,} rows", ["model"], numbers, cells)
     for row, error in zip(table.rows, errors.values(), strict=True):
         row.style = "bold" if error == best else ""
+    words = [f"{name}: {_MODELS[name]}" for name in errors if name in _MODELS]
+    table.caption = "\n".join(words) if words else None
     return table
+
+
+_MODELS = {
+    "single-model": "one for all rows",
+    "locally-trained": "one for each group alone",
+    "single-cluster": "groups move towards one common mean",
+    "hierarchical": "the model below",
+}
 
 
 def shrinkage_table(found: Shrinkage, units: Ints, title: str, caption: str) -> Table:
