@@ -113,6 +113,21 @@ def test_a_site_writes_its_rules_checks_a_fit_and_decides(tmp_path):
     first = said.split("then leaves")[0]
     assert all(fact in first for fact in ("sums of columns and of their squares", "missing values")), said
 
+    (tmp_path / "problem.json").write_text(
+        json.dumps({"formula": "y ~ x + z", "client": "client", "gamma": 1.0, "weights": "w"})
+    )
+    rare = pl.read_parquet(tmp_path / "t.parquet").with_columns(
+        z=pl.when(pl.col("client").rank("dense") <= 4).then(pl.lit("a")).otherwise(pl.lit("b")), w=pl.lit(1.0)
+    )
+    before = (home / "site.toml").read_text()
+    (home / "site.toml").write_text(re.sub(r"\ncolumns = .*", '\ncolumns = ["y", "x", "z", "w"]', before))
+    rare.write_parquet(tmp_path / "t.parquet")
+    said = inside("site", "check", "problem.json", "--home", "north", cwd=tmp_path).stdout
+    assert "Column 'z' has a value that fewer than 10 clients here have" in said
+    assert "All sums may leave" not in said
+    assert "w, x, y, z" in said
+    (home / "site.toml").write_text(before)
+
     text = (home / "site.toml").read_text().replace("insecure = false", "insecure = true")
     assert SiteFile.read(home).policy.operators == ()
     text = text.replace("operators = []", 'operators = ["any"]')

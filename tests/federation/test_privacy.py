@@ -364,6 +364,27 @@ def test_a_second_start_is_refused_where_it_would_cost_too_much():
         fit(sites, spec(), FaultyTransport(sites, die), private_run(noise_for(1.0, 2)), on_loss="continue")
 
 
+def test_a_site_without_a_limit_of_epsilon_answers_no_private_run(tmp_path):
+    """Otherwise an operator passes the rules about single clients with noise of about zero."""
+    table(18).write_parquet(tmp_path / "t.parquet")
+    rules = {"client": "client", "columns": ["y", "x", "z"], "groups": ["cluster"], "families": ["gaussian"], "secure": False}
+    rules |= {"solvers": ["sweep"], "replies": "all", "minimum": 1, "share": 1.0, "approve": "policy", "operators": ["any"]}
+
+    def site(**more):
+        lines = [f"{name} = {json.dumps(value)}" for name, value in {**rules, **more}.items()]
+        (tmp_path / "site.toml").write_text("\n".join(lines))
+        return SiteFile.read(tmp_path, table=tmp_path / "t.parquet", site="s0", insecure=True).open()
+
+    asked = private_run(noise_for(1e6, 2))
+    with pytest.raises(FederationError, match=r"only within a limit.*rule 'epsilon'"):
+        fit({"s0": site()}, spec(), settings=asked)
+    with pytest.raises(FederationError, match="it allows 5 at most"):
+        fit({"s0": site(epsilon=5.0)}, spec(), settings=asked)
+    fit({"s0": site(epsilon=5.0)}, spec(), settings=private_run(noise_for(1.0, 2)))
+    with pytest.raises(FederationError, match="vectors only"):
+        fit({"s0": site(epsilon_total=50.0, replies="vectors")}, spec(), settings=private_run(noise_for(1.0, 2)))
+
+
 def test_a_site_does_not_join_a_run_whose_privacy_has_changed():
     """The agreement of a run without privacy, to a site that answers only with it."""
     parts = by_turns(table(18), 2)

@@ -103,8 +103,8 @@ def init(
     chosen: dict[str, Any] = {"client": client, "groups": grouping, "columns": rest, "families": ["gaussian"]}
     chosen |= {"solvers": ["sweep", "learn"], "secure": False, "replies": "all", "share": 0.75}
     chosen["operators"] = [ANY] if insecure else [] if operator is None else [bare(operator.read_text(encoding="utf-8"))]
-    text = "# What this site allows. The rest is refused. If you delete a rule, its default applies; the defaults of columns,\n"
-    text += "# families, solvers, share, secure and replies are stricter than below. Without epsilon no noise is required.\n"
+    text = "# What this site allows. The rest is refused. If you delete a rule, its default applies; the defaults of most\n"
+    text += "# rules are stricter than below. Without epsilon no noise is required.\n"
     for name, comment in PLACES.items():
         unused = name == "table_name" and table_name is None
         text += f"\n# {comment}\n" + ('# table_name = "visits"\n' if unused else f"{name} = {_toml(places[name])}\n")

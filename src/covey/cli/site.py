@@ -125,6 +125,7 @@ def _decide(home: Path, question: str | None, decision: str) -> None:
 
 def in_words(file: SiteFile, asked: dict[str, Any]) -> str:
     """A question in words: who asks, for which fit, from which columns, with which sums, and the counts of its cells."""
+    from covey.federation.privacy.differential import spent
     from covey.federation.privacy.signing import fingerprint
     from covey.federation.wire.codec import printable
     from covey.problem.problem import Problem
@@ -132,7 +133,10 @@ def in_words(file: SiteFile, asked: dict[str, Any]) -> str:
     design: dict[str, Any] = {"design": None, "classes": None, "has_offset": False}
     draft = Problem.from_json({"spec": asked["spec"], "formula": asked["formula"], **design})
     spec = draft.spec
-    noise = "without noise" if asked["private"] is None else f"with noise, {asked['private']['rounds']} releases"
+    noise = "without noise"
+    if (private := asked["private"]) is not None:
+        cost = spent([(private["noise"], private["rounds"])], file.budget.delta)
+        noise = f"with noise: epsilon {cost:.3g} at delta {file.budget.delta:g}, in {private['rounds']} releases"
     penalties = "learned from the data" if spec.learns else "given"
     lines = [
         f"asked by       {fingerprint(asked['operator']) or 'an operator without a key'}, {asked['asked']}",
@@ -151,8 +155,11 @@ def _sums_in_words(file: SiteFile, draft: Problem, *, private: bool = False) -> 
     """
     from dataclasses import replace
 
-    from covey.federation.site.engine import draft_rows
+    from covey.errors import FederationError
+    from covey.federation.site.engine import draft_rows, table_for
     from covey.federation.site.release import NUMBER, weak_sums
+    from covey.federation.site.table import profile_of
+    from covey.problem.rows import used_columns
 
     read, policy, moments = file.reader(), file.policy, draft.spec.standardize
 
@@ -162,7 +169,7 @@ def _sums_in_words(file: SiteFile, draft: Problem, *, private: bool = False) -> 
 
     data, _ = draft_rows(read(draft.spec), draft)
     tree = data.hierarchy
-    lines = [f"columns used   {', '.join(dict.fromkeys(n for f in draft.formula.factors for n in f.names()[0]))}"]  # type: ignore[union-attr]
+    lines = [f"columns used   {', '.join(used_columns(draft))}"]
     lines += [f"terms          {', '.join(data.terms)}"]
     sizes = [f"{cell}: {n} clients" for cell, n in zip(tree.cluster_ids.to_list(), tree.sizes.tolist(), strict=True)]
     lines += [f"cells          {len(sizes)}: {'; '.join(sizes[:12])}{'; ...' if len(sizes) > 12 else ''}"]
@@ -174,9 +181,17 @@ def _sums_in_words(file: SiteFile, draft: Problem, *, private: bool = False) -> 
     first += ["numbers of missing values"] if draft.spec.na == "drop" and not private else []
     lines += [f"leaves first   {', '.join(first)}"]
     lines += [f"then leaves    sums over the clients of a cell{', with noise' if private else ''}: {kinds}; no rows"]
+    refused = ""
+    try:
+        profile_of(table_for(read(draft.spec), draft, private=private), draft, "", policy.minimum, private=private)
+    except FederationError as problem:
+        refused = str(problem)
+        lines += [refused]
     weak = weak_sums_of(data)
     rule = f"at least {policy.minimum} clients in each"
     rule += "" if private else f", none with more than {policy.share:.0%} of a sum of squares"
+    if refused and not weak:
+        return "\n".join(lines)
     if not weak:
         return "\n".join([*lines, f"All sums may leave ({rule})."])
     lines += [f"{len(weak)} sums may not leave ({rule}):", *(f"  {each}" for each in weak[:20]), "  ..." * (len(weak) > 20)]

@@ -2,7 +2,7 @@
 
 Each solver is one file: ``direct/sweep.py`` (exact, for quadratic losses), ``direct/newton.py`` (for any loss), the randomised
 algorithms of Lyu, Hanzely and Kolar (2022), arXiv:2204.13619, ``first_order/l2gd.py``, ``first_order/one_coin.py`` and
-``first_order/al2sgd_plus.py``, and two other methods that need fewer exchanges, ``first_order/apgd.py`` and
+``first_order/al2sgd_plus.py``, and two other methods that usually need fewer exchanges, ``first_order/apgd.py`` and
 ``first_order/proxskip.py``. Their functions ``f(network, penalty, *, ...) -> Fit`` are names of this package.
 ``reference`` is a dictionary: it maps the name of each first-order algorithm to the same algorithm in plain numpy. Names are
 loaded when they are first used.

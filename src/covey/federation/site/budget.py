@@ -29,12 +29,15 @@ class Budget:
     total : the most epsilon for all runs together; None for no limit
     delta : the delta of these limits, whatever the operator's is
     file : keeps the releases over runs and restarts; None keeps them in this object
+    unlimited : whether private runs are answered without a limit. Their noise, which the operator chooses, takes the place of
+        other rules, so a real site answers them only within a limit; a simulation is one process and needs none
     """
 
     run: float | None = None
     total: float | None = None
     delta: float = DELTA
     file: Path | None = None
+    unlimited: bool = True
 
     def __post_init__(self) -> None:
         self._file = Document(self.file, {"releases": {}})
@@ -55,6 +58,11 @@ class Budget:
                     "'epsilon_total' of its site.toml)."
                 )
             return
+        if self.run is None and self.total is None and not self.unlimited:
+            raise FederationError(
+                "This site answers runs under differential privacy only within a limit; ask for a run without --epsilon. The "
+                "owner of this site can set one: rule 'epsilon' in site.toml."
+            )
         start = f"{run}.{epoch}"
         releases = {name: entry for name, entry in self.releases.items() if name != start}
         self._check(run, releases | {start: {"noise": privacy.noise, "exchanges": range(privacy.rounds)}})

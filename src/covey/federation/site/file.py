@@ -65,7 +65,8 @@ class SiteFile:
         rules["operators"] = _public_keys("rule 'operators'", [each for each in rules["operators"] if each != ANY])
         rules["operators"] += (ANY,) * (ANY in plain.get("operators", ()))
         limits = {name: number(f"rule {name!r}", plain[name], above=0) for name in LIMITS if name in plain}
-        budget = Budget(limits.get("epsilon"), limits.get("epsilon_total"), limits.get("delta", DELTA), home / "privacy.json")
+        most = limits.get("epsilon"), limits.get("epsilon_total"), limits.get("delta", DELTA)
+        budget = Budget(*most, home / "privacy.json", unlimited=False)
         places = {name: plain.get(name) for name in PLACES} | {name: each for name, each in given.items() if each is not None}
         if not isinstance(peers, Mapping):
             raise FederationError(f"The table [peers] in {NAME} must have lines such as north = 'ecdsa-sha2-nistp384 AAAA...'.")

@@ -226,6 +226,8 @@ class Site:
         draft = self._check_asked(asked)
         if self.policy.approve != "policy":
             return Ready("its owner would be asked")
+        private = asked.private is not None
+        profile_of(table_for(self.read(draft.spec), draft, private=private), draft, "", self.policy.minimum, private=private)
         if asked.private is None and self.weak_sums(draft):
             why = "This site has sums over too few clients, or with a client that dominates"
             raise refusal("minimum", f"{why}; covey site check names them there", "lower 'minimum' or raise 'share'")
@@ -316,8 +318,7 @@ class Site:
         try:
             with np.errstate(over="ignore", invalid="ignore"):
                 reply = asked.body.at(node)
-            if private is None:
-                self.policy.check_reply(reply, data.n_clusters, data.n_terms)
+            self.policy.check_reply(reply, data.n_clusters, data.n_terms)
             if noisy and private is not None:
                 self.budget.charge(private, asked.run, asked.epoch, asked.exchange)
         except BaseException:
