@@ -3,8 +3,8 @@
     python benchmarks/bench_engines.py [rows] [clients]
 
 It writes Parquet files with d = 3 (an intercept and two columns) to a temporary folder, which it removes afterwards. Each fit
-runs in a process of its own, which reports its largest anonymous memory. A linear fit is compared with the bare aggregate
-query for the same sums.
+runs in a process of its own, which reports its largest anonymous memory and its processor seconds. A linear fit is compared
+with the bare aggregate query for the same sums.
 """
 
 from __future__ import annotations
@@ -76,28 +76,29 @@ def work(what: str, engine: str, rows: str) -> None:
             pl.read_parquet(rows, n_rows=20_000), covey.Spec(formula="yes ~ x1", family="bernoulli", client="g", gamma=1.0)
         )
     fit, Spec = covey.fit, covey.Spec  # imported here: the time of imports is not that of a fit
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     if what == "bare":
         bare(engine, rows)
     elif what == "fit":
         table = duckdb.sql(f"SELECT * FROM '{rows}'") if engine == "duckdb" else pl.scan_parquet(rows)
         fit(table, FORMULA)
     elif what == "shard":
-        from covey.nodes.shards import lay_out
+        from covey.nodes.layout import lay_out
 
         lay_out(pl.scan_parquet(rows), engine, "client")
     elif what == "logistic":
         ids = {"client": "client", "cluster": "g"}
         fit(engine, Spec(formula="yes ~ x1 + x2", family="bernoulli", **ids, gamma=2.0, lam=1.0, standardize=True))
-    print(time.perf_counter() - start, peak[0] / 1e6)
+    print(time.perf_counter() - start, peak[0] / 1e6, time.process_time() - cpu)
 
 
-def run(what: str, engine: str, rows: str) -> tuple[float, float]:
+def run(what: str, engine: str, rows: str) -> tuple[float, float, float]:
+    """Seconds, the largest anonymous memory in GB, and processor seconds."""
     done = subprocess.run([sys.executable, __file__, "--work", what, engine, rows], capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stderr)
-    seconds, memory = map(float, done.stdout.split()[-2:])
-    return seconds, memory
+    seconds, memory, cpu = map(float, done.stdout.split()[-3:])
+    return seconds, memory, cpu
 
 
 def main(rows: int, clients: int) -> None:
@@ -115,15 +116,15 @@ def main(rows: int, clients: int) -> None:
             seconds, bare_seconds = min(whole)[0], min(alone)[0]
             memory, bare_memory = (max(each[1] for each in runs) for runs in (whole, alone))
             ratios[engine] = seconds / bare_seconds
+            cpu = min(each[2] for each in whole) / min(each[2] for each in alone)
             print(
                 f"{engine:8} {rows:.0e} rows: bare {bare_seconds:6.1f} s, {bare_memory:5.2f} GB   "
-                f"REML with tests {seconds:6.1f} s, {memory:.2f} GB"
+                f"REML with tests {seconds:6.1f} s, {memory:.2f} GB   ratio of processor seconds {cpu:.2f}"
             )
         shards = f"{name}/shards"
-        seconds, memory = run("shard", shards, table)
-        print(f"shard    {rows:.0e} rows: {seconds:7.1f} s   {memory:.2f} GB")
-        seconds, memory = run("logistic", shards, table)
-        print(f"logistic {rows:.0e} rows: {seconds:7.1f} s   {memory:.2f} GB")
+        for what in ("shard", "logistic"):
+            seconds, memory, cpu = run(what, shards, table)
+            print(f"{what:8} {rows:.0e} rows: {seconds:7.1f} s   {memory:.2f} GB   {cpu:.2f} processor seconds")
         print("ratio to the bare query: " + ", ".join(f"{engine} {ratio:.2f}" for engine, ratio in ratios.items()))
 
 

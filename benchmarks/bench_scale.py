@@ -95,7 +95,7 @@ def measure(engines: list[str], scale: float) -> dict[str, list[list[float]]]:
             (folder / "rows").mkdir(parents=True)
             write(folder / "rows", int(scale * rows), int(scale * clients))
             if {"shards", "ray"} & set(engines):
-                from covey.nodes.shards import lay_out
+                from covey.nodes.layout import lay_out
 
                 lay_out(pl.scan_parquet(folder / "rows" / "*.parquet"), folder / "shards", "client", SHARDS)
             folders.append(str(folder))

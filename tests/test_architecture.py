@@ -92,7 +92,7 @@ def test_no_engine_is_loaded_by_a_fit(tmp_path):
 import sys
 sys.modules.update(dict.fromkeys({ENGINES!r}))
 import covey
-from covey.nodes.shards import lay_out
+from covey.nodes.layout import lay_out
 homes = covey.datasets.load_radon()
 shards = lay_out(homes.lazy(), "shards", "county", 2)
 for table in (homes, homes.lazy(), shards):

@@ -22,8 +22,9 @@ from covey import CoveyError, Spec
 from covey.engines.ray import MOST_DEATHS, SAVE_EVERY, Log, actors
 from covey.fitting.fit import fit
 from covey.losses import from_functions
+from covey.nodes.layout import lay_out, parts_of
 from covey.nodes.requests import PutSnapshot, TakeSnapshot
-from covey.nodes.shards import Shards, lay_out, open_shards, parts_of
+from covey.nodes.shards import Shards, open_shards
 from covey.problem.problem import resolve
 from covey.records import decode
 from tests.cli.shell import inside

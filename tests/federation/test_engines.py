@@ -14,7 +14,7 @@ from covey.federation.site.engine import draft_rows
 from covey.federation.site.policy import Policy
 from covey.federation.site.release import weak_sums
 from covey.federation.site.site import Site
-from covey.nodes.shards import lay_out
+from covey.nodes.layout import lay_out
 from covey.problem.problem import Spec, resolve
 from covey.records import decode
 from tests.federation.sites import assert_same, by_turns, fit, in_memory, sites_of, spec, table

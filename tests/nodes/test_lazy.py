@@ -252,3 +252,6 @@ def test_the_command_line_fits_patterns_and_databases(tmp_path):
         code, said = shown(*arguments, check=False)
         assert (code, "visits" in said) == (2, True)
     assert shown("a.parquet", formula, "--table", "visits", check=False)[0] == 2
+    (tmp_path / "empty").mkdir()
+    for arguments, said in ((("b*.parquet",), "No file matches 'b*.parquet'"), (("empty",), "'empty' has no Parquet files")):
+        assert said in shown(*arguments, formula, check=False)[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from importlib.util import find_spec
 
+import duckdb
 import numpy as np
 import polars as pl
 import pytest
@@ -14,8 +15,9 @@ from hypothesis import strategies as st
 import covey
 from covey import CoveyError, Spec
 from covey.fitting.fit import fit
+from covey.nodes.layout import lay_out, parts_of
 from covey.nodes.network import InMemory
-from covey.nodes.shards import Shards, lay_out, open_shards, parts_of
+from covey.nodes.shards import Shards, open_shards
 from covey.problem.problem import resolve
 from covey.problem.rows import read_rows
 from tests.cli.shell import inside
@@ -172,6 +174,22 @@ def test_shards_of_a_table_that_has_changed_are_refused(tmp_path):
     assert "another folder" in more.stderr
     with pytest.raises(CoveyError, match="another table"):  # nothing says where this table is from
         lay_out(table.lazy(), tmp_path / "shards", "client")
+
+
+def test_a_table_of_a_database_is_laid_out(tmp_path):
+    table, spec = counts_of(6), MODELS[4]
+    with duckdb.connect(tmp_path / "house.duckdb") as connection:
+        connection.from_arrow(table.to_arrow()).create("visits")
+        connection.from_arrow(table.with_columns(count=pl.col("count") + 1).to_arrow()).create("others")
+    arguments = ("shard", "house.duckdb", "deep/shards", "--client", "client", "--shards", "2", "--table")
+    for _ in range(2):
+        assert "2 shards" in inside(*arguments, "visits", cwd=tmp_path).stderr
+    assert [each.name for each in (tmp_path / "deep").iterdir()] == ["shards"]
+    spec = replace(spec, gamma=1.0)
+    assert_equal(covey.fit(table, spec), covey.fit(tmp_path / "deep" / "shards", spec))
+    for wrong, fact in (("others", "shards of another table"), ("visit", "'visits'")):
+        done = inside(*arguments, wrong, cwd=tmp_path, check=False)
+        assert (done.returncode, fact in done.stderr) == (2, True), done.stderr
 
 
 def test_progress_counts_the_shards_that_have_answered(tmp_path):

@@ -51,11 +51,12 @@ def fit(
     from covey.fitting.planning import clock_run
     from covey.model.files import check_target, save_model
     from covey.model.summary import describe
+    from covey.nodes.layout import is_shards
     from covey.nodes.lazy import as_lazy, read_lazy
     from covey.nodes.look import collected
     from covey.nodes.network import InMemory
     from covey.nodes.queries import read_sums
-    from covey.nodes.shards import check_engine, is_shards, open_shards
+    from covey.nodes.shards import check_engine, open_shards
     from covey.problem.problem import resolve
     from covey.problem.rows import read_rows
     from covey.tables.files import read_table

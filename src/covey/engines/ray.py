@@ -26,10 +26,11 @@ from covey._version import __version__
 from covey.errors import CoveyError, DataError
 from covey.losses import FAMILIES, from_functions
 from covey.losses.functions import FunctionLoss
+from covey.nodes.layout import parts_of
 from covey.nodes.network import Message
 from covey.nodes.requests import PutCoefficients, PutGamma, PutSnapshot, TakeSnapshot
 from covey.nodes.shard import OpenRows, ScaleRows, Shard
-from covey.nodes.shards import Holder, parts_of
+from covey.nodes.shards import Holder
 from covey.problem.problem import Problem
 from covey.records import Record, decode, encode
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+
+import polars as pl
 
 from covey.errors import DataError, did_you_mean
 from covey.tables.files import is_pattern, read_table, scan_table
@@ -48,6 +52,21 @@ def open_table(
 def in_engine(path: str | Path) -> bool:
     """Whether :func:`open_table` leaves the rows of a table where they are."""
     return Path(path).suffix in _DATABASES or is_pattern(path)
+
+
+@contextmanager
+def exported(relation: Any, folder: Path) -> Iterator[pl.LazyFrame]:
+    """The rows of a relation of DuckDB in a Parquet file, which DuckDB writes in a stream, and which is deleted afterwards."""
+    import duckdb
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=".covey-", dir=folder) as scratch:
+            path = Path(scratch) / "rows.parquet"
+            relation.write_parquet(str(path))
+            yield scan_table(path)
+    except (duckdb.Error, OSError) as problem:
+        raise DataError(f"The table cannot be written to {str(folder)!r}: {_first_line(problem)}.") from None
 
 
 def _relation(path: Path, table: str | None, named_by: str) -> Any:

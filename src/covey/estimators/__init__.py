@@ -18,8 +18,9 @@ from covey.estimators.core import SETTINGS, EstimatorCore
 from covey.losses import family_of
 from covey.model.files import load_model
 from covey.model.model import Model
+from covey.nodes.layout import column_names, is_shards
 from covey.nodes.lazy import as_lazy
-from covey.nodes.shards import check_engine, column_names, is_shards, open_shards
+from covey.nodes.shards import check_engine, open_shards
 from covey.problem.problem import Spec, resolve
 from covey.problem.rows import two_values
 from covey.tables.files import is_pattern, read_table, scan_table

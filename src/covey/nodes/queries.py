@@ -74,7 +74,7 @@ def sql_queries(problem: Problem, dialect: Dialect, table: str) -> tuple[str, st
     SELECT
       COUNT(*) AS "rows",
       SUM(CASE WHEN "county" IS NULL THEN 1 ELSE 0 END) AS "missing county",
-      SUM(CASE WHEN "y" IS NULL THEN 1 ELSE 0 END) AS "missing y"
+      SUM(CASE WHEN "y" IS NULL OR ABS(CAST("y" AS DOUBLE)) > 1.7976931348623157e308 THEN 1 ELSE 0 END) AS "missing y"
     FROM "visits"
     """
     sql, found, spec = Sql(dialect), aggregate_of_problem(problem), problem.spec

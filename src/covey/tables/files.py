@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from glob import iglob
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,9 @@ def scan_table(path: str | Path) -> pl.LazyFrame:
     pattern = Path(path) / "**" / "*.parquet" if Path(path).is_dir() else Path(path)
     if pattern.suffix not in (".parquet", ".pq"):
         raise DataError(f"Only Parquet files are read lazily, and {str(path)!r} does not end in .parquet; convert them first.")
+    if not any(iglob(str(pattern), recursive=True)):
+        where = "The folder {} has no Parquet files" if Path(path).is_dir() else "No file matches {}"
+        raise DataError(f"{where.format(repr(str(path)))}; check the path.")
     try:
         found = pl.scan_parquet(pattern, hive_partitioning=False)
         found.collect_schema()
