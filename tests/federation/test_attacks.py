@@ -133,6 +133,8 @@ def test_two_runs_that_differ_by_a_few_clients_are_refused(tmp_path):
         run(moved)
     with pytest.raises(FederationError, match="by fewer than 5 from those of an earlier run"):  # a row more of one client
         run(pl.concat([frame, frame.filter(pl.col("client") == "c7").head(1)]))
+    with pytest.raises(FederationError, match="by fewer than 5 from those of an earlier run"):  # of four clients
+        run(pl.concat([frame, frame.filter(pl.col("client").is_in(["c7", "c8", "c9", "c10"])).group_by("client").head(1)]))
     # A weight of zero leaves a client out.
     with pytest.raises(FederationError, match="by fewer than 5 from those of an earlier run"):
         run(frame.with_columns(w=(pl.col("client") != "c7").cast(pl.Float64)), weights="w")

@@ -20,6 +20,7 @@ its clients with their numbers of rows, and the cells that they were in, in ``ho
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -177,9 +178,15 @@ class Released:
         kept, tree = self._file.read(), data.hierarchy
         used = np.ones(data.n_clients) if data.weights is None else np.add.reduceat(data.weights, data.client_ptr[:-1])
         ids = zip(tree.identities.tolist(), data.rows_per_client.tolist(), tree.parent.tolist(), used.tolist(), strict=True)
-        now = {keyed_hash((client, rows), kept["key"])[:16]: cell for client, rows, cell, weight in ids if weight > 0}
+
+        def hashed(what: Any) -> str:
+            return keyed_hash(what, kept["key"])[:16]
+
+        now = {hashed(client): [cell, hashed((client, rows))] for client, rows, cell, weight in ids if weight > 0}
         for before in kept["runs"].values() if policy.minimum > 1 else ():
-            if 0 < _least_difference(now, before) < policy.minimum:
+            # An older version kept one hash of each client's id and number of rows, with its cell.
+            listed = {client: each if isinstance(each, list) else [each, ""] for client, each in before.items()}
+            if 0 < _least_difference(now, listed) < policy.minimum:
                 why = f"At this site the clients of a cell, or all clients, differ by fewer than {policy.minimum} from those of"
                 why = f"{why} an earlier run; both runs together would show these few"
                 raise refusal("minimum", why, "lower the number")
@@ -190,20 +197,25 @@ class Released:
         self._file.write(kept)
 
 
-def _least_difference(now: dict[str, int], before: dict[str, int]) -> int:
+def _least_difference(now: dict[str, list[Any]], before: dict[str, list[Any]]) -> int:
     """The least number of clients, above zero, by which a set of one run differs from one of another.
 
-    The sets are the cells and the whole. Only sets that share a client can differ by fewer than both have.
+    Each client has its cell and a hash of its number of rows; one whose rows changed differs too. The sets are the cells and
+    the whole. Only sets that share a client can differ by fewer than both have.
 
-    >>> _least_difference({"a": 0, "b": 0, "c": 1}, {"a": 0, "b": 1, "c": 1})
+    >>> _least_difference({"a": [0, "x"], "b": [0, "x"], "c": [1, "x"]}, {"a": [0, "x"], "b": [1, "x"], "c": [1, "x"]})
     1
-    >>> _least_difference({"a": 0, "b": 0}, {"a": 5, "b": 5})
+    >>> _least_difference({"a": [0, "x"], "b": [0, "x"]}, {"a": [5, "x"], "b": [5, "x"]})
     0
+    >>> _least_difference({"a": [0, "x"], "b": [0, "y"]}, {"a": [0, "x"], "b": [0, "x"]})
+    1
     """
-    both: dict[tuple[int, int], int] = {}
+    both, same = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
     for client in now.keys() & before.keys():
-        pair = now[client], before[client]
-        both[pair] = both.get(pair, 0) + 1
-    sizes = [np.bincount(list(each.values()), minlength=1) for each in (now, before)]
-    apart = [int(sizes[0][one] + sizes[1][two]) - 2 * shared for (one, two), shared in both.items()]
-    return min((each for each in [*apart, len(now.keys() ^ before.keys())] if each > 0), default=0)
+        pair = now[client][0], before[client][0]
+        both[pair] += 1
+        same[pair] += now[client][1] == before[client][1]
+    sizes = [Counter(cell for cell, _ in each.values()) for each in (now, before)]
+    apart = [sizes[0][one] + sizes[1][two] - shared - same[one, two] for (one, two), shared in both.items()]
+    whole = len(now.keys() | before.keys()) - same.total()
+    return min((each for each in [*apart, whole] if each > 0), default=0)

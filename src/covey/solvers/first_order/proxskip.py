@@ -278,8 +278,8 @@ def proxskip(
         smoothness; if the loss has no bound on its curvature, or if ``L`` is given, all have ``1 / L``.
     p : float, optional
         Probability of an exchange. With one step ``eta`` for all clients the default is ``sqrt(mu * eta)``. If each has its
-        own, it is ``sqrt(q)``: ``q`` is the strong convexity of the objective after the curvature of each client has been
-        divided by its smoothness ``L_i``.
+        own, it is ``sqrt(q)``: ``q`` is the strong convexity of the whole objective, losses and penalty, in the norm
+        ``|theta|^2 = sum_i L_i |theta_i|^2``.
     mu, L : float, optional
         Strong convexity of the objective and smoothness of the clients' losses; measured by default.
     **options
