@@ -357,8 +357,8 @@ def apgd(
         ``gamma (n,)``, positive, and ``lam (k,)``.
     mu : float, optional
         Strong convexity of every client's loss. With it the steps are fixed and the gap is certified. Without it the steps are
-        adaptive. After each exchange the curvature is measured along the last step, and the gap is estimated from the smallest curvature
-        measured so far.
+        adaptive. After each exchange the curvature is measured along the last step, and the gap is estimated from the smallest
+        curvature measured so far.
     start : Fit or (n, d) array, optional
         Models to begin at; by default zero.
     tol : float
