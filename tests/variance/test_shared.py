@@ -135,3 +135,13 @@ def test_laplace_reaches_the_optimum_of_dense_columns(family):
         np.testing.assert_allclose(ours.statistic, theirs.statistic, atol=1e-7)
     new = rows.with_columns(i=pl.lit(999))
     np.testing.assert_allclose(found.predict(new), dense.predict(new), atol=1e-6)
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_columns_that_determine_every_unit_are_refused(sparse):
+    rows = table(rows=400, clients=30, groups=5).with_columns(twin=pl.format("c{}", "i"), kind=pl.format("k{}", "g"))
+    for formula, level in (("y ~ x + twin + (1 | i)", "client"), ("y ~ x + kind + (1 | g) + (1 | g:i)", "cluster")):
+        with pytest.raises(covey.CoveyError, match=rf"already give every {level} its own coefficient of 'Intercept'"):
+            covey.fit(rows, Spec(formula=formula, sparse=sparse))
+    model = covey.fit(rows, Spec(formula="y ~ x + kind + (1 + x || g:i)", sparse=sparse, tests=False))
+    assert model.convergence_.converged

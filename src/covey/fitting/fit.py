@@ -40,6 +40,7 @@ from covey.variance.components import LikelihoodRatio
 from covey.variance.estimate import NOT_FINITE, estimate, likelihood_ratios
 from covey.variance.identify import survey
 from covey.variance.parameters import Shape
+from covey.variance.shared_evidence import check_determined
 
 _IMPLAUSIBLE = 1e30  # size of a coefficient
 
@@ -257,6 +258,8 @@ def _by_likelihood(network: Network, problem: Problem, progress: Progress | None
     prepared = None if problem.sparse is None else begin(network)
     known = replace(survey(network, shape, settle=spec.vary is None and not problem.has_bars), prepared=prepared)
     shape = known.shape or shape
+    if prepared is not None:
+        check_determined(network, shape)
     found, learned = estimate(network, shape, surveyed=known, **settings)
     learned = learned if prepared is None else finished(learned, prepared)
     if not spec.tests:

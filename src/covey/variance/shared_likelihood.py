@@ -123,7 +123,11 @@ class SharedCriterion(LinearCriterion):
     def _slopes(self, sums: SharedSums, top: SharedTop, P: Floats, *, per_cluster: bool) -> tuple[Floats, Floats]:
         """The sums of ``F P F'`` over clients, ``(1 or k, q, q)``, and over clusters, ``(q, q)``."""
         layout, W, WP = sums.layout, top.response, symmetric_product(P, top.response)
-        WPW, (HPH, HP), (GPG, _) = WP @ W.T, _forms(layout.clusters, sums.H, P), _forms(layout.clients, sums.G, P, own=False)
+        WPW, (HPH, HP), (GPG, _) = (
+            WP @ W.T,
+            forms_of(layout.clusters, sums.H, P),
+            forms_of(layout.clients, sums.G, P, own=False),
+        )
         own = np.zeros_like(sums.H)
         inside = layout.clusters.columns < len(P)
         own[inside] = WP.T[layout.clusters.columns[inside]]
@@ -171,7 +175,7 @@ def symmetric_product(P: Floats, W: Floats) -> Floats:
     return np.asarray(linalg.blas.dsymm(1.0, P.T, W.T, side=0, lower=0)).T
 
 
-def _forms(units: Entries, G: Floats, P: Floats, *, own: bool = True) -> tuple[Floats, Floats]:
+def forms_of(units: Entries, G: Floats, P: Floats, *, own: bool = True) -> tuple[Floats, Floats]:
     """``G_i P G_i'`` of each unit, and ``G_i P`` at its own columns."""
     count, q = len(units.ptr) - 1, G.shape[1]
     out, GP = np.empty((count, q, q)), np.zeros_like(G) if own else np.empty((0, q))
