@@ -105,7 +105,7 @@ def test_a_saved_model_predicts_the_same(tmp_path, learned):
     assert again.shared_terms_ == model.shared_terms_
     assert str(again).splitlines()[:3] == str(model).splitlines()[:3]
     assert "11 shared coefficients" in str(model)
-    assert len(model.summary().to_json()["global"]) == 13
+    assert len(model.summary().to_json()["global"]) == len(model.coef_frame("global")) == 13
 
 
 def test_what_needs_dense_columns_says_so():
@@ -115,6 +115,7 @@ def test_what_needs_dense_columns_says_so():
         lambda: model.bootstrap(FRAME, draws=2),
         lambda: model.profile(FRAME),
         lambda: model.robust(),
+        lambda: model.r2(FRAME),
         lambda: model.means("product"),
         lambda: model.to_sql("rows"),
         lambda: model.predict(FRAME.lazy()),
@@ -151,6 +152,8 @@ def test_tables_that_cannot_have_sparse_columns(tmp_path):
         covey.fit(FRAME.lazy(), spec)
     with pytest.raises(CoveyError, match=r"sparse=True needs a table in memory"):
         simulate_sites(FRAME, spec, sites=2)
+    with pytest.raises(CoveyError, match=r"A plan does not know sparse columns"):
+        covey.plan(FRAME, spec=Spec(formula="y ~ x + C(product)", client="i", cluster="g", gamma=1.0, sparse=True))
     with pytest.raises(CoveyError, match=r"found no term to make sparse"):
         covey.fit(FRAME, Spec(formula="y ~ x + C(product) * x + (1 | g/i)", sparse=True))
     with pytest.warns(UserWarning, match="No clients"), pytest.raises(CoveyError, match=r"pass client="):

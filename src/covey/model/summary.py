@@ -127,7 +127,7 @@ def facts(model: Model) -> list[str]:
         lines.append(f"note: {model.dropped}")
     if model.shared is not None:
         size, what = len(model.shared.terms), "shared coefficient"
-        lines.append(f"{counted(size, what)} of sparse columns, {_range(model.shared.beta)}: coefficients('global') has them")
+        lines.append(f"{counted(size, what)} of sparse columns, {_range(model.shared.beta)}: coef_frame('global') has them")
     if spec.standardize:
         lines.append("terms are standardised: coefficients are per standard deviation")
     if model.classes is not None:
