@@ -123,8 +123,9 @@ def test_tables_that_cannot_be_read_get_a_sentence(case, named):
     make, sentence = ODD[case]
     settings = {"formula": "y ~ x + (1 | client)"} if named else {"gamma": 1.0}
     given = {} if named else {"y": FRAME["y"].to_numpy(), "client": CLIENT}
-    with pytest.raises(covey.CoveyError, match=sentence):
-        HierarchicalRegressor(**settings).fit(make(), **given)
+    if named or case != "sparse":  # a sparse matrix with arrays beside it is read
+        with pytest.raises(covey.CoveyError, match=sentence):
+            HierarchicalRegressor(**settings).fit(make(), **given)
     if not named:
         model = HierarchicalRegressor(**settings).fit(FRAME[["x", "y"]].to_numpy(), **given)
         with pytest.raises(covey.CoveyError, match=sentence):

@@ -225,7 +225,7 @@ class HierarchicalClassifier(HierarchicalEstimator, ClassifierMixin, BaseEstimat
         return self._margin(X, client, cluster, offset, level)
 
     def _validate(self, X: Any, y: Any, shares: bool = False) -> tuple[Floats, Any]:
-        X, y = validate_data(self, X, y, dtype=np.float64, ensure_all_finite=False)
+        X, y = validate_data(self, X, y, dtype=np.float64, accept_sparse="csr", ensure_all_finite=False)
         if not shares:
             pair = two_values(y)
             check_classification_targets(y if pair is None else pair)

@@ -26,6 +26,7 @@ from covey.problem.problem import Problem, as_frame, refuse_odd_table, resolve
 from covey.problem.rows import Arrays, read_rows, shares_of
 from covey.solvers.clock import BANDWIDTH, LATENCY, ROWS_PER_SECOND
 from covey.tables.design import numeric, response
+from covey.tables.sparse import SparseMatrix
 from covey.threads import use_threads
 from covey.tree.hierarchy import Level
 
@@ -51,8 +52,9 @@ class HierarchicalEstimator(PlotMethods):
 
         Parameters
         ----------
-        X : data frame or (n_rows, n_features) array
-            The rows, with the columns that the parameters name.
+        X : data frame, or (n_rows, n_features) array or sparse matrix
+            The rows, with the columns that the parameters name. The columns of a sparse matrix do not vary by group, unless
+            ``vary`` names them as ``x0``, ``x1``, ...; the intercept does.
         y : (n_rows,) array, optional
             The response. Leave it out if the formula names it.
         client, cluster : (n_rows,) arrays, optional
@@ -107,16 +109,27 @@ class HierarchicalEstimator(PlotMethods):
             self.n_features_in_ = len(frame.columns)
             self._library_ = frame.implementation
         else:
-            refuse_odd_table(X)
+            if isinstance(X, SparseMatrix):
+                self._check_sparse(given)
+            else:
+                refuse_odd_table(X)
             X, given = self._split_off(X, **given)
             if draft.spec.na == "drop":  # scikit-learn refuses responses that are missing
-                X = validate_data(self, X, dtype=np.float64, ensure_all_finite=False)
+                X = validate_data(self, X, dtype=np.float64, accept_sparse="csr", ensure_all_finite=False)
             else:
                 X, y = self._validate(X, y, given.get("trials") is not None)
             kept = [at for at in range(X.shape[1] + len(self._positions())) if at not in self._positions().values()]
             columns = getattr(self, "feature_names_in_", [f"x{at}" for at in kept])
         data, problem = read_rows(X, draft, Arrays(y, **given), columns)
         return self._adopt(fit(InMemory.of(data, problem.loss), problem))
+
+    def _check_sparse(self, given: dict[str, Any]) -> None:
+        """Raise an error if ids or weights are columns of a sparse matrix, or there are no ids."""
+        if given.get("client") is None or self._positions():
+            raise DataError(
+                "X is a sparse matrix, so ids, weights and offset are arrays: pass client= (and cluster=) to fit, or pass "
+                "X.toarray()."
+            )
 
     def _fit_network(self, network: Network, problem: Problem, names: Sequence[str]) -> Self:
         """Fit a problem to the rows of a network, which come from a table with these columns."""
@@ -126,7 +139,7 @@ class HierarchicalEstimator(PlotMethods):
 
     def _validate(self, X: Any, y: Any, shares: bool = False) -> tuple[Floats, Any]:
         # Values that are not finite are refused later, by column and client.
-        X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, ensure_all_finite=False)
+        X, y = validate_data(self, X, y, dtype=np.float64, accept_sparse="csr", y_numeric=True, ensure_all_finite=False)
         return X, y
 
     def predict(
@@ -149,7 +162,7 @@ class HierarchicalEstimator(PlotMethods):
 
         Parameters
         ----------
-        X : data frame, lazy table or (n_rows, n_features) array
+        X : data frame, lazy table, or (n_rows, n_features) array or sparse matrix
             The rows.
         client, cluster, offset : (n_rows,) arrays, optional
             Ids and offsets, if they are not columns of ``X``. A row with an unseen or missing client has the model of its

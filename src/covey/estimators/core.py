@@ -19,6 +19,7 @@ from covey.model.model import Model
 from covey.problem.problem import Spec, refuse_odd_table
 from covey.problem.settings import COLUMNS, Penalties, column_name, declared
 from covey.solvers.registry import first_order
+from covey.tables.sparse import SparseMatrix
 from covey.threads import use_threads
 from covey.tree.hierarchy import UNSEEN, Level, Unseen
 
@@ -61,6 +62,10 @@ class EstimatorCore:
         zero. None takes every other column of ``X``.
     fit_intercept : bool
         Add an intercept, which varies like any other term. A formula decides this itself.
+    sparse : bool or None
+        Keep the categories of a formula as sparse columns: those that are a term by themselves and in no bar, such as
+        ``C(product)`` in ``"y ~ x + C(product) + (1 + x | g/i)"``. Their coefficients do not vary by group. None does so if the
+        formula has bars and the column has more than 500 categories. A sparse matrix ``X`` is used as it is.
     standardize : bool
         Centre every term that is not constant and divide it by its standard deviation over all rows before penalties act. A
         penalty then means the same for all terms. Coefficients are per standard deviation; ``predict`` takes rows as they are.
@@ -145,6 +150,9 @@ class EstimatorCore:
         Coefficients of the global model (fixed effects).
     cov_ : (n_terms, n_terms) array
         Covariance matrix of ``global_coef_``, if variances were learned.
+    shared_coef_, shared_terms_ : (n_sparse,) array and tuple of str
+        Coefficients and names of sparse columns, which are the same for all clients. ``coef_`` and ``terms_`` do not have
+        them. Only a fit with sparse columns has these.
     components_ : Components
         Variance components, log-likelihood and tests, if the penalties were learned by likelihood.
     convergence_ : Convergence
@@ -173,6 +181,7 @@ class EstimatorCore:
         trials: str | int | None = None,
         formula: str | None = None,
         fit_intercept: bool = True,
+        sparse: bool | None = None,
         standardize: bool = False,
         gamma: PenaltyLike | None = None,
         lam: PenaltyLike | None = None,
@@ -198,6 +207,7 @@ class EstimatorCore:
         self.client, self.cluster, self.weights, self.offset = client, cluster, weights, offset
         self.frequency, self.trials, self.na = frequency, trials, na
         self.formula, self.fit_intercept, self.standardize = formula, fit_intercept, standardize
+        self.sparse = sparse
         self.gamma, self.lam, self.alpha, self.penalty = gamma, lam, alpha, penalty
         self.vary, self.covariance, self.per_cluster, self.tests = vary, covariance, per_cluster, tests
         self.reduction, self.ridge, self.james_stein, self.baseline = reduction, ridge, james_stein, baseline
@@ -292,9 +302,11 @@ class EstimatorCore:
         check_is_fitted(self, "model_")
         if self.model_.spec.named:
             return X, given
-        refuse_odd_table(X)
-        X, given = self._split_off(X, **given)
-        return validate_data(self, X, dtype=np.float64, ensure_all_finite=False, reset=False), given
+        if not isinstance(X, SparseMatrix) or self.model_.problem.sparse is None:
+            refuse_odd_table(X)
+            X, given = self._split_off(X, **given)
+        sparse = "csr" if isinstance(X, SparseMatrix) else False
+        return validate_data(self, X, dtype=np.float64, accept_sparse=sparse, ensure_all_finite=False, reset=False), given
 
     def _margin(self, X: Any, client: Any, cluster: Any, offset: Any, level: Level) -> Floats:
         X, given = self._rows(X, client=client, cluster=cluster, offset=offset)
@@ -316,6 +328,8 @@ class EstimatorCore:
     def _adopt(self, model: Model) -> Self:
         self.model_, self.terms_ = model, model.terms
         self.coef_, self.cluster_coef_, self.global_coef_ = model.theta, model.w, model.wbar
+        if model.shared is not None:
+            self.shared_coef_, self.shared_terms_ = model.shared.beta, model.shared.terms
         self.convergence_, self.ledger_ = model.convergence, model.ledger
         self.history_ = None if model.history is None else self._native(model.history)
         self.n_iter_ = max(1, model.convergence.iterations)

@@ -20,6 +20,7 @@ from covey.problem.problem import as_frame
 from covey.tables.design import Formula
 from covey.tables.rows import side_by_side
 from covey.tables.scaling import Scaled
+from covey.tables.sparse import NOT_SPARSE, SparseDesign
 
 if TYPE_CHECKING:
     from covey.model.model import Model
@@ -31,6 +32,8 @@ def adapter(model: Model, data: Any, scale: Scale) -> Any:
         from marginaleffects.classes import ModelAbstract, ModelVault
     except ImportError:
         raise CoveyError("This needs the package marginaleffects, version 0.6 or newer: pip install marginaleffects") from None
+    if isinstance(model.design, SparseDesign):
+        raise DataError(NOT_SPARSE)
     design = model.design.inner if isinstance(model.design, Scaled) else model.design
     levels: Mapping[str, Sequence[Any]] = design.levels if isinstance(design, Formula) else {}
     loss, covariance = model.problem.loss, model.posterior.learned.covariance

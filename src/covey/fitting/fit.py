@@ -24,6 +24,7 @@ from covey._typing import Floats
 from covey.errors import CoveyError, DataError, FormulaError, PenaltyError, SolverError, listing, warn
 from covey.fitting.plain import plain_regression
 from covey.fitting.selection import Count, fit_baseline, search
+from covey.fitting.sparse import begin, check_sparse, finished, penalised
 from covey.model.batches import Batches, TakeRows
 from covey.model.model import Elsewhere, Fitted, Model, assemble
 from covey.nodes.network import Network, SetGamma
@@ -39,6 +40,7 @@ from covey.variance.components import LikelihoodRatio
 from covey.variance.estimate import NOT_FINITE, estimate, likelihood_ratios
 from covey.variance.identify import survey
 from covey.variance.parameters import Shape
+from covey.variance.shared_evidence import check_determined
 
 _IMPLAUSIBLE = 1e30  # size of a coefficient
 
@@ -96,6 +98,9 @@ def learn(network: Network, problem: Problem, *, progress: Progress | None = Non
     """Return coefficients and penalties; those of clients only if the clients are in this process."""
     spec, node = problem.spec, network.clients()
     check_solver(spec)
+    shared = node is not None and node.data.shared is not None
+    if shared:
+        check_sparse(spec, network.tree.n_clients)
     if not network.places:
         check_elsewhere(spec)
     elif node is None:
@@ -109,11 +114,11 @@ def learn(network: Network, problem: Problem, *, progress: Progress | None = Non
     penalty = penalty_for(network, problem, progress=progress, count=count)
     settings: dict[str, Any] = {"solver": spec.solver, "options": spec.options, "seed": spec.seed, "progress": progress}
     settings |= {"tol": spec.tol, "max_iter": spec.max_iter, "james_stein": spec.james_stein}
-    found = solve(network, penalty, **settings)
+    found = penalised(network, penalty, spec, settings) if shared else solve(network, penalty, **settings)
     if not all(np.isfinite(part).all() for part in (found.theta, found.w, found.wbar)):
         raise CoveyError(NOT_FINITE)
-    penalised = spec.james_stein or spec.solver in first_order() or not spec.by_likelihood
-    if node is not None and network.tree.n_clients == 1 and not penalised:
+    given = spec.james_stein or spec.solver in first_order() or not spec.by_likelihood
+    if node is not None and network.tree.n_clients == 1 and not given:
         learned = plain_regression(node.data, network.loss, found)
         return Fitted(found, penalty if learned is None else None, learned)
     return Fitted(found, penalty)
@@ -122,7 +127,8 @@ def learn(network: Network, problem: Problem, *, progress: Progress | None = Non
 def _with_sanity_check(fitted: Fitted) -> Fitted:
     """Do not call a fit converged whose coefficients nobody can have meant, whatever the gradient says."""
     fit = fitted.fit
-    largest = max(float(np.abs(part).max(initial=0.0)) for part in (fit.theta, fit.w, fit.wbar))
+    beta = np.empty(0) if fit.shared is None else fit.shared.beta
+    largest = max(float(np.abs(part).max(initial=0.0)) for part in (fit.theta, fit.w, fit.wbar, beta))
     if largest < _IMPLAUSIBLE or not fit.convergence.converged:
         return fitted
     why = f"a coefficient of {largest:.0e} is not plausible: look for damaged values, or put columns in other units"
@@ -249,14 +255,19 @@ def _by_likelihood(network: Network, problem: Problem, progress: Progress | None
         raise FormulaError("standardize=True centres terms and needs a common intercept; add 1 outside the bars.")
     shape = shape_of(network.tree, network.terms, spec, _vary(problem, network.terms), zero)
     settings: dict[str, Any] = {"reml": spec.learns == "reml", "progress": progress}
-    known = survey(network, shape, settle=spec.vary is None and not problem.has_bars)
+    prepared = None if problem.sparse is None else begin(network)
+    known = replace(survey(network, shape, settle=spec.vary is None and not problem.has_bars), prepared=prepared)
     shape = known.shape or shape
+    if prepared is not None:
+        check_determined(network, shape)
     found, learned = estimate(network, shape, surveyed=known, **settings)
+    learned = learned if prepared is None else finished(learned, prepared)
     if not spec.tests:
         return Fitted(found, None, learned)
     tests = likelihood_ratios(known, learned, shape, **settings)
     if _worse_than_null(tests):
         found, learned = estimate(network, shape, thorough=True, surveyed=known, **settings)
+        learned = learned if prepared is None else finished(learned, prepared)
         tests = likelihood_ratios(known, learned, shape, **settings)
     convergence = replace(found.convergence, exchanges=known.network.exchanges)
     if _worse_than_null(tests):  # the search has not reached the optimum

@@ -166,6 +166,8 @@ def plan(
     if problem.has_bars:
         raise SolverError("A plan does not read bars; write the formula without them, and name client= and cluster=.")
     data, problem = (table, problem) if isinstance(table, GroupedData) else read_rows(table, problem)
+    if data.shared is not None:
+        raise SolverError("A plan does not know sparse columns; leave out sparse=True.")
     if data is table:
         problem.loss.check(data.y, lambda row: f"row {row}")
     objective = _objective(data, problem)

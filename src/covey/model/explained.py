@@ -17,6 +17,7 @@ import numpy as np
 from covey._typing import Floats
 from covey.errors import DataError
 from covey.model.new_rows import Observed
+from covey.tables.sparse import NOT_SPARSE
 
 if TYPE_CHECKING:
     from covey.model.model import Model
@@ -32,6 +33,8 @@ class R2(NamedTuple):
 def r2(model: Model, rows: Observed | None = None) -> R2:
     """R2 of a model with learned variances. All but linear models need the ``rows`` of the fit."""
     learned = model.posterior.learned
+    if model.shared is not None:
+        raise DataError(NOT_SPARSE)
     if rows is None:
         n, mean, gram = _from_sums(model)
     else:

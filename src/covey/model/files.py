@@ -1,9 +1,9 @@
 """Save and load models: a folder with ``model.json``, ``clusters.parquet`` and ``clients.parquet``.
 
-If penalties were learned from the likelihood, the folder may also have ``sums.parquet``, the sums of each client. Numbers go
-through Parquet and JSON without loss, so a loaded model predicts the same bits. ``model.json`` has the version of the format
-and checksums of the tables and of itself, so that a damaged folder, or files of two models, are detected. Loading executes no
-code.
+If penalties were learned from the likelihood, the folder may also have ``sums.parquet``, the sums of each client. If there are
+sparse columns, ``shared.parquet`` has their coefficients. Numbers go through Parquet and JSON without loss, so a loaded model
+predicts the same bits. ``model.json`` has the version of the format and checksums of the tables and of itself, so that a
+damaged folder, or files of two models, are detected. Loading executes no code.
 
 A new field of a model goes into ``_document`` and ``_rebuild``, or into ``_tables`` if there is one value for each client or
 cluster. ``_rebuild`` must also read older folders, which lack the field. ``FORMAT`` rises only if earlier versions of covey
@@ -35,7 +35,7 @@ from covey.model.model import Elsewhere, Fitted, Model, assemble
 from covey.objective.objective import Penalty
 from covey.problem.problem import Classes, Spec, resolve
 from covey.solvers.direct.elimination import Quadratic
-from covey.solvers.result import Convergence, Fit
+from covey.solvers.result import Convergence, Fit, SharedCoefficients
 from covey.tables.scaling import design_from_json
 from covey.tables.values import Dropped
 from covey.tree.hierarchy import Hierarchy
@@ -43,8 +43,9 @@ from covey.variance.components import Components, Learned, Whole
 from covey.variance.uncertainty import Draws, Satterthwaite
 
 FORMAT = 3
+_SPARSE_FORMAT = 4  # of models with sparse columns, which earlier versions cannot read
 _TABLES = ("clusters", "clients")
-_SUMS = "sums"
+_SUMS, _SHARED = "sums", "shared"
 
 
 def save_model(model: Model, path: str | Path, *, sums: bool = True, extra: Mapping[str, Any] | None = None) -> Path:
@@ -68,6 +69,9 @@ def save_model(model: Model, path: str | Path, *, sums: bool = True, extra: Mapp
         tables[_SUMS] = _sums_table(model.learned)
         if model.batches is not None:
             tables[_SUMS] = tables[_SUMS].with_columns(model.batches.to_column(model.hierarchy.n_clients))
+    if model.shared is not None:
+        columns = {"term": model.shared.terms, "estimate": model.shared.beta, "std_error": model.shared.errors}
+        tables[_SHARED] = pl.DataFrame(columns)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
@@ -116,7 +120,10 @@ def is_model(path: Path) -> bool:
     """Whether a folder holds a model and nothing else."""
     if path.is_symlink() or not path.is_dir():
         return False
-    if not {file.name for file in path.iterdir()} <= {"model.json", *(f"{name}.parquet" for name in (*_TABLES, _SUMS))}:
+    if not {file.name for file in path.iterdir()} <= {
+        "model.json",
+        *(f"{name}.parquet" for name in (*_TABLES, _SUMS, _SHARED)),
+    }:
         return False
     try:
         document = json.loads((path / "model.json").read_text())
@@ -149,7 +156,7 @@ def _damaged(what: str, fix: str = "fit it again") -> ModelError:
 def _document(model: Model, extra: dict[str, Any]) -> dict[str, Any]:
     classes, elsewhere = model.problem.classes, model.elsewhere
     return {
-        "format": FORMAT,
+        "format": FORMAT if model.shared is None else _SPARSE_FORMAT,
         "covey": __version__,
         "spec": model.spec.to_json(),
         "design": model.design.to_json(),
@@ -295,14 +302,27 @@ def _rebuild(document: Mapping[str, Any], tables: Mapping[str, pl.DataFrame]) ->
     )
     plain = document["convergence"]
     missing = {name: math.nan for name in ("objective", "gradient_norm") if plain[name] is None}
-    fit = Fit(theta, w, np.array(wbar), Convergence(**{**plain, **missing}))
+    shared = _shared(tables.get(_SHARED))
+    fit = Fit(theta, w, np.array(wbar), Convergence(**{**plain, **missing}), shared=shared)
     learned = _learned(document.get("learned"), tables.get(_SUMS), design.terms, tree)
+    if learned is not None and shared is not None:
+        learned = replace(learned, more=int(np.isfinite(shared.errors).sum()))
     rows = clients["rows"].to_numpy().astype(np.int64)
     elsewhere = _elsewhere(document.get("elsewhere"), tree.n_clusters)
     dropped = None if document.get("dropped") is None else Dropped(**document["dropped"])
     fitted, batches = Fitted(fit, penalty, learned), Batches.from_table(tables.get(_SUMS))
     model = assemble(problem, fitted, tree, rows, elsewhere=elsewhere, dropped=dropped, batches=batches)
     return model, dict(document["extra"])
+
+
+def _shared(table: pl.DataFrame | None) -> SharedCoefficients | None:
+    """The coefficients of sparse columns."""
+    if table is None:
+        return None
+    beta, errors = (np.ascontiguousarray(table[name].to_numpy(), dtype=np.float64) for name in ("estimate", "std_error"))
+    if not np.isfinite(beta).all():
+        raise _damaged("its coefficients of sparse columns are not numbers")
+    return SharedCoefficients(tuple(table["term"].to_list()), beta, errors)
 
 
 def _own_ids(labels: pl.Series, clusters: pl.Series) -> pl.Series:
@@ -327,10 +347,10 @@ def _read_document(path: Path) -> dict[str, Any]:
     version = document.get("format") if isinstance(document, dict) else None
     if not isinstance(version, int):
         raise ModelError(f"{str(path)!r} is not a covey model: its model.json has no format version.")
-    if version > FORMAT:
+    if version > _SPARSE_FORMAT:
         raise ModelError(
             f"The model in {str(path)!r} has format {version}, written by covey {document.get('covey')}; this is covey "
-            f"{__version__}, which reads formats up to {FORMAT}: upgrade covey."
+            f"{__version__}, which reads formats up to {_SPARSE_FORMAT}: upgrade covey."
         )
     return dict(document)
 

@@ -22,6 +22,7 @@ from covey.problem.problem import as_frame
 from covey.tables.design import Columns, Formula, numeric
 from covey.tables.rows import side_by_side
 from covey.tables.scaling import Scaled
+from covey.tables.sparse import NOT_SPARSE, SparseDesign
 
 if TYPE_CHECKING:
     from covey.model.model import Model
@@ -44,6 +45,8 @@ class Grid:
 
 def grid_of(model: Model, terms: Sequence[str], at: Mapping[str, Any], data: Any = None) -> Grid:
     """The mean rows of the categories of ``terms``, or of the values that ``at`` has for them."""
+    if isinstance(model.design, SparseDesign):
+        raise DataError(NOT_SPARSE)
     design = model.design.inner if isinstance(model.design, Scaled) else model.design
     levels: Mapping[str, Sequence[Any]] = design.levels if isinstance(design, Formula) else {}
     for name in (name for name in (*terms, *at) if name not in design.columns):

@@ -13,7 +13,7 @@ import numpy as np
 import polars as pl
 
 from covey._typing import Anything, Floats, Ints
-from covey.errors import ModelError, SolverError, listing, one_of
+from covey.errors import DataError, ModelError, SolverError, listing, one_of
 from covey.kernels import multiply_rows
 from covey.model.batches import Batches
 from covey.model.new_rows import new_rows
@@ -24,6 +24,7 @@ from covey.solvers.registry import first_order
 from covey.solvers.result import Fit
 from covey.tables.design import numeric
 from covey.tables.scaling import Design
+from covey.tables.sparse import NOT_SPARSE
 from covey.tables.values import Dropped
 from covey.threads import share
 from covey.tree.hierarchy import Hierarchy, Level, Resolved
@@ -159,6 +160,8 @@ class Model(Fit):
         the mean over clients, as in :meth:`response`.
         """
         quantile(coverage)
+        if self.shared is not None:
+            raise DataError(NOT_SPARSE)
         posterior, level = self.posterior, where.get("level", "client")
         rows, chosen, shift = new_rows(self, X, **where)
         average = expected and level != "client"
@@ -190,7 +193,7 @@ class Model(Fit):
         tidy = self._coefficients(level)
         quantile(coverage)
         if self.learned is None or not self.learned.has_standard_errors(level):
-            return tidy
+            return self._with_shared(tidy, level, coverage)
         posterior, estimate = self.posterior, tidy["estimate"].to_numpy()
         columns = {"std_error": posterior.standard_errors(level).ravel()}
         if posterior.is_averaged(level):
@@ -202,7 +205,23 @@ class Model(Fit):
             columns |= {"lower": estimate - reach, "upper": estimate + reach}
             if level == "global":
                 columns |= {"df": freedom, "p_value": p_value(estimate, columns["std_error"], freedom)}
-        return tidy.with_columns(pl.Series(name, values) for name, values in columns.items())
+        return self._with_shared(
+            tidy.with_columns(pl.Series(name, values) for name, values in columns.items()), level, coverage
+        )
+
+    def _with_shared(self, tidy: pl.DataFrame, level: Level, coverage: float) -> pl.DataFrame:
+        """The global coefficients, with those of sparse columns after them."""
+        if self.shared is None or level != "global":
+            return tidy
+        beta, errors = self.shared.beta, self.shared.errors
+        rows = pl.DataFrame({"term": self.shared.terms, "estimate": beta})
+        if self.learned is not None:
+            freedom = np.full(len(beta), float(max(self.learned.components.rows - len(self.terms) - self.learned.more, 1)))
+            reach = errors * quantile(coverage, freedom)
+            known = {"std_error": errors, "lower": beta - reach, "upper": beta + reach}
+            known |= {"df": freedom, "p_value": p_value(beta, errors, freedom)}
+            rows = rows.with_columns(pl.Series(name, values) for name, values in known.items())
+        return pl.concat([tidy, rows])
 
     def reliability(self) -> pl.DataFrame:
         """The reliability of coefficients, 0 to 1: one row per client and varying term (:attr:`Posterior.reliability`)."""
@@ -263,7 +282,8 @@ def assemble(
     fit, d = fitted.fit, len(problem.terms)
     shapes = fit.theta.shape, fit.w.shape, fit.wbar.shape, np.shape(rows)
     n, k = hierarchy.n_clients, hierarchy.n_clusters
-    if shapes != ((n, d), (k, d), (d,), (n,)):
+    sparse = () if problem.sparse is None else problem.sparse.sparse_terms
+    if shapes != ((n, d), (k, d), (d,), (n,)) or sparse != (() if fit.shared is None else fit.shared.terms):
         raise ModelError("The model is damaged: its coefficients do not fit its clients, clusters and terms; fit it again.")
     given = {"problem": problem, "hierarchy": hierarchy, "rows": rows, "elsewhere": elsewhere, "dropped": dropped}
     return Model(**vars(fit), **given, penalty=fitted.penalty, learned=fitted.learned, batches=batches)  # type: ignore[arg-type]

@@ -12,9 +12,10 @@ from covey._typing import Anything, Floats, Ints
 from covey.errors import DataError
 from covey.nodes.lazy import as_lazy, read_lazy
 from covey.problem.problem import as_frame
-from covey.problem.rows import Arrays, encode_known, shares_of, usable_rows
+from covey.problem.rows import Arrays, encode_known, shares_of, split, usable_rows
 from covey.tables.design import Frame, column, numeric, response
 from covey.tables.rows import GroupedData, refuse_infinite, side_by_side
+from covey.tables.sparse import NOT_SPARSE, SparseColumns
 from covey.tree.hierarchy import Level, Resolved, Unseen
 
 if TYPE_CHECKING:
@@ -40,13 +41,16 @@ def new_rows(
     unseen : what to do with ids that are not in the model
     """
     frame = as_frame(X) if model.spec.named else None
-    blocks, n_rows = _blocks(model, X, frame)
+    blocks, shared, n_rows = _blocks(model, X, frame)
     client, cluster = _ids_of(model, frame, client, cluster, level)
     _refuse_missing_ids(model, client, cluster, level)
     chosen = model.hierarchy.resolve(client, cluster, n_rows=n_rows, unseen=unseen, level=level)
     rows = side_by_side(blocks)
     refuse_infinite(rows, model.terms, lambda row: f"row {row}")
-    return rows, chosen, _offset_of(model, offset, frame, n_rows)
+    shift = _offset_of(model, offset, frame, n_rows)
+    if shared is None or model.shared is None:
+        return rows, chosen, shift
+    return rows, chosen, replace(shared, offset=shift).offset_with(model.shared.beta)
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ class Observed:
 def observed_rows(model: Model, X: Any, given: Arrays, *, level: Level = "client", unseen: Unseen = "parent") -> Observed:
     """Rows with responses, in the order of the table ``X``; ``given`` are arrays beside it."""
     X = as_frame(X) if model.spec.named else X
-    total = len(X)
+    total = X.shape[0]
     X, given, numbers, _ = usable_rows(X, model.problem, given, model.design.columns)
     frame = X if model.spec.named else None
     rows, chosen, offset = new_rows(
@@ -105,7 +109,9 @@ def group_rows(model: Model, X: Any, given: Arrays) -> GroupedData:
     X = as_frame(X) if model.spec.named else X
     X, given, numbers, dropped = usable_rows(X, model.problem, given, model.design.columns)
     frame, frequency = X if model.spec.named else None, given.frequency
-    blocks, n_rows = _blocks(model, X, frame)
+    if model.problem.sparse is not None:
+        raise DataError(NOT_SPARSE)
+    blocks, _, n_rows = _blocks(model, X, frame)
     client, cluster = _ids_of(model, frame, given.client, given.cluster, "client")
     if client is None and model.spec.client is None and model.hierarchy.n_clients == 1:  # a regression without groups
         client = pl.Series(model.hierarchy.client_ids.to_list() * n_rows)
@@ -137,12 +143,12 @@ def group_rows(model: Model, X: Any, given: Arrays) -> GroupedData:
     return replace(data, dropped=dropped)
 
 
-def _blocks(model: Model, X: Any, frame: Frame | None) -> tuple[list[Anything], int]:
-    """The columns of new rows, and the number of rows."""
+def _blocks(model: Model, X: Any, frame: Frame | None) -> tuple[list[Anything], SparseColumns | None, int]:
+    """The dense and the sparse columns of new rows, and the number of rows."""
     if frame is not None and len(frame) == 0:
         raise DataError("The table has no rows to predict.")
     rows = X if frame is None else frame
-    return model.design.blocks(rows), len(rows)
+    return *split(model.problem, rows), rows.shape[0]
 
 
 def ids_of(model: Model, X: Any, client: Any, cluster: Any) -> tuple[Any, Any]:

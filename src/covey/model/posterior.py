@@ -30,6 +30,7 @@ from scipy import special
 from covey._typing import Anything, Floats, Ints
 from covey.errors import CoveyError, SolverError
 from covey.solvers.direct.elimination import Spread, cluster_covariances, descend, eliminate, posterior
+from covey.tables.sparse import NOT_SPARSE
 from covey.tree.hierarchy import Level, Resolved, segment_sum
 from covey.variance.components import Learned
 from covey.variance.sampling import draws_of, satterthwaite_of
@@ -51,6 +52,8 @@ class Posterior:
                 "This model is one part of a fit across sites, and no site has the sums of all clients; fit across the sites "
                 "again instead."
             )
+        if self.learned.more:
+            raise SolverError(NOT_SPARSE)
         if not self.learned.has_sums:
             raise SolverError(
                 "This model was saved without the sums of its clients, which this needs: save the fitted model again with "
@@ -106,7 +109,9 @@ class Posterior:
         by_client = n - (k if k > 1 else 0) - np.where(settled, settled.sum(), int(k == 1))
         if not components.grouped and components.residual is None:
             return np.full(d, np.inf)
-        freedom = np.where(between | steady, by_cluster, np.where(within | settled, by_client, components.rows - d))
+        freedom = np.where(
+            between | steady, by_cluster, np.where(within | settled, by_client, components.rows - d - self.learned.more)
+        )
         return np.asarray(np.maximum(freedom, 1), dtype=np.float64)
 
     def _constant(self, ptr: Ints) -> Anything:

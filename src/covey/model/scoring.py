@@ -29,6 +29,7 @@ from covey.nodes.look import own, sum_tree
 from covey.tables.design import Columns, Formula
 from covey.tables.pushdown import DIALECTS, Dialect, Sql, TermColumn, columns_in, term_columns
 from covey.tables.scaling import Scaled
+from covey.tables.sparse import NOT_SPARSE
 from covey.tree.hierarchy import LEVELS, Level, Unseen, kind
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ class Scoring:
     def check(self) -> None:
         """Refuse a model, or a table, whose rows cannot be scored by an engine."""
         model, loss = self.model, self.model.problem.loss
+        if model.shared is not None:
+            raise DataError(NOT_SPARSE)
         if not model.spec.named or not isinstance(_inner(model.design), Formula | Columns):
             raise ModelError("This model was fitted to arrays, and an engine finds columns by name; fit it to a data frame.")
         if loss.link is None:

@@ -125,6 +125,9 @@ def facts(model: Model) -> list[str]:
         lines = [f"{counted(model.n_rows, 'row')}, no groups: a plain regression; intervals use {use}"]
     if model.dropped is not None:
         lines.append(f"note: {model.dropped}")
+    if model.shared is not None:
+        size, what = len(model.shared.terms), "shared coefficient"
+        lines.append(f"{counted(size, what)} of sparse columns, {_range(model.shared.beta)}: coef_frame('global') has them")
     if spec.standardize:
         lines.append("terms are standardised: coefficients are per standard deviation")
     if model.classes is not None:
@@ -174,7 +177,7 @@ def _learned_tables(model: Model, coverage: float) -> list[str]:
     levels = {"sd between clusters (se)": components.cluster, "sd between clients (se)": components.client}
     levels = {head: level for head, level in levels.items() if level.terms}
     rows = [["", "estimate", "std. error", f"{100 * coverage:g}% interval", "p", *levels]]
-    for row in model.coefficients("global", coverage).iter_rows(named=True):
+    for row in model.coefficients("global", coverage).head(len(model.terms)).iter_rows(named=True):
         interval = f"{row['lower']:.4g} to {row['upper']:.4g}"
         spreads = [_sd(level, row["term"]) for level in levels.values()]
         known = row["term"] in components.zero  # a coefficient that is 0 by the model has no error

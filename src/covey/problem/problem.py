@@ -33,6 +33,7 @@ from covey.tables.design import (
 )
 from covey.tables.formula import ParsedFormula, Terms, parse_formula, read_column
 from covey.tables.scaling import Design, Scale, Scaled, design_from_json
+from covey.tables.sparse import SparseDesign, SparseMatrix, sparse_design
 
 
 @dataclass(frozen=True)
@@ -169,21 +170,33 @@ class Problem:
         return isinstance(self._unscaled, Formula) and bool(self._unscaled.unlearned)
 
     @property
-    def _unscaled(self) -> Columns | Formula:
-        return self.design.inner if isinstance(self.design, Scaled) else self.design
+    def sparse(self) -> SparseDesign | None:
+        """The design, if some of its terms are sparse."""
+        return self.design if isinstance(self.design, SparseDesign) else None
 
-    def agree(self, schema: Schema) -> Problem:
-        """Complete a draft with what its columns hold."""
+    @property
+    def _unscaled(self) -> Columns | Formula:
+        return self.design.inner if isinstance(self.design, Scaled | SparseDesign) else self.design
+
+    def agree(self, schema: Schema, *, sparse: bool = False) -> Problem:
+        """Complete a draft with what its columns hold; some terms may be ``sparse`` if their rows are in memory."""
         design: Design = Columns(schema.columns, self.spec.fit_intercept)
-        if self.formula is not None:
+        if self.spec.sparse and not sparse:
+            raise DataError("sparse=True needs a table in memory, not a lazy table, shards or sites; leave it out.")
+        if self.formula is not None and sparse:
+            design = sparse_design(self.formula, schema.columns, schema.categories, self.spec.wants_sparse)
+        elif self.formula is not None:
             design = Formula.of(self.formula.common, schema.columns, schema.categories, self.formula.bars)
+        elif self.spec.sparse:
+            raise DataError("sparse=True is for categories in a formula; a sparse matrix is used as it is.")
         return self.of_design(design, schema.classes, schema.has_offset)
 
     def learn_from(self, rows: Frame | Anything) -> Problem:
         """The same problem after what functions such as ``scale(x)`` learn from these training rows."""
-        if not isinstance(self.agreed_design, Formula) or not self.learning:
+        if not self.learning:
             return self
-        return replace(self, agreed_design=self.agreed_design.learn_from(as_frame(rows)))
+        inner = self._unscaled.learn_from(as_frame(rows))  # type: ignore[union-attr]
+        return replace(self, agreed_design=inner if self.sparse is None else replace(self.sparse, inner=inner))
 
     def learn(self, sums: Exact) -> Problem:
         """The same problem after one more round of sums over the rows of all sites."""
@@ -279,8 +292,11 @@ def _native_frame(X: Any) -> Any:
 
 def refuse_odd_table(X: Any) -> None:
     """Refuse tables that cannot be read: sparse matrices, lazy frames, and frames with two columns of one name."""
-    if hasattr(X, "toarray") and hasattr(X, "nnz"):
-        raise DataError("X is a sparse matrix, and covey needs dense rows: pass X.toarray(), or name categories in a formula.")
+    if isinstance(X, SparseMatrix):
+        raise DataError(
+            "X is a sparse matrix, which has no names of columns: leave out the formula and names of columns and pass client= "
+            "to fit, or pass X.toarray()."
+        )
     try:
         lazy = isinstance(nw.from_native(X, pass_through=True), nw.LazyFrame)
     except nw.exceptions.DuplicateError:

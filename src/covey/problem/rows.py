@@ -19,6 +19,7 @@ from covey.problem.settings import Spec as Spec
 from covey.tables.design import Formula, Frame, column, inspect, numeric, response
 from covey.tables.rows import GroupedData
 from covey.tables.scaling import Scale, moments
+from covey.tables.sparse import SparseColumns, SparseMatrix, matrix_design
 from covey.tables.values import Dropped, choose_rows, missing, take
 from covey.tree.hierarchy import lookup
 
@@ -62,12 +63,16 @@ def usable_rows(
         frequency = given.frequency
         if frequency is None and spec.frequency is not None:
             frequency = numeric(rows, spec.frequency)
+    elif isinstance(rows, SparseMatrix):  # what a sparse matrix leaves out is zero, and no value of it may be missing
+        found, frequency = {}, given.frequency
     else:
         found, frequency = {name: rows[:, at] for at, name in enumerate(columns or ())}, given.frequency
     if spec.na != "drop" and frequency is None:
         return rows, given, None, None
-    kept, dropped = choose_rows({**found, **beside}, len(rows), frequency, spec.na)
+    kept, dropped = choose_rows({**found, **beside}, rows.shape[0], frequency, spec.na)
     fewer = Arrays(**{name: take(values, kept) for name, values in vars(given).items()})
+    if isinstance(rows, SparseMatrix):
+        return rows if kept is None else rows.tocsr()[kept], fewer, kept, dropped
     return take(rows, kept), fewer, kept, dropped
 
 
@@ -78,7 +83,7 @@ def read_rows(
 
     Parameters
     ----------
-    X : a data frame; or a matrix, with the names of its columns in ``columns``
+    X : a data frame; or a matrix, dense or sparse, with the names of its columns in ``columns``
     draft : the problem from :func:`resolve`
     arrays : columns that are not in ``X``
 
@@ -88,7 +93,7 @@ def read_rows(
     """
     given = Arrays() if arrays is None else arrays
     rows = as_frame(X) if columns is None else X
-    if len(rows) == 0:
+    if rows.shape[0] == 0:
         raise DataError("The table has no rows; covey needs at least one.")
     rows, given, numbers, dropped = usable_rows(rows, draft, given, columns)
     frame, y = rows if columns is None else None, given.y
@@ -100,11 +105,17 @@ def read_rows(
     outcome, classes = encode_response(y, draft.loss) if shares is None else (shares[0], _SUCCESS)
     if shares is not None and shares[0] @ shares[1] in (0.0, shares[1].sum()):
         raise DataError("All trials have the same outcome. A classifier needs successes and failures.")
-    problem = draft.agree(Schema(names, categories, Classes.of(classes), given.offset is not None)).learn_from(rows)
+    schema = Schema(names, categories, Classes.of(classes), given.offset is not None)
+    if isinstance(rows, SparseMatrix):
+        design = matrix_design(names, draft.spec.vary, draft.spec.fit_intercept)
+        problem = draft.of_design(design, schema.classes, schema.has_offset)
+    else:
+        problem = draft.agree(schema, sparse=True).learn_from(rows)
+    blocks, shared = split(problem, rows)
     checks = (problem.loss.check,) if given.client is None else (problem.loss.check, problem.loss.check_grouped)
     data = GroupedData.from_blocks(
-        problem.design.blocks(rows),
-        len(rows),
+        blocks,
+        rows.shape[0],
         outcome,
         given.client,
         given.cluster,
@@ -115,6 +126,7 @@ def read_rows(
         nested=bool(problem.spec.nested),
         checks=checks if shares is None else (),
         numbers=numbers,
+        shared=shared,
     )
     data = replace(data, dropped=dropped)
     problem.loss.check_offset(data.offset)
@@ -122,6 +134,14 @@ def read_rows(
         return data, problem
     scale = Scale.of(moments(data.X), data.n_rows, data.terms)
     return scale.rows(data), problem.scaled(scale)
+
+
+def split(problem: Problem, rows: Any) -> tuple[list[Anything], SparseColumns | None]:
+    """The dense columns of the terms, as blocks side by side, and the sparse ones, if there are any."""
+    if problem.sparse is None:
+        return problem.design.blocks(rows), None
+    blocks, Z = problem.sparse.split(rows)
+    return blocks, SparseColumns.of(Z, problem.sparse.sparse_terms)
 
 
 def read_part(

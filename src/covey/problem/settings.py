@@ -75,6 +75,10 @@ class Spec:
     standardize : bool
         Centre every term that is not constant and divide it by its standard deviation over all rows before penalties act.
         Coefficients are per standard deviation. Without a constant term nothing is centred.
+    sparse : bool or None
+        Whether the indicators of categories are sparse columns, for categories that are a term by themselves in the formula and
+        in no bar, such as ``C(product)``. They are shared: their coefficients do not vary by group. None makes them sparse if
+        the formula has bars and a column has more than 500 categories.
     gamma : number, sequence or mapping from ids, or None
         Given penalty that pulls clients towards their cluster: one number, or one for each client or each cluster. None learns
         it from the data, unless ``lam`` or ``alpha`` is given; then it is 1.
@@ -143,6 +147,7 @@ class Spec:
     formula: str | None = setting(None, "Response and terms: 'y ~ log(x) + zone', 'y ~ x + (x | cluster/client)'.", str)
     fit_intercept: bool = setting(True)
     standardize: bool = setting(False, "Subtract the mean of each term and divide by its standard deviation.", bool)
+    sparse: bool | None = setting(None)
     gamma: Pull | None = setting(None, "Pull of clients towards their cluster, if it is not to be learned.", float | None)
     lam: Pull | None = setting(None, "Pull of clusters towards the global model (1 with --gamma).", float | None)
     alpha: Pull | None = setting(None, "Instead of --lam: 0 for independent clusters, 1 for one cluster.", float | None)
@@ -199,6 +204,12 @@ class Spec:
         return self.learns in ("reml", "ml")
 
     @property
+    def wants_sparse(self) -> bool | None:
+        """``sparse``, but False instead of None if other settings need dense columns."""
+        dense = self.standardize or self.james_stein or self.options or self.solver not in ("auto", "sweep", "newton")
+        return False if self.sparse is None and (dense or (self.loss.dispersion and not self.loss.reml)) else self.sparse
+
+    @property
     def kinds(self) -> dict[str, str | None]:
         """The kind of covariance at each level; None if it is not given."""
         asked = self.covariance
@@ -222,6 +233,8 @@ class Spec:
         for name in ("james_stein", "standardize", "per_cluster", "tests"):
             if not isinstance(getattr(self, name), bool | np.bool_):
                 raise SolverError(f"The {name!r} parameter must be True or False. Got {getattr(self, name)!r} instead.")
+        if self.sparse not in (None, True, False):
+            raise SolverError(f"The 'sparse' parameter must be True, False or None. Got {self.sparse!r} instead.")
         if self.baseline is not None and self.baseline not in BASELINES:
             raise one_of("baseline", self.baseline, BASELINES)
         if self.james_stein and self.baseline is not None:

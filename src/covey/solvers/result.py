@@ -67,9 +67,19 @@ class Convergence:
 
 
 @dataclass(frozen=True)
+class SharedCoefficients:
+    """The coefficients ``beta (s,)`` of sparse shared columns, and their standard errors: NaN if there are none."""
+
+    terms: tuple[str, ...]
+    beta: Floats
+    errors: Floats
+
+
+@dataclass(frozen=True)
 class Fit:
     """Coefficients of the clients ``theta (n, d)``, of the clusters ``w (k, d)`` and of the global model ``wbar (d,)``.
 
+    ``shared`` are the coefficients of sparse columns, if there are any.
     ``history`` has a row for each step or check, ``ledger`` counts exchanges and bytes. ``course`` says in which iterations a
     randomised algorithm had them.
     """
@@ -81,6 +91,7 @@ class Fit:
     history: pl.DataFrame | None = None
     ledger: Ledger | None = None
     course: Course | None = None
+    shared: SharedCoefficients | None = None
 
     @classmethod
     def of(cls, network: Network, w: Floats, wbar: Floats, end: Convergence, history: pl.DataFrame, ledger: Ledger) -> Fit:

@@ -27,7 +27,7 @@ from covey.tables.expressions import Expression
 from covey.tables.formula import Bar, ParsedFormula, Terms
 from covey.tables.text import quoted
 from covey.tables.transforms import State, Transform
-from covey.tables.values import as_numbers, category_values, declared_order, is_categorical, is_numeric
+from covey.tables.values import as_numbers, category_codes, category_values, declared_order, is_categorical, is_numeric
 from covey.tree.hierarchy import is_missing
 
 Frame = nw.DataFrame[Any]  # of any data frame library
@@ -185,16 +185,8 @@ class Formula:
 
         if name not in self.levels:
             return numeric(frame, name)
-        values, levels = category_values(column(frame, name)), self.levels[name]
-        codes = pd.Index(levels, dtype=object).get_indexer(pd.Index(values, dtype=object))
-        for row in np.flatnonzero(codes < 0)[:1]:
-            if is_missing(values[row]):
-                raise DataError(f"Column {name!r} has no category in row {row}; fill it or leave the row out.")
-            raise DataError(
-                f"Column {name!r} has the category {values[row]!r} in row {row}, which training did not see; "
-                f"the known ones are {listing(levels)}."
-            )
-        return pd.Categorical.from_codes(codes, categories=list(levels))
+        levels = self.levels[name]
+        return pd.Categorical.from_codes(category_codes(column(frame, name), name, levels), categories=list(levels))
 
 
 # Columns of a table

@@ -17,10 +17,11 @@ from typing import Any, Generic, Literal, TypeVar
 import narwhals as nw
 import numpy as np
 
-from covey.errors import FormulaError
+from covey.errors import DataError, FormulaError
 from covey.tables.design import Columns, Formula
 from covey.tables.formula import Factor, Terms
 from covey.tables.scaling import Design, Scaled
+from covey.tables.sparse import NOT_SPARSE, SparseDesign
 from covey.tables.transforms import State
 
 V = TypeVar("V")
@@ -81,6 +82,8 @@ def term_columns(design: Design) -> list[TermColumn]:
     if isinstance(design, Columns):
         plain = [TermColumn(name, ast.Name(name)) for name in design.columns]
         return [TermColumn("Intercept", ONE), *plain] if design.intercept else plain
+    if isinstance(design, SparseDesign):
+        raise DataError(NOT_SPARSE)
     found: dict[str, TermColumn] = {}
     for terms in (design.rhs, *design.extra):
         found = {**{column.name: column for column in _columns_of(terms, design)}, **found}

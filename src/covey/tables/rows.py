@@ -22,6 +22,7 @@ from covey.threads import share
 from covey.tree.hierarchy import Hierarchy, encode, segment_sum
 
 if TYPE_CHECKING:
+    from covey.tables.sparse import SparseColumns
     from covey.tables.sums import RowSums
 
 Place = Callable[[int], str]  # names a row in an error message
@@ -58,6 +59,9 @@ class GroupedData:
     sums : RowSums or None
         If given, the rows are not those of the table: they are a few rows of each client with the same sums of products
         (:mod:`covey.tables.sums`).
+    shared : SparseColumns or None
+        Sparse columns of terms that do not vary. Once they have coefficients, their part of the linear predictor is in
+        ``offset``.
 
     Examples
     --------
@@ -76,6 +80,7 @@ class GroupedData:
     offset: Floats | None = None
     dropped: Dropped | None = None
     sums: RowSums | None = None
+    shared: SparseColumns | None = None
 
     @classmethod
     def from_arrays(
@@ -142,12 +147,13 @@ class GroupedData:
         checks: Sequence[Check] = (),
         numbers: Ints | None = None,
         weighed: bool = True,
+        shared: SparseColumns | None = None,
     ) -> GroupedData:
         """Group columns or matrices that stand side by side; every other constructor calls this one.
 
         If ``nested``, client ids are unique only within their cluster. ``checks`` refuse responses that are outside the range
         of a family. If ``weighed``, some row must have a positive weight. A ``frequency`` is at least 1. ``numbers`` are the
-        numbers of the rows in the user's table, if some were left out.
+        numbers of the rows in the user's table, if some were left out. ``shared`` are sparse columns.
         """
         if n_rows == 0:
             raise DataError("The table has no rows; covey needs at least one.")
@@ -164,7 +170,8 @@ class GroupedData:
             raise DataError(f"X has {X.shape[1]} columns, but {len(terms)} terms are named; give one name for each column.")
         sorted_ = {name: values if order is None else side_by_side([values], order)[:, 0] for name, values in vectors.items()}
         y, weights, offset = (sorted_.get(name) for name in ("y", "weights", "offset"))
-        data = cls(X, y, client_ptr, hierarchy, terms, weights, offset)
+        beside = None if shared is None else shared.sorted(order, offset)
+        data = cls(X, y, client_ptr, hierarchy, terms, weights, offset, shared=beside)
 
         def place(row: int) -> str:
             owner = hierarchy.identity(int(np.searchsorted(client_ptr, row, side="right")) - 1)

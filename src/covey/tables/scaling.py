@@ -21,6 +21,7 @@ from covey.records import Axes, Record
 from covey.tables.design import Columns, Formula, Frame
 from covey.tables.formula import Terms
 from covey.tables.rows import GroupedData
+from covey.tables.sparse import OneHot, SparseDesign, without
 
 _UNIT = 1 << 32 * WIDE  # the number 1 as an integer of a wide sum
 _EQUAL = 286  # rounding alone makes a variance of up to 2^-286 of equal values
@@ -96,7 +97,7 @@ class Scaled:
         return {"kind": "scaled", "inner": self.inner.to_json(), "mean": list(self.mean), "sd": list(self.sd)}
 
 
-Design = Columns | Formula | Scaled
+Design = Columns | Formula | Scaled | SparseDesign
 """What turns a table into the columns of ``X``: ``terms``, ``columns``, ``blocks(rows)`` and ``to_json()``."""
 
 
@@ -105,6 +106,10 @@ def design_from_json(document: Mapping[str, Any], rhs: Terms | None = None) -> D
 
     ``rhs`` are the common terms, if the formula is parsed already; a document with other terms is refused.
     """
+    if document["kind"] == "sparse":
+        coded = tuple(OneHot(str(each["text"]), str(each["column"]), tuple(each["levels"])) for each in document["coded"])
+        inner = _inner_from_json(document["inner"], None if rhs is None else without(rhs, coded))
+        return SparseDesign(inner, coded, tuple(document["features"]))
     scaled = document["kind"] == "scaled"
     inner = _inner_from_json(document["inner"] if scaled else document, rhs)
     if not scaled:

@@ -6,7 +6,7 @@ keeps. A ``Categorical`` of polars has no declared order; its categories are sor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from numbers import Real
@@ -17,7 +17,7 @@ import numpy as np
 import polars as pl
 
 from covey._typing import Anything, Floats, Ints
-from covey.errors import DataError
+from covey.errors import DataError, listing
 from covey.records import Record
 from covey.tree.hierarchy import is_missing
 
@@ -48,6 +48,22 @@ def category_values(series: nw.Series[Any]) -> list[Any]:
     """The values of a column of categories."""
     values = series.to_list()
     return [_plain(value) for value in values] if is_categorical(series) else values
+
+
+def category_codes(series: nw.Series[Any], name: str, levels: Sequence[Any]) -> Ints:
+    """The positions of a column's values among known categories; any other value is refused."""
+    import pandas as pd
+
+    values = category_values(series)
+    codes: Ints = pd.Index(levels, dtype=object).get_indexer(pd.Index(values, dtype=object))
+    for row in np.flatnonzero(codes < 0)[:1]:
+        if is_missing(values[row]):
+            raise DataError(f"Column {name!r} has no category in row {row}; fill it or leave the row out.")
+        raise DataError(
+            f"Column {name!r} has the category {values[row]!r} in row {row}, which training did not see; "
+            f"the known ones are {listing(levels)}."
+        )
+    return codes
 
 
 def declared_order(series: nw.Series[Any]) -> list[Any] | None:

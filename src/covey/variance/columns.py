@@ -19,6 +19,7 @@ from covey.nodes.requests import TakeState, joined
 from covey.records import Axes, Record, Reply
 from covey.solvers.direct.elimination import Quadratic, Spread
 from covey.solvers.direct.hessians import Hessians, LeadingHessians, WholeHessians, by_cell
+from covey.solvers.direct.profile import Prepared
 from covey.solvers.direct.spaces import hessians, linear_clients, space_of
 from covey.solvers.result import Fit
 from covey.tables.rows import GroupedData
@@ -130,6 +131,7 @@ class Survey:
     totals : the totals of all rows; None if there are only sums
     shape : which terms vary, after terms were left out that cannot vary or that other terms determine
     notes : sentences on these terms
+    prepared : the sparse columns, if there are any
     """
 
     network: CountingNetwork
@@ -141,6 +143,7 @@ class Survey:
     totals: RowTotals | None = None
     shape: Shape | None = None
     notes: tuple[str, ...] = ()
+    prepared: Prepared | None = None
 
 
 # At the node

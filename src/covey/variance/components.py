@@ -213,6 +213,7 @@ class Learned:
     whole : after a fit across sites, the sums over the clients of all sites
     basis : (d, d) converts coefficients of the columns of the fit, some of them centred, to the user's; None if none was
     satterthwaite, draws : uncertainty of the components, if the sums in ``units`` do not determine it
+    more : the number of global coefficients of sparse columns; a model that has some keeps no sums of clients
     """
 
     components: Components
@@ -226,6 +227,7 @@ class Learned:
     basis: Floats | None = None
     satterthwaite: Satterthwaite | None = None
     draws: Draws | None = None
+    more: int = 0
 
     @property
     def shape(self) -> Shape:

@@ -39,6 +39,8 @@ from covey.variance.parameters import Kind, Parameters, Shape
 from covey.variance.quadrature import Watch, check
 from covey.variance.sampling import freedom_of_laplace, uncertainty_at
 from covey.variance.search import CONVERGED, NEGLIGIBLE, Optimum, approach, minimise, notes_at, resolve_boundary
+from covey.variance.shared_laplace import SharedLaplaceCriterion
+from covey.variance.shared_likelihood import SharedCriterion
 from covey.variance.uncertainty import Draws, Satterthwaite
 
 NOT_FINITE = "The coefficients are not finite, probably because columns have extreme scales; standardise them."
@@ -117,8 +119,14 @@ def _uncertainty(criterion: Criterion, best: Optimum) -> tuple[Satterthwaite | N
 
 def criterion_for(surveyed: Survey, shape: Shape, *, reml: bool, progress: Progress | None = None) -> Criterion:
     """The criterion for the family of a surveyed network. ``reml`` matters for a linear model only."""
-    linear = surveyed.network.loss.reml
-    criterion = LinearCriterion(surveyed, shape, reml=reml) if linear else LaplaceCriterion(surveyed, shape)
+    linear, prepared = surveyed.network.loss.reml, surveyed.prepared
+    criterion: Criterion
+    if prepared is None:
+        criterion = LinearCriterion(surveyed, shape, reml=reml) if linear else LaplaceCriterion(surveyed, shape)
+    elif linear:
+        criterion = SharedCriterion(surveyed, shape, prepared, reml=reml)
+    else:
+        criterion = SharedLaplaceCriterion(surveyed, shape, prepared)
     criterion.progress = progress
     return criterion
 
@@ -198,7 +206,8 @@ def finish(criterion: Criterion, best: Optimum) -> tuple[Fit, Learned]:
     approximation = check(criterion, best, top)
     if criterion.network.ask(criterion.finish_message(best.x, top)).n_nonfinite:
         raise DataError(NOT_FINITE)
-    fit = Fit(np.empty((0, d)), origin + top.w[:, back], origin + top.wbar[back], _convergence(criterion, best, approximation))
+    models = np.empty((0, d)), origin + top.w[:, back], origin + top.wbar[back]
+    fit = Fit(*models, _convergence(criterion, best, approximation), shared=criterion.shared(s2))
     cut = criterion.parameters.n_parameters
     errors = parameter_covariance(best, cut)
     levels = _levels(criterion, best, s2, criterion.log_dispersion(best.x, here), errors)
@@ -214,7 +223,7 @@ def finish(criterion: Criterion, best: Optimum) -> tuple[Fit, Learned]:
         *levels,
         residual=s2 if loss.dispersion else None,
         log_likelihood=-0.5 * best.value,
-        parameters=int(criterion.free.sum()) + cut + int(loss.dispersion),
+        parameters=int(criterion.free.sum()) + criterion.more + cut + int(loss.dispersion),
         rows=criterion.rows,
         notes=(*criterion.survey.notes, *notes),
         shares=(cluster / total, client / total, residual / total),

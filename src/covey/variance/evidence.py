@@ -31,7 +31,7 @@ from covey.variance.separation import n_alike
 ROUNDING = 1e-13  # clients' columns are proportional to this precision
 PROPORTIONAL = 1e-10  # degrees of freedom count columns as proportional to this precision
 _ALIKE = 1e-12  # relative to a mean that is itself rounded
-_DETERMINED = 1e-8
+DETERMINED = 1e-8
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class GramRows:
         blocks, (_, q, d) = block_count(len(self.A)), self.A.shape
         count, whole = np.empty((blocks, q), dtype=np.int64), np.zeros(d)
         arrays = self.A, self.diagonal, self.terms, np.ascontiguousarray(inverse)
-        share(kernels.count_not_determined, blocks, *arrays, _DETERMINED, count)
+        share(kernels.count_not_determined, blocks, *arrays, DETERMINED, count)
         whole[self.terms] = count.sum(axis=0)
         return whole
 

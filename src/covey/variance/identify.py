@@ -71,7 +71,7 @@ def check_identifiable(network: CountingNetwork, evidence: Evidence, shape: Shap
         if kind != "isotropic" and evidence.n_several_rows:
             several = None if shape.per_cluster and level == "client" else sizes
             _refuse_proportional(not_proportional, varying, terms, level, kind, several)
-        _refuse_determined(not_determined, varying, terms, level)
+        refuse_determined(not_determined, varying, terms, level)
     if squares is not None:
         residual = evidence.residual if shape.client else ResidualEvidence.of(sums, shape.cluster)
         _refuse_no_residual(residual, float(sums.n.sum()), 2 * float(sums.c.sum()), squares)
@@ -154,7 +154,7 @@ def _refuse_proportional(
         )
 
 
-def _refuse_determined(not_determined: Floats, varying: Sequence[int], terms: Sequence[str], level: str) -> None:
+def refuse_determined(not_determined: Floats, varying: Sequence[int], terms: Sequence[str], level: str) -> None:
     """Global coefficients that determine those of every client or cluster, such as dummies of their names."""
     for term in (terms[a] for a in varying if not not_determined[a]):
         raise DataError(

@@ -182,7 +182,7 @@ class SumBends(Message[BendSums], label="bends", phase="learn"):
     P: Annotated[Floats, Axes("k order order")]
 
     def at(self, node: Node) -> BendSums:
-        _, marginal, _, lifted = _at_mode(node, self.P)
+        _, marginal, _, lifted = at_mode(node, self.P)
         return BendSums(float(marginal.log_determinants.sum()), lifted)
 
 
@@ -194,7 +194,7 @@ class SlopeAtMode(Message[Slopes], label="slope at the mode", phase="learn"):
     y: Annotated[Floats, Axes("k order")]
 
     def at(self, node: Node) -> Slopes:
-        clients, marginal, g, _ = _at_mode(node, self.P)
+        clients, marginal, g, _ = at_mode(node, self.P)
         mode = node.state(ModeState)
         bend, pull = node_slopes(clients, mode.state.now, marginal, g, self.P, self.y)
         if len(mode.S) == 1:  # one covariance for all clusters, so only the sum over clusters is needed
@@ -234,7 +234,7 @@ def _linear_problem(clients: newton_node.LocalProblem, centre: Floats) -> tuple[
     return hessians(linear, gaussian, here, width), -here.gradient
 
 
-def _at_mode(node: Node, P: Floats) -> tuple[newton_node.LocalProblem, ClientMarginal, Floats, Floats]:
+def at_mode(node: Node, P: Floats) -> tuple[newton_node.LocalProblem, ClientMarginal, Floats, Floats]:
     """The clients, their curvature at the mode, their ``g_i``, and the sums of ``(I + H_i S_j)^-1 g_i`` by cluster."""
     mode = node.state(ModeState)
     clients, now = _clients(node, mode.S, mode.order), mode.state.now

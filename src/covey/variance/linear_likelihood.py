@@ -59,7 +59,7 @@ from covey.solvers.direct.factors import Factors
 from covey.solvers.direct.hessians import Hessians, WholeHessians, given
 from covey.solvers.direct.lanes import StackedMarginal
 from covey.solvers.direct.spaces import space_of
-from covey.solvers.result import Progress
+from covey.solvers.result import Progress, SharedCoefficients
 from covey.variance.columns import (
     ClientSums,
     LearningState,
@@ -119,9 +119,11 @@ class Criterion(ABC):
     rows : the number of rows of positive weight
     evaluations : the number of points evaluated so far
     progress : called by the search after each evaluation
+    more : the number of global coefficients of columns that are not in ``X``
     """
 
     method: Method
+    more = 0
     evaluations = 0
     progress: Progress | None = None
     mean_response = np.nan  # needed for counts only
@@ -202,6 +204,10 @@ class Criterion(ABC):
     def global_covariance(self, errors: Floats, top: UpperPosterior) -> Floats:
         """The posterior covariance of the global model. ``errors`` is the covariance of its parameters, if there are any."""
         return np.asarray(top.dispersion * invert(top.D.sum(axis=0), self.free)[0])
+
+    def shared(self, dispersion: float) -> SharedCoefficients | None:
+        """The coefficients of sparse columns, once the nodes have finished."""
+        return None
 
     def forget(self) -> None:  # noqa: B027
         """Evaluate the next point without starting values from the last."""
@@ -418,7 +424,7 @@ class LinearCriterion(Criterion):
         sums = self.network.ask(IntegrateClients(S, self.order, self.about_client_fits, self.at_mode))
         seen = map(Quadratic, sums.seen.C, sums.seen.r, sums.seen.c, sums.seen.n)
         parts = zip(seen, sums.volume - self.survey.log_weights, points, strict=True)
-        return [upper(clusters, float(volume), S[0], self.reml, self.free) for clusters, volume, (_, S) in parts]
+        return [upper(clusters, float(volume), S[0], self.reml, self.free, self.more) for clusters, volume, (_, S) in parts]
 
     def log_dispersion(self, x: Floats, here: Evaluation) -> tuple[Floats, float]:
         return self.parameters.gradient(x, *(-pull / here.top.dof for pull in here.pull)), 0.0

@@ -38,10 +38,12 @@ class UpperPosterior:
     dof: float
 
 
-def upper(seen: Quadratic, log_determinants: float, S: Floats, reml: bool, free: Anything | None = None) -> UpperPosterior:
+def upper(
+    seen: Quadratic, log_determinants: float, S: Floats, reml: bool, free: Anything | None = None, more: int = 0
+) -> UpperPosterior:
     """Solve for the upper levels, given the clients' losses as functions of ``w_j``: the coordinator's part of the sweep.
 
-    The global coefficients of terms that are not ``free (d,)`` are zero.
+    The global coefficients of terms that are not ``free (d,)`` are zero. There are ``more`` coefficients, in the offset.
     """
     d = seen.r.shape[1]
     D, q, each = absorb_leading(seen.C, seen.r, S, leading_width(S))
@@ -50,7 +52,7 @@ def upper(seen: Quadratic, log_determinants: float, S: Floats, reml: bool, free:
     inverse, log_whole = invert(whole, free)
     wbar = inverse @ total
     rows = float(seen.n.sum())
-    dof = rows - (d if free is None else int(free.sum())) if reml else rows
+    dof = rows - (d if free is None else int(free.sum())) - more if reml else rows
     squares = 2.0 * float(seen.c.sum()) - float(np.einsum("ja,ab,jb->", seen.r, S, q)) - float(wbar @ total)
     dispersion = max(squares, 0.0) / dof
     with np.errstate(divide="ignore"):

@@ -6,6 +6,7 @@ checked on them. For any other fit the node reads the columns that the fit uses,
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import narwhals as nw
@@ -53,6 +54,7 @@ def _sums_suffice(table: Lazy, problem: Problem) -> bool:
 
 def draft_rows(table: Any, draft: Problem) -> tuple[GroupedData, Problem]:
     """The rows, or sums by client, of a draft at one site alone, and the completed draft."""
+    draft = draft if draft.spec.sparse else replace(draft, spec=replace(draft.spec, sparse=False))
     found = table_for(table, draft)
     return read_lazy(found, draft) if isinstance(found, nw.LazyFrame) else read_rows(found, draft)
 
