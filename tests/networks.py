@@ -80,6 +80,7 @@ class Sharded:
     forgets: bool = False
     asked: list[Any] = field(default_factory=list)
     exchanges: int = 0
+    vectors_only: bool = False
 
     @classmethod
     def of(cls, data, loss, owner, **settings):

@@ -163,7 +163,7 @@ def test_numbers_that_are_not_successes_of_trials(columns, formula, facts):
     ("call", "error", "fact"),
     [
         (lambda: HierarchicalRegressor(formula=SHARES, trials="size").fit(TABLE), SolverError, "trials= is for the bernoulli"),
-        (lambda: HierarchicalRegressor(formula=FORMULA).fit(TABLE), DataError, "bernoulli family, not gaussian"),
+        (lambda: HierarchicalRegressor(formula=FORMULA).fit(TABLE), DataError, "family 'bernoulli', not 'gaussian'"),
         (
             lambda: HierarchicalClassifier(formula=SHARES, trials="size", weights="t").fit(TABLE),
             SolverError,

@@ -268,6 +268,6 @@ def test_counts_and_classes_say_which_rows_they_need():
     with pytest.raises(CoveyError, match="linear models"):
         model.robust()
     gamma = HierarchicalGammaRegressor(formula="y ~ x + (1 | client)").fit(groups(np.random.default_rng(0), "gamma"))
-    with pytest.raises(CoveyError, match="gamma family; use bootstrap"):
+    with pytest.raises(CoveyError, match="gamma family; bootstrap has intervals"):
         gamma.profile(groups(np.random.default_rng(0), "gamma"))
     assert 0 < gamma.r2(groups(np.random.default_rng(0), "gamma")).marginal < 1

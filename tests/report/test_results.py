@@ -137,7 +137,7 @@ def test_every_figure_has_labels_a_title_and_no_empty_panel(kind, tmp_path, monk
     if kind == "communication":  # bounds above the axis are cut off, and the legend says where
         race = next(figure for figure in kept if any("bound" in text for text in legend_of(figure)))
         assert [panel.get_ylim()[1] for panel in race.axes] == [30, 30]
-        assert any("bound" in text and "(to 30)" in text for text in legend_of(race))
+        assert any("bound" in text and "not drawn above 30" in text for text in legend_of(race))
 
 
 def legend_of(figure):

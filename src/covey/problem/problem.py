@@ -172,7 +172,7 @@ class Problem:
     @property
     def sparse(self) -> SparseDesign | None:
         """The design, if some of its terms are sparse."""
-        return self.design if isinstance(self.design, SparseDesign) else None
+        return self.agreed_design if isinstance(self.agreed_design, SparseDesign) else None
 
     @property
     def _unscaled(self) -> Columns | Formula:
