@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from covey.nodes.network import BLOCK, Blocks
-from covey.solvers.direct import kernels
+from covey.solvers.direct import elimination, kernels
+from covey.solvers.direct.elimination import Spread
 from covey.threads import block_count
 
 D = 3
@@ -82,6 +83,22 @@ def test_descend(children):
         np.testing.assert_allclose(force[i], r - C @ x[parent[i]], atol=1e-10)
         np.testing.assert_allclose(t[i], x[parent[i]] + scale[i] * shape_of(shape, i) @ force[i], atol=1e-10)
     assert (t[3] == 9.0).all(), "a detached child is left to its caller"
+
+
+@pytest.mark.parametrize("several", [1, 7, 100])
+def test_descend_by_lapack(children, several, monkeypatch):
+    """As the compiled loop, for any number of clients in one call; no bit depends on that number."""
+    A, b, scale, shape, width, ptr = children
+    parent, x = np.repeat(np.arange(3), np.diff(ptr)), np.random.default_rng(1).normal(size=(3, D))
+    spread = Spread(scale, shape, width)
+    expected = elimination.descend(A, b, spread, parent, x)
+    monkeypatch.setattr(elimination, "MANY", -1)
+    alone = elimination.descend(A, b, spread, parent, x)
+    monkeypatch.setattr(elimination, "_TOGETHER", several * D * D)
+    found = elimination.descend(A, b, spread, parent, x)
+    for one, other, plain in zip(found, alone, expected, strict=True):
+        np.testing.assert_allclose(one, plain, atol=1e-10)
+        np.testing.assert_array_equal(one, other)
 
 
 def test_sensitivity(children):

@@ -15,7 +15,7 @@ nearest to its parent. ``log|K|`` is what integrating the child out adds to twic
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from covey.threads import block_count, share
 from covey.tree.hierarchy import segment_sum
 
 MANY = 16  # varying terms; from more on, matrices are solved by LAPACK, and clients in the space of their rows
+_TOGETHER = 1 << 16  # numbers in the matrices that LAPACK solves in one call
 _REGULAR = 1e-4  # the product of the pivots of a matrix with a unit diagonal from which it has full rank for certain
 
 
@@ -168,12 +169,13 @@ def _eliminate_wide(
             each_C[i], each_r[i], volume[i] = one_C, one_r, np.linalg.slogdet(K)[1]
 
 
-def _pivots(A: Floats, spread: Spread, i: int) -> Floats:
-    """``I + A S`` of child ``i``."""
-    S = spread.shape[i if len(spread.shape) > 1 else 0] if len(spread.shape) else None
-    K: Floats = spread.scale[i] * (A if S is None else A @ S)
-    K[np.diag_indices(len(K))] += 1.0
-    return K
+def _pivots(A: Floats, spread: Spread, at: Any) -> Floats:
+    """``I + A S`` of child ``at``, or of several children."""
+    S = spread.shape[at if len(spread.shape) > 1 else 0] if len(spread.shape) else None
+    K: Floats = spread.scale[at, None, None] * (A if S is None else A @ S)
+    diagonal = np.arange(A.shape[-1])
+    K[..., diagonal, diagonal] += 1.0
+    return K.reshape(A.shape)
 
 
 def _moved(spread: Spread, i: int, force: Floats) -> Floats:
@@ -186,9 +188,11 @@ def descend(A: Floats, b: Floats, spread: Spread, parent: Ints, x: Floats) -> tu
     """Each child's solution given its parent's ``x[parent]``, and the force ``r - C x`` that its parent exerts on it."""
     t, force = np.empty_like(b), np.empty_like(b)
     if spread.width > MANY:
-        for i in np.flatnonzero(~spread.detached).tolist():
+        held, step = np.flatnonzero(~spread.detached), max(1, _TOGETHER // b.shape[1] ** 2)
+        for some in np.split(held, range(step, len(held), step)):
             # r - C x = K^-1 (b - A x): one right-hand side
-            force[i] = np.linalg.solve(_pivots(A[i], spread, i), b[i] - A[i] @ x[parent[i]])
+            right = b[some, :, None] - A[some] @ x[parent[some], :, None]
+            force[some] = np.linalg.solve(_pivots(A[some], spread, some), right)[:, :, 0]
         t = x[parent] + spread.moved(force)
     else:
         share(kernels.descend, block_count(len(b)), A, b, spread.scale, spread.shape, spread.width, parent, x, t, force)
