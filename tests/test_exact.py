@@ -181,7 +181,7 @@ def test_the_same_bits_with_any_number_of_threads(always_share):
 @numba.njit(fastmath=True)
 def _collect(values, digits):
     for x in values:
-        accumulate_in(digits[None], 0, x)
+        accumulate_in(digits.reshape((1, len(digits))), 0, x)
 
 
 @given(hnp.arrays(float, 20, elements=addends))

@@ -326,7 +326,7 @@ def chi_bar_tail(statistic: float, kind: Kind, q: int, count: int = 1) -> float:
     >>> round(chi_bar_tail(2.706, "isotropic", 3), 3), round(chi_bar_tail(2.706, "diagonal", 1), 3)
     (0.05, 0.05)
     """
-    if statistic <= 0:
+    if statistic < 1e-9:  # zero, up to the rounding of two log-likelihoods
         return 1.0
     if kind == "full" and q > 1:
         share, p = _cone_shares(q, count)

@@ -54,7 +54,7 @@ class Approvals:
                 raise FederationError(f"The owner of this site has refused question {name}; ask for something else.")
             if asked["decision"] == "waiting":
                 self._file.write(kept)
-                raise Waiting(f"Its owner has not decided yet; at the site: covey site approve {name}.")
+                raise Waiting(f"Its owner has not decided yet; at the site: covey site approve {name} --home FOLDER.")
             if join:
                 asked["decision"] = "used"
         if join:

@@ -39,7 +39,7 @@ def check_peers(own: str, peers: Peers | None, policy: Policy, run: str, asked: 
     if known < (policy.pinned or len(others)):
         strange = sorted(others - peers.keys())
         why = f"This site does not know site {strange[0]!r}" if strange else "Too few known sites take part"
-        raise refusal("peers", why, "add its public key, or say with 'pinned' how many known sites suffice")
+        raise refusal("peers", why, "add the public keys of more sites, or say with 'pinned' how many known sites suffice")
 
 
 def public_key(run: SiteRun) -> str:
