@@ -11,6 +11,7 @@ itself is kept instead of them.
 
 from __future__ import annotations
 
+import os
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -228,7 +229,9 @@ def actors(folder: str | Path, draft: Problem, address: str | None = None) -> It
         quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "include_dashboard": False}
         try:
             _connect_once(address)
-            ray.init(address=address, **(quiet if address is None else {"log_to_driver": False}))
+            # Without "local" Ray would look for a cluster that somebody else has started here, and wait for one that is gone.
+            chosen = address or (None if "RAY_ADDRESS" in os.environ else "local")
+            ray.init(address=chosen, **(quiet if address is None else {"log_to_driver": False}))
         except (OSError, ValueError, RuntimeError) as problem:
             where = "a new Ray cluster" if address is None else f"the Ray cluster at {address!r}"
             raise CoveyError(f"{where[0].upper()}{where[1:]} cannot be reached: {_first_line(problem)}.") from None
