@@ -376,7 +376,7 @@ def test_a_site_without_a_limit_of_epsilon_answers_no_private_run(tmp_path):
         return SiteFile.read(tmp_path, table=tmp_path / "t.parquet", site="s0", insecure=True).open()
 
     asked = private_run(noise_for(1e6, 2))
-    with pytest.raises(FederationError, match=r"only within a limit.*rule 'epsilon'"):
+    with pytest.raises(FederationError, match=r"no limit of epsilon.*rule 'epsilon'"):
         fit({"s0": site()}, spec(), settings=asked)
     with pytest.raises(FederationError, match="it allows 5 at most"):
         fit({"s0": site(epsilon=5.0)}, spec(), settings=asked)

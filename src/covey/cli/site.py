@@ -175,12 +175,14 @@ def _sums_in_words(file: SiteFile, draft: Problem, *, private: bool = False) -> 
     lines += [f"cells          {len(sizes)}: {'; '.join(sizes[:12])}{'; ...' if len(sizes) > 12 else ''}"]
     kinds = "vectors" if policy.replies == "vectors" else "vectors, and matrices of products of terms"
     first = ["keyed hashes of ids", "numbers of clients", "names of clusters", "types of columns"]
-    first += [] if private else ["categories", "numbers of rows", "the sum of y"]
+    first += [] if private else ["categories", "classes", "numbers of rows", "the sum of y"]
     first += ["sums of columns and of their squares"] if moments else []
     first += ["sums for center, scale and poly"] if draft.formula is not None and draft.formula.right.transforms else []
     first += ["numbers of missing values"] if draft.spec.na == "drop" and not private else []
     lines += [f"leaves first   {', '.join(first)}"]
-    lines += [f"then leaves    sums over the clients of a cell{', with noise' if private else ''}: {kinds}; no rows"]
+    noise = ", with noise" if private else ""
+    lines += [f"then leaves    sums over the clients of a cell or of the site{noise}: {kinds}; no rows"]
+    lines += [] if private else ["               without masks also a lower bound on the curvature of the clients' losses"]
     refused = ""
     try:
         profile_of(table_for(read(draft.spec), draft, private=private), draft, "", policy.minimum, private=private)

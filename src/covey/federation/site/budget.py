@@ -60,8 +60,8 @@ class Budget:
             return
         if self.run is None and self.total is None and not self.unlimited:
             raise FederationError(
-                "This site answers runs under differential privacy only within a limit; ask for a run without --epsilon. The "
-                "owner of this site can set one: rule 'epsilon' in site.toml."
+                "This site has set no limit of epsilon, and without one it answers no private run; leave out --epsilon, or ask "
+                "the site's owner to set the rule 'epsilon' in its site.toml."
             )
         start = f"{run}.{epoch}"
         releases = {name: entry for name, entry in self.releases.items() if name != start}

@@ -416,7 +416,7 @@ def _check_set_once(body: Any, node: Node, problem: Problem) -> None:
             raise FederationError("The penalties of a run cannot change after its first message with them; start a new run.")
         if isinstance(part, Standardise):
             if scaled:
-                raise FederationError("The scales of a run cannot be set again, or without standardize=True; start a new run.")
+                raise FederationError("The scales of a run can be set once, and only with standardize=True; start a new run.")
             scaled = True
 
 

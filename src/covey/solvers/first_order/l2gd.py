@@ -397,8 +397,8 @@ def l2gd(
         Probability that an iteration is an exchange between clusters; by default that of Corollary 3.6 (opt_conv_rate).
     p : float, (k,) array or "common", optional
         Probability of an exchange within each cluster, in an iteration without an exchange between clusters. By default each
-        cluster exchanges as rarely as it can without making the largest step of Corollary 3.6 (opt_conv_rate) smaller; "common"
-        is the paper's common value.
+        cluster has the smallest probability that still allows the largest step of Corollary 3.6 (opt_conv_rate); "common" is
+        the paper's common value.
     tau : float or (k,) array, optional
         Both kinds of exchange pull a client towards the average of its cluster. The share ``tau`` of this pull comes in
         exchanges between clusters, the rest in exchanges within clusters. By default that of Proposition 3.3 (opt_tau).
