@@ -23,7 +23,7 @@ codes = np.zeros(2, dtype=np.int64)
 rank_in_table(np.array([3, 1]), 1, np.zeros(3, dtype=np.int64), codes)
 print(codes.tolist())
 """
-MORE = "from covey.kernels import find_parents; find_parents(codes, codes, codes, codes)\n"
+MORE = "from covey.kernels import find_in_table; find_in_table(codes, 0, codes, codes)\n"
 
 
 def obeying_modes():

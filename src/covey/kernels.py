@@ -42,11 +42,24 @@ def _hash_step(state: Any, bits: Any) -> Any:
     return _scrambled((state ^ (bits if bits != np.uint64(1 << 63) else np.uint64(0))) + _GOLDEN)
 
 
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _hash_tile(state: Limbs, rows: int, values: Limbs, first: int) -> None:
+    """Hash one more number of each row of a tile; ``values`` holds one for each row, or one for all."""
+    if len(values) > 1:
+        for r in range(rows):
+            state[r] = _hash_step(state[r], values[first + r])
+    else:
+        value = values[0]
+        for r in range(rows):
+            state[r] = _hash_step(state[r], value)
+
+
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def hash_rows(begin: int, end: int, X: Limbs, y: Limbs, weights: Limbs, offset: Limbs, client_ptr: Ints, code: Limbs) -> None:
     """Set ``code (n,)`` to a hash of each client's rows, whose numbers are given as bits. It is a sum, so order is free.
 
-    A tile of rows takes each step together, because the steps of one row have to wait for each other.
+    ``weights`` and ``offset`` hold one number for each row, or one for all. A tile of rows takes each step together, because
+    the steps of one row have to wait for each other.
     """
     state, i, last = np.empty(_TILE, np.uint64), begin, client_ptr[end]
     for first in range(client_ptr[begin], last, _TILE):
@@ -55,8 +68,9 @@ def hash_rows(begin: int, end: int, X: Limbs, y: Limbs, weights: Limbs, offset: 
         for column in range(X.shape[1]):
             for r in range(rows):
                 state[r] = _hash_step(state[r], X[first + r, column])
-        for r in range(rows):
-            state[r] = _hash_step(_hash_step(_hash_step(state[r], y[first + r]), weights[first + r]), offset[first + r])
+        _hash_tile(state, rows, y, first)
+        _hash_tile(state, rows, weights, first)
+        _hash_tile(state, rows, offset, first)
         for r in range(rows):
             while first + r >= client_ptr[i + 1]:
                 i += 1
@@ -96,15 +110,27 @@ def multiply_rows(begin: int, end: int, rows: Floats, table: Floats, which: Ints
         product[row] = total
 
 
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _run(runs: Ints, r: int) -> tuple[int, int]:
+    """The rows of run ``r``: from ``runs[r]`` to ``runs[r + 1]``, or row ``r`` alone if there is no list of runs."""
+    return (runs[r], runs[r + 1]) if len(runs) else (r, r + 1)
+
+
 @njit(cache=True)  # type: ignore[untyped-decorator]
-def find_parents(client: Ints, cluster: Ints, parent: Ints, counts: Ints) -> int:
-    """Find the cluster and the number of rows of each client; returns the first row that contradicts, or -1."""
-    for row in range(len(client)):
-        i = client[row]
-        if parent[i] >= 0 and parent[i] != cluster[row]:
-            return row
-        parent[i] = cluster[row]
-        counts[i] += 1
+def find_parents(client: Ints, runs: Ints, cluster: Ints, parent: Ints, counts: Ints) -> int:
+    """Find the cluster and the number of rows of each client; returns the first row that contradicts, or -1.
+
+    ``client`` has one entry for each run of rows (see :func:`_run`), ``cluster`` one for each row, or one for all.
+    """
+    each = int(len(cluster) > 1)
+    for r in range(len(client)):
+        i = client[r]
+        first, last = _run(runs, r)
+        for row in range(first, last):
+            if parent[i] >= 0 and parent[i] != cluster[row * each]:
+                return row
+            parent[i] = cluster[row * each]
+        counts[i] += last - first
     return -1
 
 
@@ -121,24 +147,32 @@ def rank_in_segments(begin: int, end: int, values: Floats, ptr: Ints, longest: i
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
-def counting_sort(client: Ints, rank: Ints, ptr: Ints, order: Anything) -> bool:
-    """Fill ``order`` with the rows, stably sorted by the rank of their client; returns whether a row moves."""
+def counting_sort(client: Ints, runs: Ints, rank: Ints, ptr: Ints, order: Anything) -> bool:
+    """Fill ``order`` with the rows, stably sorted by the rank of their client; returns whether a row moves.
+
+    ``client`` has one entry for each run of rows (see :func:`_run`).
+    """
     place = ptr[:-1].copy()
     moved = False
-    for row in range(len(client)):
-        at = rank[client[row]]
-        order[place[at]] = row
-        moved |= place[at] != row
-        place[at] += 1
+    for r in range(len(client)):
+        at = rank[client[r]]
+        first, last = _run(runs, r)
+        moved |= place[at] != first
+        for row in range(first, last):
+            order[place[at]] = row
+            place[at] += 1
     return moved
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def take_rows(begin: int, end: int, source: Floats, rows: Anything, target: Floats) -> None:
-    """``target[:] = source[rows]``. Threads are worth it, because every distant row waits for memory."""
+def take_rows(begin: int, end: int, source: Floats, rows: Anything, target: Floats, left: int) -> None:
+    """Set the columns of ``target`` from ``left`` on to ``source[rows]``.
+
+    Threads are worth it, because every distant row waits for memory.
+    """
     for at in range(begin, end):
         for a in range(source.shape[1]):
-            target[at, a] = source[rows[at], a]
+            target[at, left + a] = source[rows[at], a]
 
 
 # Exact sums: see covey.exact for the digits

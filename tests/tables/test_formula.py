@@ -9,6 +9,8 @@ import narwhals as nw
 import numpy as np
 import polars as pl
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from covey.errors import DataError, FormulaError
 from covey.tables.design import Formula, inspect, response
@@ -44,6 +46,21 @@ def test_a_parsed_formula_goes_through_json_without_another_parse(text, monkeypa
     assert np.isfinite(np.column_stack(design.blocks(FRAME))).all()
     if again.response is not None:
         assert len(np.asarray(response(again, FRAME))) == 3
+
+
+TERMS = ["1", "0", "x", "z", "w", "`my y`", "x:z", "z:x:w", "x*`my y`", "(x + z + w)**3", "log(x)", "I(x**2):z", "scale(z)"]
+
+
+@given(st.lists(st.sampled_from(TERMS), min_size=1, max_size=5), st.booleans())
+def test_terms_of_numbers_are_those_of_formulaic(chosen, without_intercept):
+    terms = Terms.parse(" + ".join(chosen) + (" - 1" if without_intercept else ""))
+    rng = np.random.default_rng(0)
+    columns = {name: np.exp(rng.normal(size=7)) for name in ("x", "z", "w", "my y")}
+    state = {"scale(z)": (7.0, 1.2, 3.4)}
+    here, coded = terms.evaluate(columns, 7, state), terms._coded(columns, 7, state)
+    assert list(here) == list(coded)
+    for name, values in here.items():
+        np.testing.assert_allclose(values, coded[name], rtol=1e-15)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from hypothesis import given
 from covey.kernels import counting_sort, find_in_table, find_parents, multiply_rows, rank_in_segments, rank_in_table, take_rows
 from tests.conftest import seeds
 
+EACH_ROW = np.empty(0, dtype=np.int64)  # no list of runs
+
 
 def drawn(seed):
     """The clients of random rows, out of 8, and the clusters of these clients, out of 3."""
@@ -22,14 +24,31 @@ def drawn(seed):
 def test_parents_and_counts(seed):
     _, client, home = drawn(seed)
     parent, counts = np.full(8, -1), np.zeros(8, dtype=np.int64)
-    assert find_parents(client, home[client], parent, counts) == -1
+    assert find_parents(client, EACH_ROW, home[client], parent, counts) == -1
     np.testing.assert_array_equal(counts, np.bincount(client, minlength=8))
     np.testing.assert_array_equal(parent, np.where(counts > 0, home, -1))
 
 
 def test_the_first_row_that_puts_a_client_in_a_second_cluster():
     client, cluster = np.array([0, 1, 0, 1]), np.array([2, 0, 2, 1])
-    assert find_parents(client, cluster, np.full(2, -1), np.zeros(2, dtype=np.int64)) == 3
+    assert find_parents(client, EACH_ROW, cluster, np.full(2, -1), np.zeros(2, dtype=np.int64)) == 3
+
+
+@given(seeds)
+def test_runs_of_rows_give_the_same_as_their_rows(seed):
+    rng, client, home = drawn(seed)
+    lengths = rng.integers(1, 4, size=len(client))
+    runs, rows, rank = np.concatenate([[0], np.cumsum(lengths)]), np.repeat(client, lengths), rng.permutation(8)
+    cluster = np.where(rng.random(len(rows)) < 0.02, 3, home[rows])
+    ptr = np.concatenate([[0], np.cumsum(np.bincount(rank[rows], minlength=8))])
+
+    def results(codes, runs):
+        parent, counts, order = np.full(8, -1), np.zeros(8, dtype=np.int64), np.empty(len(rows), dtype=np.int32)
+        row = find_parents(codes, runs, cluster, parent, counts)
+        moved = counting_sort(codes, runs, rank, ptr, order)
+        return row, moved, order.tolist(), (parent.tolist(), counts.tolist()) if row < 0 else None
+
+    assert results(client, runs) == results(rows, EACH_ROW)
 
 
 @given(seeds)
@@ -38,7 +57,7 @@ def test_rows_are_sorted_by_rank_and_keep_their_order(seed):
     rank = rng.permutation(8)
     ptr = np.concatenate([[0], np.cumsum(np.bincount(rank[client], minlength=8))])
     order = np.empty(len(client), dtype=np.int32)
-    moved = counting_sort(client, rank, ptr, order)
+    moved = counting_sort(client, EACH_ROW, rank, ptr, order)
     expected = np.argsort(rank[client], kind="stable")
     np.testing.assert_array_equal(order, expected)
     assert moved == (expected != np.arange(len(client))).any()
@@ -47,9 +66,10 @@ def test_rows_are_sorted_by_rank_and_keep_their_order(seed):
 @given(seeds)
 def test_rows_are_taken(seed):
     rng, client, _ = drawn(seed)
-    source, target = rng.normal(size=(8, 3)), np.empty((len(client), 3))
-    take_rows(0, len(client), source, client, target)
-    np.testing.assert_array_equal(target, source[client])
+    source, target = rng.normal(size=(8, 2)), np.zeros((len(client), 4))
+    take_rows(0, len(client), source, client, target, 1)
+    zeros = np.zeros((len(client), 1))
+    np.testing.assert_array_equal(target, np.hstack([zeros, source[client], zeros]))
 
 
 @given(seeds)

@@ -299,10 +299,13 @@ class Loss(ABC):
 
     def constant(self, data: GroupedData) -> float:
         """Return the part of the negative log-likelihood of all rows that their losses leave out."""
-        return float(_weighted(self.constants(data.y), data).sum())
+        none = type(self).constants is Loss.constants
+        return 0.0 if none else float(_weighted(self.constants(data.y), data).sum())
 
     def perfect(self, data: GroupedData) -> Floats:
         """Return the lowest loss that each client can have with any margins, ``(n,)``."""
+        if type(self).lowest is Loss.lowest:
+            return np.zeros(data.n_clients)
         return self.scale(data) * segment_sum(_weighted(self.lowest(data.y), data), data.client_ptr)
 
     def expand(self, data: GroupedData, theta: Floats, order: int = 2) -> Expansion:

@@ -37,9 +37,9 @@ class Batches(Record):
         if data.sums is not None:
             return cls(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.uint64))
         code = np.zeros(data.n_clients, dtype=np.uint64)
-        ones = np.ones(data.n_rows) if data.weights is None else data.weights
-        zeros = np.zeros(data.n_rows) if data.offset is None else data.offset
-        parts = (np.ascontiguousarray(part).view(np.uint64) for part in (data.X, data.y, ones, zeros))
+        weights = np.ones(1) if data.weights is None else data.weights
+        offset = np.zeros(1) if data.offset is None else data.offset
+        parts = (np.ascontiguousarray(part).view(np.uint64) for part in (data.X, data.y, weights, offset))
         share(hash_rows, len(code), *parts, data.client_ptr, code)
         return cls(np.arange(data.n_clients), code)
 

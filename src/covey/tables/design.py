@@ -106,27 +106,21 @@ class Formula:
 
     def terms_of(self, terms: Terms) -> list[str]:
         """The names of the columns of ``X`` that some terms make."""
-        import pandas as pd
-
         if not terms.terms:
             return []
         # The names depend on the categories, not on the values. One row is enough.
-        row: dict[str, Any] = {name: [1.0] for name in self.columns}
-        for name, levels in self.levels.items():
-            row[name] = pd.Categorical(list(levels)[:1] or [None], list(levels))
-        return [str(name) for name in terms.evaluate(pd.DataFrame(row, index=[0])).columns]
+        row: dict[str, Any] = {name: np.ones(1) for name in self.columns}
+        row |= {name: _codes([0 if levels else -1], levels) for name, levels in self.levels.items()}
+        return list(terms.evaluate(row, 1))
 
     def blocks(self, rows: Frame | Anything) -> list[Anything]:
         """The columns of ``X`` for the rows of a data frame."""
-        import pandas as pd
-
         if not isinstance(rows, nw.DataFrame):
             raise DataError("A formula needs a table with named columns; pass a data frame.")
-        table = {name: self._column(rows, name) for name in self.columns}
-        frame, blocks = pd.DataFrame(table, index=range(len(rows))), dict[str, Anything]()
+        table, blocks = {name: self._column(rows, name) for name in self.columns}, dict[str, Anything]()
         for terms in (self.rhs, *self.extra):
-            matrix = terms.evaluate(frame, self.state) if terms.terms else pd.DataFrame()
-            blocks |= {name: matrix[name].to_numpy(dtype=np.float64) for name in matrix.columns if name not in blocks}
+            found = terms.evaluate(table, len(rows), self.state) if terms.terms else {}
+            blocks |= {name: values for name, values in found.items() if name not in blocks}
         return list(blocks.values())
 
     @property
@@ -181,12 +175,17 @@ class Formula:
         return document | ({"state": {text: list(state) for text, state in self.state.items()}} if self.state else {})
 
     def _column(self, frame: Frame, name: str) -> Any:
-        import pandas as pd
-
         if name not in self.levels:
             return numeric(frame, name)
         levels = self.levels[name]
-        return pd.Categorical.from_codes(category_codes(column(frame, name), name, levels), categories=list(levels))
+        return _codes(category_codes(column(frame, name), name, levels), levels)
+
+
+def _codes(codes: Any, levels: Sequence[Any]) -> Any:
+    """Categories as formulaic takes them."""
+    import pandas as pd
+
+    return pd.Categorical.from_codes(codes, categories=list(levels))
 
 
 # Columns of a table
@@ -202,18 +201,16 @@ def response(formula: ParsedFormula, frame: Frame) -> Any:
         raise unknown_column(plain, frame.columns)
     if len(formula.expression.terms) != 1 + formula.counts:
         raise FormulaError(f"The response {lhs!r} must be one column or expression.")
-    return _values(formula.expression, frame).to_numpy(np.float64) if formula.counts else sum_of(formula.expression, frame)
+    return np.column_stack(_values(formula.expression, frame)) if formula.counts else sum_of(formula.expression, frame)
 
 
 def sum_of(terms: Terms, frame: Frame) -> Floats:
     """The sum of some expressions of numeric columns, such as a response or an offset."""
-    return np.asarray(_values(terms, frame).sum(axis=1, skipna=False), dtype=np.float64)
+    return np.asarray(sum(_values(terms, frame)), dtype=np.float64)
 
 
-def _values(terms: Terms, frame: Frame) -> Any:
-    import pandas as pd
-
-    return terms.evaluate(pd.DataFrame({name: numeric(frame, name) for name in terms.names}, index=range(len(frame))))
+def _values(terms: Terms, frame: Frame) -> list[Floats]:
+    return list(terms.evaluate({name: numeric(frame, name) for name in terms.names}, len(frame)).values())
 
 
 def column(frame: Frame, name: Any) -> nw.Series[Any]:

@@ -11,6 +11,7 @@ fill the memory.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from covey._typing import Floats
 from covey.errors import CoveyError, FormulaError
 from covey.tables.expressions import Expression, read_expression, refuse_habits
 from covey.tables.text import MOST_TERMS, MOST_TEXT, depths_of, masked, quoted, read_terms, summands, too_many
@@ -122,18 +124,46 @@ class Terms:
         read = [found for factor in self.factors if (found := factor.read(self.text)) is not None]
         return {transform.text: (found, transform) for found in read for transform in found.transforms}
 
-    def evaluate(self, table: pd.DataFrame, state: Mapping[str, State] | None = None) -> pd.DataFrame:
+    def evaluate(self, columns: Mapping[str, Any], n_rows: int, state: Mapping[str, State] | None = None) -> dict[str, Floats]:
         """Compute the columns of the terms; categories are coded by treatment contrasts unless ``C()`` says otherwise.
 
-        ``state`` is what transforms have learned. The columns of a transform without a complete state are zero.
+        ``columns`` are arrays, or categories of pandas. ``state`` is what transforms have learned. The columns of a transform
+        without a complete state are zero.
         """
         try:
             with np.errstate(all="ignore"):
-                return self.combine(table, {each.expression: _values(each, table, state or {}) for each in self.factors})
+                if self._of_numbers(columns):
+                    return self._products(columns, n_rows, state or {})
+                return self._coded(columns, n_rows, state or {})
         except CoveyError:
             raise
         except Exception as problem:  # formulaic has no common base class for its errors
             raise FormulaError(f"The formula {self.text!r} cannot be evaluated: {problem}") from None
+
+    def _of_numbers(self, columns: Mapping[str, Any]) -> bool:
+        """Whether each term is an intercept or a product of numbers that have one column, so that nothing needs coding."""
+        literals = all(term[0].expression == "1" for term in self.terms if any(each.kind == "literal" for each in term))
+        narrow = all(found is None or found.width == 1 for found in (factor.read(self.text) for factor in self.factors))
+        return literals and narrow and all(isinstance(columns[name], np.ndarray) for name in self.names)
+
+    def _products(self, columns: Mapping[str, Any], n_rows: int, state: Mapping[str, State]) -> dict[str, Floats]:
+        found = dict[str, Floats]()
+        # As in formulaic, terms of fewer factors come first.
+        for term in sorted(self.terms, key=lambda term: sum(factor.kind != "literal" for factor in term)):
+            if term[0].kind == "literal":
+                found["Intercept"] = np.broadcast_to(1.0, n_rows)
+                continue
+            read = [(factor.read(), factor.expression) for factor in term]
+            values = [columns[name] if each is None else each.evaluate(columns, state, n_rows) for each, name in read]
+            found[":".join(factor.expression for factor in term)] = functools.reduce(np.multiply, values)
+        return found
+
+    def _coded(self, columns: Mapping[str, Any], n_rows: int, state: Mapping[str, State]) -> dict[str, Floats]:
+        import pandas as pd
+
+        table = pd.DataFrame(dict(columns), index=range(n_rows))
+        matrix = self.combine(table, {each.expression: _values(each, table, state) for each in self.factors})
+        return {str(name): matrix[name].to_numpy(dtype=np.float64) for name in matrix.columns}
 
     def combine(self, table: pd.DataFrame, values: Mapping[str, Any]) -> pd.DataFrame:
         """Compute the columns of the terms from the values of their factors, by the text of the factor."""

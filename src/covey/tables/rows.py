@@ -19,7 +19,7 @@ from covey.errors import DataError
 from covey.kernels import counting_sort, find_parents, rank_in_segments, take_rows
 from covey.tables.values import Dropped, choose_rows, repeats_of, take
 from covey.threads import share
-from covey.tree.hierarchy import Hierarchy, encode, segment_sum
+from covey.tree.hierarchy import Hierarchy, encode, encode_runs, segment_sum
 
 if TYPE_CHECKING:
     from covey.tables.sparse import SparseColumns
@@ -384,11 +384,14 @@ def group_ids(client: Any, cluster: Any, n_rows: int, nested: bool) -> tuple[Any
     if client is None and cluster is not None:
         raise DataError("Clusters were given without clients; name the column of the clients with client=.")
     # Clusters first: a client id that is made of both is missing where the cluster is.
-    cluster_ids, j = _codes(cluster, "cluster", n_rows)
-    client_ids, i = _codes(client, "client", n_rows)
+    cluster_ids, j, whole = _codes(cluster, "cluster", n_rows)
+    j = np.repeat(j, np.diff(whole)) if len(j) > 1 and len(whole) else j
+    client_ids, i, runs = _codes(client, "client", n_rows)
     parent = np.full(len(client_ids), -1, dtype=np.int64)
     counts = np.zeros(len(client_ids), dtype=np.int64)
-    row = find_parents(i, j, parent, counts)
+    row = find_parents(i, runs, j, parent, counts)
+    if row >= 0:
+        i, runs = (np.repeat(i, np.diff(runs)) if len(runs) else i), runs[:0]
     if row >= 0 and nested:  # an id repeats in several clusters: a client is a pair of both ids
         pairs, i = encode(j * len(client_ids) + i, "client")
         parent, which = np.divmod(pairs.to_numpy(), len(client_ids))
@@ -406,7 +409,7 @@ def group_ids(client: Any, cluster: Any, n_rows: int, nested: bool) -> tuple[Any
     client_ptr = np.concatenate([[0], np.cumsum(counts[by_cluster])])
     cluster_ptr = np.concatenate([[0], np.cumsum(np.bincount(parent, minlength=len(cluster_ids)))])
     order = np.empty(n_rows, dtype=np.int32 if n_rows < 2**31 else np.int64)
-    moved = counting_sort(i, rank, client_ptr, order)
+    moved = counting_sort(i, runs, rank, client_ptr, order)
     return (
         order if moved else None,
         client_ptr,
@@ -414,13 +417,15 @@ def group_ids(client: Any, cluster: Any, n_rows: int, nested: bool) -> tuple[Any
     )
 
 
-def _codes(ids: Any, what: str, n_rows: int) -> tuple[pl.Series, Ints]:
+def _codes(ids: Any, what: str, n_rows: int) -> tuple[pl.Series, Ints, Ints]:
+    """The distinct ids, the code of each run, and the runs, as from :func:`encode_runs`; one id for all rows if None."""
     if ids is None:
-        return pl.Series(["all"]), np.zeros(n_rows, dtype=np.int64)
-    distinct, codes = encode(ids, what)
-    if len(codes) != n_rows:
-        raise DataError(f"There are {len(codes)} {what} ids for {n_rows} rows; give one id for each row.")
-    return distinct, codes
+        return pl.Series(["all"]), np.zeros(1, dtype=np.int64), np.array([0, n_rows])
+    distinct, codes, runs = encode_runs(ids, what)
+    count = int(runs[-1]) if len(runs) else len(codes)
+    if count != n_rows:
+        raise DataError(f"There are {count} {what} ids for {n_rows} rows; give one id for each row.")
+    return distinct, codes, runs
 
 
 def side_by_side(blocks: Sequence[Anything], order: Anything | None = None) -> Floats:
@@ -433,10 +438,10 @@ def side_by_side(blocks: Sequence[Anything], order: Anything | None = None) -> F
     left = 0
     for matrix in matrices:
         part = X[:, left : left + matrix.shape[1]]
-        if order is None:
-            part[:] = matrix
-        elif matrix.dtype == np.float64 and matrix.flags.c_contiguous and part.flags.c_contiguous:
-            share(take_rows, len(order), matrix, order, part)
+        if order is None or matrix.strides[0] == 0:  # in this order, or the same in all rows
+            part[:] = matrix if order is None else matrix[:1]
+        elif matrix.dtype == np.float64 and matrix.flags.c_contiguous:
+            share(take_rows, len(order), matrix, order, X, left)
         else:
             for start in range(0, n_rows, _CHUNK):
                 part[start : start + _CHUNK] = matrix.take(order[start : start + _CHUNK], axis=0)

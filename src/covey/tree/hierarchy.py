@@ -62,15 +62,29 @@ def encode(values: Any, what: str) -> tuple[pl.Series, Ints]:
     >>> ids.to_list(), codes.tolist()
     (['a', 'b'], [1, 0, 1])
     """
+    distinct, codes, runs = encode_runs(values, what)
+    return distinct, np.repeat(codes, np.diff(runs)) if len(runs) else codes
+
+
+def encode_runs(values: Any, what: str) -> tuple[pl.Series, Ints, Ints]:
+    """Return the sorted distinct ids, the position of each run's id among them, and the runs of rows.
+
+    Run ``r`` is the rows ``runs[r]:runs[r + 1]``. If few rows are in runs, ``runs`` is empty, and each row is one.
+
+    >>> ids, codes, runs = encode_runs(["b", "b", "b", "a", "a"], "client")
+    >>> codes.tolist(), runs.tolist()
+    ([1, 0], [0, 3, 5])
+    """
+    rows = np.empty(0, dtype=np.int64)
     if isinstance(values, np.ndarray) and values.dtype == np.int64 and values.ndim == 1 and len(values):
-        return _encode_integers(values)  # without a copy: tables may have many millions of rows
+        return *_encode_integers(values), rows  # without a copy: tables may have many millions of rows
     labels = as_labels(values, what)
-    _refuse_missing(labels, np.arange(len(labels)), what, "fill the column or leave the rows out")
+    _refuse_missing(labels, None, what, "fill the column or leave the rows out")
     if labels.dtype == pl.Int64 and len(labels):
-        return _encode_integers(labels.to_numpy())
+        return *_encode_integers(labels.to_numpy()), rows
     labels, lengths = _runs(labels)
     distinct, codes = _encode_text(labels) if labels.dtype == pl.String else _encode_any(labels, what)
-    return distinct, codes if lengths is None else np.repeat(codes, lengths)
+    return distinct, codes, rows if lengths is None else np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
 
 def _runs(labels: pl.Series) -> tuple[pl.Series, Ints | None]:
@@ -110,10 +124,12 @@ def _encode_any(labels: pl.Series, what: str) -> tuple[pl.Series, Ints]:
     return distinct, lookup(labels, distinct, what)
 
 
-def _refuse_missing(labels: pl.Series, rows: Ints, what: str, fix: str) -> None:
+def _refuse_missing(labels: pl.Series, rows: Ints | None, what: str, fix: str) -> None:
+    """Raise an error if an id is missing; ``rows`` are the numbers of the rows, if they are not all rows."""
     missing = labels.null_count()
     if missing:
-        first = rows[int(labels.is_null().arg_max() or 0)]
+        at = int(labels.is_null().arg_max() or 0)
+        first = at if rows is None else rows[at]
         raise DataError(f"{missing} {'row has' if missing == 1 else 'rows have'} no {what} id (first: row {first}); {fix}.")
 
 
