@@ -12,6 +12,7 @@ from polars.testing import assert_frame_equal
 
 import covey
 from covey import CoveyError, Spec
+from covey.engines.warehouse import open_parts
 from covey.model.scoring import Scoring, scored
 from covey.tables import files
 from tests.cli.shell import inside
@@ -209,11 +210,14 @@ def test_the_command_line_predicts_in_parts(tmp_path, monkeypatch):
     table.write_parquet(whole)
     table.write_csv(tmp_path / "all.csv")
     inside("predict", "model", "all.parquet", "--interval", "0.9", "--out", "one.parquet", cwd=tmp_path)
-    monkeypatch.setattr(files.read_parts, "__kwdefaults__", {"text": (), "rows": 50})
+    with duckdb.connect(tmp_path / "all.duckdb") as database:
+        database.sql(f"CREATE TABLE visits AS SELECT * FROM read_parquet('{whole}')")
+    monkeypatch.setattr(open_parts, "__kwdefaults__", {"text": (), "rows": 50})
     monkeypatch.setattr(files, "_LARGE", 0)
-    for source in ("all.parquet", "rows/*.parquet", "rows", "all.csv"):
+    in_database = ("all.duckdb", "--table", "visits")
+    for source in (("all.parquet",), ("rows/*.parquet",), ("rows",), ("all.csv",), in_database):
         for out in ("parts.parquet", "parts.csv"):
-            inside("predict", "model", source, "--interval", "0.9", "--out", out, cwd=tmp_path)
+            inside("predict", "model", *source, "--interval", "0.9", "--out", out, cwd=tmp_path)
             assert_frame_equal(covey.read_table(tmp_path / out), pl.read_parquet(tmp_path / "one.parquet"), rel_tol=1e-12)
     said = inside("predict", "model", "all.csv", "--interval", "0.9", cwd=tmp_path).stdout
     assert said == (tmp_path / "parts.csv").read_text()

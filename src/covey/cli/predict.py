@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from covey.cli._options import AnyTable, working
+from covey.cli._options import AnyTable, TableName, working
 
 if TYPE_CHECKING:
     import polars as pl
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 def predict(
     model: Annotated[Path, typer.Argument(help="Model folder.")],
     data: AnyTable,
+    table: TableName = None,
     level: Annotated[str, typer.Option(help="Whose model to use: client, cluster or global.")] = "client",
     unseen: Annotated[
         str, typer.Option(help="For clients not seen in training: 'parent' uses the model one level up, 'raise' stops.")
@@ -45,20 +46,21 @@ def predict(
     """Predict every row of a table.
 
     The column answered_by says which model made the prediction: that of the client, of its cluster, or the global one. Rows are
-    read and written in parts, so the table need not fit in memory; it may be a pattern 'rows/*.parquet'. With --sql, DATA is
-    the name of a table, and --out is a folder for the coefficients, which the statement reads.
+    read and written in parts, so the table need not fit in memory; it may be a pattern 'rows/*.parquet', or a table of a DuckDB
+    database (--table). With --sql, DATA is the name of a table, and --out is a folder for the coefficients, which the statement
+    reads.
 
     [bold]Example[/bold]   covey predict model new_homes.csv --out predictions.parquet
     """
+    from covey.engines.warehouse import open_parts
     from covey.errors import DataError
     from covey.model.files import load_model
     from covey.model.scoring import write_sql
-    from covey.tables.files import read_parts
 
     where = {"level": level, "unseen": unseen, "expected": expected}
     if sql is not None:
-        if interval is not None or noise or as_json:
-            raise DataError("The option --sql writes predictions only; leave out --interval, --noise and --json.")
+        if interval is not None or noise or as_json or table is not None:
+            raise DataError("The option --sql writes predictions only; leave out --interval, --noise, --json and --table.")
         print(f"{write_sql(load_model(model)[0], str(data), out, sql, **where)};")
         return
     if noise and interval is None:
@@ -73,7 +75,7 @@ def predict(
     kinds = {spec.client: tree.client_ids.dtype, spec.cluster: tree.cluster_ids.dtype}
     rows = 0
     with _written(out, as_json) as write, working("predicting"):
-        for part in read_parts(data, text=[name for name, kind in kinds.items() if str(kind) == "String"]):
+        for part in open_parts(data, table, text=[name for name, kind in kinds.items() if str(kind) == "String"]):
             try:
                 write(_predicted(fitted, part, interval, noise, where))
             except DataError as mistake:

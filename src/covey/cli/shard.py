@@ -38,14 +38,15 @@ def shard(
     import polars as pl
 
     from covey.engines.warehouse import exported, open_table
-    from covey.nodes.layout import lay_out, parts_of
+    from covey.nodes.layout import laid_out, lay_out, parts_of
 
-    with working("writing shards") as say, _watching(out, data, say), ExitStack() as stack:
-        rows = open_table(data, table, lazy=True)
-        if not isinstance(rows, pl.LazyFrame):
-            rows = stack.enter_context(exported(rows, out.absolute().parent))
-        folder = lay_out(rows, out, client, shards, source=data, named=table)
-    print(f"{len(parts_of(folder)):,} shards by {client} in {folder}", file=sys.stderr)
+    if not laid_out(out, client, shards, source=data, named=table):
+        with working("writing shards") as say, _watching(out, data, say), ExitStack() as stack:
+            rows = open_table(data, table, lazy=True)
+            if not isinstance(rows, pl.LazyFrame):
+                rows = stack.enter_context(exported(rows, out.absolute().parent))
+            lay_out(rows, out, client, shards, source=data, named=table)
+    print(f"{len(parts_of(out)):,} shards by {client} in {out}", file=sys.stderr)
 
 
 @contextmanager

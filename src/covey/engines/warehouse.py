@@ -12,7 +12,7 @@ from typing import Any
 import polars as pl
 
 from covey.errors import DataError, did_you_mean
-from covey.tables.files import is_pattern, read_table, scan_table
+from covey.tables.files import is_pattern, read_parts, read_table, scan_table
 
 _DATABASES = (".duckdb", ".ddb", ".db")
 
@@ -42,11 +42,36 @@ def open_table(
     """
     if Path(path).suffix in _DATABASES:
         return _relation(Path(path), table, named_by)
+    _refuse_name(path, table, named_by)
+    return scan_table(path) if lazy or is_pattern(path) else read_table(path, ids=ids, text=text)
+
+
+def open_parts(
+    path: str | Path, table: str | None = None, *, text: Sequence[str | None] = (), rows: int = 500_000
+) -> Iterator[pl.DataFrame]:
+    """Read what :func:`open_table` opens in parts of about this many rows, in its order."""
+    if Path(path).suffix not in _DATABASES:
+        _refuse_name(path, table, "--table")
+        yield from read_parts(path, text=text, rows=rows)
+        return
+    relation = _relation(Path(path), table, "--table")
+    import duckdb
+
+    try:
+        read = relation.to_arrow_reader if hasattr(relation, "to_arrow_reader") else relation.fetch_record_batch  # older versions
+        reader = read(rows)
+        first = next(reader, None)
+        yield pl.DataFrame(reader.schema.empty_table() if first is None else first)
+        yield from map(pl.DataFrame, reader)
+    except duckdb.Error as problem:
+        raise DataError(f"The table {table!r} of {str(path)!r} cannot be read: {_first_line(problem)}.") from None
+
+
+def _refuse_name(path: str | Path, table: str | None, named_by: str) -> None:
     if table is not None:
         raise DataError(
             f"{named_by} names a table of a DuckDB database, and {str(path)!r} does not end in .duckdb; leave it out."
         )
-    return scan_table(path) if lazy or is_pattern(path) else read_table(path, ids=ids, text=text)
 
 
 def in_engine(path: str | Path) -> bool:

@@ -76,6 +76,22 @@ def lay_out(
     return folder
 
 
+def laid_out(
+    folder: str | Path, client: str, shards: int | None = None, *, source: str | Path, named: str | None = None
+) -> bool:
+    """Return whether a folder has the shards of these files already, without reading them.
+
+    It is an error if it has shards of these files, but not those that are asked for.
+    """
+    if not is_shards(folder):
+        return False
+    found = manifest_of(Path(folder))["table"]
+    if found is None or found.get("files") != _files(source) or found.get("named") != named:
+        return False
+    _check_same(Path(folder), client, shards, found)
+    return True
+
+
 def files_of(source: str | Path) -> list[Path]:
     """The files that a table is scanned from: a file, those of a folder, or those of a pattern."""
     path = Path(source)
@@ -83,10 +99,15 @@ def files_of(source: str | Path) -> list[Path]:
     return sorted(path.rglob("*.parquet") if path.is_dir() else matching)
 
 
+def _files(source: str | Path) -> list[list[Any]]:
+    """The files of a table with their sizes and times."""
+    return [[str(each.resolve()), each.stat().st_size, each.stat().st_mtime_ns] for each in files_of(source)]
+
+
 def _fingerprint(table: pl.LazyFrame, source: str | Path, named: str | None) -> dict[str, Any]:
     """What tells whether a table is the one of some shards: its files with sizes and times, its columns and number of rows."""
     try:
-        facts = [[str(each.resolve()), each.stat().st_size, each.stat().st_mtime_ns] for each in files_of(source)]
+        facts = _files(source)
         rows = int(table.select(pl.len()).collect(engine="streaming").item())
     except (pl.exceptions.PolarsError, OSError) as problem:
         raise DataError(f"The files {str(source)!r} cannot be read: {_first_line(problem)}.") from None
