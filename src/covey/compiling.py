@@ -22,6 +22,7 @@ from numba.core import event
 
 def _njit(function: Callable[..., Any] | None = None, /, *, cache: bool = False, **options: Any) -> Any:
     """Compile a function as :func:`numba.njit` does; with ``cache``, keep the result on disk if a folder can be written."""
+    options = {"no_cfunc_wrapper": True, **options}  # nobody calls a kernel from C, and wrappers take time to compile
     if function is None:
         return lambda function: _njit(function, cache=cache, **options)
     if cache:

@@ -28,7 +28,7 @@ _SPLITTER = 2.0**27 + 1.0
 # Ids and rows
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
+@njit(forceinline=True)  # type: ignore[untyped-decorator]
 def _scrambled(state: Any) -> Any:
     """The last step of SplitMix64."""
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -36,13 +36,13 @@ def _scrambled(state: Any) -> Any:
     return state ^ (state >> np.uint64(31))
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
+@njit(forceinline=True)  # type: ignore[untyped-decorator]
 def _hash_step(state: Any, bits: Any) -> Any:
     """The hash after one more number; 0 and -0 are equal."""
     return _scrambled((state ^ (bits if bits != np.uint64(1 << 63) else np.uint64(0))) + _GOLDEN)
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
+@njit(forceinline=True)  # type: ignore[untyped-decorator]
 def _hash_tile(state: Limbs, rows: int, values: Limbs, first: int) -> None:
     """Hash one more number of each row of a tile; ``values`` holds one for each row, or one for all."""
     if len(values) > 1:

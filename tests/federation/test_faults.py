@@ -382,7 +382,7 @@ def test_a_step_that_overflows_does_not_lose_a_site():
     """With a heavy-tailed covariate Newton's first steps overflow at one site; they are halved, as in memory."""
     rng = np.random.default_rng(8)
     client = np.repeat(np.arange(12), 5)
-    x, exposure = 10 * np.exp(2 * rng.normal(size=60)), 8 * rng.normal(size=60)
+    x, exposure = 10 * np.exp(4 * rng.normal(size=60)), 8 * rng.normal(size=60)
     y = rng.poisson(np.exp(np.clip(0.3 + 0.5 * rng.normal(size=12)[client], -3, 3)))
     frame = pl.DataFrame({"client": client, "cluster": client % 2, "x": x, "exposure": exposure, "y": y})
     given = spec("poisson", formula="y ~ x", offset="exposure", gamma=0.01, lam=1.0)

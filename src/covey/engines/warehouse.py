@@ -58,8 +58,8 @@ def open_parts(
     import duckdb
 
     try:
-        read = relation.to_arrow_reader if hasattr(relation, "to_arrow_reader") else relation.fetch_record_batch  # older versions
-        reader = read(rows)
+        newer = hasattr(relation, "to_arrow_reader")
+        reader = relation.to_arrow_reader(rows) if newer else relation.fetch_record_batch(rows)
         first = next(reader, None)
         yield pl.DataFrame(reader.schema.empty_table() if first is None else first)
         yield from map(pl.DataFrame, reader)

@@ -358,7 +358,11 @@ class Loss(ABC):
         n, d = theta.shape
         value, blocks = np.empty(n), block_count(n)
         rows = X, y, weights, offset, scale, ptr, np.ascontiguousarray(theta)
-        if order == 2 or (d < _WIDE and not len(curves)):
+        squares = code == kernels.GAUSSIAN
+        if squares and order == 2:
+            gradient, hessian = np.empty((n, d)), np.empty((n, d, d))
+            share(kernels.expand_quadratic, blocks, *rows, value, gradient, hessian)
+        elif order == 2 or (d < _WIDE and not len(curves) and not squares):
             gradient, hessian = np.empty((n if order >= 1 else 0, d)), np.empty((n if order >= 2 else 0, d, d))
             share(kernels.expand, blocks, code, order, *rows, value, gradient, hessian)
         else:

@@ -1,9 +1,9 @@
 """Compiled loops over clients: value, gradient and Hessian of each client's loss in one pass over its rows.
 
-All families share one compiled loop, and ``exponent``, ``slope`` and ``pointwise`` select the family by its code. The functions
-of a family cannot be arguments of the loop: numba caches no function that takes or encloses compiled functions, so every
-process would compile it again. One thread sums all rows of a client, so results have the same bits with any number of threads.
-Losses without a code are evaluated with numpy (:mod:`.base`); tests compare the two.
+All families but least squares share one compiled loop, and ``exponent``, ``slope`` and ``pointwise`` select the family by its
+code. The functions of a family cannot be arguments of the loop: numba caches no function that takes or encloses compiled
+functions, so every process would compile it again. One thread sums all rows of a client, so results have the same bits with any
+number of threads. Losses without a code are evaluated with numpy (:mod:`.base`); tests compare the two.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TILE = 128  # rows that fit into the fastest cache together
 FASTMATH = {"reassoc", "contract", "nsz"}
 
 
-@njit(inline="always", error_model="numpy")  # type: ignore[untyped-decorator]
+@njit(forceinline=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def exponent(family: int, margin: float) -> float:
     """Return the number whose exponential is the argument ``power`` of ``slope``."""
     if family == BERNOULLI:
@@ -36,7 +36,7 @@ def exponent(family: int, margin: float) -> float:
     return min(-margin if family == GAMMA else margin, LARGEST_LOG_MEAN)
 
 
-@njit(inline="always", error_model="numpy")  # type: ignore[untyped-decorator]
+@njit(forceinline=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def slope(family: int, margin: float, y: float, power: float) -> float:
     """Return the first derivative of one row's loss in the margin ``x'theta + offset``."""
     if family == GAUSSIAN:
@@ -49,7 +49,7 @@ def slope(family: int, margin: float, y: float, power: float) -> float:
     return power * (1.0 + max(margin - LARGEST_LOG_MEAN, 0.0)) - y
 
 
-@njit(inline="always", error_model="numpy")  # type: ignore[untyped-decorator]
+@njit(forceinline=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def pointwise(family: int, margin: float, y: float, power: float) -> tuple[float, float, float, float]:
     """Return ``plain`` and ``factor``, with the loss of one row ``plain + log(factor)``, and its first two derivatives.
 
@@ -151,7 +151,7 @@ def combine(x: Floats, low: int, high: int, slopes: Floats, g: Floats) -> None:
 # Clients in tiles: the rows of several clients, so that the loops over rows are long enough for vector registers
 
 
-@njit(inline="always", error_model="numpy")  # type: ignore[untyped-decorator]
+@njit(forceinline=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def end_of_tile(i: int, last: int, client_ptr: Ints) -> int:
     """Return where the tile ends that begins with client ``i``: it has whole clients, or one with more rows than fit."""
     stop = i + 1
@@ -160,7 +160,7 @@ def end_of_tile(i: int, last: int, client_ptr: Ints) -> int:
     return stop
 
 
-@njit(inline="always", error_model="numpy")  # type: ignore[untyped-decorator]
+@njit(forceinline=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def fill_tile(
     i: int, stop: int, start: int, m: int, X: Floats, offset: Floats, client_ptr: Ints, theta: Floats, columns: Floats,
     margin: Floats,
@@ -190,6 +190,36 @@ def raise_tile(family: int, margin: Floats, m: int, argument: Floats, whole: Flo
 
 
 @njit(nogil=True, cache=True, fastmath=FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
+def expand_quadratic(
+    begin: int, end: int, X: Floats, y: Floats, weights: Floats, offset: Floats, scale: Floats, client_ptr: Ints,
+    theta: Floats, value: Floats, gradient: Floats, hessian: Floats,
+) -> None:  # fmt: skip
+    """As :func:`expand` for least squares. It compiles in a quarter of the time, and a first linear fit needs no other."""
+    n, d = theta.shape
+    weighted, shifted = len(weights) > 0, len(offset) > 0
+    for block in range(begin, end):
+        for i in range(block * BLOCK, min(n, (block + 1) * BLOCK)):
+            total = 0.0
+            gradient[i], hessian[i] = 0.0, 0.0
+            for row in range(client_ptr[i], client_ptr[i + 1]):
+                error = (offset[row] if shifted else 0.0) - y[row]
+                for a in range(d):
+                    error += theta[i, a] * X[row, a]
+                weight = scale[i] * weights[row] if weighted else scale[i]
+                pull = weight * error
+                total += pull * error
+                for a in range(d):
+                    x = weight * X[row, a]
+                    gradient[i, a] += error * x
+                    for b in range(a + 1):
+                        hessian[i, a, b] += x * X[row, b]
+            value[i] = 0.5 * total
+            for a in range(d):
+                for b in range(a):
+                    hessian[i, b, a] = hessian[i, a, b]
+
+
+@njit(nogil=True, cache=True, fastmath=FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
 def expand(
     begin: int, end: int, family: int, order: int, X: Floats, y: Floats, weights: Floats, offset: Floats, scale: Floats,
     client_ptr: Ints, theta: Floats, value: Floats, gradient: Floats, hessian: Floats,
@@ -210,8 +240,7 @@ def expand(
             for start in range(client_ptr[i], client_ptr[stop], _TILE):
                 m = min(_TILE, client_ptr[stop] - start)
                 fill_tile(i, stop, start, m, X, offset, client_ptr, theta, columns, first)
-                if family != GAUSSIAN:
-                    raise_tile(family, first, m, part, whole, power)
+                raise_tile(family, first, m, part, whole, power)
                 for r in range(m):
                     plain[r], factor[r], first[r], second[r] = pointwise(family, first[r], y[start + r], power[r])
                 if weighted:
@@ -294,7 +323,7 @@ def expand_rows(
                 gradient[i, a] = scale[i] * g[a]
 
 
-@njit(inline="always", error_model="numpy")  # type: ignore[untyped-decorator]
+@njit(forceinline=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def third_derivative(family: int, margin: float, y: float, power: float) -> float:
     """Return the third derivative of one row's loss in the margin; ``power`` is the exponential of :func:`exponent`."""
     if family == BERNOULLI:

@@ -122,7 +122,11 @@ def absorb_factors(
                         volume[block] += math.log(determinant[lane])
         for c in range(e):
             for b in range(c + 1):
-                squares[block, c, b] = squares[block, b, c] = total[c, b].sum()
+                along = total[c, b]
+                square = 0.0
+                for lane in range(LANES):
+                    square += along[lane]
+                squares[block, c, b] = squares[block, b, c] = square
 
 
 @njit(nogil=True, cache=True, fastmath=FASTMATH, error_model="numpy")  # type: ignore[untyped-decorator]
@@ -191,8 +195,13 @@ def factor_sensitivity(
                     _add_product(force[a], force[c], 1.0, width, pulls[a, c])
         for a in range(q):
             for c in range(a + 1):
-                bend[block, a, c] = bend[block, c, a] = bends[a, c].sum()
-                pull[block, a, c] = pull[block, c, a] = pulls[a, c].sum()
+                bent, pulled = bends[a, c], pulls[a, c]
+                one, two = 0.0, 0.0
+                for lane in range(LANES):
+                    one += bent[lane]
+                    two += pulled[lane]
+                bend[block, a, c] = bend[block, c, a] = one
+                pull[block, a, c] = pull[block, c, a] = two
 
 
 @njit(nogil=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]

@@ -14,9 +14,10 @@ from covey.threads import BLOCK
 
 @njit(forceinline=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def _absorb(A: Floats, b: Floats, scale: float, shape: Floats, q: int, measure: bool, M: Floats) -> float:
-    """Solve ``(I + scale A shape) [C | r] = [A | b]`` by elimination with row pivots; leaves ``[C | r]`` in ``M[:, d:]``.
+    """Solve ``(I + scale A shape) [C | r] = [A | b]`` by elimination with row pivots; leaves ``[C | r]`` in ``M[:, q:]``.
 
-    Columns of ``shape`` from ``q`` on are zero. With ``measure`` it returns the logarithm of the determinant.
+    Columns of ``shape`` from ``q`` on are zero. With ``measure`` it returns the logarithm of the determinant. Callers that do
+    not need it write ``begin < 0``; for a constant, numba would compile the function once more.
     """
     d = len(b)
     for a in range(d):
@@ -28,10 +29,10 @@ def _absorb(A: Floats, b: Floats, scale: float, shape: Floats, q: int, measure: 
                     product += A[a, e] * shape[e, c]
             M[a, c] = scale * product
         for c in range(d):
-            M[a, d + c] = A[a, c]
+            M[a, q + c] = A[a, c]
         if a < q:
             M[a, a] += 1.0
-        M[a, 2 * d] = b[a]
+        M[a, q + d] = b[a]
     volume = 0.0
     for p in range(q):
         best = p
@@ -39,29 +40,25 @@ def _absorb(A: Floats, b: Floats, scale: float, shape: Floats, q: int, measure: 
             if abs(M[a, p]) > abs(M[best, p]):
                 best = a
         if best != p:
-            for c in range(p, q):
-                M[p, c], M[best, c] = M[best, c], M[p, c]
-            for c in range(d, 2 * d + 1):
+            for c in range(p, q + d + 1):
                 M[p, c], M[best, c] = M[best, c], M[p, c]
         if measure:
             volume += math.log(abs(M[p, p]))
         for a in range(p + 1, d):
             factor = M[a, p] / M[p, p]
-            for c in range(p + 1, q):
-                M[a, c] -= factor * M[p, c]
-            for c in range(d, 2 * d + 1):
+            for c in range(p + 1, q + d + 1):
                 M[a, c] -= factor * M[p, c]
     for p in range(q - 1, -1, -1):
-        for c in range(d, 2 * d + 1):
+        for c in range(q, q + d + 1):
             rest = M[p, c]
             for a in range(p + 1, q):
                 rest -= M[p, a] * M[a, c]
             M[p, c] = rest / M[p, p]
     for a in range(d):
         for c in range(a):
-            middle = 0.5 * (M[a, d + c] + M[c, d + a])
-            M[a, d + c] = middle
-            M[c, d + a] = middle
+            middle = 0.5 * (M[a, q + c] + M[c, q + a])
+            M[a, q + c] = middle
+            M[c, q + a] = middle
     return volume
 
 
@@ -73,7 +70,7 @@ def eliminate(
     """Sum the ``(C, r)`` of children by block; store those of each child in ``each_C``, ``each_r``, unless these are empty."""
     d = b.shape[1]
     # Named once: a choice between two arrays in the loop, or a second read of M, would cost a third of the time.
-    M, shapes, step = np.empty((d, 2 * d + 1)), shape if len(shape) else np.empty((1, 0, 0)), 1 if len(shape) > 1 else 0
+    M, shapes, step = np.empty((d, q + d + 1)), shape if len(shape) else np.empty((1, 0, 0)), 1 if len(shape) > 1 else 0
     for block in range(begin, end):
         total_C, total_r = C[block], r[block]
         for i in range(blocks[block], blocks[block + 1]):
@@ -83,11 +80,11 @@ def eliminate(
             volume[i] = _absorb(A[i], own, scale[i], S, q, len(each_C) > 0, M)
             for a in range(d):
                 for e in range(d):
-                    value = M[a, d + e]
+                    value = M[a, q + e]
                     total_C[a, e] += value
                     if len(each_C):
                         each_C[i, a, e] = value
-                value = M[a, 2 * d]
+                value = M[a, q + d]
                 total_r[a] += value
                 if len(each_r):
                     each_r[i, a] = value
@@ -95,7 +92,7 @@ def eliminate(
                 if len(S):
                     moved = 0.0
                     for e in range(q):
-                        moved += S[a, e] * M[e, 2 * d]
+                        moved += S[a, e] * M[e, q + d]
                 kept -= 0.5 * scale[i] * own[a] * moved
             c[i] = kept
 
@@ -107,18 +104,18 @@ def descend(
 ) -> None:  # fmt: skip
     """Each child's solution ``t`` given its parent's ``x``, and the force on it."""
     m, d = b.shape
-    M, shapes, step = np.empty((d, 2 * d + 1)), shape if len(shape) else np.empty((1, 0, 0)), 1 if len(shape) > 1 else 0
+    M, shapes, step = np.empty((d, q + d + 1)), shape if len(shape) else np.empty((1, 0, 0)), 1 if len(shape) > 1 else 0
     for block in range(begin, end):
         for i in range(block * BLOCK, min((block + 1) * BLOCK, m)):
             j = parent[i]
             if np.isinf(scale[i]):
                 continue
             S = shapes[i * step]
-            _absorb(A[i], b[i], scale[i], S, q, False, M)
+            _absorb(A[i], b[i], scale[i], S, q, begin < 0, M)
             for a in range(d):
-                pull = M[a, 2 * d]
+                pull = M[a, q + d]
                 for c in range(d):
-                    pull -= M[a, d + c] * x[j, c]
+                    pull -= M[a, q + c] * x[j, c]
                 force[i, a] = pull
             for a in range(d):
                 moved = force[i, a]
@@ -174,7 +171,7 @@ def posterior(begin: int, end: int, A: Floats, scale: Floats, shape: Floats, par
                 for c in range(d):
                     S[a, c] = scale[i] * spread[a, c]
             # With the roles of A and S exchanged: (I + S A) X = S. Nothing cancels, even if S is singular or large.
-            _absorb(S, zero, 1.0, A[i], d, False, M)
+            _absorb(S, zero, 1.0, A[i], d, begin < 0, M)
             for a in range(d):
                 for c in range(d):
                     out[i, a, c] = M[a, d + c]
@@ -289,7 +286,7 @@ def leading_variances(
     for block in range(begin, end):
         M, zero, along, rest = np.empty((q, 2 * q + 1)), np.zeros(q), np.empty(q), np.empty(p)
         for i in range(block * BLOCK, min((block + 1) * BLOCK, n)):
-            _absorb(S[i] if len(S) > 1 else S[0], zero, 1.0, A[i, :, :q], q, False, M)
+            _absorb(S[i] if len(S) > 1 else S[0], zero, 1.0, A[i, :, :q], q, begin < 0, M)
             for row in range(ptr[i], ptr[i + 1]):
                 size = 0.0
                 for a in range(q):
