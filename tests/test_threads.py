@@ -9,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from threadpoolctl import threadpool_info
 
 from covey import HierarchicalClassifier, HierarchicalRegressor, threads
 from covey.datasets import simulate
 from covey.errors import CoveyError
-from covey.threads import most_threads, share, use_threads
+from covey.threads import most_threads, one_blas_thread, share, use_threads
 
 
 def note(begin, end, seconds, seen):
@@ -155,3 +156,13 @@ def test_the_parameter_of_the_estimators():
         HierarchicalRegressor(gamma=1.0, threads=0).fit(rows, y, client=client)
     one, two = (HierarchicalRegressor(gamma=1.0, threads=count).fit(rows, y, client=client).coef_ for count in (1, 2))
     np.testing.assert_array_equal(one, two)
+
+
+def test_blas_has_one_thread_inside_and_as_many_as_before_outside():
+    def counts():
+        return [each["num_threads"] for each in threadpool_info() if each["user_api"] == "blas"]
+
+    before = counts()
+    with one_blas_thread():
+        assert set(counts()) == {1}
+    assert counts() == before

@@ -25,6 +25,7 @@ from time import perf_counter
 from typing import Any
 
 import numba
+from threadpoolctl import ThreadpoolController
 
 from covey.errors import SolverError
 
@@ -100,6 +101,21 @@ def share(kernel: Callable[..., Any], blocks: int, *arguments: Any) -> None:
         wait(started)
     for helper in started:
         helper.result()
+
+
+@contextmanager
+def one_blas_thread() -> Iterator[None]:
+    """Let each call of BLAS use one thread, while :func:`share` divides many small calls between threads of its own.
+
+    The threads of BLAS wait for work in a loop, and so take the processors that they wait on.
+    """
+    with _libraries().limit(limits=1, user_api="blas"):
+        yield
+
+
+@cache
+def _libraries() -> ThreadpoolController:
+    return ThreadpoolController()
 
 
 def block_count(clients: int) -> int:

@@ -25,7 +25,7 @@ from covey.nodes.network import Blocks
 from covey.records import Axes, Reply
 from covey.solvers.direct import factor_kernels, kernels
 from covey.tables.rows import GroupedData
-from covey.threads import block_count, share
+from covey.threads import BLOCK, block_count, share
 from covey.tree.hierarchy import segment_sum
 
 MANY = 16  # varying terms; from more on, matrices are solved by LAPACK, and clients in the space of their rows
@@ -304,12 +304,17 @@ def _solve_scaled(A: Floats, B: Floats) -> tuple[Floats, Ints]:
     rank, regular = np.full(len(A), d), np.zeros(len(A), dtype=bool)
     if d <= MANY:
         share(factor_kernels.solve_regular, block_count(len(A)), A, B, _REGULAR, X, regular)
-    rest = np.flatnonzero(~regular)
-    if len(rest):
+    others = np.flatnonzero(~regular)
+
+    def decompose(begin: int, end: int) -> None:
+        rest = others[begin * BLOCK : end * BLOCK]
         values, vectors = np.linalg.eigh(A[rest])
         above = values > _cut(d) * np.maximum(values[:, -1:], 0.0)
         along = np.where(above, 1.0 / np.where(above, values, 1.0), 0.0)[:, :, None] * (vectors.swapaxes(1, 2) @ B[rest])
         X[rest], rank[rest] = vectors @ along, above.sum(axis=1)
+
+    if len(others):
+        share(decompose, block_count(len(others)))
     return X, rank
 
 

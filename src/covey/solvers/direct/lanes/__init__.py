@@ -22,7 +22,7 @@ import numpy as np
 from covey._typing import Floats, Ints
 from covey.solvers.direct.elimination import Quadratic
 from covey.solvers.direct.lanes import kernels
-from covey.threads import share
+from covey.threads import one_blas_thread, share
 from covey.tree.hierarchy import segment_sum
 
 WIDEST = 48  # terms; the arrays of wider clients would not fit into a processor's cache
@@ -54,11 +54,16 @@ class StackedMarginal:
     def sensitivity(self, width: int, ptr: Ints, x: Floats, P: Floats) -> tuple[Floats, Floats]:
         """As :func:`.elimination.sensitivity`."""
         bend, pull = self.seen.C[:, :width, :width].copy(), np.zeros((len(x), width, width))
-        for j, part in _pieces(ptr, self.C.shape[2] ** 2):
-            C = self.C[:width, part]
-            force = self.r[part, :width] - (C @ x[j]).T
-            bend[j] -= C.reshape(width, -1) @ (C @ P[j]).reshape(width, -1).T
-            pull[j] += force.T @ force
+
+        def add(begin: int, end: int) -> None:
+            for j, part in _pieces(ptr, self.C.shape[2] ** 2, begin, end):
+                C = self.C[:width, part]
+                force = self.r[part, :width] - (C @ x[j]).T
+                bend[j] -= C.reshape(width, -1) @ (C @ P[j]).reshape(width, -1).T
+                pull[j] += force.T @ force
+
+        with one_blas_thread():
+            share(add, len(x))
         return 0.5 * (bend + bend.swapaxes(1, 2)), pull
 
     def changed(self, before: Floats, after: Floats, ptr: Ints) -> ChangedMarginal | None:
@@ -83,10 +88,15 @@ class StackedMarginal:
             M[k, k] = by[k] * np.delete(E, k, axis=1).prod(axis=1) / determinant
         W = np.einsum("kln,lnb->knb", M, B)
         C, r_sums, c = self.seen.C.copy(), self.seen.r.copy(), np.einsum("nk,kln,nl->n", r, M, r)
-        for j, part in enumerate(_cells(ptr)):
-            for k in range(len(at)):
-                C[j] -= B[k, part].T @ W[k, part]
-                r_sums[j] -= r[part, k] @ W[k, part]
+
+        def subtract(begin: int, end: int) -> None:
+            for j, part in _pieces(ptr, 1, begin, end):
+                for k in range(len(at)):
+                    C[j] -= B[k, part].T @ W[k, part]
+                    r_sums[j] -= r[part, k] @ W[k, part]
+
+        with one_blas_thread():
+            share(subtract, len(C))
         seen = Quadratic(0.5 * (C + C.swapaxes(1, 2)), r_sums, self.seen.c - 0.5 * segment_sum(c, ptr), self.seen.n)
         return ChangedMarginal(seen, self.log_determinants + segment_sum(np.log(determinant), ptr), self, at, B, W)
 
@@ -105,17 +115,22 @@ class ChangedMarginal:
     def sensitivity(self, width: int, ptr: Ints, x: Floats, P: Floats) -> tuple[Floats, Floats]:
         """As :func:`.elimination.sensitivity`: ``C P C - C P B'W - W'B P C + W'B P B'W`` in place of ``C P C``."""
         bend, pull = self.seen.C[:, :width, :width].copy(), np.zeros((len(x), width, width))
-        for j, part in _pieces(ptr, self.base.C.shape[2] ** 2):
-            C, B, W = self.base.C[:width, part], self.B[:, part], self.W[:, part, :width]
-            CP, force = C @ P[j], self.base.r[part, :width] - (C @ x[j]).T
-            twice = np.einsum("kia,lia->kli", B @ P[j], B)
-            across = np.einsum("aie,kie->kai", CP, B) - 0.5 * np.einsum("kli,lia->kai", twice, W)
-            through = C.reshape(width, -1) @ CP.reshape(width, -1).T
-            for one in across @ W:
-                through -= one + one.T
-            moved = force - np.einsum("kia,ik->ia", W, force[:, self.at])
-            bend[j] -= through
-            pull[j] += moved.T @ moved
+
+        def add(begin: int, end: int) -> None:
+            for j, part in _pieces(ptr, self.base.C.shape[2] ** 2, begin, end):
+                C, B, W = self.base.C[:width, part], self.B[:, part], self.W[:, part, :width]
+                CP, force = C @ P[j], self.base.r[part, :width] - (C @ x[j]).T
+                twice = np.einsum("kia,lia->kli", B @ P[j], B)
+                across = np.einsum("aie,kie->kai", CP, B) - 0.5 * np.einsum("kli,lia->kai", twice, W)
+                through = C.reshape(width, -1) @ CP.reshape(width, -1).T
+                for one in across @ W:
+                    through -= one + one.T
+                moved = force - np.einsum("kia,ik->ia", W, force[:, self.at])
+                bend[j] -= through
+                pull[j] += moved.T @ moved
+
+        with one_blas_thread():
+            share(add, len(x))
         return 0.5 * (bend + bend.swapaxes(1, 2)), pull
 
 
@@ -123,9 +138,9 @@ def _cells(ptr: Ints) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise(ptr)]
 
 
-def _pieces(ptr: Ints, size: int) -> Iterator[tuple[int, slice]]:
-    """Each cell and clients of it, some at a time if they have ``size`` numbers each."""
+def _pieces(ptr: Ints, size: int, begin: int, end: int) -> Iterator[tuple[int, slice]]:
+    """Each of the cells ``begin:end`` and clients of it, some at a time if they have ``size`` numbers each."""
     step = max(1, _PIECE // size)
-    for j, cell in enumerate(_cells(ptr)):
-        for start in range(cell.start, cell.stop, step):
-            yield j, slice(start, min(start + step, cell.stop))
+    for j in range(begin, end):
+        for start in range(ptr[j], ptr[j + 1], step):
+            yield j, slice(start, min(start + step, int(ptr[j + 1])))
