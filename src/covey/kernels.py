@@ -100,6 +100,27 @@ def find_in_table(values: Ints, low: int, place: Ints, codes: Ints) -> None:
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def find_pairs(begin: int, end: int, code: Ints, cluster: Ints, ptr: Ints, order: Ints, parent: Ints, found: Ints) -> None:
+    """Set ``found`` to the client of ``order[ptr[code]:ptr[code + 1]]`` in the row's cluster, -1 if there is none.
+
+    The parents of these clients increase.
+    """
+    for row in range(begin, end):
+        found[row] = -1
+        if code[row] >= 0:
+            low, last = ptr[code[row]], ptr[code[row] + 1]
+            high = last
+            while low < high:
+                middle = (low + high) // 2
+                if parent[order[middle]] < cluster[row]:
+                    low = middle + 1
+                else:
+                    high = middle
+            if low < last and parent[order[low]] == cluster[row]:
+                found[row] = order[low]
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def multiply_rows(begin: int, end: int, rows: Floats, table: Floats, which: Ints, product: Floats) -> None:
     """Set ``product[l]`` to ``rows[l]'table[which[l]]``; -1 is the last row of the table."""
     for row in range(begin, end):

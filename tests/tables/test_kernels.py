@@ -7,7 +7,16 @@ from itertools import pairwise
 import numpy as np
 from hypothesis import given
 
-from covey.kernels import counting_sort, find_in_table, find_parents, multiply_rows, rank_in_segments, rank_in_table, take_rows
+from covey.kernels import (
+    counting_sort,
+    find_in_table,
+    find_pairs,
+    find_parents,
+    multiply_rows,
+    rank_in_segments,
+    rank_in_table,
+    take_rows,
+)
 from tests.conftest import seeds
 
 EACH_ROW = np.empty(0, dtype=np.int64)  # no list of runs
@@ -61,6 +70,19 @@ def test_rows_are_sorted_by_rank_and_keep_their_order(seed):
     expected = np.argsort(rank[client], kind="stable")
     np.testing.assert_array_equal(order, expected)
     assert moved == (expected != np.arange(len(client))).any()
+
+
+@given(seeds)
+def test_clients_are_found_by_id_and_cluster(seed):
+    rng, _, _ = drawn(seed)
+    parent = np.sort(rng.integers(5, size=12))
+    ids = np.concatenate([rng.permutation(12)[: (parent == j).sum()] for j in range(5)])  # an id once in a cluster
+    order, ptr = np.argsort(ids, kind="stable"), np.concatenate([[0], np.cumsum(np.bincount(ids, minlength=12))])
+    code, cluster = rng.integers(-1, 12, size=60), rng.integers(-1, 6, size=60)
+    found = np.empty(60, dtype=np.int64)
+    find_pairs(0, 60, code, cluster, ptr, order, parent, found)
+    known = {pair: at for at, pair in enumerate(zip(ids.tolist(), parent.tolist(), strict=True))}
+    assert found.tolist() == [known.get(pair, -1) for pair in zip(code.tolist(), cluster.tolist(), strict=True)]
 
 
 @given(seeds)

@@ -17,7 +17,8 @@ import polars as pl
 
 from covey._typing import Anything, Floats, Ints
 from covey.errors import DataError, listing, one_of
-from covey.kernels import find_in_table, rank_in_table
+from covey.kernels import find_in_table, find_pairs, rank_in_table
+from covey.threads import share
 
 _MOSTLY = 0.8  # from this share of distinct texts on, sorting all of them is faster than finding the distinct ones first
 _KINDS = {
@@ -353,19 +354,17 @@ class Hierarchy:
         """
         if not self.nested or not self.n_clients:
             return lookup(clients, self.client_ids, "client")
-        distinct, keys, order = self._pairs
-        codes = lookup(clients, distinct, "client")
-        wanted = np.where((codes >= 0) & (clusters >= 0), clusters * len(distinct) + codes, -1)
-        at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-        return np.where(keys[at] == wanted, order[at], -1)
+        distinct, ptr, order = self._namesakes
+        found = np.empty(len(clients), dtype=np.int64)
+        share(find_pairs, len(found), lookup(clients, distinct, "client"), clusters, ptr, order, self.parent, found)
+        return found
 
     @cached_property
-    def _pairs(self) -> tuple[pl.Series, Ints, Ints]:
-        """The distinct client ids, a sorted key for each pair of cluster and client, and the client of each key."""
+    def _namesakes(self) -> tuple[pl.Series, Ints, Ints]:
+        """The distinct client ids, and the clients that have each: ``order[ptr[a]:ptr[a + 1]]``, in the order of clusters."""
         distinct, codes = encode(self.client_ids, "client")
-        keys = self.parent * len(distinct) + codes
-        order = np.argsort(keys)
-        return distinct, keys[order], order
+        ptr = np.concatenate([[0], np.cumsum(np.bincount(codes, minlength=len(distinct)))])
+        return distinct, ptr, np.argsort(codes, kind="stable")
 
     def sum_up(self, values: Floats) -> Floats:
         """Sum over the clients of each cluster."""
