@@ -27,6 +27,7 @@ TITLES = {
     "bench_components": "Mixed models: covey and eight other programs",
     "bench_shared": "Terms that do not vary: covey, lmer and glmmTMB",
     "bench_wide": "Wide clients and ten lines of numpy",
+    "bench_sparse": "Categories as sparse columns",
     "bench_growth": "Growth in clients and in terms",
     "bench_newton": "29,490 logistic clients and one pooled scikit-learn fit",
     "bench_million": "A million clients: memory and growth",
